@@ -1,0 +1,51 @@
+"""Op-granular offload and reload for LLM inference on a GPU that is too small.
+
+Importing this package installs the DeepSpeed seam (now if DeepSpeed is loaded already, else at the
+moment it is), so that a ds_config with ``"finepage": {"enabled": true}`` takes effect. Nothing else
+changes, and nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ds_finepage.integrations.install import install, uninstall
+
+if TYPE_CHECKING:
+    from ds_finepage.api import attach, plan
+    from ds_finepage.integrations.deepspeed import assert_active, handle_of, stats
+    from ds_finepage.session import Handle
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Handle",
+    "assert_active",
+    "attach",
+    "handle_of",
+    "install",
+    "plan",
+    "stats",
+    "uninstall",
+]
+
+_LAZY = {
+    "Handle": "ds_finepage.session",
+    "attach": "ds_finepage.api",
+    "plan": "ds_finepage.api",
+    "assert_active": "ds_finepage.integrations.deepspeed",
+    "handle_of": "ds_finepage.integrations.deepspeed",
+    "stats": "ds_finepage.integrations.deepspeed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch only when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)
+
+
+install()

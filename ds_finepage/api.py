@@ -1,0 +1,117 @@
+"""The program on one screen: capture -> plan -> check -> simulate -> attach (floor 3).
+
+    ds_config --> FinepageConfig
+    model.forward --capture--> TaskGraph --plan--> MemGraph --check--> MemGraph --execute--> outputs
+                                                      |
+                               HardwareProfile --> simulate --> Timeline
+
+``attach`` puts all of it to work on a model; the functions before it are the same arrows by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_finepage.config import BudgetKind, FinepageConfig
+from ds_finepage.execution.probe import context_margin_bytes, device_bytes, free_bytes, probe
+from ds_finepage.execution.stores import HostWeight, WeightTable, weights_of_module
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.policies import POLICIES, plan_steady
+from ds_finepage.planning.simulator import simulate
+from ds_finepage.session import Handle
+
+PROBE_SCRATCH_BYTES = 16 << 20
+
+
+def plan(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    policy: str = "finepage",
+    alignment: int = 512,
+    profile: HardwareProfile,
+) -> tuple[MemGraph, Timeline]:
+    """Plan the pass that comes again and again, check the plan, and predict its time.
+
+    Args:
+        graph: A captured pass.
+        arena_bytes: Device bytes for weights and activations.
+        policy: A name in ``ds_finepage.planning.policies.POLICIES``.
+        alignment: Of extents, in bytes.
+        profile: Rates of the machine it will run on.
+
+    Raises:
+        ConfigError: Unknown policy.
+        PlanInfeasibleError: Some task needs more than ``arena_bytes`` at once.
+    """
+    memgraph = check(
+        plan_steady(
+            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment, profile=profile
+        )
+    )
+    return memgraph, simulate(memgraph, profile)
+
+
+def attach(
+    module: torch.nn.Module,
+    config: FinepageConfig | Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    profile: HardwareProfile | None = None,
+    weights: list[HostWeight] | None = None,
+    **settings: Any,
+) -> Handle:
+    """Run a module's forward passes by plan, under a device budget, from now on.
+
+    Args:
+        module: Any ``torch.nn.Module``; its parameters become host masters.
+        config: The ``finepage`` section.
+        device: Where to compute; by default CUDA where there is one.
+        profile: Rates to plan with; by default they are measured, in a moment.
+        weights: Host masters, if somebody (DeepSpeed) has made them already.
+        **settings: Keys of the section, one by one.
+
+    Returns:
+        The handle: counters, plans, hooks, ``detach()``.
+
+    Raises:
+        ConfigError: A setting cannot be used, or the budget is above the device.
+        StoreError: A parameter has no data.
+    """
+    if not isinstance(config, FinepageConfig):
+        config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=tuple(POLICIES))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    table = WeightTable(weights or weights_of_module(module, where), where)
+    budget = resolve_budget(config, table.nbytes, where)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(where)
+    scratch = min(PROBE_SCRATCH_BYTES, budget // 2)
+    return Handle(
+        module,
+        table,
+        device=where,
+        budget_bytes=budget,
+        policy=config.policy,
+        debug=config.debug,
+        profile=profile or probe(where, scratch_bytes=scratch),
+        plan_dir=Path(config.plan_dir) if config.plan_dir else None,
+    )
+
+
+def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.device) -> int:
+    """Turn ``device_budget`` into bytes on this device."""
+    is_auto = config.device_budget.kind is BudgetKind.AUTO
+    return config.device_budget.resolve(
+        weight_bytes=weight_bytes,
+        device_bytes=device_bytes(device),
+        margin_bytes=context_margin_bytes(device) if is_auto else 0,
+        free_bytes=free_bytes(device) if is_auto else 0,
+    )

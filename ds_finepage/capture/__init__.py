@@ -1,0 +1,1 @@
+"""Torch in, TaskGraph out (floor 2)."""

@@ -1,0 +1,228 @@
+"""One graph that Dynamo handed over, and the taskgraphs of its concrete shapes (floor 2).
+
+Dynamo brings guards, graph breaks and symbolic shapes. What it hands over is a torch-level graph
+with parameters, tensors and integers as arguments; here each combination of the integers that the
+tensors depend on becomes a taskgraph of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils.flop_counter import flop_registry
+
+from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.errors import CaptureError
+from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
+
+
+class DynamoGraph:
+    """A torch-level graph, its weights by position, and the integers that its shape depends on.
+
+    Attributes:
+        weights: Call position -> (parameter, name).
+        key_positions: Call positions of the integers that tensors depend on.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        example_args: Sequence[Any],
+        weight_names: dict[int, str],
+        name: str,
+    ) -> None:
+        """Look at a graph once, before any call.
+
+        Args:
+            module: What Dynamo handed to its backend.
+            example_args: The arguments that came with it; parameters enter as the objects
+                themselves, so they are recognised by identity and never by address.
+            weight_names: ``id(parameter)`` -> qualified name, of the weights to page.
+            name: For messages.
+        """
+        self.module = module
+        self.name = name
+        self.weights: dict[int, tuple[torch.Tensor, str]] = {
+            position: (arg, weight_names[id(arg)])
+            for position, arg in enumerate(example_args)
+            if isinstance(arg, torch.Tensor) and id(arg) in weight_names
+        }
+        self._placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self._outputs = _returned_nodes(module)
+        self.key_positions = tuple(
+            position
+            for position, arg in enumerate(example_args)
+            if not isinstance(arg, torch.Tensor) and self._shapes_depend_on(position)
+        )
+        self._host_module = self._slice_host_outputs()
+
+    def key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what selects the taskgraph of a call.
+
+        Dynamo passes every symbol of a shape as an argument of its own, so the integers say it
+        all. One that only counts (transformers' sliding-window cache hands its length through) is
+        left out, else every token would be captured anew.
+        """
+        return tuple(args[i] for i in self.key_positions)
+
+    def host_outputs(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Compute the returned Python numbers of a call."""
+        if self._host_module is None:
+            return ()
+        found = self._host_module(*args)
+        assert isinstance(found, tuple)
+        return found
+
+    def record(self, args: Sequence[Any]) -> TaskGraph:
+        """Capture the call's concrete shape.
+
+        Raises:
+            CaptureError: The graph cannot be written down as a taskgraph: a size or a branch
+                depends on data, a weight is changed or returned.
+        """
+        recorder = Recorder(flop_counts=flop_registry)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.inference_mode(False), torch.no_grad(), mode:
+            fakes, inputs = self._fake_args(args, recorder)
+            try:
+                with recorder:
+                    returned = _Labeller(self.module, recorder).run(*fakes)
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise CaptureError(f"{self.name}: {type(error).__name__}: {error}") from error
+            outputs = self._describe_outputs(returned, fakes, recorder)
+        return finish(recorder, self.name, inputs, outputs, versions())
+
+    def _fake_args(
+        self, args: Sequence[Any], recorder: Recorder
+    ) -> tuple[list[Any], tuple[GraphInput, ...]]:
+        fakes: list[Any] = []
+        inputs = []
+        for position, arg in enumerate(args):
+            if not isinstance(arg, torch.Tensor):
+                fakes.append(arg)
+                continue
+            fake = torch.empty_strided(
+                tuple(arg.shape), arg.stride(), dtype=arg.dtype, device=arg.device
+            )
+            if position in self.weights:
+                kind, name = BufferKind.WEIGHT, self.weights[position][1]
+                nbytes = fake.untyped_storage().nbytes()
+            else:
+                kind, name = BufferKind.INPUT, self._placeholders[position].name
+                nbytes = arg.untyped_storage().nbytes()
+            recorder.add_buffer(fake, kind, int(nbytes), name)
+            inputs.append(GraphInput(position, recorder.tensor_id(fake)))
+            fakes.append(fake)
+        return fakes, tuple(inputs)
+
+    def _describe_outputs(
+        self, returned: Any, fakes: list[Any], recorder: Recorder
+    ) -> tuple[GraphOutput, ...]:
+        positions = {id(f): i for i, f in enumerate(fakes) if isinstance(f, torch.Tensor)}
+        outputs, num_host = [], 0
+        for value in returned:
+            if value is None:
+                outputs.append(GraphOutput())
+            elif id(value) in positions:
+                outputs.append(GraphOutput(position=positions[id(value)]))
+            elif isinstance(value, FakeTensor):
+                tensor = recorder.tensor_id(value)
+                draft = recorder.buffers[recorder.tensors[tensor].buffer]
+                if draft.kind is BufferKind.WEIGHT:
+                    raise CaptureError(f"{self.name} returns a view of weight {draft.name}")
+                outputs.append(GraphOutput(tensor=tensor))
+            elif isinstance(value, torch.Tensor):
+                outputs.append(GraphOutput(tensor=recorder.tensor_id(value)))
+            else:
+                outputs.append(GraphOutput(host=num_host))
+                num_host += 1
+        if num_host != self._num_host_outputs:
+            raise CaptureError(f"{self.name} returns a number that depends on tensor data")
+        return tuple(outputs)
+
+    def _shapes_depend_on(self, position: int) -> bool:
+        """Tell whether any tensor depends on an integer argument, through shape or value."""
+        placeholder = self._placeholders[position]
+        symbols = free_symbols(placeholder.meta.get("example_value", 0))
+        for other in self._placeholders:
+            value = other.meta.get("example_value")
+            if isinstance(value, torch.Tensor) and symbols & free_symbols(value):
+                return True
+        reached = {placeholder}
+        for node in self.module.graph.nodes:
+            if reached.isdisjoint(node.all_input_nodes) or node.op == "output":
+                continue
+            if not _is_number(node):
+                return True
+            reached.add(node)
+        return False
+
+    def _slice_host_outputs(self) -> GraphModule | None:
+        """Cut out the part of the graph that computes the returned Python numbers."""
+        wanted = [n for n in self._outputs if isinstance(n, Node) and _is_number(n)]
+        constants = [n for n in self._outputs if n is not None and not isinstance(n, Node)]
+        self._num_host_outputs = len(wanted) + len(constants)
+        if not self._num_host_outputs:
+            return None
+        needed = set(wanted)
+        for node in reversed(self.module.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        graph = torch.fx.Graph()
+        copies: dict[Node, Node] = {}
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder" or node in needed:
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        graph.output(
+            tuple(
+                copies[n] if isinstance(n, Node) else n
+                for n in self._outputs
+                if n is not None and (not isinstance(n, Node) or _is_number(n))
+            )
+        )
+        return GraphModule(self.module, graph)
+
+
+class _Labeller(Interpreter):
+    """Runs a torch-level graph and tells the recorder which module each op comes from."""
+
+    def __init__(self, module: GraphModule, recorder: Recorder) -> None:
+        super().__init__(module)
+        self._recorder = recorder
+
+    def run_node(self, n: Node) -> Any:
+        stack = n.meta.get("nn_module_stack")
+        self._recorder.label = _qualified_name(next(reversed(stack.values()))[0]) if stack else ""
+        return super().run_node(n)
+
+
+def _qualified_name(path: str) -> str:
+    """Turn Dynamo's source of a module into its qualified name."""
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    path = re.sub(r"^L\.self\.?|^L\.\w+\.?", "", path)
+    return path.replace("_modules.", "").replace("._modules", "").strip(".")
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _returned_nodes(module: GraphModule) -> tuple[Any, ...]:
+    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    returned = output.args[0]
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """The versions on which a captured taskgraph depends."""
+    return tuple((name, version(name)) for name in ("torch", "transformers"))

@@ -1,0 +1,332 @@
+"""Records a Dynamo graph's ATen ops over fake tensors as a taskgraph (floor 2).
+
+Reads a torch-level FX graph and the metadata of one call's arguments; produces a ``TaskGraph``. No
+bytes are read or moved: everything runs on FakeTensors of the concrete shapes.
+
+[Note: one dispatch mode instead of make_fx]
+``make_fx`` builds an ATen graph that would have to be walked a second time. A dispatch mode sees
+the same ops with the same arguments, in-place ops included, in one walk; it also sees the storages
+themselves, which is what tells a view from a task, and which node of the torch-level graph is
+being run, which is where the module names come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from ds_finepage.errors import CaptureError
+from ds_finepage.graph.taskgraph import (
+    Buffer,
+    BufferKind,
+    GraphInput,
+    GraphOutput,
+    Ref,
+    Symbol,
+    Task,
+    TaskGraph,
+    TensorView,
+)
+
+MAX_CONSTANT_BYTES = 1 << 20
+"""Larger lifted constants are refused: they belong into a module buffer."""
+
+
+@dataclass
+class _BufferDraft:
+    storage: torch.UntypedStorage  # kept alive, so that its identity is not given away again
+    kind: BufferKind
+    nbytes: int
+    name: str = ""
+    payload: bytes | None = None
+    is_written: bool = False
+
+
+@dataclass
+class _TaskDraft:
+    op: str
+    label: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[int | None, ...]
+    reads: set[int]
+    writes: set[int]
+    flops: int
+    moved_bytes: int
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Writes down every op that reaches the dispatcher while the mode is on.
+
+    Invariant: every storage that was seen is held, by identity, in ``_storages``.
+    """
+
+    flop_counts: dict[Any, Callable[..., int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Start empty."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, int] = {}  # storage identity -> buffer id
+        self._tensors: dict[tuple[Any, ...], int] = {}
+        self.buffers: list[_BufferDraft] = []
+        self.tensors: list[TensorView] = []
+        self.tasks: list[_TaskDraft] = []
+        self.label = ""
+
+    def add_buffer(self, tensor: torch.Tensor, kind: BufferKind, nbytes: int, name: str) -> int:
+        """Register a storage that exists before the first op."""
+        return self._new_buffer(tensor, kind, nbytes, name)
+
+    def _new_buffer(
+        self, tensor: torch.Tensor, kind: BufferKind, nbytes: int, name: str = ""
+    ) -> int:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = len(self.buffers)
+        self.buffers.append(_BufferDraft(storage, kind, nbytes, name))
+        return len(self.buffers) - 1
+
+    def tensor_id(self, tensor: torch.Tensor) -> int:
+        """Return the id of a tensor, registering its view, and its buffer if it is a constant."""
+        if not isinstance(tensor, torch._subclasses.FakeTensor):
+            return self._constant(tensor)
+        buffer = self._storages.get(tensor.untyped_storage()._cdata)
+        if buffer is None:
+            raise CaptureError("an op returned a tensor whose storage nobody made")
+        return self._view_id(tensor, buffer)
+
+    def _view_id(self, tensor: torch.Tensor, buffer: int) -> int:
+        key = (
+            buffer,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+        )
+        if key not in self._tensors:
+            self._tensors[key] = len(self.tensors)
+            self.tensors.append(TensorView(len(self.tensors), *key))
+        return self._tensors[key]
+
+    def _constant(self, tensor: torch.Tensor) -> int:
+        identity = tensor.untyped_storage()._cdata
+        if identity not in self._storages:
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes > MAX_CONSTANT_BYTES:
+                raise CaptureError(
+                    f"the graph holds a constant of {nbytes} bytes; at most {MAX_CONSTANT_BYTES} "
+                    f"can be lifted. Register it as a module buffer."
+                )
+            buffer = self._new_buffer(tensor, BufferKind.CONSTANT, nbytes)
+            with _disable_current_modes():
+                flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage().cpu())
+                self.buffers[buffer].payload = flat.numpy().tobytes()
+        return self._view_id(tensor, self._storages[identity])
+
+    def _encode(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Ref(self.tensor_id(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._encode(v) for v in value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError("a size depends on data, so the op cannot be planned")
+        for kind in ("dtype", "layout", "memory_format", "device"):
+            if isinstance(value, getattr(torch, kind)):
+                return Symbol(kind, str(value).removeprefix("torch."))
+        raise CaptureError(f"argument of type {type(value).__name__} cannot be written down")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op on its fake arguments and write it down if it computes."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        flat_args, _ = tree_flatten((args, kwargs))
+        flat_results = result if isinstance(result, (tuple, list)) else (result,)
+        if not any(isinstance(r, torch.Tensor) for r in tree_flatten(result)[0]):
+            if not func._schema.is_mutable:
+                return result  # a query such as sym_size
+        self._record(func, args, kwargs, flat_args, list(flat_results))
+        return result
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, flat_args: list[Any], results: list[Any]
+    ) -> None:
+        for value in flat_args:
+            if isinstance(value, torch.Tensor):
+                self.tensor_id(value)
+        mutated = [
+            value
+            for argument, value in _named_arguments(func, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        written = {
+            self._buffer_of(t) for t in tree_flatten(mutated)[0] if isinstance(t, torch.Tensor)
+        }
+        fresh = set()
+        flat_results: list[Any] = []
+        for value in results:
+            flat_results.extend(value if isinstance(value, (list, tuple)) else [value])
+        for value in flat_results:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not isinstance(value, torch._subclasses.FakeTensor):
+                self._constant(value)  # lift_fresh of a literal and the like
+            elif value.untyped_storage()._cdata not in self._storages:
+                nbytes = value.untyped_storage().nbytes()
+                fresh.add(self._new_buffer(value, BufferKind.ACTIVATION, int(nbytes)))
+        if not written and not fresh:
+            return  # a view
+        self._add_task(func, args, kwargs, flat_args, flat_results, written, fresh)
+
+    def _add_task(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        flat_args: list[Any],
+        flat_results: list[Any],
+        written: set[int],
+        fresh: set[int],
+    ) -> None:
+        for buffer in written:
+            if self.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.CONSTANT):
+                raise CaptureError(
+                    f"{func} writes to {self.buffers[buffer].kind.value} "
+                    f"{self.buffers[buffer].name or buffer}"
+                )
+            self.buffers[buffer].is_written = True
+        tensors = [a for a in flat_args if isinstance(a, torch.Tensor)]
+        # An op that changes a buffer in place may leave part of it as it was, so it reads it too.
+        reads = {self._buffer_of(t) for t in tensors} | written
+        count = self.flop_counts.get(func.overloadpacket)
+        moved = sum(t.numel() * t.element_size() for t in tensors) + sum(
+            r.numel() * r.element_size() for r in flat_results if isinstance(r, torch.Tensor)
+        )
+        self.tasks.append(
+            _TaskDraft(
+                op=str(func),
+                label=self.label,
+                args=self._encode(args),
+                kwargs=tuple((k, self._encode(v)) for k, v in kwargs.items()),
+                results=tuple(
+                    self.tensor_id(r) if isinstance(r, torch.Tensor) else None for r in flat_results
+                ),
+                reads=reads,
+                writes=written | fresh,
+                flops=int(count(*args, **kwargs, out_val=_one(flat_results))) if count else 0,
+                moved_bytes=int(moved),
+            )
+        )
+
+    def _buffer_of(self, tensor: torch.Tensor) -> int:
+        return self.tensors[self.tensor_id(tensor)].buffer
+
+
+def _one(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _named_arguments(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """Pair the arguments of a call with those of the op's schema."""
+    declared = func._schema.arguments
+    by_name = {a.name: a for a in declared}
+    paired = list(zip(declared, args, strict=False))
+    return paired + [(by_name[name], value) for name, value in kwargs.items()]
+
+
+def finish(
+    recorder: Recorder,
+    name: str,
+    inputs: tuple[GraphInput, ...],
+    outputs: tuple[GraphOutput, ...],
+    versions: tuple[tuple[str, str], ...],
+) -> TaskGraph:
+    """Turn a recording into a taskgraph, without the tasks whose results nobody uses."""
+    drafts = recorder.buffers
+    returned = {recorder.tensors[o.tensor].buffer for o in outputs if o.tensor is not None}
+    kept: list[_TaskDraft] = []
+    wanted = set(returned)
+    for task in reversed(recorder.tasks):
+        outlives = any(drafts[b].kind is not BufferKind.ACTIVATION for b in task.writes)
+        if outlives or wanted & task.writes:
+            kept.append(task)
+            wanted |= task.reads
+    kept.reverse()
+    used = {b for task in kept for b in task.reads | task.writes} | returned
+    used |= {recorder.tensors[i.tensor].buffer for i in inputs}
+    order = [b for b in range(len(drafts)) if b in used]
+    renumber = {old: new for new, old in enumerate(order)}
+    buffers = tuple(
+        Buffer(
+            renumber[b],
+            _final_kind(drafts[b], b in returned),
+            drafts[b].nbytes,
+            drafts[b].name,
+            drafts[b].payload,
+        )
+        for b in order
+    )
+    tensors: list[TensorView] = []
+    tensor_ids: dict[int, int] = {}
+    for view in recorder.tensors:
+        if view.buffer in renumber:
+            tensor_ids[view.id] = len(tensors)
+            tensors.append(
+                TensorView(
+                    len(tensors),
+                    renumber[view.buffer],
+                    view.dtype,
+                    view.shape,
+                    view.stride,
+                    view.offset,
+                )
+            )
+    return TaskGraph(
+        name=name,
+        buffers=buffers,
+        tensors=tuple(tensors),
+        tasks=tuple(
+            Task(
+                index=i,
+                op=t.op,
+                label=t.label,
+                args=_renumber(t.args, tensor_ids),
+                kwargs=tuple((k, _renumber(v, tensor_ids)) for k, v in t.kwargs),
+                results=tuple(None if r is None else tensor_ids[r] for r in t.results),
+                reads=tuple(sorted(renumber[b] for b in t.reads)),
+                writes=tuple(sorted(renumber[b] for b in t.writes)),
+                flops=t.flops,
+                moved_bytes=t.moved_bytes,
+            )
+            for i, t in enumerate(kept)
+        ),
+        inputs=tuple(GraphInput(i.position, tensor_ids[i.tensor]) for i in inputs),
+        outputs=tuple(
+            o if o.tensor is None else GraphOutput(tensor=tensor_ids[o.tensor]) for o in outputs
+        ),
+        versions=versions,
+    )
+
+
+def _final_kind(draft: _BufferDraft, is_returned: bool) -> BufferKind:
+    if draft.kind is BufferKind.INPUT and draft.is_written:
+        return BufferKind.STATE
+    if draft.kind is BufferKind.ACTIVATION and is_returned:
+        return BufferKind.OUTPUT
+    return draft.kind
+
+
+def _renumber(value: Any, ids: dict[int, int]) -> Any:
+    if isinstance(value, Ref):
+        return Ref(ids[value.tensor])
+    if isinstance(value, tuple):
+        return tuple(_renumber(v, ids) for v in value)
+    return value

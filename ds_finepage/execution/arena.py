@@ -1,0 +1,76 @@
+"""Device and host memory that plans point into (floor 2).
+
+The arena is the one device allocation that is planned; the pinned pool is its host counterpart for
+buffers that were offloaded. Both are plain byte tensors; tensors of any dtype are views of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ds_finepage.graph.memgraph import Extent
+from ds_finepage.graph.taskgraph import TensorView
+
+POISON = 0xFF
+"""Byte that vacated extents are filled with in debug mode: every float made of it is NaN."""
+
+
+class Arena:
+    """One allocation of bytes on a device.
+
+    Attributes:
+        nbytes: Its size.
+        bytes: It, as a 1-d uint8 tensor.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Allocate ``nbytes`` on ``device``."""
+        self.nbytes = nbytes
+        # Outside of inference mode, so that its views may be written in every mode.
+        with torch.inference_mode(False):
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def slice(self, extent: Extent, nbytes: int) -> torch.Tensor:
+        """Return the first ``nbytes`` of an extent as a 1-d uint8 tensor."""
+        return self.bytes[extent.offset : extent.offset + nbytes]
+
+    def view(self, view: TensorView, extent: Extent) -> torch.Tensor:
+        """Return a tensor of the graph whose buffer lies in ``extent``."""
+        return view_of(self.bytes, view, extent.offset)
+
+
+def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -> torch.Tensor:
+    """Build a tensor of the graph on the storage of another tensor.
+
+    Args:
+        storage_of: Any tensor; only its storage counts.
+        view: Dtype, shape and strides; its offset counts from ``offset_bytes``.
+        offset_bytes: Where the buffer begins in the storage.
+    """
+    dtype: torch.dtype = getattr(torch, view.dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty(0, dtype=dtype, device=storage_of.device).set_(
+            storage_of.untyped_storage(),
+            offset_bytes // dtype.itemsize + view.offset,
+            view.shape,
+            view.stride,
+        )
+
+
+class HostPool:
+    """The pinned pool: host memory for offloaded buffers, grown between passes only."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        """Start empty; ``pinned`` pages are what a CUDA copy engine can read on its own."""
+        self._pinned = pinned
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for ``nbytes``; what was in the pool is lost."""
+        if nbytes > self.bytes.numel():
+            with torch.inference_mode(False):
+                self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def slice(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return a slot as a 1-d uint8 tensor."""
+        return self.bytes[offset : offset + nbytes]

@@ -1,0 +1,94 @@
+"""Runs what cannot be planned: outside the arena, one op's weights at a time (floor 2).
+
+[Note: the fallback]
+Two things cannot be planned. A graph that cannot be written down as a taskgraph (a size depends on
+data, a weight is changed) is run op by op with the weights of one op on the device at a time. Code
+between two graphs (a graph break) runs in eager PyTorch, and a hook on each module brings in that
+module's own parameters for the time of its forward. Both are counted. Activations are then
+PyTorch's, so the budget cannot be promised; the arena is given back first, so that they have its
+room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils.hooks import RemovableHandle
+
+from ds_finepage.execution.stores import WeightTable
+
+
+class _FetchingInterpreter(Interpreter):
+    """Runs a torch-level graph; a weight is on the device only while an op uses it."""
+
+    def __init__(self, module: GraphModule, weights: WeightTable) -> None:
+        super().__init__(module)
+        self._weights = weights
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        fetched: dict[int, torch.Tensor] = {}
+
+        def replace(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value not in self._weights:
+                return value
+            if id(value) not in fetched:
+                fetched[id(value)] = self._weights.fetch(value)
+            return fetched[id(value)]
+
+        if n.op == "output":
+            return args, kwargs
+        return torch.utils._pytree.tree_map(replace, (args, kwargs))
+
+
+def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable) -> Any:
+    """Run a torch-level graph without a plan; see [Note: the fallback]."""
+    with torch.no_grad():
+        return _FetchingInterpreter(module, weights).run(*args)
+
+
+def hook_modules(
+    module: torch.nn.Module, weights: WeightTable, on_use: Callable[[torch.nn.Module], None]
+) -> list[RemovableHandle]:
+    """Register hooks that bring in a module's own parameters when it runs outside any graph.
+
+    Args:
+        module: The root.
+        weights: Where to fetch from.
+        on_use: Called before every such use; it counts, and gives the arena back.
+    """
+    handles = []
+    for owner in module.modules():
+        own = [p for p in owner.parameters(recurse=False) if p in weights]
+        if own:
+            handles.append(owner.register_forward_pre_hook(_filler(own, weights, on_use)))
+            handles.append(owner.register_forward_hook(_emptier(own, weights), always_call=True))
+    return handles
+
+
+def _filler(
+    own: list[torch.nn.Parameter],
+    weights: WeightTable,
+    on_use: Callable[[torch.nn.Module], None],
+) -> Callable[..., None]:
+    def fill(module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # in a graph the plan brings the weights
+        on_use(module)
+        for parameter in own:
+            weights.fill(parameter)
+
+    return fill
+
+
+def _emptier(own: list[torch.nn.Parameter], weights: WeightTable) -> Callable[..., None]:
+    def empty(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for parameter in own:
+            weights.empty(parameter)
+
+    return empty

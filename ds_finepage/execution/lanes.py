@@ -1,0 +1,259 @@
+"""Three lanes that wait for each other through events only (floor 2).
+
+On CPU each transfer lane is a worker thread and the compute lane is the caller's: torch copies
+release the GIL, so the ordering rules are really exercised. On CUDA each lane is a stream and the
+host only enqueues: it never blocks inside a pass.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ds_finepage.execution.program import Program, Step
+from ds_finepage.graph.memgraph import Lane
+
+Action = Callable[[], None]
+
+
+class Lanes(Protocol):
+    """Runs programs. After an exception no step of the program is under way any more."""
+
+    def run(self, program: Program, actions: dict[int, Action]) -> None:
+        """Run every step's action (by node id) behind its waits."""
+
+    def close(self) -> None:
+        """Free threads or streams."""
+
+
+class LaneAborted(Exception):  # noqa: N818 - unwinds a lane because another failed
+    """Another lane failed, so this one stops."""
+
+
+class _Clock:
+    """How many steps each lane has done in this pass."""
+
+    def __init__(self) -> None:
+        self.done = {lane: 0 for lane in Lane}
+        self._changed = threading.Condition()
+        self._failed = False
+
+    def wait(self, lane: Lane, position: int) -> None:
+        if self.done[lane] >= position:
+            return
+        with self._changed:
+            while self.done[lane] < position:
+                if self._failed:
+                    raise LaneAborted
+                self._changed.wait()
+
+    def advance(self, step: Step) -> None:
+        self.done[step.lane] = step.position
+        if step.signals:
+            with self._changed:
+                self._changed.notify_all()
+
+    def fail(self) -> None:
+        self._failed = True
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def failed(self) -> bool:
+        return self._failed
+
+
+class _Worker:
+    """A daemon thread that runs one lane's steps of one pass after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Action) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class CpuLanes:
+    """Compute on the calling thread, a worker thread for each transfer lane.
+
+    Args of the constructor: ``delay_seed`` switches random delays of up to ``max_delay_us`` on, at
+    every seam of every lane; races then show as wrong results.
+    """
+
+    def __init__(self, *, delay_seed: int | None = None, max_delay_us: int = 200) -> None:
+        """Start the worker threads."""
+        self._workers = {lane: _Worker(f"finepage-{lane.value}") for lane in (Lane.H2D, Lane.D2H)}
+        self._random = None if delay_seed is None else random.Random(delay_seed)
+        self._max_delay_us = max_delay_us
+
+    def run(self, program: Program, actions: dict[int, Action]) -> None:
+        """Run a pass; return when every lane is done.
+
+        Raises:
+            BaseException: Whatever an action, or Ctrl-C, raised; all lanes are idle by then.
+        """
+        clock = _Clock()
+        errors: list[BaseException] = []
+        busy: list[threading.Event] = []
+        for lane, worker in self._workers.items():
+            steps = program.lanes[lane]
+            if steps:
+                idle = threading.Event()
+                busy.append(idle)
+                worker.submit(self._job(steps, actions, clock, errors, idle))
+        try:
+            self._run_steps(program.lanes[Lane.COMPUTE], actions, clock)
+            for idle in busy:
+                idle.wait()
+        except LaneAborted:
+            pass  # the lane that failed has left its error
+        except BaseException as error:
+            errors.insert(0, error)
+            clock.fail()
+        for idle in busy:
+            _wait_through_interrupts(idle)
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the worker threads."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers = {}
+
+    def _job(
+        self,
+        steps: tuple[Step, ...],
+        actions: dict[int, Action],
+        clock: _Clock,
+        errors: list[BaseException],
+        idle: threading.Event,
+    ) -> Action:
+        def job() -> None:
+            try:
+                with torch.no_grad():
+                    self._run_steps(steps, actions, clock)
+            except LaneAborted:
+                pass  # the lane that failed has left its error
+            except BaseException as error:
+                errors.append(error)
+                clock.fail()
+            finally:
+                idle.set()
+
+        return job
+
+    def _run_steps(
+        self, steps: tuple[Step, ...], actions: dict[int, Action], clock: _Clock
+    ) -> None:
+        for step in steps:
+            for lane, position in step.waits:
+                clock.wait(lane, position)
+            if self._random is not None:
+                self._delay()
+            if clock.failed:
+                raise LaneAborted
+            actions[step.node.id]()
+            clock.advance(step)
+
+    def _delay(self) -> None:
+        assert self._random is not None
+        if self._random.random() < 0.1:
+            time.sleep(self._random.random() * self._max_delay_us * 1e-6)
+
+
+def _wait_through_interrupts(idle: threading.Event) -> None:
+    """Wait for a lane even if Ctrl-C is pressed again: its steps end by themselves."""
+    while not idle.is_set():
+        try:
+            idle.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+class CudaLanes:
+    """A stream for each lane; the compute lane is the caller's current stream.
+
+    ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both. All waits are
+    event waits on the device. A pass begins behind the end of the one before on every lane, and
+    the caller's stream ends it behind both transfer lanes, so tensors that the caller frees are
+    never in use on another stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Create the streams."""
+        self._device = device
+        self._h2d = torch.cuda.Stream(device)
+        self._d2h = torch.cuda.Stream(device)
+        self._events: dict[int, list[Any]] = {}  # id(program) -> event a merged step
+        self._programs: dict[int, Program] = {}  # keeps the ids above valid
+        self._last: Any = None
+
+    def run(self, program: Program, actions: dict[int, Action]) -> None:
+        """Enqueue a pass; the host does not wait for it."""
+        events = self._events_of(program)
+        compute = torch.cuda.current_stream(self._device)
+        streams = {Lane.COMPUTE: compute, Lane.H2D: self._h2d, Lane.D2H: self._d2h}
+        if self._last is not None:
+            compute.wait_event(self._last)
+        begin = compute.record_event()
+        self._h2d.wait_event(begin)
+        self._d2h.wait_event(begin)
+        signalled: dict[tuple[Lane, int], Any] = {}
+        try:
+            for step, event in zip(program.merged, events, strict=True):
+                stream = streams[step.lane]
+                for wait in step.waits:
+                    stream.wait_event(signalled[wait])
+                if step.lane is Lane.COMPUTE:
+                    actions[step.node.id]()
+                else:
+                    with torch.cuda.stream(stream):
+                        actions[step.node.id]()
+                if event is not None:
+                    event.record(stream)
+                    signalled[step.lane, step.position] = event
+        except BaseException:
+            torch.cuda.synchronize(self._device)  # nothing may be under way behind an error
+            raise
+        compute.wait_stream(self._h2d)
+        compute.wait_stream(self._d2h)
+        self._last = compute.record_event()
+
+    def close(self) -> None:
+        """Forget streams and events."""
+        torch.cuda.synchronize(self._device)
+        self._events, self._programs, self._last = {}, {}, None
+
+    def _events_of(self, program: Program) -> list[Any]:
+        if id(program) not in self._events:
+            self._programs[id(program)] = program
+            self._events[id(program)] = [
+                torch.cuda.Event() if step.signals else None for step in program.merged
+            ]
+        return self._events[id(program)]
+
+
+def make_lanes(
+    device: torch.device, *, delay_seed: int | None = None, max_delay_us: int = 200
+) -> Lanes:
+    """Return the lanes that fit the device."""
+    if device.type == "cuda":
+        return CudaLanes(device)
+    return CpuLanes(delay_seed=delay_seed, max_delay_us=max_delay_us)

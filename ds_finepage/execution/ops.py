@@ -1,0 +1,187 @@
+"""Binds a task to a callable that writes its results where the plan wants them (floor 2).
+
+An op with an ``out=`` overload writes into the arena itself. One without runs as it is and its
+result is copied; what it took meanwhile is its workspace, which is measured and budgeted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_finepage.errors import TaskMismatchError
+from ds_finepage.graph.taskgraph import JOIN, Ref, Symbol, Task
+
+COPIES = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"})
+FILLS = {"aten::zeros": 0, "aten::new_zeros": 0, "aten::zeros_like": 0, "aten::ones": 1}
+EMPTIES = frozenset(
+    {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
+)  # their contents mean nothing
+TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+@dataclass(slots=True)
+class BoundTask:
+    """A task ready to run: ``call(*args, **kwargs)``.
+
+    ``args`` and the lists in it are filled in place for tensors that change from call to call.
+    """
+
+    call: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Patch:
+    """A place in a bound task's arguments that holds a tensor given anew by each call."""
+
+    container: Any  # list or dict
+    key: Any
+    tensor: int
+
+
+def resolve_op(name: str) -> Any:
+    """Find an overload by the name that capture wrote down.
+
+    Raises:
+        TaskMismatchError: This torch has no such op.
+    """
+    namespace, op, overload = name.split(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    except AttributeError as error:
+        raise TaskMismatchError(
+            f"this torch {torch.__version__} has no op {name}; capture the model again"
+        ) from error
+
+
+@functools.cache
+def out_overload(op: Any) -> Any | None:
+    """Return the overload of ``op`` that takes the same arguments and writes into given tensors."""
+    schema = op._schema
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if a.name not in TENSOR_OPTIONS]
+    packet = op.overloadpacket
+    for name in packet.overloads():
+        candidate = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        outs = [a for a in arguments if a.is_out]
+        if len(outs) != len(schema.returns) or any(str(a.type) != "Tensor" for a in outs):
+            continue
+        given = [
+            (a.name, str(a.type))
+            for a in arguments
+            if not a.is_out and a.name not in TENSOR_OPTIONS
+        ]
+        if outs and given == wanted:
+            return candidate
+    return None
+
+
+def bind(
+    task: Task, tensor: Callable[[int], torch.Tensor | None], patches: list[Patch]
+) -> BoundTask:
+    """Bind one task.
+
+    Args:
+        task: What to run.
+        tensor: Tensor id -> the tensor, or None where each call brings its own.
+        patches: Places of such tensors are appended here.
+    """
+    if task.op == JOIN:
+        return BoundTask(_nothing, [], {})
+    op = resolve_op(task.op)
+
+    def place(container: Any, key: Any, ref: Ref) -> torch.Tensor | None:
+        found = tensor(ref.tensor)
+        if found is None:
+            patches.append(Patch(container, key, ref.tensor))
+        return found
+
+    def decode(container: Any, key: Any, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return place(container, key, value)
+        if isinstance(value, Symbol):
+            return _symbol(value)
+        if isinstance(value, tuple):
+            items: list[Any] = [None] * len(value)
+            for i, item in enumerate(value):
+                items[i] = decode(items, i, item)
+            return items
+        return value
+
+    args: list[Any] = [None] * len(task.args)
+    for i, value in enumerate(task.args):
+        args[i] = decode(args, i, value)
+    kwargs: dict[str, Any] = {}
+    for name, value in task.kwargs:
+        kwargs[name] = decode(kwargs, name, value)
+    outs: list[Any] = [None] * len(task.results)
+    for i, result in enumerate(task.results):
+        if result is not None:
+            outs[i] = place(outs, i, Ref(result))
+    return _choose(op, args, kwargs, outs, patches)
+
+
+def _choose(
+    op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any], patches: list[Patch]
+) -> BoundTask:
+    """Choose how the op gets its results into place."""
+    name = op._schema.name
+    if op._schema.is_mutable:
+        return BoundTask(op, args, kwargs)
+    if name in COPIES:
+        return BoundTask(_copy, [outs, args], {})
+    if name in EMPTIES:
+        return BoundTask(_nothing, [], {})
+    if name in FILLS:
+        return BoundTask(_fill, [outs, FILLS[name]], {})
+    out = out_overload(op)
+    if out is None:
+        return BoundTask(_run_and_copy, [op, args, kwargs, outs], {})
+    declared = {a.name for a in out._schema.arguments}
+    kept = {k: v for k, v in kwargs.items() if k in declared}
+    for patch in patches:
+        if patch.container is kwargs:
+            patch.container = kept
+        elif patch.container is outs:
+            patch.container, patch.key = kept, _out_names(out)[patch.key]
+    kept.update(zip(_out_names(out), outs, strict=True))
+    return BoundTask(out, args, kept)
+
+
+def _out_names(op: Any) -> list[str]:
+    return [a.name for a in op._schema.arguments if a.is_out]
+
+
+def _symbol(symbol: Symbol) -> Any:
+    return torch.device(symbol.name) if symbol.kind == "device" else getattr(torch, symbol.name)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _copy(outs: list[torch.Tensor], args: list[Any]) -> None:
+    outs[0].copy_(args[0])
+
+
+def _fill(outs: list[torch.Tensor], value: int) -> None:
+    outs[0].fill_(value)
+
+
+def _run_and_copy(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any]) -> None:
+    results = op(*args, **kwargs)
+    if isinstance(results, torch.Tensor):
+        outs[0].copy_(results)
+        return
+    flat: list[Any] = []
+    for value in results:
+        flat.extend(value if isinstance(value, (list, tuple)) else [value])
+    for out, result in zip(outs, flat, strict=True):
+        if out is not None:
+            out.copy_(result)

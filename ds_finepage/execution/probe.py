@@ -1,0 +1,105 @@
+"""Measures the rates of the machine at hand (floor 2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from ds_finepage.graph.hardware import HardwareProfile
+
+MIB = 1 << 20
+
+
+def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwareProfile:
+    """Measure copy, memory and matrix-product rates with at most ``scratch_bytes`` on the device.
+
+    Small scratch makes for rough figures; the largest of a few repeats counts.
+    """
+    half = max(4096, scratch_bytes // 2)
+    with torch.inference_mode(False), torch.no_grad():
+        h2d, d2h, memory = _copy_rates(half, device)
+        flops = {
+            name: _matmul_rate(getattr(torch, name), device, half)
+            for name in ("float32", "bfloat16")
+        }
+        one = torch.empty(1, device=device)
+        launch = _seconds(lambda: one.add_(1), device)
+    return HardwareProfile(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        source=f"measured with {scratch_bytes} bytes of scratch",
+        capacity_bytes=device_bytes(device),
+        h2d_bytes_per_s=h2d,
+        d2h_bytes_per_s=d2h,
+        memory_bytes_per_s=memory,
+        flops_per_s={**flops, "default": flops["float32"]},
+        launch_ns=int(launch * 1e9),
+        transfer_latency_ns=int(launch * 1e9),
+    )
+
+
+def _copy_rates(nbytes: int, device: torch.device) -> tuple[float, float, float]:
+    """Return host-to-device, device-to-host and device memory rates in bytes a second."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    h2d = nbytes / _seconds(lambda: on_device.copy_(host, non_blocking=True), device)
+    d2h = nbytes / _seconds(lambda: host.copy_(on_device, non_blocking=True), device)
+    source, target = on_device[: nbytes // 2], on_device[nbytes // 2 : nbytes // 2 * 2]
+    memory = 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
+    return h2d, d2h, memory
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the size of a device's memory; for the CPU, that of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return what is free on a device now, without what torch's allocator holds for itself."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
+    return int(psutil.virtual_memory().available)
+
+
+def context_margin_bytes(device: torch.device) -> int:
+    """Measure what the libraries take on first use: the drop in free memory by one product.
+
+    That is the margin to leave beside a budget of "all that is free". On CPU it is the growth of
+    the process while it multiplies, which other processes on the machine blur.
+    """
+    before = free_bytes(device)
+    with torch.inference_mode(False), torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            a = torch.ones(64, 64, dtype=dtype, device=device)
+            (a @ a).sum().item()
+    return max(0, before - free_bytes(device))
+
+
+def _matmul_rate(dtype: torch.dtype, device: torch.device, scratch: int) -> float:
+    n = 64
+    while 3 * (2 * n) ** 2 * dtype.itemsize <= scratch and n < 2048:
+        n *= 2
+    if device.type == "cpu":
+        n = min(n, 512)
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    out = torch.empty_like(a)
+    return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 4) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return max(best, 1e-9)

@@ -1,0 +1,95 @@
+"""Lowers a memgraph to one ordered list of steps a lane, with the few waits that matter (floor 2).
+
+Each lane runs its steps in order, so "wait for node n" is "wait until lane l has done k steps", and
+a lane that has waited for step k knows everything that step k knew. A vector clock a node finds the
+waits that are left; nodes that take no time only pass their clocks on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
+
+LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node on its lane.
+
+    ``position`` counts the lane's steps from 1. ``waits`` are (lane, position) pairs that must be
+    done before. ``signals`` is True where some other lane waits for this very step.
+    """
+
+    node: Node
+    lane: Lane
+    position: int
+    waits: tuple[tuple[Lane, int], ...]
+    signals: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of a pass, by lane; :attr:`merged` has them all in one topological order."""
+
+    lanes: dict[Lane, tuple[Step, ...]]
+    merged: tuple[Step, ...]
+
+
+def lower(
+    memgraph: MemGraph, *, missing: frozenset[int] = frozenset(), poison: bool = False
+) -> Program:
+    """Lower a plan.
+
+    Args:
+        memgraph: A plan that passed the checker.
+        missing: Buffers of ``entry`` that are not in place and must be reloaded first.
+        poison: Make drops steps of the compute lane, so that something can be done to the vacated
+            extents there.
+    """
+    clocks: list[tuple[int, ...]] = []
+    known = {lane: [0] * len(LANES) for lane in LANES}
+    done = [0] * len(LANES)
+    drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]] = []
+    for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
+        need = [max(c) for c in zip((0,) * len(LANES), *(clocks[b] for b in before), strict=True)]
+        lane = _lane(node, missing, poison)
+        if lane is None:
+            clocks.append(tuple(need))
+            continue
+        own, have = LANES.index(lane), known[lane]
+        waits = tuple(
+            (LANES[i], need[i]) for i in range(len(LANES)) if i != own and need[i] > have[i]
+        )
+        known[lane] = have = [max(a, b) for a, b in zip(have, need, strict=True)]
+        done[own] += 1
+        have[own] = done[own]
+        clocks.append(tuple(have))
+        drafts.append((node, lane, done[own], waits))
+    return _assemble(drafts)
+
+
+def _lane(node: Node, missing: frozenset[int], poison: bool) -> Lane | None:
+    if node.kind is NodeKind.RESIDENT and node.buffer in missing:
+        return Lane.H2D
+    if node.kind is NodeKind.DROP and poison:
+        return Lane.COMPUTE
+    return LANE_OF.get(node.kind)
+
+
+def _assemble(drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]]) -> Program:
+    waited = {wait for _, _, _, waits in drafts for wait in waits}
+    merged = tuple(
+        Step(node, lane, position, waits, (lane, position) in waited)
+        for node, lane, position, waits in drafts
+    )
+    return Program({lane: tuple(s for s in merged if s.lane is lane) for lane in LANES}, merged)
+
+
+def iter_waits(program: Program) -> Iterator[tuple[Step, Lane, int]]:
+    """Go over all waits of a program; for counting and for tests."""
+    for step in program.merged:
+        for lane, position in step.waits:
+            yield step, lane, position

@@ -1,0 +1,100 @@
+"""Hardware profiles by name or file (floor 1, no torch).
+
+The shipped ones lie as JSON in the folder beside this module, each with the source of its figures;
+a user's own is a file of the same form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from importlib import resources
+from pathlib import Path
+
+from ds_finepage.errors import ConfigError, InvalidPlanError
+from ds_finepage.graph import codec
+from ds_finepage.graph.hardware import HardwareProfile
+
+DEFAULT_DTYPE = "default"
+"""Key of ``flops_per_s`` that answers for dtypes without a rate of their own."""
+
+_FOLDER = resources.files("ds_finepage.graph") / "profiles"
+_SUFFIX = ".json"
+
+
+def profile_names() -> tuple[str, ...]:
+    """Return the names of the shipped profiles, sorted."""
+    files = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX)))
+
+
+def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
+    """Return a hardware profile.
+
+    Args:
+        name_or_path: The name of a shipped profile, or the path of a JSON file: a string is taken
+            as one if it contains a separator or ends in ``.json``.
+
+    Raises:
+        ConfigError: There is no such profile or file, or a figure in it is missing, unknown or not
+            usable.
+    """
+    if isinstance(name_or_path, str) and not _looks_like_path(name_or_path):
+        if name_or_path not in profile_names():
+            raise ConfigError(_unknown(name_or_path))
+        where = f"hardware profile {name_or_path!r}"
+        text = (_FOLDER / (name_or_path + _SUFFIX)).read_text(encoding="utf-8")
+    else:
+        where = f"hardware profile {os.fspath(name_or_path)}"
+        try:
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {where}: {error}") from error
+    try:
+        return require_usable(codec.loads(text, HardwareProfile))
+    except (ConfigError, InvalidPlanError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def require_usable(profile: HardwareProfile) -> HardwareProfile:
+    """Return the profile if every figure in it can be computed with.
+
+    Raises:
+        ConfigError: A rate or size is not positive, a latency is negative, or the rate for
+            ``"default"`` is missing.
+    """
+    positive: dict[str, float] = {
+        "capacity_bytes": profile.capacity_bytes,
+        "h2d_bytes_per_s": profile.h2d_bytes_per_s,
+        "d2h_bytes_per_s": profile.d2h_bytes_per_s,
+        "memory_bytes_per_s": profile.memory_bytes_per_s,
+        **{f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()},
+    }
+    for field, value in positive.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{field} is {value}; it must be positive and finite")
+    for field in ("launch_ns", "transfer_latency_ns"):
+        if getattr(profile, field) < 0:
+            raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
+    if DEFAULT_DTYPE not in profile.flops_per_s:
+        raise ConfigError(
+            f"flops_per_s has no {DEFAULT_DTYPE!r}, the rate for all dtypes but "
+            f"{', '.join(profile.flops_per_s) or 'none'}; add it"
+        )
+    return profile
+
+
+def _looks_like_path(text: str) -> bool:
+    separators = [s for s in (os.sep, os.altsep) if s]
+    return text.endswith(_SUFFIX) or any(s in text for s in separators)
+
+
+def _unknown(name: str) -> str:
+    names = profile_names()
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return (
+        f"unknown hardware profile {name!r}.{hint} Known: {', '.join(names)}; or give the path of "
+        f"a {_SUFFIX} file"
+    )

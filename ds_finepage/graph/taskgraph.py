@@ -1,0 +1,166 @@
+"""The taskgraph: one forward pass as a list of tasks over buffers (floor 1, no torch).
+
+Read by the planner, which looks at sizes and uses only, and by the executor, which looks at the
+arguments too. Written by capture. No addresses and no transfers in here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+
+class BufferKind(str, enum.Enum):
+    """What the bytes of a buffer are, and with it who owns them."""
+
+    WEIGHT = "weight"  # read-only, host master copy: always clean
+    STATE = "state"  # KV cache: mutable, given by the caller, lives across calls
+    ACTIVATION = "activation"  # made and used up inside one pass
+    INPUT = "input"  # given by the caller for one pass
+    OUTPUT = "output"  # made in the pass, handed to the caller
+    CONSTANT = "constant"  # tiny, lifted out of the program text
+
+    @property
+    def is_paged(self) -> bool:
+        """True where the planner places the buffer in the arena."""
+        return self in (BufferKind.WEIGHT, BufferKind.ACTIVATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The bytes of one torch storage: the unit that is paged.
+
+    Invariant: ``id`` is the position in ``TaskGraph.buffers``.
+    """
+
+    id: int
+    kind: BufferKind
+    nbytes: int
+    name: str = ""  # weight: the parameter's qualified name; else free text
+    payload: bytes | None = None  # CONSTANT only: its contents
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor: a typed, strided view of a buffer. Offsets and strides are in elements.
+
+    Invariant: ``id`` is the position in ``TaskGraph.tensors``.
+    """
+
+    id: int
+    buffer: int
+    dtype: str  # "float32", "bfloat16", ...: the attribute of torch
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a tensor inside a task's arguments."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """Stands for a torch enumeration inside a task's arguments: dtype, layout, device, ..."""
+
+    kind: str  # "dtype" | "layout" | "memory_format" | "device"
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One captured ATen op call that computes.
+
+    ``reads`` holds the buffers whose contents must be valid before, ``writes`` those that the task
+    creates or changes (a buffer in both is changed in place). ``touches`` are buffers of which the
+    task writes one region, in any order with the other touches; a task with ``op == JOIN`` reads
+    such a buffer and stands between the touches and every use.
+
+    Invariant: ``index`` is the position in ``TaskGraph.tasks`` and is program order. Each tuple of
+    buffer ids is sorted and free of repeats.
+    """
+
+    index: int
+    op: str  # "aten.mm.default"
+    label: str = ""  # qualified name of the module that called it
+    args: tuple[Any, ...] = ()  # nested tuples of Ref, Symbol, None, bool, int, float, str
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    results: tuple[int | None, ...] = ()  # tensor ids, in the order in which the op returns them
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    touches: tuple[int, ...] = ()
+    workspace_bytes: int = 0  # device bytes the op takes for itself while it runs
+    flops: int = 0
+    moved_bytes: int = 0  # read plus written in device memory
+    time_ns: int | None = None  # measured; None: derive it from a hardware profile
+
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        """All buffers that must be resident while the task runs, sorted."""
+        return tuple(sorted({*self.reads, *self.writes, *self.touches}))
+
+    @property
+    def where(self) -> str:
+        """The task as an error names it."""
+        return f"task {self.index} {self.op}" + (f" ({self.label})" if self.label else "")
+
+
+JOIN = "finepage.join"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """Says which call argument carries a tensor."""
+
+    position: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOutput:
+    """Says what one returned value is: exactly one of the three, or ``None`` returned if none is.
+
+    ``tensor``: a tensor of the graph. ``position``: the call argument itself, handed back.
+    ``host``: a Python number computed on the host, by its index among the host outputs.
+    """
+
+    tensor: int | None = None
+    position: int | None = None
+    host: int | None = None
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Tasks, buffers and tensors of one pass of one concrete shape."""
+
+    name: str
+    buffers: tuple[Buffer, ...]
+    tensors: tuple[TensorView, ...]
+    tasks: tuple[Task, ...]
+    inputs: tuple[GraphInput, ...] = ()
+    outputs: tuple[GraphOutput, ...] = ()
+    versions: tuple[tuple[str, str], ...] = field(default=())  # ("torch", "2.13.0"), ...
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, tied ones once."""
+        return sum(b.nbytes for b in self.buffers if b.kind is BufferKind.WEIGHT)
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """The largest workspace of any task."""
+        return max((t.workspace_bytes for t in self.tasks), default=0)
+
+    @cached_property
+    def external_bytes(self) -> int:
+        """Bytes that are on the device for the pass but outside the arena."""
+        return sum(b.nbytes for b in self.buffers if not b.kind.is_paged)
+
+    def paged(self, task: Task) -> tuple[int, ...]:
+        """The buffers of a task that live in the arena, sorted."""
+        return tuple(b for b in task.buffers if self.buffers[b].kind.is_paged)

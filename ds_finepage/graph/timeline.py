@@ -1,0 +1,35 @@
+"""Timelines: when each node ran, predicted or measured (floor 1, no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_finepage.graph.memgraph import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One node on one lane; times in nanoseconds since the pass began."""
+
+    node: int
+    lane: Lane
+    start_ns: int
+    end_ns: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A pass in time.
+
+    ``stall_ns`` is how long the compute lane was idle while it waited, from the start of the pass
+    to the end of its last node.
+    """
+
+    spans: tuple[Span, ...]
+    total_ns: int
+    compute_ns: int
+    transfer_ns: int  # the busier of the two transfer lanes
+    stall_ns: int
+    peak_bytes: int  # largest sum of bytes that are allocated in the arena at one time
+    lower_bound_ns: int  # max(compute, bytes over link rate): no schedule of these nodes is faster

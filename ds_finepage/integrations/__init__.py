@@ -1,0 +1,1 @@
+"""Seams into other libraries (floor 4)."""

@@ -1,0 +1,163 @@
+"""The arena as the planner sees it: an address-ordered list of blocks (floor 2, no torch).
+
+A freed block remembers the node that vacated it and is not merged with its neighbours, because
+whoever uses its bytes again has to wait for exactly that node.
+
+Source: Turnip (arXiv 2405.16283), section on memory allocation; thesis hdl.handle.net/1911/118527.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ds_finepage.graph.memgraph import Extent
+
+NEVER_USED = -1
+"""Vacator of bytes that nobody has owned yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stretch of the arena, owned by one buffer or free.
+
+    Invariant: the blocks of an arena are adjacent, ascending and cover it.
+    """
+
+    offset: int
+    nbytes: int
+    buffer: int | None  # None: free
+    vacator: int = NEVER_USED  # node that freed the bytes; means nothing while owned
+
+
+class BlockList:
+    """Which buffer owns which bytes. All sizes are multiples of the alignment already."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        """Start with one free block of ``arena_bytes``."""
+        self._blocks = [Block(0, arena_bytes, None)] if arena_bytes > 0 else []
+
+    def __iter__(self) -> Iterator[Block]:
+        """Go over the blocks by ascending address."""
+        return iter(self._blocks)
+
+    def snapshot(self) -> list[Block]:
+        """The state, to come back to with :meth:`restore`."""
+        return list(self._blocks)
+
+    def restore(self, snapshot: list[Block]) -> None:
+        """Return to an earlier state."""
+        self._blocks = list(snapshot)
+
+    def alloc(self, buffer: int, nbytes: int) -> tuple[Extent, list[int]] | None:
+        """Give bytes to a buffer without evicting anything.
+
+        Of the minimal runs of free blocks that are large enough it takes the one that was vacated
+        longest ago: its new user has to wait for the latest of its vacators, and so waits least.
+
+        Returns:
+            The extent and the ids of the nodes that vacated it, or None if nothing fits.
+        """
+        blocks = self._blocks
+        best: tuple[int, int, int] | None = None  # (latest vacator, first, last)
+        first = 0
+        while first < len(blocks):
+            if blocks[first].buffer is not None:
+                first += 1
+                continue
+            best, first = self._best_run(first, nbytes, best)
+        if best is None:
+            return None
+        return self._take(buffer, nbytes, best[1], best[2])
+
+    def _best_run(
+        self, first: int, nbytes: int, best: tuple[int, int, int] | None
+    ) -> tuple[tuple[int, int, int] | None, int]:
+        """Slide a window over one stretch of free blocks; return the best and the stretch's end."""
+        blocks = self._blocks
+        size, last, end = 0, first, first
+        while end < len(blocks) and blocks[end].buffer is None:
+            end += 1
+        for start in range(first, end):
+            while size < nbytes and last < end:
+                size += blocks[last].nbytes
+                last += 1
+            if size < nbytes:
+                break
+            latest = max(b.vacator for b in blocks[start:last])
+            if best is None or latest < best[0]:
+                best = (latest, start, last)
+            size -= blocks[start].nbytes
+        return best, end
+
+    def alloc_at(self, buffer: int, extent: Extent) -> list[int]:
+        """Give exactly these bytes, all of them free, to a buffer; return their vacators."""
+        first = next(i for i, b in enumerate(self._blocks) if b.offset + b.nbytes > extent.offset)
+        block = self._blocks[first]
+        if block.offset < extent.offset:
+            head = extent.offset - block.offset
+            self._blocks[first : first + 1] = [
+                Block(block.offset, head, None, block.vacator),
+                Block(extent.offset, block.nbytes - head, None, block.vacator),
+            ]
+            first += 1
+        last, size = first, 0
+        while size < extent.nbytes:
+            assert self._blocks[last].buffer is None
+            size += self._blocks[last].nbytes
+            last += 1
+        return self._take(buffer, extent.nbytes, first, last)[1]
+
+    def _take(self, buffer: int, nbytes: int, first: int, last: int) -> tuple[Extent, list[int]]:
+        run = self._blocks[first:last]
+        offset = run[0].offset
+        replaced = [Block(offset, nbytes, buffer)]
+        rest = sum(b.nbytes for b in run) - nbytes
+        if rest:
+            replaced.append(Block(offset + nbytes, rest, None, run[-1].vacator))
+        self._blocks[first:last] = replaced
+        return Extent(offset, nbytes), sorted({b.vacator for b in run} - {NEVER_USED})
+
+    def free(self, buffer: int, vacator: int) -> None:
+        """Take a buffer's bytes back and stamp them with the node that vacated them."""
+        for i, block in enumerate(self._blocks):
+            if block.buffer == buffer:
+                self._blocks[i] = Block(block.offset, block.nbytes, None, vacator)
+                return
+        raise AssertionError(f"buffer {buffer} owns no block")
+
+    def best_window(self, nbytes: int, next_use: Callable[[int], float | None]) -> list[int] | None:
+        """Choose the buffers to evict so that ``nbytes`` in a row become free.
+
+        For each start, the shortest run of consecutive blocks, free or owned, that is large
+        enough; its score is the soonest next use in it. The highest score wins, the lowest
+        address on ties.
+
+        Args:
+            nbytes: Size that must become free.
+            next_use: Next use of an owned block's buffer, infinity where there is none, None where
+                the buffer is protected and must stay.
+
+        Returns:
+            The victims by ascending address, or None where no window is free of protected buffers.
+        """
+        blocks = self._blocks
+        scores = [
+            float("inf") if b.buffer is None else next_use(b.buffer)  # None: protected
+            for b in blocks
+        ]
+        best_score, best = -1.0, None
+        for first in range(len(blocks)):
+            size, score, last = 0, float("inf"), first
+            while size < nbytes and last < len(blocks):
+                here = scores[last]
+                if here is None or here <= best_score:
+                    break  # protected, or cannot beat the best any more
+                score = min(score, here)
+                size += blocks[last].nbytes
+                last += 1
+            if size >= nbytes and score > best_score:
+                best_score, best = score, (first, last)
+        if best is None:
+            return None
+        return [b.buffer for b in blocks[best[0] : best[1]] if b.buffer is not None]

@@ -1,0 +1,108 @@
+"""Lower bounds on what any plan must copy, to hold plans against (floor 2, no torch).
+
+Computed from the taskgraph alone, and by code that shares nothing with the policies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What one task leaves to weights that it does not read itself."""
+
+    spare_bytes: int  # the arena, less all that the task needs resident
+    read_bytes: int  # of the weights that it reads
+    weights: tuple[int, ...]
+
+
+def lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int:
+    """Return a number of bytes that every steady pass has to reload at least.
+
+    *Steady* means that the pass is repeated and its exit residency is its entry residency. Whatever
+    the policy, the order of the tasks, and even if weights could be kept by the byte:
+
+    1. Let ``kept[w]`` be the bytes of weight w that the pass does not reload. Something has to
+       provide them when w is used, so they are resident when the pass begins; and since they are
+       resident again when it ends, without a reload, they never leave the arena in between. Every
+       other byte of a weight that is used is reloaded at least once. So the pass reloads at least
+       ``used - sum(kept)``.
+    2. While a task runs, the arena holds *at one time* the activations and weights that the task
+       itself names, and the kept bytes of all other weights. (Other live activations may have been
+       offloaded, so they are not counted.) With ``spare`` the arena less all that the task names::
+
+           sum(kept) - sum(kept[w] for w that the task reads) <= spare         for every task
+
+    3. A task that reads weights therefore forces ``sum(kept) - spare`` bytes of *its* weights to be
+       among the kept ones. Tasks that share no weight force different bytes, so for any family of
+       such tasks::
+
+           sum(max(0, sum(kept) - spare[t]) for t in family) <= sum(kept)
+
+    The largest ``sum(kept)`` that obeys 2 (where a task's weights are kept entirely) and 3 gives
+    the bound. For equal weights, each read once, this is what farthest-next-use reaches on a cycle;
+    in general it is a bound and not the optimum: fragmentation, offloads and indivisible buffers
+    are left out, and only one family is tried, chosen greedily by ``spare``.
+
+    Args:
+        graph: The pass.
+        arena_bytes: Size of the arena.
+        alignment: Of extents, in bytes; what a task names is counted in whole units.
+
+    Returns:
+        Bytes, never negative. If some task does not fit into the arena there is no plan, and no
+        byte is counted as kept.
+    """
+    used: set[int] = set()
+    rooms: list[_Room] = []
+    # The last unit of the arena may be a part of one, and still begin an extent.
+    arena = _in_units(arena_bytes, alignment)
+    for task in graph.tasks:
+        named = [graph.buffers[b] for b in graph.paged(task)]
+        weights = [b for b in named if b.kind is BufferKind.WEIGHT]
+        used.update(b.id for b in weights)
+        rooms.append(
+            _Room(
+                spare_bytes=arena - sum(_in_units(b.nbytes, alignment) for b in named),
+                read_bytes=sum(b.nbytes for b in weights),
+                weights=tuple(b.id for b in weights),
+            )
+        )
+    used_bytes = sum(graph.buffers[b].nbytes for b in used)
+    return used_bytes - _most_kept_bytes(rooms, used_bytes)
+
+
+def _in_units(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _most_kept_bytes(rooms: list[_Room], used_bytes: int) -> int:
+    """Return the largest sum of kept bytes that the conditions of the bound allow."""
+    if any(room.spare_bytes < 0 for room in rooms):
+        return 0
+    most = min([used_bytes, *(room.spare_bytes + room.read_bytes for room in rooms)])
+    spares = [room.spare_bytes for room in _family(rooms)]
+    # What the family forces grows from 0 and is convex, so it is below the diagonal up to one
+    # point and above it from there on.
+    least = 0
+    while least < most:
+        kept = (least + most + 1) // 2
+        if sum(max(0, kept - spare) for spare in spares) <= kept:
+            least = kept
+        else:
+            most = kept - 1
+    return least
+
+
+def _family(rooms: list[_Room]) -> list[_Room]:
+    """Choose tasks that read weights and share none, those with the least to spare first."""
+    chosen: list[_Room] = []
+    taken: set[int] = set()
+    for room in sorted(rooms, key=lambda room: room.spare_bytes):
+        if room.weights and taken.isdisjoint(room.weights):
+            chosen.append(room)
+            taken.update(room.weights)
+    return chosen

@@ -1,0 +1,204 @@
+"""Writes a memgraph node by node and keeps the books that its edges come from (floor 2, no torch).
+
+A policy decides what happens next; this class knows which nodes must be complete before it may.
+Source of the edge kinds: Turnip (arXiv 2405.16283), memgraph construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ds_finepage.graph.memgraph import (
+    Edge,
+    EdgeKind,
+    Extent,
+    MemGraph,
+    Node,
+    NodeKind,
+    Residency,
+)
+from ds_finepage.graph.taskgraph import JOIN, BufferKind, Task, TaskGraph
+
+
+@dataclass(slots=True)
+class BufferState:
+    """What is known of one buffer at the current end of the memgraph.
+
+    Invariant: ``extent`` is None exactly while the buffer owns no arena bytes. ``holder`` is the
+    node that the contents come from, None while there are none. ``users`` are the nodes that used
+    the buffer since it became resident.
+    """
+
+    extent: Extent | None = None
+    alloc: int | None = None
+    holder: int | None = None
+    readers: list[int] = field(default_factory=list)  # of the present contents
+    touches: list[int] = field(default_factory=list)  # not yet joined
+    users: list[int] = field(default_factory=list)
+    host_copy: int | None = None  # node after which host memory holds the present contents
+    written: bool = False  # has contents, here or in host memory
+
+
+class MemGraphBuilder:
+    """Appends nodes in a topological order."""
+
+    def __init__(self, graph: TaskGraph, policy: str, arena_bytes: int, alignment: int) -> None:
+        """Start an empty memgraph for ``graph``."""
+        self._graph = graph
+        self._policy = policy
+        self._arena_bytes = arena_bytes
+        self._alignment = alignment
+        self._nodes: list[Node] = []
+        self._edges: dict[tuple[int, int], EdgeKind] = {}
+        self._entry: list[Residency] = []
+        self._host_slots: dict[int, int] = {}
+        self._host_bytes = 0
+        self.states = [BufferState() for _ in graph.buffers]
+
+    def _add(
+        self,
+        kind: NodeKind,
+        buffer: int | None = None,
+        task: int | None = None,
+        extent: Extent | None = None,
+    ) -> int:
+        node = Node(len(self._nodes), kind, buffer, task, extent)
+        self._nodes.append(node)
+        return node.id
+
+    def _edge(self, before: int | None, after: int, kind: EdgeKind) -> None:
+        if before is not None and before != after:
+            self._edges.setdefault((before, after), kind)
+
+    def begin(self, entry: tuple[Residency, ...]) -> None:
+        """Write down where every weight is before the pass: in its extent, or in host memory."""
+        for residency in entry:
+            state = self.states[residency.buffer]
+            state.extent = residency.extent
+            state.holder = self._add(NodeKind.RESIDENT, residency.buffer, extent=residency.extent)
+            state.written = True
+            self._entry.append(residency)
+        for buffer in self._graph.buffers:
+            state = self.states[buffer.id]
+            if buffer.kind is BufferKind.WEIGHT:
+                # A resident weight has its master copy in host memory too: it is always clean.
+                state.host_copy = self._add(NodeKind.STORED, buffer.id)
+                state.written = True
+            elif buffer.kind is not BufferKind.ACTIVATION:
+                state.written = buffer.kind is not BufferKind.OUTPUT
+
+    def alloc(self, buffer: int, extent: Extent, vacators: list[int]) -> None:
+        """Give an extent to a buffer; it starts after whoever vacated those bytes."""
+        state = self.states[buffer]
+        assert state.extent is None
+        state.extent = extent
+        state.alloc = self._add(NodeKind.ALLOC, buffer, extent=extent)
+        state.users = []
+        for vacator in vacators:
+            self._edge(vacator, state.alloc, EdgeKind.MEMORY)
+
+    def reload(self, buffer: int) -> None:
+        """Bring the contents back from host memory into the extent just given."""
+        state = self.states[buffer]
+        assert state.alloc is not None and state.host_copy is not None
+        node = self._add(NodeKind.RELOAD, buffer, extent=state.extent)
+        self._edge(state.alloc, node, EdgeKind.ALLOC)
+        self._edge(state.host_copy, node, EdgeKind.STORE_RELOAD)
+        state.holder, state.readers = node, []
+
+    def compute(self, task: Task) -> int:
+        """Run a task after everything it needs."""
+        node = self._add(NodeKind.COMPUTE, task=task.index)
+        for buffer in task.buffers:
+            state = self.states[buffer]
+            is_read, is_written = buffer in task.reads, buffer in task.writes
+            if task.op == JOIN and is_read:
+                for touch in state.touches:
+                    self._edge(touch, node, EdgeKind.JOIN)
+                self._edge(state.holder, node, EdgeKind.DATA)
+                self._hold(state, node)
+            elif is_read:
+                self._edge(state.holder, node, EdgeKind.DATA)
+            if state.holder is None and not state.touches:
+                self._edge(state.alloc, node, EdgeKind.ALLOC)
+            if is_written:
+                self._edge(state.holder, node, EdgeKind.ORDER)
+                for reader in state.readers:
+                    self._edge(reader, node, EdgeKind.ORDER)
+                self._hold(state, node)
+            elif buffer in task.touches:
+                self._edge(state.alloc, node, EdgeKind.ALLOC)
+                self._edge(state.holder, node, EdgeKind.ORDER)
+                for reader in state.readers:
+                    self._edge(reader, node, EdgeKind.ORDER)
+                state.touches.append(node)
+                state.host_copy, state.written = None, True
+            elif is_read and task.op != JOIN:
+                state.readers.append(node)
+            state.users.append(node)
+        return node
+
+    @staticmethod
+    def _hold(state: BufferState, node: int) -> None:
+        state.holder, state.readers, state.touches = node, [], []
+        state.host_copy, state.written = None, True
+
+    def evict(self, buffer: int) -> int:
+        """Take a buffer's extent away, keeping its contents in host memory if they are needed.
+
+        Returns:
+            The node that vacates the bytes: a drop where a valid host copy exists (clean) or where
+            nothing was written yet, else an offload.
+        """
+        state = self.states[buffer]
+        if state.host_copy is not None or (state.holder is None and not state.touches):
+            return self.drop(buffer)
+        node = self._add(NodeKind.OFFLOAD, buffer, extent=state.extent)
+        self._after_users(state, node, EdgeKind.USE_OFFLOAD)
+        if buffer not in self._host_slots:
+            self._host_slots[buffer] = self._host_bytes
+            nbytes = self._graph.buffers[buffer].nbytes
+            self._host_bytes += -(-nbytes // self._alignment) * self._alignment
+        state.host_copy = node
+        self._vacate(state)
+        return node
+
+    def drop(self, buffer: int) -> int:
+        """Free an extent without a copy; return the node that vacates the bytes."""
+        state = self.states[buffer]
+        node = self._add(NodeKind.DROP, buffer, extent=state.extent)
+        self._after_users(state, node, EdgeKind.READ_DROP)
+        self._vacate(state)
+        return node
+
+    def _after_users(self, state: BufferState, node: int, kind: EdgeKind) -> None:
+        for user in state.users:
+            self._edge(user, node, kind)
+        self._edge(state.holder, node, kind)
+        self._edge(state.alloc, node, kind)
+
+    @staticmethod
+    def _vacate(state: BufferState) -> None:
+        state.extent = state.alloc = state.holder = None
+        # Touches are part of the contents that an offload keeps; its reload holds them.
+        state.readers, state.touches, state.users = [], [], []
+
+    def finish(self) -> MemGraph:
+        """Return the memgraph. What is resident now is resident after the pass."""
+        left = tuple(
+            Residency(buffer, state.extent)
+            for buffer, state in enumerate(self.states)
+            if state.extent is not None
+        )
+        return MemGraph(
+            graph=self._graph,
+            policy=self._policy,
+            arena_bytes=self._arena_bytes,
+            alignment=self._alignment,
+            nodes=tuple(self._nodes),
+            edges=tuple(Edge(b, a, kind) for (b, a), kind in sorted(self._edges.items())),
+            entry=tuple(self._entry),
+            exit=left,
+            host_slots=tuple(sorted(self._host_slots.items())),
+            host_bytes=self._host_bytes,
+        )

@@ -1,0 +1,281 @@
+"""Policy ``horizon``: the published two-horizon simulation (floor 2, no torch).
+
+The execution horizon E walks over the tasks and simulates each; the allocation horizon A >= E runs
+ahead and gives memory to tasks as long as memory is free. Nothing is evicted for lookahead; only
+when A has been caught up by E are victims evicted, and then the window of blocks whose soonest
+next use is farthest away.
+
+Source: "Fine-Grained Paging Mechanism for Offloading-Reloading Tensor for LLM" (Rice University,
+2025, hdl.handle.net/1911/118527), whose routines keep their names here, and Turnip
+(arXiv 2405.16283). One thing is added that the published system lacks: a clean buffer, or one
+that nobody has written yet, is dropped and never copied to the host.
+"""
+
+from __future__ import annotations
+
+from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
+from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
+from ds_finepage.planning.blocks import BlockList
+from ds_finepage.planning.builder import MemGraphBuilder
+from ds_finepage.planning.liveness import aligned, next_use, require_feasible, uses
+
+INFINITY = float("inf")
+
+
+class PinnedTooMuch(Exception):  # noqa: N818 - it steers the search, it is not an error
+    """The pinned weights leave too little room for some task; the caller pins fewer."""
+
+    def __init__(self, task: Task) -> None:
+        """Remember the task that did not fit."""
+        super().__init__(task.where)
+        self.task = task
+
+
+class HorizonPlanner:
+    """Simulates one pass over a taskgraph and writes the memgraph on the way.
+
+    Invariant: every buffer of the tasks in [E, A) that lives in the arena owns an extent.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        *,
+        arena_bytes: int,
+        alignment: int,
+        policy: str,
+        entry: tuple[Residency, ...] = (),
+        streamed: frozenset[int] = frozenset(),
+        pinned: frozenset[int] = frozenset(),
+    ) -> None:
+        """Prepare a simulation.
+
+        Args:
+            graph: The pass.
+            arena_bytes: Size of the arena.
+            alignment: Of extents, in bytes.
+            policy: Name to write into the memgraph.
+            entry: Weights that are resident when the pass begins.
+            streamed: Weights to drop after their last use of the pass instead of keeping them
+                until their bytes are needed.
+            pinned: Weights of ``entry`` that must never be evicted.
+
+        Raises:
+            PlanInfeasibleError: Some task's working set is larger than the arena.
+        """
+        require_feasible(graph, arena_bytes, alignment)
+        self._graph = graph
+        self._alignment = alignment
+        self._uses = uses(graph)
+        self._position = [0] * len(graph.buffers)  # first use that is not simulated yet
+        self._streamed = streamed
+        self._pinned = pinned
+        self._blocks = BlockList(arena_bytes)
+        self._builder = MemGraphBuilder(graph, policy, arena_bytes, alignment)
+        for residency in entry:
+            self._blocks.alloc_at(residency.buffer, residency.extent)
+        self._builder.begin(entry)
+        self._allocation_horizon = 0
+        self._execution_horizon = 0
+
+    def plan_working_set(self) -> MemGraph:
+        """Run the variant that reserves all of a task's buffers at once.
+
+        Nothing that is reserved but unwritten is ever a victim.
+        """
+        tasks = self._graph.tasks
+        freed = True
+        while self._execution_horizon < len(tasks):
+            if freed:
+                while self._allocation_horizon < len(tasks) and self._reserve_all(
+                    tasks[self._allocation_horizon]
+                ):
+                    self._allocation_horizon += 1
+            task = tasks[self._execution_horizon]
+            if self._allocation_horizon == self._execution_horizon:
+                self._force_all(task)
+                self._allocation_horizon += 1
+            freed = self._simulate(task)
+            self._execution_horizon += 1
+        return self._builder.finish()
+
+    def plan_outputs(self) -> MemGraph:
+        """Run the variant that reserves outputs ahead and brings operands back on demand.
+
+        Close to the thesis's wording: outputs by ``sim_malloc`` and ``sim_malloc_offload``,
+        operands by ``sim_malloc_force_reload``.
+        """
+        tasks = self._graph.tasks
+        while self._execution_horizon < len(tasks):
+            ahead = self._allocation_horizon
+            if ahead < len(tasks) and self._alloc_outputs(tasks[ahead]):
+                self._allocation_horizon += 1
+                continue
+            task = tasks[self._execution_horizon]
+            if ahead == self._execution_horizon:
+                self._force_all(task, only_outputs=True)
+                self._allocation_horizon += 1
+                continue
+            self._force_all(task)
+            self._simulate(task)
+            self._execution_horizon += 1
+        return self._builder.finish()
+
+    # The three routines of the thesis.
+
+    def sim_malloc(self, buffer: int) -> bool:
+        """Give a buffer an extent if free memory allows it; evict nothing."""
+        found = self._blocks.alloc(buffer, self._size(buffer))
+        if found is None:
+            return False
+        extent, vacators = found
+        self._builder.alloc(buffer, extent, vacators)
+        return True
+
+    def sim_malloc_offload(self, buffer: int, protected: tuple[int, ...]) -> bool:
+        """Give a buffer an extent, evicting the victims whose next use is farthest away.
+
+        Returns:
+            False where every large enough window holds a protected buffer.
+        """
+        if self.sim_malloc(buffer):
+            return True
+        victims = self._blocks.best_window(
+            self._size(buffer),
+            lambda b: None if b in protected or b in self._pinned else self._next_use(b),
+        )
+        if victims is None:
+            return False
+        for victim in victims:
+            self._blocks.free(victim, self._builder.evict(victim))
+        done = self.sim_malloc(buffer)
+        assert done, "a window was freed that is too small"
+        return True
+
+    def sim_malloc_force_reload(self, buffer: int, protected: tuple[int, ...]) -> bool:
+        """Give a stored buffer an extent, evicting if need be, and reload its contents."""
+        if not self.sim_malloc_offload(buffer, protected):
+            return False
+        self._builder.reload(buffer)
+        return True
+
+    # What the two variants are made of.
+
+    def _size(self, buffer: int) -> int:
+        return aligned(self._graph.buffers[buffer].nbytes, self._alignment)
+
+    def _next_use(self, buffer: int) -> float:
+        found = next_use(self._uses[buffer], self._position[buffer], self._execution_horizon)
+        return INFINITY if found is None else found
+
+    def _missing(self, task: Task) -> list[int]:
+        states = self._builder.states
+        return [b for b in self._graph.paged(task) if states[b].extent is None]
+
+    def _needs_contents(self, task: Task, buffer: int) -> bool:
+        """True where the task uses what the buffer held before, and there is such a thing."""
+        if buffer not in task.reads and buffer not in task.touches:
+            return False
+        return self._builder.states[buffer].host_copy is not None
+
+    def _reserve_all(self, task: Task) -> bool:
+        """Reserve everything a task needs, all or nothing, without evicting."""
+        missing = self._missing(task)
+        snapshot = self._blocks.snapshot()
+        found = []
+        for buffer in missing:
+            got = self._blocks.alloc(buffer, self._size(buffer))
+            if got is None:
+                self._blocks.restore(snapshot)
+                return False
+            found.append(got)
+        for buffer, (extent, vacators) in zip(missing, found, strict=True):
+            self._builder.alloc(buffer, extent, vacators)
+            if self._needs_contents(task, buffer):
+                self._builder.reload(buffer)
+        return True
+
+    def _outputs(self, task: Task) -> list[int]:
+        return [b for b in self._missing(task) if b not in task.reads]
+
+    def _alloc_outputs(self, task: Task) -> bool:
+        snapshot = self._blocks.snapshot()
+        missing = [b for b in self._outputs(task) if not self._needs_contents(task, b)]
+        found = []
+        for buffer in missing:
+            got = self._blocks.alloc(buffer, self._size(buffer))
+            if got is None:
+                self._blocks.restore(snapshot)
+                return False
+            found.append(got)
+        for buffer, (extent, vacators) in zip(missing, found, strict=True):
+            self._builder.alloc(buffer, extent, vacators)
+        return True
+
+    def _force_all(self, task: Task, *, only_outputs: bool = False) -> None:
+        """Make a task's buffers resident, whatever has to go for it."""
+        protected = self._graph.paged(task)
+        for buffer in self._outputs(task) if only_outputs else self._missing(task):
+            if self._needs_contents(task, buffer):
+                done = self.sim_malloc_force_reload(buffer, protected)
+            else:
+                done = self.sim_malloc_offload(buffer, protected)
+            if not done:
+                self._repack(task, only_outputs=only_outputs)
+                return
+
+    def _repack(self, task: Task, *, only_outputs: bool) -> None:
+        """Move a task's own buffers, because they lie so that the rest does not fit between them.
+
+        They are evicted like any other and placed side by side, which always fits when the
+        working set does. The published algorithm has no answer to this case.
+        """
+        for block in list(self._blocks):
+            if block.buffer is not None and block.buffer not in self._pinned:
+                self._blocks.free(block.buffer, self._builder.evict(block.buffer))
+        end = min((b.offset for b in self._blocks if b.buffer is not None), default=None)
+        offset = 0
+        for buffer in self._outputs(task) if only_outputs else self._missing(task):
+            extent = Extent(offset, self._size(buffer))
+            if end is not None and extent.end > end:
+                raise PinnedTooMuch(task)
+            self._builder.alloc(buffer, extent, self._blocks.alloc_at(buffer, extent))
+            if self._needs_contents(task, buffer):
+                self._builder.reload(buffer)
+            offset = extent.end
+
+    def _simulate(self, task: Task) -> bool:
+        """Execute a task in the simulation; return whether memory became free."""
+        self._builder.compute(task)
+        freed = False
+        for buffer in self._graph.paged(task):
+            while (
+                self._position[buffer] < len(self._uses[buffer])
+                and self._uses[buffer][self._position[buffer]] <= task.index
+            ):
+                self._position[buffer] += 1
+            if self._position[buffer] < len(self._uses[buffer]):
+                continue
+            is_weight = self._graph.buffers[buffer].kind is BufferKind.WEIGHT
+            if not is_weight or buffer in self._streamed:
+                self._blocks.free(buffer, self._builder.drop(buffer))
+                freed = True
+        return freed
+
+
+def plan_horizon(
+    graph: TaskGraph, *, arena_bytes: int, alignment: int, entry: tuple[Residency, ...]
+) -> MemGraph:
+    """Plan by the published algorithm, variant ``working_set``."""
+    return HorizonPlanner(
+        graph, arena_bytes=arena_bytes, alignment=alignment, policy="horizon", entry=entry
+    ).plan_working_set()
+
+
+def plan_horizon_outputs(
+    graph: TaskGraph, *, arena_bytes: int, alignment: int, entry: tuple[Residency, ...]
+) -> MemGraph:
+    """Plan by the published algorithm, variant ``outputs``."""
+    return HorizonPlanner(
+        graph, arena_bytes=arena_bytes, alignment=alignment, policy="horizon-outputs", entry=entry
+    ).plan_outputs()

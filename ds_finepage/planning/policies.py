@@ -1,0 +1,81 @@
+"""The policies by name, and the one function that plans (floor 2, no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ds_finepage.config import did_you_mean
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph, Residency
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.finepage import plan_finepage
+from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
+
+MAX_STEADY_ROUNDS = 8
+"""Passes to plan before taking a plan whose exit differs from its entry."""
+
+# Policies that take the residency they find and leave another behind.
+CARRYING: dict[str, Callable[..., MemGraph]] = {
+    "horizon": plan_horizon,
+    "horizon-outputs": plan_horizon_outputs,
+}
+# Policies whose exit residency is their entry residency by construction.
+CYCLIC: dict[str, Callable[..., MemGraph]] = {"finepage": plan_finepage}
+
+POLICIES = {**CYCLIC, **CARRYING}
+
+
+def plan(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    policy: str,
+    alignment: int = 64,
+    entry: tuple[Residency, ...] = (),
+    profile: HardwareProfile | None = None,
+) -> MemGraph:
+    """Plan one pass.
+
+    Args:
+        graph: The pass.
+        arena_bytes: Size of the arena.
+        policy: A key of ``POLICIES``.
+        alignment: Of extents, in bytes.
+        entry: Weights that are resident before the pass; cyclic policies choose their own.
+        profile: Rates for policies that plan for time.
+
+    Raises:
+        ConfigError: Unknown policy.
+        PlanInfeasibleError: Some task's working set is larger than the arena.
+    """
+    if policy in CYCLIC:
+        return CYCLIC[policy](graph, arena_bytes=arena_bytes, alignment=alignment, profile=profile)
+    if policy in CARRYING:
+        return CARRYING[policy](graph, arena_bytes=arena_bytes, alignment=alignment, entry=entry)
+    raise ConfigError(f"unknown policy {policy!r}. {did_you_mean(policy, POLICIES)}")
+
+
+def plan_steady(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    policy: str,
+    alignment: int = 64,
+    profile: HardwareProfile | None = None,
+) -> MemGraph:
+    """Plan the pass that comes again and again.
+
+    A policy that carries residency over is planned on its own exit until entry and exit agree. If
+    they never do, the last plan stands, and whoever runs it has to reload the difference.
+    """
+    found = plan(
+        graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment, profile=profile
+    )
+    for _ in range(MAX_STEADY_ROUNDS if policy in CARRYING else 0):
+        if set(found.entry) == set(found.exit):
+            break
+        found = plan(
+            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment, entry=found.exit
+        )
+    return found

@@ -1,0 +1,164 @@
+"""What a memgraph takes in time: MemGraph and HardwareProfile in, Timeline out (floor 2, no torch).
+
+Three lanes run side by side, each its own nodes in the order of their ids. A node starts when its
+lane is free and all its predecessors are complete. Nodes of the other kinds (resident, stored,
+alloc, drop) take no time and pass on when the last of their predecessors was complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
+from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
+from ds_finepage.graph.taskgraph import Task, TaskGraph
+from ds_finepage.graph.timeline import Span, Timeline
+
+_NS_PER_S = 10**9
+
+
+class _Rate:
+    """Units per second as a ratio of integers, so that times are exact and the same anywhere."""
+
+    def __init__(self, per_s: float) -> None:
+        self._numerator, denominator = float(per_s).as_integer_ratio()
+        self._factor = _NS_PER_S * denominator
+
+    def ns(self, amount: int) -> int:
+        """Return the time for an amount, rounded up: no sum of parts is less than the whole."""
+        return -(-amount * self._factor // self._numerator)
+
+
+class _Costs:
+    """Times of tasks and copies on one machine."""
+
+    def __init__(self, profile: HardwareProfile) -> None:
+        require_usable(profile)
+        self._launch_ns = profile.launch_ns
+        self._latency_ns = profile.transfer_latency_ns
+        self._memory = _Rate(profile.memory_bytes_per_s)
+        self._flops = {dtype: _Rate(rate) for dtype, rate in profile.flops_per_s.items()}
+        self.links = {
+            Lane.H2D: _Rate(profile.h2d_bytes_per_s),
+            Lane.D2H: _Rate(profile.d2h_bytes_per_s),
+        }
+
+    def task_ns(self, graph: TaskGraph, task: Task) -> int:
+        if task.time_ns is not None:
+            return task.time_ns
+        made = next((t for t in task.results if t is not None), None)
+        dtype = DEFAULT_DTYPE if made is None else graph.tensors[made].dtype
+        flops = self._flops.get(dtype) or self._flops[DEFAULT_DTYPE]
+        return max(flops.ns(task.flops), self._memory.ns(task.moved_bytes), self._launch_ns)
+
+    def copy_ns(self, lane: Lane, nbytes: int) -> int:
+        return max(self._latency_ns, self.links[lane].ns(nbytes))
+
+
+def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
+    """Return the time of a task: as measured, or the roofline of the profile.
+
+    The roofline is the longest of arithmetic (at the rate for the dtype of the first result),
+    traffic in device memory, and launch.
+
+    Raises:
+        ConfigError: The profile has a rate or size that cannot be computed with.
+    """
+    return _Costs(profile).task_ns(graph, task)
+
+
+def simulate(
+    memgraph: MemGraph, profile: HardwareProfile, *, entry_missing: Collection[int] = ()
+) -> Timeline:
+    """Predict a pass. Pure, and linear in nodes and edges.
+
+    ``peak_bytes`` counts an extent from the completion of its alloc to that of its drop or offload.
+
+    Args:
+        memgraph: A plan that passes the checker.
+        profile: The machine.
+        entry_missing: Buffers of ``memgraph.entry`` that are not in place yet, as in the first of
+            many passes: their resident nodes are copies on the h2d lane.
+
+    Raises:
+        ConfigError: The profile has a rate or size that cannot be computed with, or
+            ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
+    """
+    costs = _Costs(profile)
+    missing = frozenset(entry_missing)
+    unknown = missing - {residency.buffer for residency in memgraph.entry}
+    if unknown:
+        raise ConfigError(
+            f"entry_missing names buffers {sorted(unknown)}, which the plan does not find resident"
+        )
+
+    complete = [0] * len(memgraph.nodes)
+    lane_free = dict.fromkeys(Lane, 0)
+    lane_busy = dict.fromkeys(Lane, 0)
+    copied = {Lane.H2D: 0, Lane.D2H: 0}
+    spans: list[Span] = []
+    for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
+        ready = max((complete[b] for b in before), default=0)
+        loads_late = node.kind is NodeKind.RESIDENT and node.buffer in missing
+        lane = Lane.H2D if loads_late else LANE_OF.get(node.kind)
+        if lane is None:
+            complete[node.id] = ready
+            continue
+        if lane is Lane.COMPUTE:
+            assert node.task is not None
+            took = costs.task_ns(memgraph.graph, memgraph.graph.tasks[node.task])
+        else:
+            assert node.buffer is not None
+            nbytes = memgraph.graph.buffers[node.buffer].nbytes
+            took = costs.copy_ns(lane, nbytes)
+            copied[lane] += nbytes
+        start = max(ready, lane_free[lane])
+        complete[node.id] = lane_free[lane] = start + took
+        lane_busy[lane] += took
+        spans.append(Span(node.id, lane, start, start + took, _span_name(memgraph.graph, node)))
+
+    return Timeline(
+        spans=tuple(spans),
+        total_ns=max(lane_free.values()),
+        compute_ns=lane_busy[Lane.COMPUTE],
+        transfer_ns=max(lane_busy[Lane.H2D], lane_busy[Lane.D2H]),
+        stall_ns=lane_free[Lane.COMPUTE] - lane_busy[Lane.COMPUTE],
+        peak_bytes=_peak_bytes(memgraph, complete),
+        lower_bound_ns=max(
+            lane_busy[Lane.COMPUTE], *(costs.links[lane].ns(n) for lane, n in copied.items())
+        ),
+    )
+
+
+def _span_name(graph: TaskGraph, node: Node) -> str:
+    if node.task is not None:
+        return graph.tasks[node.task].where
+    assert node.buffer is not None
+    verb = NodeKind.RELOAD if node.kind is NodeKind.RESIDENT else node.kind
+    return f"{verb.value} {graph.buffers[node.buffer].name or f'buffer {node.buffer}'}"
+
+
+def _peak_bytes(memgraph: MemGraph, complete: list[int]) -> int:
+    """Return the largest sum of allocated extents.
+
+    At equal times the order of ids decides: it is a topological order, so bytes that are used again
+    are freed first, and a life of no length still counts.
+    """
+    changes: list[tuple[int, int, int]] = []  # time, node, bytes taken or given back
+    for node in memgraph.nodes:
+        if node.extent is None:
+            continue
+        if node.kind is NodeKind.RESIDENT:
+            # Its bytes are taken from the start, even while it is still being copied there.
+            changes.append((0, node.id, node.extent.nbytes))
+        elif node.kind is NodeKind.ALLOC:
+            changes.append((complete[node.id], node.id, node.extent.nbytes))
+        elif node.kind in (NodeKind.DROP, NodeKind.OFFLOAD):
+            changes.append((complete[node.id], node.id, -node.extent.nbytes))
+    allocated = peak = 0
+    for _, _, change in sorted(changes):
+        allocated += change
+        peak = max(peak, allocated)
+    return peak

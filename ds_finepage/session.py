@@ -1,0 +1,426 @@
+"""A model with ds_finepage attached: from Dynamo's graphs to plans that run (floor 3).
+
+The handle owns what lives as long as the model is attached: host masters, arena, lanes, plans and
+counters. It decides nothing about memory itself; that is the planner's, whose result it has checked
+before it runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.config import DebugConfig
+from ds_finepage.errors import CaptureError
+from ds_finepage.execution.arena import Arena, HostPool
+from ds_finepage.execution.executor import Executor, OpHook, Residents
+from ds_finepage.execution.fallback import hook_modules, run_unplanned
+from ds_finepage.execution.lanes import Lanes, make_lanes
+from ds_finepage.execution.measure import OpMeter
+from ds_finepage.execution.stores import WeightTable
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.codec import fingerprint, load_memgraph, save
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.liveness import (
+    min_arena_bytes,
+    needed_arena_bytes,
+    require_feasible,
+)
+from ds_finepage.planning.policies import plan_steady
+from ds_finepage.planning.simulator import simulate
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = {"cpu": 64, "cuda": 512}
+"""What torch's own allocators give, so that kernels choose the same code paths."""
+
+HOST_PROGRAM_SLACK_BYTES = 64 * 1024
+MIN_RECOMPILES = 64
+"""Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
+
+
+def around_bytes(graph: TaskGraph, alignment: int) -> int:
+    """Return the device bytes that a pass needs outside the arena.
+
+    They are its inputs, outputs, KV cache and constants, the largest op workspace, and what the
+    program that calls the model makes of them: token ids and masks about as large as those of the
+    call a few times over, and one row of logits in float32 with two copies (what ``generate`` does;
+    the meter in the tests holds it to that).
+    """
+    external = callers = row = 0
+    returned = {graph.tensors[o.tensor] for o in graph.outputs if o.tensor is not None}
+    for buffer in graph.buffers:
+        if not buffer.kind.is_paged:
+            external += -(-buffer.nbytes // alignment) * alignment
+        if buffer.kind is BufferKind.INPUT:
+            callers += buffer.nbytes
+    for view in returned:
+        if len(view.shape) >= 2 and view.shape[-2]:
+            numel = 1
+            for size in view.shape:
+                numel *= size
+            row = max(row, 4 * numel // view.shape[-2])
+    return external + graph.workspace_bytes + 4 * callers + 3 * row + HOST_PROGRAM_SLACK_BYTES
+
+
+@dataclass
+class PassStats:
+    """Counters of one captured pass."""
+
+    name: str
+    num_tasks: int
+    arena_bytes: int
+    around_bytes: int
+    min_budget_bytes: int
+    needed_budget_bytes: int
+    lower_bound_bytes: int = 0
+    num_runs: int = 0
+    last_reloaded_bytes: int = 0
+    last_entry_reloaded_bytes: int = 0
+    last_offloaded_bytes: int = 0
+
+
+@dataclass
+class Stats:
+    """Counters of an attached model, readable at any time.
+
+    ``num_captures`` counts taskgraphs, ``num_unplanned_graphs`` calls of graphs that ran without a
+    plan, ``num_unplanned_modules`` module calls outside any graph.
+    """
+
+    budget_bytes: int
+    weight_bytes: int
+    num_captures: int = 0
+    num_plans: int = 0
+    num_unplanned_graphs: int = 0
+    num_unplanned_modules: int = 0
+    reloaded_bytes: int = 0
+    offloaded_bytes: int = 0
+    passes: list[PassStats] = field(default_factory=list)
+    unplanned_reasons: list[str] = field(default_factory=list)
+
+    @property
+    def min_budget_bytes(self) -> int:
+        """The smallest budget under which every pass so far can run."""
+        return max((p.min_budget_bytes for p in self.passes), default=0)
+
+    @property
+    def needed_budget_bytes(self) -> int:
+        """The budget under which every pass so far runs with all weights resident."""
+        return max((p.needed_budget_bytes for p in self.passes), default=0)
+
+
+@dataclass
+class _Pass:
+    """One captured shape: its plan, and its executor while the arena it was built on exists."""
+
+    graph: TaskGraph
+    stats: PassStats
+    memgraph: MemGraph | None = None
+    executor: Executor | None = None
+
+
+class Handle:
+    """ds_finepage at work on one module. Make it with :func:`ds_finepage.attach`."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        weights: WeightTable,
+        *,
+        device: torch.device,
+        budget_bytes: int,
+        policy: str,
+        debug: DebugConfig,
+        profile: HardwareProfile,
+        plan_dir: Path | None = None,
+    ) -> None:
+        """Take a module over; see :func:`ds_finepage.attach` for what the arguments mean."""
+        self.stats = Stats(budget_bytes, weights.nbytes)
+        self.profile = profile
+        self._module = module
+        self._weights = weights
+        self._device = device
+        self._policy = policy
+        self._debug = debug
+        self._plan_dir = plan_dir
+        self._alignment = ALIGNMENT.get(device.type, 512)
+        self._lock = threading.RLock()
+        self._lanes = self._make_lanes()
+        self._pool = HostPool(pinned=device.type == "cuda")
+        self._costs = OpMeter(device)
+        self._arena: Arena | None = None
+        self._arena_limit = budget_bytes  # only ever shrinks
+        self._residents: Residents = {}
+        self._passes: dict[tuple[int, tuple[Any, ...]], _Pass | None] = {}
+        self._num_graphs = 0
+        self._hooks: list[OpHook] = []
+        self._undo: list[Callable[[], None]] = []
+        self._attached = True
+        self._install()
+
+    # What users call.
+
+    def register_op_hook(
+        self,
+        before: Callable[..., None] | None = None,
+        after: Callable[..., None] | None = None,
+    ) -> Callable[[], None]:
+        """Call functions around every task; return a function that removes them.
+
+        Args:
+            before: ``before(task, operands)``.
+            after: ``after(task, results)``. Tensors are valid during the call only.
+        """
+        hook = OpHook(before, after)
+        self._hooks.append(hook)
+        return lambda: self._hooks.remove(hook)
+
+    def replan(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        policy: str | None = None,
+        debug: DebugConfig | None = None,
+    ) -> None:
+        """Go on under other settings; captured passes are planned anew when they run next.
+
+        Args:
+            budget_bytes: The new limit on all device bytes.
+            policy: The new policy, by name.
+            debug: The new checks.
+        """
+        with self._lock:
+            self._release_arena()
+            if budget_bytes is not None:
+                self.stats.budget_bytes = budget_bytes
+            self._policy = policy or self._policy
+            if debug is not None:
+                self._debug = debug
+                self._lanes.close()
+                self._lanes = self._make_lanes()
+            self._arena_limit = self.stats.budget_bytes
+            for found in self._passes.values():
+                if found is not None:
+                    found.memgraph = None
+
+    def detach(self) -> None:
+        """Give the model back as it was; a second call does nothing."""
+        with self._lock:
+            if not self._attached:
+                return
+            self._attached = False
+            self._release_arena()
+            self._lanes.close()
+            for undo in reversed(self._undo):
+                undo()
+            self._weights.restore()
+
+    @property
+    def attached(self) -> bool:
+        """True until :meth:`detach`."""
+        return self._attached
+
+    def plans(self) -> list[tuple[MemGraph, Timeline]]:
+        """Return the plan of every captured pass with its predicted timeline."""
+        return [
+            (p.memgraph, simulate(p.memgraph, self.profile))
+            for p in self._passes.values()
+            if p is not None and p.memgraph is not None
+        ]
+
+    # Attaching.
+
+    def _make_lanes(self) -> Lanes:
+        return make_lanes(
+            self._device,
+            delay_seed=self._debug.lane_delay_seed,
+            max_delay_us=self._debug.max_lane_delay_us,
+        )
+
+    def _install(self) -> None:
+        module = self._module
+        self._weights.install()
+        for handle in hook_modules(module, self._weights, self._on_unplanned_module):
+            self._undo.append(handle.remove)
+        before = module._compiled_call_impl
+        compiled = torch.compile(module._call_impl, backend=self._backend)
+        module._compiled_call_impl = self._enter(compiled)
+        self._undo.append(lambda: setattr(module, "_compiled_call_impl", before))
+        self._undo.append(_allow_recompiles())
+        generation = getattr(module, "generation_config", None)
+        if generation is not None:  # transformers would compile a compiled call once more
+            was = getattr(generation, "disable_compile", None)
+            generation.disable_compile = True
+            self._undo.append(lambda: setattr(generation, "disable_compile", was))
+
+    def _enter(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                for name in self._weights.disturbed():
+                    self._residents.pop(name, None)
+                return compiled(*args, **kwargs)
+
+        return call
+
+    def _backend(self, module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs: a Dynamo backend."""
+        index, self._num_graphs = self._num_graphs, self._num_graphs + 1
+        graph = DynamoGraph(module, example_args, self._weights.names, f"graph {index}")
+
+        def run(*args: Any) -> Any:
+            return self._run(index, graph, args)
+
+        return run
+
+    # Running.
+
+    def _run(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Any:
+        key = (index, graph.key_of(args))
+        if key not in self._passes:
+            self._passes[key] = self._capture(graph, args)
+        found = self._passes[key]
+        if found is None:
+            self.stats.num_unplanned_graphs += 1
+            self._release_arena()
+            return run_unplanned(graph.module, args, self._weights)
+        executor = self._executor(found)
+        result = executor.run(args, graph.host_outputs(args), self._residents)
+        self._count(found.stats, executor)
+        return result
+
+    def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> _Pass | None:
+        """Capture a shape; None where it has to run without a plan."""
+        try:
+            taskgraph = graph.record(args)
+        except CaptureError as error:
+            logger.warning("running without a plan: %s", error)
+            self.stats.unplanned_reasons.append(str(error))
+            return None
+        if not self._costs.knows_all(taskgraph):
+            self._release_arena()  # the scratch tensors need its room
+        taskgraph = self._costs.with_costs(taskgraph)
+        around = around_bytes(taskgraph, self._alignment)
+        stats = PassStats(
+            name=taskgraph.name,
+            num_tasks=len(taskgraph.tasks),
+            arena_bytes=0,
+            around_bytes=around,
+            min_budget_bytes=around + min_arena_bytes(taskgraph, self._alignment),
+            needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
+        )
+        require_feasible(
+            taskgraph,
+            self.stats.budget_bytes - around,
+            self._alignment,
+            around_bytes=around,
+        )
+        self.stats.num_captures += 1
+        self.stats.passes.append(stats)
+        return _Pass(taskgraph, stats)
+
+    def _executor(self, found: _Pass) -> Executor:
+        """Return a pass's executor on the present arena, planning where that is new."""
+        if found.executor is not None:
+            return found.executor
+        allowed = (self.stats.budget_bytes - found.stats.around_bytes) // self._alignment
+        allowed *= self._alignment
+        if allowed < self._arena_limit:
+            self._release_arena()
+            self._arena_limit = allowed
+        if found.memgraph is None or found.memgraph.arena_bytes != self._arena_limit:
+            found.memgraph = self._plan(found)
+        if self._arena is None:
+            self._arena = Arena(self._arena_limit, self._device)
+        if found.memgraph.host_bytes > self._pool.bytes.numel():
+            self._pool.reserve(found.memgraph.host_bytes)
+            for other in self._passes.values():
+                if other is not None:
+                    other.executor = None  # it points into the old pool
+        found.executor = Executor(
+            found.memgraph,
+            arena=self._arena,
+            pool=self._pool,
+            lanes=self._lanes,
+            masters=self._weights.masters,
+            poison=self._debug.poison_vacated,
+            hooks=self._hooks,
+        )
+        return found.executor
+
+    def _plan(self, found: _Pass) -> MemGraph:
+        graph, arena_bytes = found.graph, self._arena_limit
+        require_feasible(graph, arena_bytes, self._alignment, around_bytes=found.stats.around_bytes)
+        path = None
+        if self._plan_dir is not None:
+            name = f"{fingerprint(graph)[:16]}-{self._policy}-{arena_bytes}.json"
+            path = self._plan_dir / name
+        if path is not None and path.exists():
+            memgraph = load_memgraph(path, graph)
+        else:
+            memgraph = plan_steady(
+                graph,
+                arena_bytes=arena_bytes,
+                policy=self._policy,
+                alignment=self._alignment,
+                profile=self.profile,
+            )
+            self.stats.num_plans += 1
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save(memgraph, path)
+        check(memgraph)
+        found.stats.arena_bytes = arena_bytes
+        found.stats.lower_bound_bytes = lower_bound_bytes(graph, arena_bytes, self._alignment)
+        return memgraph
+
+    def _count(self, stats: PassStats, executor: Executor) -> None:
+        counted = executor.counters
+        stats.num_runs += 1
+        stats.last_reloaded_bytes = counted.reloaded_bytes
+        stats.last_entry_reloaded_bytes = counted.entry_reloaded_bytes
+        stats.last_offloaded_bytes = counted.offloaded_bytes
+        self.stats.reloaded_bytes += counted.reloaded_bytes
+        self.stats.offloaded_bytes += counted.offloaded_bytes
+
+    def _release_arena(self) -> None:
+        """Give the arena's bytes back; what was resident is reloaded when it is needed."""
+        if self._arena is None:
+            return
+        for found in self._passes.values():
+            if found is not None:
+                found.executor = None  # its views hold the arena
+        self._arena = None
+        self._residents.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _on_unplanned_module(self, module: torch.nn.Module) -> None:
+        self.stats.num_unplanned_modules += 1
+        self._release_arena()
+
+
+def _allow_recompiles() -> Callable[[], None]:
+    """Raise Dynamo's recompile limit; return what restores it."""
+    config = torch._dynamo.config
+    before = config.recompile_limit
+    if before >= MIN_RECOMPILES:
+        return lambda: None
+    config.recompile_limit = MIN_RECOMPILES
+
+    def restore() -> None:
+        config.recompile_limit = before
+
+    return restore

@@ -1,0 +1,127 @@
+"""Hardware profiles: the shipped ones, a user's own, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph import codec
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.profiles import load_profile, profile_names, require_usable
+
+NAMES = ("a100-80gb", "h200", "p100-16gb", "t4", "v100-16gb", "v100-32gb")
+
+
+def test_names() -> None:
+    assert profile_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_profile(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert "datasheet" in profile.source and "sustained" in profile.source
+    assert profile.capacity_bytes % 2**30 == 0
+    # Orders of magnitude, so that a slipped digit shows.
+    assert 1e10 < profile.h2d_bytes_per_s <= profile.memory_bytes_per_s / 10
+    assert 1e10 < profile.d2h_bytes_per_s <= profile.memory_bytes_per_s / 10
+    assert profile.flops_per_s["default"] == profile.flops_per_s["float32"] > 1e12
+    assert profile.flops_per_s["float16"] > profile.flops_per_s["float32"]
+
+
+def test_rates_are_below_the_datasheet() -> None:
+    assert load_profile("a100-80gb").flops_per_s["bfloat16"] == pytest.approx(0.6 * 312e12)
+    assert load_profile("h200").flops_per_s["bfloat16"] == pytest.approx(0.6 * 989e12)
+    assert load_profile("h200").memory_bytes_per_s == pytest.approx(0.8 * 4.8e12)
+    assert load_profile("v100-32gb").h2d_bytes_per_s == 12e9
+    assert "10.1e9" in load_profile("v100-32gb").source
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"), [("v100-32", "v100-32gb"), ("H200", "h200"), ("a100", "a100-80gb")]
+)
+def test_unknown_name_with_a_guess(name: str, guess: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{guess}'") as caught:
+        load_profile(name)
+    assert all(known in str(caught.value) for known in NAMES)
+
+
+def test_unknown_name_without_a_guess() -> None:
+    with pytest.raises(ConfigError, match=r"unknown hardware profile 'xyz'\. Known: a100-80gb"):
+        load_profile("xyz")
+
+
+def test_profile_of_a_file(tmp_path: Path) -> None:
+    mine = dataclasses.replace(load_profile("t4"), name="mine", h2d_bytes_per_s=6e9)
+    path = tmp_path / "mine.json"
+    codec.save(mine, path)
+    assert load_profile(path) == load_profile(str(path)) == mine
+    without_suffix = tmp_path / "mine"
+    codec.save(mine, without_suffix)
+    assert load_profile(without_suffix) == load_profile(str(without_suffix)) == mine
+
+
+def test_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read hardware profile .*none\.json"):
+        load_profile(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"cannot read hardware profile none\.json"):
+        load_profile("none.json")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"capacity_bytes": 0}, "capacity_bytes is 0; it must be positive"),
+    ({"capacity_bytes": -5}, "capacity_bytes is -5; it must be positive"),
+    ({"h2d_bytes_per_s": 0}, r"h2d_bytes_per_s is 0\.0; it must be positive"),
+    ({"d2h_bytes_per_s": -1e9}, r"d2h_bytes_per_s is -1000000000\.0"),
+    ({"memory_bytes_per_s": 0}, "memory_bytes_per_s is 0"),
+    ({"flops_per_s": {"default": 1e12, "float16": 0}}, r"flops_per_s\.float16 is 0"),
+    ({"flops_per_s": {"float16": 1e12}}, "flops_per_s has no 'default'.*float16; add it"),
+    ({"flops_per_s": {}}, "flops_per_s has no 'default'.*none; add it"),
+    ({"launch_ns": -1}, "launch_ns is -1; it must not be negative"),
+    ({"transfer_latency_ns": -1}, "transfer_latency_ns is -1"),
+    ({"speed": 1}, "unknown: speed"),
+    ({"kind": "taskgraph"}, "kind is 'taskgraph'"),
+    ({"format": 2}, "format version 2"),
+    ({"launch_ns": "fast"}, "launch_ns must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_wrong_figures_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "mine.json"
+    document = json.loads(codec.dumps(load_profile("t4")))
+    path.write_text(json.dumps(document | changes))
+    with pytest.raises(ConfigError, match=rf"hardware profile .*mine\.json: .*{message}"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(HardwareProfile)])
+def test_missing_figures_are_refused(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "mine.json"
+    document = json.loads(codec.dumps(load_profile("t4")))
+    del document[field]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=f"missing: {field}"):
+        load_profile(path)
+
+
+def test_corrupt_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"mine\.json: corrupt JSON"):
+        load_profile(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf])
+def test_rates_must_be_finite(rate: float) -> None:
+    with pytest.raises(ConfigError, match="must be positive and finite"):
+        require_usable(dataclasses.replace(load_profile("t4"), h2d_bytes_per_s=rate))

@@ -1,0 +1,187 @@
+"""The lower bound on reloaded bytes: by hand, and against the best of all schedules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain, combinations
+
+import pytest
+
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
+from ds_finepage.planning.bounds import lower_bound_bytes
+
+W, A = BufferKind.WEIGHT, BufferKind.ACTIVATION
+
+
+def graph_of(sizes: list[tuple[BufferKind, int]], tasks: list[tuple[int, ...]]) -> TaskGraph:
+    """Tasks by the buffers that they name: weights are read, activations written."""
+    buffers = tuple(Buffer(i, kind, nbytes) for i, (kind, nbytes) in enumerate(sizes))
+    return TaskGraph(
+        "bounds",
+        buffers,
+        (),
+        tuple(
+            Task(
+                i,
+                "op",
+                reads=tuple(sorted(b for b in named if buffers[b].kind is W)),
+                writes=tuple(sorted(b for b in named if buffers[b].kind is not W)),
+            )
+            for i, named in enumerate(tasks)
+        ),
+    )
+
+
+def chain_of(num_weights: int, nbytes: int) -> TaskGraph:
+    """A chain of equal weights, one a task."""
+    return graph_of([(W, nbytes)] * num_weights, [(i,) for i in range(num_weights)])
+
+
+def test_nothing_to_reload_when_all_fits() -> None:
+    assert lower_bound_bytes(chain_of(4, 100), 400, 1) == 0
+    assert lower_bound_bytes(chain_of(4, 100), 10**9, 512) == 0
+
+
+def test_nothing_to_reload_without_weights() -> None:
+    assert lower_bound_bytes(TaskGraph("", (), (), ()), 0, 1) == 0
+    assert lower_bound_bytes(graph_of([(A, 100)], [(0,)]), 100, 1) == 0
+
+
+def test_a_single_extent_keeps_nothing() -> None:
+    """With room for one weight, each of two or more is gone when it is needed again."""
+    assert lower_bound_bytes(chain_of(4, 100), 100, 1) == 400
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 5])
+def test_equal_weights_on_a_cycle(room: int) -> None:
+    """Known: farthest-next-use misses n (n - room) / (n - 1) of n pages a round."""
+    bound = lower_bound_bytes(chain_of(5, 1000), room * 1000, 1)
+    assert bound == 1000 * 5 * (5 - room) // 4
+
+
+def test_activations_of_a_task_take_room() -> None:
+    graph = graph_of([(W, 100), (W, 100), (A, 70)], [(0,), (1,), (2,)])
+    assert lower_bound_bytes(graph, 200, 1) == 70
+    assert lower_bound_bytes(graph, 269, 1) == 1
+    assert lower_bound_bytes(graph, 270, 1) == 0
+
+
+def test_activations_elsewhere_do_not() -> None:
+    """They may have been offloaded: only what a task names is certain to be resident."""
+    graph = graph_of([(W, 100), (W, 100), (A, 70), (A, 70)], [(2,), (3,), (0,), (1,), (2, 3)])
+    assert lower_bound_bytes(graph, 340, 1) == 0
+    assert lower_bound_bytes(graph, 200, 1) == 140
+
+
+def test_unused_weights_and_other_kinds_do_not_count() -> None:
+    outside = [(BufferKind.STATE, 500), (BufferKind.INPUT, 500), (BufferKind.CONSTANT, 500)]
+    graph = graph_of([(W, 100), (W, 10**6), *outside], [(0, 2, 3, 4)])
+    assert lower_bound_bytes(graph, 100, 1) == 0
+
+
+def test_a_weight_that_several_tasks_read_counts_once() -> None:
+    graph = graph_of([(W, 100), (W, 100)], [(0,), (1,), (0,)])
+    assert lower_bound_bytes(graph, 100, 1) == 200
+    assert lower_bound_bytes(graph, 150, 1) == 100
+    assert lower_bound_bytes(graph, 200, 1) == 0
+
+
+def test_a_large_weight_leaves_little_room_for_others() -> None:
+    """Kept bytes a, b, c with b + c <= 50, a + c <= 350, a + b <= 350: at most 375 of 600."""
+    graph = graph_of([(W, 400), (W, 100), (W, 100)], [(0,), (1,), (2,)])
+    assert lower_bound_bytes(graph, 450, 1) == 225
+    assert lower_bound_bytes(graph, 600, 1) == 0
+
+
+def test_alignment_makes_tasks_larger() -> None:
+    graph = graph_of([(W, 100), (W, 100), (A, 1)], [(0,), (1,), (2,)])
+    assert lower_bound_bytes(graph, 300, 100) == 0
+    assert lower_bound_bytes(graph, 201, 1) == 0
+    # One unit of 100 for the activation leaves one for the weights.
+    assert lower_bound_bytes(graph, 200, 100) == 100
+
+
+def test_the_end_of_the_arena_counts_as_a_unit() -> None:
+    """An extent may begin in the last unit even if the arena ends inside it."""
+    graph = graph_of([(W, 64), (W, 10)], [(0, 1)])
+    assert lower_bound_bytes(graph, 74, 64) == 0
+
+
+def test_no_plan_keeps_nothing() -> None:
+    assert lower_bound_bytes(chain_of(3, 100), 99, 1) == 300
+    assert lower_bound_bytes(chain_of(3, 100), 0, 1) == 300
+
+
+def test_more_room_never_raises_the_bound() -> None:
+    graph = random_graph(random.Random(3))
+    bounds = [lower_bound_bytes(graph, room, 1) for room in range(0, 60)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] == 0 <= min(bounds)
+
+
+# --- against all schedules -------------------------------------------------------------------
+
+
+def subsets(items: frozenset[int]) -> Iterator[frozenset[int]]:
+    ordered = sorted(items)
+    every = chain.from_iterable(combinations(ordered, n) for n in range(len(ordered) + 1))
+    return map(frozenset, every)
+
+
+def fewest_reloaded_bytes(graph: TaskGraph, arena_bytes: int) -> int | None:
+    """Try every schedule whose exit residency is its entry residency; None if there is none.
+
+    Generous: no fragmentation, and activations cost nothing to have out of the way.
+    """
+    size = [b.nbytes for b in graph.buffers]
+    used = frozenset(b for t in graph.tasks for b in t.reads if graph.buffers[b].kind is W)
+    best = None
+    for entry in subsets(used):
+        if sum(size[b] for b in entry) > arena_bytes:
+            continue
+        reached = {entry: 0}  # residency before a task -> fewest bytes to get there
+        for task in graph.tasks:
+            weights = frozenset(task.reads)
+            room = arena_bytes - sum(size[b] for b in task.buffers)
+            following: dict[frozenset[int], int] = {}
+            for resident, cost in reached.items():
+                cost += sum(size[b] for b in weights - resident)
+                for kept in subsets(resident - weights):
+                    if sum(size[b] for b in kept) <= room:
+                        # Nothing is reloaded ahead of its use: that could only cost room.
+                        after = kept | weights
+                        following[after] = min(cost, following.get(after, cost))
+            reached = following
+        for resident, cost in reached.items():
+            if resident >= entry and (best is None or cost < best):
+                best = cost
+    return best
+
+
+def random_graph(draw: random.Random) -> TaskGraph:
+    num_weights, num_activations = draw.randint(1, 4), draw.randint(0, 2)
+    sizes = [(W, draw.randint(0, 9)) for _ in range(num_weights)]
+    sizes += [(A, draw.randint(0, 9)) for _ in range(num_activations)]
+    tasks = [
+        tuple(draw.sample(range(len(sizes)), draw.randint(0, min(3, len(sizes)))))
+        for _ in range(draw.randint(1, 6))
+    ]
+    return graph_of(sizes, tasks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_schedule_is_below_the_bound(seed: int) -> None:
+    graph = random_graph(random.Random(seed))
+    for arena_bytes in range(0, 40, 3):
+        fewest = fewest_reloaded_bytes(graph, arena_bytes)
+        bound = lower_bound_bytes(graph, arena_bytes, 1)
+        assert bound >= 0
+        assert fewest is None or bound <= fewest
+
+
+def test_the_bound_is_reached_where_bytes_divide() -> None:
+    """Where the published optimum for equal pages is a whole number, the best schedule meets it."""
+    for room in (1, 4):
+        graph = chain_of(4, 12)
+        assert fewest_reloaded_bytes(graph, room * 12) == lower_bound_bytes(graph, room * 12, 1)

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_finepage.config import (
+    BudgetKind,
+    DebugConfig,
+    DeviceBudget,
+    FinepageConfig,
+    did_you_mean,
+    section_of,
+)
+from ds_finepage.errors import ConfigError
+from ds_finepage.units import GIB
+
+POLICIES = ("finepage", "horizon", "horizon-outputs")
+
+
+def read(section: object) -> FinepageConfig:
+    return FinepageConfig.from_dict(section, policies=POLICIES)
+
+
+def resolve(value: object, **given: int) -> int:
+    sizes = {"weight_bytes": 1000, "device_bytes": 4000, "free_bytes": 3000, "margin_bytes": 500}
+    return DeviceBudget.parse(value).resolve(**{**sizes, **given})
+
+
+# --- device_budget ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [
+        (1234, 1234),
+        ("1234", 1234),
+        ("2KiB", 2048),
+        ("4kB", 4000),
+        ("80%device", 3200),
+        ("100%device", 4000),
+        ("80 % Device", 3200),
+        ("40%weights", 400),
+        ("150%weights", 1500),
+        ("12.5%weights", 125),
+        ("12.59%weights", 125),  # rounded down
+        ("auto", 2500),
+        (" Auto ", 2500),
+    ],
+)
+def test_every_form_of_a_budget_resolves(value: object, num_bytes: int) -> None:
+    assert resolve(value) == num_bytes
+
+
+def test_shares_are_exact_at_any_size() -> None:
+    # As a float, 0.1% of this is off by thousands of bytes.
+    weight_bytes = 10**24 + 7000
+    assert (
+        resolve("0.1%weights", weight_bytes=weight_bytes, device_bytes=10**25)
+        == weight_bytes // 1000
+    )
+
+
+@pytest.mark.parametrize("value", ["40%", "40 %", "12.5%"])
+def test_a_bare_percentage_is_refused_with_both_spellings(value: str) -> None:
+    number = value.rstrip(" %")
+    with pytest.raises(ConfigError, match="ambiguous") as error:
+        DeviceBudget.parse(value)
+    assert f'"{number}%device"' in str(error.value)
+    assert f'"{number}%weights"' in str(error.value)
+
+
+def test_a_percentage_of_something_unknown_is_refused() -> None:
+    with pytest.raises(ConfigError, match="percent of 'gpu' is unknown.*40%device.*40%weights"):
+        DeviceBudget.parse("40%gpu")
+
+
+def test_more_than_the_whole_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="120% of the device, which has 100%"):
+        DeviceBudget.parse("120%device")
+
+
+@pytest.mark.parametrize("value", ["0%device", "0.0%weights", "-5%device", "-1%weights"])
+def test_a_percentage_of_nothing_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="leaves no memory"):
+        DeviceBudget.parse(value)
+
+
+@pytest.mark.parametrize("value", [0, -1, "0", "0GiB", "-6GiB"])
+def test_a_size_of_nothing_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="less than 1 byte"):
+        DeviceBudget.parse(value)
+
+
+@pytest.mark.parametrize("value", ["", "lots", "6G", "1e9", "%device", "40%%device", "1.%weights"])
+def test_junk_text_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"finepage\.device_budget: cannot read .*6GiB"):
+        DeviceBudget.parse(value)
+
+
+@pytest.mark.parametrize("value", [True, False, None, 0.4, 6e9, [], {}])
+def test_a_budget_of_another_type_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r'is not a budget.*"auto", "80%device", "40%weights"'):
+        DeviceBudget.parse(value)
+
+
+def test_auto_misspelt_is_recognised() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'auto'"):
+        DeviceBudget.parse("atuo")
+
+
+def test_the_error_names_the_setting_it_was_given() -> None:
+    with pytest.raises(ConfigError, match="^--device-budget: "):
+        DeviceBudget.parse("40%", name="--device-budget")
+
+
+@pytest.mark.parametrize("value", [4001, "4KiB", "401%weights"])
+def test_a_budget_above_the_device_names_both_numbers(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"\(40\d\d bytes\); the device has .*\(4000 bytes\)"):
+        resolve(value)
+
+
+@pytest.mark.parametrize("margin_bytes", [3000, 9999])
+def test_auto_without_free_memory_names_both_numbers(margin_bytes: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"\(3000 bytes\) free.*margin.*\({margin_bytes} bytes\)"
+    ):
+        resolve("auto", margin_bytes=margin_bytes)
+
+
+def test_a_share_that_rounds_to_nothing_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'0\.05%weights' of .*\(1000 bytes\) is less than 1 byte"
+    ):
+        resolve("0.05%weights")
+
+
+@given(
+    st.one_of(
+        st.just("auto"),
+        st.integers(1, 2**50),
+        st.builds(
+            lambda percent, base: f"{percent}%{base}",
+            st.decimals("0.000001", "100", places=6).map(lambda d: f"{d:f}"),
+            st.sampled_from(["device", "weights"]),
+        ),
+    )
+)
+def test_a_budget_prints_as_it_is_read(value: str | int) -> None:
+    budget = DeviceBudget.parse(value)
+    assert DeviceBudget.parse(str(budget)) == budget
+    assert DeviceBudget.parse(budget) is budget
+
+
+def test_a_percentage_is_kept_exactly() -> None:
+    budget = DeviceBudget.parse("12.5%weights")
+    assert (budget.kind, budget.share) == (BudgetKind.WEIGHTS, Fraction(1, 8))
+    assert not budget.is_auto
+    assert str(budget) == "12.5%weights"
+
+
+# --- debug -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "debug"),
+    [
+        (False, DebugConfig()),
+        ({}, DebugConfig()),
+        (True, DebugConfig(poison_vacated=True, lane_delay_seed=0)),
+        ({"poison_vacated": True}, DebugConfig(poison_vacated=True)),
+        ({"lane_delay_seed": None}, DebugConfig()),
+        (
+            {"lane_delay_seed": 7, "max_lane_delay_us": 50},
+            DebugConfig(lane_delay_seed=7, max_lane_delay_us=50),
+        ),
+    ],
+)
+def test_debug_takes_a_switch_or_an_object(value: object, debug: DebugConfig) -> None:
+    assert read({"debug": value}).debug == debug
+    assert DebugConfig.parse(debug) is debug
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("yes", "neither true nor false nor an object"),
+        (1, "neither true nor false nor an object"),
+        (None, "neither true nor false nor an object"),
+        ({"poison": True}, "unknown key 'poison'.*Did you mean 'poison_vacated'"),
+        ({"poison_vacated": 1}, r"finepage\.debug\.poison_vacated: 1 is not a truth value"),
+        ({"lane_delay_seed": True}, r"finepage\.debug\.lane_delay_seed: True is not a whole"),
+        ({"lane_delay_seed": 1.5}, "not a whole number"),
+        ({"lane_delay_seed": 1, "max_lane_delay_us": "9"}, "max_lane_delay_us: '9' is not a whole"),
+        ({"lane_delay_seed": 1, "max_lane_delay_us": -1}, "-1 is negative"),
+    ],
+)
+def test_bad_debug_settings_are_refused(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read({"debug": value})
+
+
+def test_a_delay_without_a_seed_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read({"debug": {"max_lane_delay_us": 50}})
+    assert "max_lane_delay_us has no effect" in caplog.text
+
+
+# --- the section -----------------------------------------------------------------------------
+
+
+def test_no_section_is_stock() -> None:
+    config = FinepageConfig.from_ds_config(None, policies=POLICIES)
+    assert config == FinepageConfig() == read({})
+    assert config.enabled is False
+    assert config.device_budget.is_auto
+    assert config.policy == "finepage"
+    assert config.debug == DebugConfig()
+    assert config.plan_dir is None
+
+
+def test_a_whole_section_is_read() -> None:
+    section = {
+        "enabled": True,
+        "device_budget": "6GiB",
+        "policy": "horizon",
+        "debug": True,
+        "plan_dir": "plans",
+    }
+    assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
+        enabled=True,
+        device_budget=DeviceBudget(kind=BudgetKind.BYTES, num_bytes=6 * GIB),
+        policy="horizon",
+        debug=DebugConfig(poison_vacated=True, lane_delay_seed=0),
+        plan_dir="plans",
+    )
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read({}).enabled = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("enable", "enabled"), ("device_budjet", "device_budget"), ("polciy", "policy")],
+)
+def test_a_misspelt_key_is_refused(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'. Did you mean '{meant}'?") as error:
+        read({key: True})
+    for known in ("enabled", "device_budget", "policy", "debug", "plan_dir"):
+        assert known in str(error.value)
+
+
+def test_an_unknown_key_is_refused_even_when_disabled() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'zzz'. Known: enabled, device_budget"):
+        read({"enabled": False, "zzz": 1})
+
+
+def test_a_key_that_is_not_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown key 3"):
+        read({3: True})
+
+
+@pytest.mark.parametrize("section", [True, "on", 1, [], [("enabled", True)], None])
+def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
+    with pytest.raises(ConfigError, match="is not an object"):
+        read(section)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"enabled": 1}, r"finepage\.enabled: 1 is not a truth value"),
+        ({"enabled": "true"}, "not a truth value"),
+        ({"enabled": None}, "not a truth value"),
+        ({"device_budget": None}, "not a budget"),
+        ({"device_budget": "40%"}, "ambiguous"),
+        ({"policy": None}, r"finepage\.policy: None is not a text"),
+        ({"policy": 3}, "is not a text"),
+        ({"policy": "fine_page"}, "unknown policy 'fine_page'. Did you mean 'finepage'?"),
+        ({"policy": "zzz"}, "unknown policy 'zzz'. Known: finepage, horizon, horizon-outputs"),
+        ({"plan_dir": 3}, r"finepage\.plan_dir: 3 is not a text"),
+        ({"plan_dir": " "}, "is not a text"),
+    ],
+)
+def test_bad_values_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(section)
+
+
+# --- the section inside a ds_config ------------------------------------------------------------
+
+
+def test_the_section_is_found() -> None:
+    assert section_of({"finepage": {"enabled": True}, "steps_per_print": 1}) == {"enabled": True}
+
+
+def test_a_ds_config_without_the_section_has_none() -> None:
+    assert section_of({"train_micro_batch_size_per_gpu": 1, "finetune": {}, "page": 1}) is None
+
+
+@pytest.mark.parametrize("key", ["finepge", "fine_page", "FinePage", "finepages"])
+def test_a_misspelt_section_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'. Did you mean 'finepage'?"):
+        section_of({key: {"enabled": True}})
+
+
+def test_did_you_mean_lists_what_is_known() -> None:
+    assert (
+        did_you_mean("llama-7", ["llama-7b", "t5"])
+        == "Did you mean 'llama-7b'? Known: llama-7b, t5."
+    )
+    assert did_you_mean("zzz", ["a", "b"]) == "Known: a, b."

@@ -1,0 +1,150 @@
+"""Imports go downward only, and the planner's side of the house knows no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "ds_finepage"
+ROOT = Path(__file__).parents[2] / PACKAGE
+
+FLOORS = {
+    "errors": 0,
+    "units": 0,
+    "config": 0,
+    "graph": 1,
+    "planning": 2,
+    "capture": 2,
+    "execution": 2,
+    "reporting": 2,
+    "api": 3,
+    "session": 3,
+    "integrations": 4,
+    "cli": 5,
+    "run": 5,
+}
+TORCH_FREE = ("errors", "units", "config", "graph", "planning", "reporting")
+HEAVY = ("torch", "deepspeed", "transformers")
+
+FILES = sorted(ROOT.rglob("*.py"))
+UNITS = sorted({path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES})
+
+
+def unit_of(path: Path) -> str:
+    """Name the package or module on whose floor a file stands; ``__init__`` stands above all."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """All modules that are imported anywhere in a file, in functions and for typing too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, "relative import"
+            if node.module == PACKAGE:
+                yield from (f"{PACKAGE}.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def imported_at_once(tree: ast.Module) -> Iterator[str]:
+    """Modules that importing a file imports: not those inside functions or for typing."""
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            todo.extend(node.orelse)
+            continue
+        yield from imported(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else ()
+        todo.extend(ast.iter_child_nodes(node))
+
+
+def why_not(importer: str, imported_module: str) -> str | None:
+    """Say what is wrong with an import of one of our modules, if anything is."""
+    target = (imported_module.split(".") + [""])[1]
+    if target == importer:
+        return None
+    if target not in FLOORS:  # the package itself, or a name in it
+        return None if FLOORS[importer] == max(FLOORS.values()) else "the package is above all"
+    if FLOORS[target] > FLOORS[importer]:
+        return f"upward, from floor {FLOORS[importer]} to {FLOORS[target]}"
+    both_packages = (ROOT / target).is_dir() and (ROOT / importer).is_dir()
+    if FLOORS[target] == FLOORS[importer] and both_packages:
+        return f"sideways on floor {FLOORS[importer]}"
+    return None
+
+
+def test_everything_has_a_floor() -> None:
+    assert [unit for unit in UNITS if unit not in FLOORS and unit != "__init__"] == []
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit in FLOORS])
+def test_imports_go_downward(unit: str) -> None:
+    wrong = []
+    for path in FILES:
+        if unit_of(path) != unit:
+            continue
+        for name in imported(ast.parse(path.read_text())):
+            reason = why_not(unit, name) if name.split(".")[0] == PACKAGE else None
+            if reason is not None:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}: {reason}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "target", "reason"),
+    [
+        ("graph", "ds_finepage.planning.policies", "upward"),
+        ("planning", "ds_finepage.capture.recorder", "sideways"),
+        ("planning", "ds_finepage", "above all"),
+        ("session", "ds_finepage.attach", "above all"),
+        ("planning", "ds_finepage.planning.liveness", None),
+        ("planning", "ds_finepage.graph", None),
+        ("config", "ds_finepage.units", None),
+        ("api", "ds_finepage.session", None),
+        ("cli", "ds_finepage", None),
+    ],
+)
+def test_the_rule_itself(importer: str, target: str, reason: str | None) -> None:
+    found = why_not(importer, target)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("unit", TORCH_FREE)
+def test_the_planners_side_never_imports_torch(unit: str) -> None:
+    for path in FILES:
+        if unit_of(path) == unit:
+            heavy = [n for n in imported(ast.parse(path.read_text())) if n.split(".")[0] in HEAVY]
+            assert heavy == [], path
+
+
+def test_the_package_imports_torch_only_when_asked() -> None:
+    names = imported_at_once(ast.parse((ROOT / "__init__.py").read_text()))
+    assert [name for name in names if name.split(".")[0] in HEAVY] == []
+
+
+def test_planning_starts_without_torch() -> None:
+    """Seen from a fresh interpreter: what is imported brings nothing heavy by a detour."""
+    modules = [module_of(path) for path in FILES if unit_of(path) in TORCH_FREE]
+    assert f"{PACKAGE}.planning" in modules and f"{PACKAGE}.graph" in modules
+    code = (
+        f"import sys\nimport {', '.join(modules)}\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT.parent, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
