@@ -1,0 +1,124 @@
+"""The object that stands where DeepSpeed expects its parameter offload (floor 4).
+
+Imported only once DeepSpeed's engine is loaded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+from ds_finepage.api import attach
+from ds_finepage.config import FinepageConfig
+from ds_finepage.execution.executor import byte_view
+from ds_finepage.execution.stores import HostWeight
+from ds_finepage.session import Handle
+
+
+class PlainParameters(ZeROOrderedDict):  # type: ignore[misc]
+    """A module's parameters without ZeRO's gathering getter.
+
+    The engine insists on this type and on its ``_in_forward`` flag, and sets them anew in every
+    forward; the getter would gather a parameter whenever it is looked at.
+    """
+
+    __getitem__ = OrderedDict.__getitem__
+
+
+class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
+    """Replaces the per-module hooks by plans.
+
+    Attributes:
+        finepage: The handle; None before the hooks would have been set up, and after detach.
+    """
+
+    finepage_config: FinepageConfig
+    finepage: Handle | None = None
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """Attach finepage where stock DeepSpeed registers its hooks."""
+        self._zero_parameters = [(m, m._parameters) for m in self.module.modules()]
+        for module, parameters in self._zero_parameters:
+            plain = PlainParameters(module)
+            plain.update(parameters)
+            module._parameters = plain
+        patched = torch.nn.functional.linear
+        # zero.Init leaves its own autograd function here, which rounds otherwise.
+        torch.nn.functional.linear = getattr(
+            InsertPostInitMethodToModuleSubClasses, "linear_bk", patched
+        )
+        self._patched_linear = patched
+        self.finepage = attach(
+            self.module,
+            self.finepage_config,
+            device=get_accelerator().current_device_name(),
+            weights=weights_of_zero(self.module),
+        )
+
+    def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
+        """Do nothing: libraries call this to bring stock hooks back."""
+        if self.finepage is None:
+            super()._register_deepspeed_module(module, [0] if count is None else count)
+
+    def _register_hooks_recursively(self, module: torch.nn.Module, count: Any = None) -> None:
+        """Do nothing: the older name of the same."""
+        if self.finepage is None:
+            super()._register_hooks_recursively(module, [0] if count is None else count)
+
+    def detach_finepage(self) -> None:
+        """Become stock ZeRO-Inference; a second call does nothing."""
+        if self.finepage is None:
+            return
+        self._release()
+        super().setup_zero_stage3_hooks()
+
+    def _remove_module_hooks(self) -> None:
+        if self.finepage is None:
+            super()._remove_module_hooks()
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        assert self.finepage is not None
+        self.finepage.detach()
+        self.finepage = None
+        for module, parameters in self._zero_parameters:
+            module._parameters = parameters
+        torch.nn.functional.linear = self._patched_linear
+
+
+def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
+    """Return the class to build, with its settings; DeepSpeed passes only its own."""
+
+    class ConfiguredFinepageOffload(FinepageOffload):
+        finepage_config = config
+
+    return ConfiguredFinepageOffload
+
+
+def weights_of_zero(module: torch.nn.Module) -> list[HostWeight]:
+    """Take ZeRO's own partitions as masters: on one rank each holds the whole parameter."""
+    found = []
+    for name, parameter in module.named_parameters():
+        shape = tuple(parameter.ds_shape)
+        master = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel)
+        stride = torch.empty(shape, device="meta").stride()
+        found.append(
+            HostWeight(
+                name, parameter, byte_view(master), shape, stride, master.dtype,
+                _restorer(parameter, parameter.data),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _restorer(parameter: torch.nn.Parameter, partitioned: torch.Tensor) -> Any:
+    def restore() -> None:
+        parameter.data = partitioned
+
+    return restore

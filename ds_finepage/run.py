@@ -1,0 +1,65 @@
+"""Run a script that knows nothing of ds_finepage with the seam installed (floor 5).
+
+    deepspeed --num_gpus 1 --module ds_finepage.run their_script.py --deepspeed_config my.json
+    python -m ds_finepage.run their_script.py --deepspeed_config my.json
+
+The launcher puts ``--local_rank=N`` in front of the script's name; it is handed on to the script,
+as the launcher does without this module in between. Started without the launcher, the variables
+that torch.distributed wants are set for one process.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import ds_finepage
+from ds_finepage.errors import ConfigError
+
+USAGE = "usage: python -m ds_finepage.run SCRIPT.py [ARGUMENT ...]"
+
+ONE_PROCESS = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script as ``__main__``.
+
+    Raises:
+        ConfigError: No script was named, or there is no such file.
+    """
+    launcher_options = []
+    while arguments and arguments[0].startswith("--local_rank"):
+        launcher_options.append(arguments.pop(0))
+        if "=" not in launcher_options[-1] and arguments:
+            launcher_options.append(arguments.pop(0))
+    if not arguments:
+        raise ConfigError(f"no script was named. {USAGE}")
+    script = arguments[0]
+    if not os.path.isfile(script):
+        raise ConfigError(f"there is no script {script!r}. {USAGE}")
+    set_one_process_defaults()
+    ds_finepage.install()
+    sys.argv = [script, *launcher_options, *arguments[1:]]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+def set_one_process_defaults() -> None:
+    """Set what torch.distributed wants to know, where no launcher has."""
+    if "RANK" not in os.environ:
+        for name, value in ONE_PROCESS.items():
+            os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"ds_finepage: {error}")
