@@ -30,9 +30,10 @@ from ds_finepage.graph.checker import check
 from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.budget import around_bytes
 from ds_finepage.planning.liveness import (
     min_arena_bytes,
     needed_arena_bytes,
@@ -46,33 +47,8 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """What torch's own allocators give, so that kernels choose the same code paths."""
 
-HOST_PROGRAM_SLACK_BYTES = 64 * 1024
 MIN_RECOMPILES = 64
 """Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
-
-
-def around_bytes(graph: TaskGraph, alignment: int) -> int:
-    """Return the device bytes that a pass needs outside the arena.
-
-    They are its inputs, outputs, KV cache and constants, the largest op workspace, and what the
-    program that calls the model makes of them: token ids and masks about as large as those of the
-    call a few times over, and one row of logits in float32 with two copies (what ``generate`` does;
-    the meter in the tests holds it to that).
-    """
-    external = callers = row = 0
-    returned = {graph.tensors[o.tensor] for o in graph.outputs if o.tensor is not None}
-    for buffer in graph.buffers:
-        if not buffer.kind.is_paged:
-            external += -(-buffer.nbytes // alignment) * alignment
-        if buffer.kind is BufferKind.INPUT:
-            callers += buffer.nbytes
-    for view in returned:
-        if len(view.shape) >= 2 and view.shape[-2]:
-            numel = 1
-            for size in view.shape:
-                numel *= size
-            row = max(row, 4 * numel // view.shape[-2])
-    return external + graph.workspace_bytes + 4 * callers + 3 * row + HOST_PROGRAM_SLACK_BYTES
 
 
 @dataclass

@@ -49,7 +49,8 @@ class EdgeKind(str, enum.Enum):
     MEMORY = "memory"  # vacator of the bytes before the alloc that uses them again
     READ_DROP = "read_drop"  # every reader before the drop
     USE_OFFLOAD = "use_offload"  # every user since it became resident, and the holder, before it
-    STORE_RELOAD = "store_reload"  # offload (or stored) before the reload
+    STORE_RELOAD = "store_reload"  # offload (or stored) before the reload; and, as a buffer has
+    # one host slot, that reload before the next offload
     JOIN = "join"  # every touch before the join
     ORDER = "order"  # readers of the old contents before a task that changes them in place
 
@@ -107,7 +108,8 @@ class MemGraph:
     """A plan: nodes, edges, and what is resident before and after the pass.
 
     Invariant: edges are sorted, point from lower to higher ids and are free of repeats. ``exit``
-    lists weights only. ``host_slots`` gives every offloaded buffer its offset in the pinned pool.
+    lists weights only, as does ``entry``. ``host_slots`` gives every offloaded buffer the one
+    offset in the pinned pool that it has for the whole pass.
     """
 
     graph: TaskGraph

@@ -48,7 +48,7 @@ def install() -> None:
     """Put the seam in, now or when DeepSpeed's engine is imported; a second call does nothing."""
     engine = sys.modules.get(ENGINE_MODULE)
     if engine is not None and hasattr(engine, "DeepSpeedEngine"):
-        from ds_finepage.integrations import seam
+        import ds_finepage.integrations.seam as seam
 
         seam.install(engine)
     elif not any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
@@ -60,6 +60,6 @@ def uninstall() -> None:
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _EngineFinder)]
     engine = sys.modules.get(ENGINE_MODULE)
     if engine is not None:
-        from ds_finepage.integrations import seam
+        import ds_finepage.integrations.seam as seam
 
         seam.uninstall(engine)

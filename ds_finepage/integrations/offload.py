@@ -104,16 +104,22 @@ def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
 def weights_of_zero(module: torch.nn.Module) -> list[HostWeight]:
     """Take ZeRO's own partitions as masters: on one rank each holds the whole parameter."""
     found = []
+    parameter: Any  # with what ZeRO has put on it
     for name, parameter in module.named_parameters():
         shape = tuple(parameter.ds_shape)
         master = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel)
         stride = torch.empty(shape, device="meta").stride()
         found.append(
             HostWeight(
-                name, parameter, byte_view(master), shape, stride, master.dtype,
+                name,
+                parameter,
+                byte_view(master),
+                shape,
+                stride,
+                master.dtype,
                 _restorer(parameter, parameter.data),
             )
-        )  # fmt: skip
+        )
     return found
 
 

@@ -36,6 +36,7 @@ class BufferState:
     touches: list[int] = field(default_factory=list)  # not yet joined
     users: list[int] = field(default_factory=list)
     host_copy: int | None = None  # node after which host memory holds the present contents
+    slot_users: list[int] = field(default_factory=list)  # last offload and the reloads since
     written: bool = False  # has contents, here or in host memory
 
 
@@ -53,6 +54,7 @@ class MemGraphBuilder:
         self._entry: list[Residency] = []
         self._host_slots: dict[int, int] = {}
         self._host_bytes = 0
+        self._touched = {b for task in graph.tasks for b in task.touches}
         self.states = [BufferState() for _ in graph.buffers]
 
     def _add(
@@ -104,6 +106,7 @@ class MemGraphBuilder:
         node = self._add(NodeKind.RELOAD, buffer, extent=state.extent)
         self._edge(state.alloc, node, EdgeKind.ALLOC)
         self._edge(state.host_copy, node, EdgeKind.STORE_RELOAD)
+        state.slot_users.append(node)
         state.holder, state.readers = node, []
 
     def compute(self, task: Task) -> int:
@@ -112,7 +115,8 @@ class MemGraphBuilder:
         for buffer in task.buffers:
             state = self.states[buffer]
             is_read, is_written = buffer in task.reads, buffer in task.writes
-            if task.op == JOIN and is_read:
+            is_join = task.op == JOIN and buffer in self._touched
+            if is_join:
                 for touch in state.touches:
                     self._edge(touch, node, EdgeKind.JOIN)
                 self._edge(state.holder, node, EdgeKind.DATA)
@@ -133,7 +137,7 @@ class MemGraphBuilder:
                     self._edge(reader, node, EdgeKind.ORDER)
                 state.touches.append(node)
                 state.host_copy, state.written = None, True
-            elif is_read and task.op != JOIN:
+            elif is_read and not is_join:
                 state.readers.append(node)
             state.users.append(node)
         return node
@@ -143,17 +147,26 @@ class MemGraphBuilder:
         state.holder, state.readers, state.touches = node, [], []
         state.host_copy, state.written = None, True
 
-    def evict(self, buffer: int) -> int:
+    def evict(self, buffer: int, *, is_needed: bool = True) -> int:
         """Take a buffer's extent away, keeping its contents in host memory if they are needed.
 
+        Args:
+            buffer: The victim.
+            is_needed: False where the next use overwrites whatever the buffer holds.
+
         Returns:
-            The node that vacates the bytes: a drop where a valid host copy exists (clean) or where
-            nothing was written yet, else an offload.
+            The node that vacates the bytes: a drop where a valid host copy exists (clean), where
+            nothing was written yet, or where nobody needs it; else an offload.
         """
         state = self.states[buffer]
-        if state.host_copy is not None or (state.holder is None and not state.touches):
+        is_written = state.holder is not None or bool(state.touches)
+        if state.host_copy is not None or not is_written or not is_needed:
             return self.drop(buffer)
         node = self._add(NodeKind.OFFLOAD, buffer, extent=state.extent)
+        # A buffer has one host slot, so its old copy must have been read before it is written over.
+        for user in state.slot_users:
+            self._edge(user, node, EdgeKind.STORE_RELOAD)
+        state.slot_users = [node]
         self._after_users(state, node, EdgeKind.USE_OFFLOAD)
         if buffer not in self._host_slots:
             self._host_slots[buffer] = self._host_bytes

@@ -147,7 +147,7 @@ class HorizonPlanner:
         if victims is None:
             return False
         for victim in victims:
-            self._blocks.free(victim, self._builder.evict(victim))
+            self._evict(victim)
         done = self.sim_malloc(buffer)
         assert done, "a window was freed that is too small"
         return True
@@ -167,6 +167,15 @@ class HorizonPlanner:
     def _next_use(self, buffer: int) -> float:
         found = next_use(self._uses[buffer], self._position[buffer], self._execution_horizon)
         return INFINITY if found is None else found
+
+    def _evict(self, buffer: int) -> None:
+        """Take a buffer's extent away; an offload where its contents are needed and not clean."""
+        upcoming = self._next_use(buffer)
+        is_needed = False
+        if upcoming != INFINITY:
+            task = self._graph.tasks[int(upcoming)]
+            is_needed = buffer in task.reads or buffer in task.touches
+        self._blocks.free(buffer, self._builder.evict(buffer, is_needed=is_needed))
 
     def _missing(self, task: Task) -> list[int]:
         states = self._builder.states
@@ -200,7 +209,12 @@ class HorizonPlanner:
 
     def _alloc_outputs(self, task: Task) -> bool:
         snapshot = self._blocks.snapshot()
-        missing = [b for b in self._outputs(task) if not self._needs_contents(task, b)]
+        # A buffer that an earlier task is still to use comes back with that task, contents and all.
+        missing = [
+            b
+            for b in self._outputs(task)
+            if self._uses[b][self._position[b]] == task.index and not self._needs_contents(task, b)
+        ]
         found = []
         for buffer in missing:
             got = self._blocks.alloc(buffer, self._size(buffer))
@@ -232,7 +246,7 @@ class HorizonPlanner:
         """
         for block in list(self._blocks):
             if block.buffer is not None and block.buffer not in self._pinned:
-                self._blocks.free(block.buffer, self._builder.evict(block.buffer))
+                self._evict(block.buffer)
         end = min((b.offset for b in self._blocks if b.buffer is not None), default=None)
         offset = 0
         for buffer in self._outputs(task) if only_outputs else self._missing(task):
