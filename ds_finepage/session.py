@@ -245,8 +245,8 @@ class Handle:
     def _enter(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
-                for name in self._weights.disturbed():
-                    self._residents.pop(name, None)
+                if self._weights.disturbed():
+                    self._residents.clear()  # whoever filled a parameter may have changed it
                 return compiled(*args, **kwargs)
 
         return call

@@ -58,18 +58,23 @@ def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -
 
 
 class HostPool:
-    """The pinned pool: host memory for offloaded buffers, grown between passes only."""
+    """The pinned pool: host memory for offloaded buffers, grown between passes only.
+
+    Attributes:
+        pinned: True where its pages are ones that a CUDA copy engine reads on its own.
+        bytes: It, as a 1-d uint8 tensor.
+    """
 
     def __init__(self, *, pinned: bool) -> None:
-        """Start empty; ``pinned`` pages are what a CUDA copy engine can read on its own."""
-        self._pinned = pinned
+        """Start empty."""
+        self.pinned = pinned
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, nbytes: int) -> None:
         """Make room for ``nbytes``; what was in the pool is lost."""
         if nbytes > self.bytes.numel():
             with torch.inference_mode(False):
-                self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+                self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
 
     def slice(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a slot as a 1-d uint8 tensor."""

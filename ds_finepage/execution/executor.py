@@ -7,6 +7,7 @@ keeps nothing alive that belongs to the caller.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,11 @@ from ds_finepage.execution.lanes import Action, Lanes
 from ds_finepage.execution.ops import BoundTask, Patch, bind
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
-from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph, TensorView
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph, TensorView
 from ds_finepage.graph.timeline import Span
 
 Residents = dict[str, Extent]
-"""Which weights are valid where in the arena, by name."""
+"""Which weights are valid where in the arena, by ``Buffer.key``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Executor:
         self._poison = poison
         self._hooks = hooks
         self._patches: list[Patch] = []
+        self._gathers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._constants = self._make_constants()
         self._slots = dict(memgraph.host_slots)
         self._tasks: dict[int, BoundTask] = {}
@@ -129,6 +131,7 @@ class Executor:
         program = self._steady
         if missing:
             program = lower(self.memgraph, missing=missing, poison=self._poison)
+        self._gather(args)
         external = self._bind_external(args)
         for patch in self._patches:
             patch.container[patch.key] = external[patch.tensor]
@@ -139,14 +142,14 @@ class Executor:
                 patch.container[patch.key] = None
         self._count(missing)
         for residency in self.memgraph.exit:
-            residents[self._graph.buffers[residency.buffer].name] = residency.extent
+            residents[self._graph.buffers[residency.buffer].key] = residency.extent
         return tuple(self._output(o, args, host_outputs, external) for o in self._graph.outputs)
 
     def _missing(self, residents: Residents) -> frozenset[int]:
         return frozenset(
             r.buffer
             for r in self.memgraph.entry
-            if residents.get(self._graph.buffers[r.buffer].name) != r.extent
+            if residents.get(self._graph.buffers[r.buffer].key) != r.extent
         )
 
     def _count(self, missing: frozenset[int]) -> None:
@@ -258,7 +261,7 @@ class Executor:
         buffer = self._graph.buffers[node.buffer]
         on_device = self._arena.slice(node.extent, buffer.nbytes)
         if buffer.kind is BufferKind.WEIGHT:
-            on_host = self._master(buffer.name, buffer.nbytes)
+            on_host = self._master(buffer)
         else:
             on_host = self._pool.slice(self._slots[buffer.id], buffer.nbytes)
         if node.kind is not NodeKind.OFFLOAD:
@@ -272,15 +275,42 @@ class Executor:
 
         return offload
 
-    def _master(self, name: str, nbytes: int) -> torch.Tensor:
-        master = self._masters.get(name)
+    def _master(self, buffer: Buffer) -> torch.Tensor:
+        master = self._masters.get(buffer.name)
         if master is None:
-            raise StoreError(f"no host master for weight {name!r}")
-        if master.numel() != nbytes:
+            raise StoreError(f"no host master for weight {buffer.name!r}")
+        if buffer.gather is not None:
+            return self._rows_of(buffer, master)
+        end = buffer.offset + buffer.nbytes
+        if master.numel() < end:
             raise StoreError(
-                f"the host master of {name!r} has {master.numel()} bytes, captured were {nbytes}"
+                f"the host master of {buffer.name!r} has {master.numel()} bytes; captured were "
+                f"bytes up to {end}"
             )
-        return master
+        return master[buffer.offset : end]
+
+    def _rows_of(self, buffer: Buffer, master: torch.Tensor) -> torch.Tensor:
+        """Return the staging bytes of an embedding's rows; each pass fills them, see _gather."""
+        if buffer.id not in self._gathers:
+            assert buffer.gather is not None
+            num_rows = math.prod(self._graph.tensors[buffer.gather].shape)
+            staging = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=self._pool.pinned)
+            row_bytes = buffer.nbytes // num_rows
+            self._gathers[buffer.id] = (master.view(-1, row_bytes), staging.view(-1, row_bytes))
+        return self._gathers[buffer.id][1].view(-1)
+
+    def _gather(self, args: Sequence[Any]) -> None:
+        """Fill the staging rows of embeddings, before the pass begins.
+
+        The indices are needed on the host for it: on CUDA the one wait of the host, between two
+        passes. The last pass has read the staging rows by then, for it made the indices.
+        """
+        positions = {i.tensor: i.position for i in self._graph.inputs}
+        for buffer, (table, staging) in self._gathers.items():
+            tensor = self._graph.buffers[buffer].gather
+            assert tensor is not None
+            indices = args[positions[tensor]].reshape(-1).to("cpu")
+            torch.index_select(table, 0, indices, out=staging)
 
     # Hooks and measurement, which cost nothing while nobody asks for them.
 

@@ -65,7 +65,7 @@ _KINDS: dict[type[Encodable], str] = {
     HardwareProfile: "hardware_profile",
 }
 
-_BUFFER_COLUMNS = ("id", "kind", "nbytes", "name", "payload")
+_BUFFER_COLUMNS = ("id", "kind", "nbytes", "name", "payload", "offset", "gather")
 _TENSOR_COLUMNS = ("id", "buffer", "dtype", "shape", "stride", "offset")
 _TASK_COLUMNS = (
     "index", "op", "label", "args", "kwargs", "results", "reads", "writes", "touches",
@@ -280,7 +280,17 @@ def _taskgraph_fields(graph: TaskGraph, *, only_identity: bool = False) -> _Fiel
             _table(
                 _BUFFER_COLUMNS,
                 (
-                    _json((b.id, b.kind.value, b.nbytes, b.name, _base64(b.payload)))
+                    _json(
+                        (
+                            b.id,
+                            b.kind.value,
+                            b.nbytes,
+                            b.name,
+                            _base64(b.payload),
+                            b.offset,
+                            b.gather,
+                        )
+                    )
                     for b in graph.buffers
                 ),
             ),
@@ -459,7 +469,7 @@ def _read_taskgraph(document: dict[str, Any]) -> TaskGraph:
     return TaskGraph(
         name=_text(document["name"], "name"),
         versions=_versions(document["versions"]),
-        buffers=tuple(_buffer(i, row) for i, row in enumerate(buffer_rows)),
+        buffers=tuple(_buffer(i, row, num_tensors) for i, row in enumerate(buffer_rows)),
         tensors=tuple(_tensor(i, row, num_buffers) for i, row in enumerate(tensor_rows)),
         tasks=tuple(
             _task(i, row, num_buffers, num_tensors)
@@ -479,15 +489,17 @@ def _read_taskgraph(document: dict[str, Any]) -> TaskGraph:
     )
 
 
-def _buffer(position: int, row: list[Any]) -> Buffer:
+def _buffer(position: int, row: list[Any], num_tensors: int) -> Buffer:
     where = f"buffers[{position}]"
-    id_, kind, nbytes, name, payload = row
+    id_, kind, nbytes, name, payload, offset, gather = row
     return Buffer(
         id=_position(id_, where, position),
         kind=_member(kind, f"{where}.kind", _BUFFER_KINDS),
         nbytes=_count(nbytes, f"{where}.nbytes"),
         name=_text(name, f"{where}.name"),
         payload=None if payload is None else _bytes(payload, f"{where}.payload"),
+        offset=_count(offset, f"{where}.offset"),
+        gather=None if gather is None else _id(gather, f"{where}.gather", num_tensors),
     )
 
 

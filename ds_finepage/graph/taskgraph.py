@@ -30,7 +30,7 @@ class BufferKind(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The bytes of one torch storage: the unit that is paged.
+    """The bytes of one torch storage, or a slice of a weight's: the unit that is paged.
 
     Invariant: ``id`` is the position in ``TaskGraph.buffers``.
     """
@@ -40,6 +40,13 @@ class Buffer:
     nbytes: int
     name: str = ""  # weight: the parameter's qualified name; else free text
     payload: bytes | None = None  # CONSTANT only: its contents
+    offset: int = 0  # WEIGHT only: where its bytes begin in the master called ``name``
+    gather: int | None = None  # WEIGHT only: tensor with the indices of the rows that it holds
+
+    @property
+    def key(self) -> str:
+        """What tells slices of one weight apart, across taskgraphs."""
+        return f"{self.name}[{self.offset}:{self.offset + self.nbytes}]"
 
 
 @dataclass(frozen=True, slots=True)

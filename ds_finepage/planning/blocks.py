@@ -95,6 +95,7 @@ class BlockList:
         first = next(i for i, b in enumerate(self._blocks) if b.offset + b.nbytes > extent.offset)
         block = self._blocks[first]
         if block.offset < extent.offset:
+            assert block.buffer is None
             head = extent.offset - block.offset
             self._blocks[first : first + 1] = [
                 Block(block.offset, head, None, block.vacator),

@@ -1,26 +1,54 @@
 """Policy ``finepage``: plan for the pass that comes again (floor 2, no torch).
 
 Decode repeats one graph, so the bytes that a steady pass reloads are the bytes that are not kept
-from one pass to the next. A set of weights is therefore kept for good at the upper end of the
-arena; the others are streamed through the lower end by the two-horizon simulation and dropped after
-their last use of the pass, so that exit residency equals entry residency.
+from one pass to the next. Part of the weights is kept for good, the rest streams through a ring;
+exit residency equals entry residency.
 
-Which weights are kept hardly changes the bytes but decides the time: misses that are spread evenly
-hide behind compute, a resident head with a streamed tail does not. How large the streaming region
-is, is found by trying: small keeps more, large looks farther ahead.
+Which bytes are kept hardly changes how many have to be reloaded, but decides the time: misses that
+are spread evenly hide behind compute, a resident head with a streamed tail does not. With ``split``
+every weight that can be cut keeps the same share of its rows; without it, whole weights are chosen
+evenly over the pass. How long the ring is, is found by trying: a short one keeps more, a long one
+looks farther ahead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
+from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.keeping import candidates, plan_keeping, weights_by_first_use
+from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, require_feasible, uses
 from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.split import Divisible, divisible_weights, gather_rows, split
+from ds_finepage.planning.stream import StreamPlanner, place_activations
 
-STREAM_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Sizes of the streaming region to try, in units of the least that every task can run in."""
+RING_SHARES = (0.012, 0.018, 0.006, 0.03)
+"""Lengths of the ring to try, as shares of the bytes that have to be reloaded."""
+
+RING_WEIGHTS = (1.0, 2.0, 1.5, 3.0, 4.0)
+"""Lengths of the ring to try where whole weights go through it, in units of the largest."""
+
+SLICES_IN_RING = 4
+GOOD_ENOUGH = 1.02
+"""A plan this close to its lower bound of time ends the search."""
+
+FIXED_SHARE = 0.001
+"""Weights below this share of the largest (norms, biases) are kept without asking."""
+
+MAX_TASKS_FOR_HORIZON = 2000
+"""The two-horizon search costs a second from about here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A taskgraph, cut or not, with the weights to stream in the order of their use."""
+
+    graph: TaskGraph
+    streamed: list[int]
 
 
 def plan_finepage(
@@ -29,117 +57,224 @@ def plan_finepage(
     arena_bytes: int,
     alignment: int,
     profile: HardwareProfile | None = None,
+    split_weights: bool = False,
 ) -> MemGraph:
-    """Plan a cyclic pass: the fewest bytes, and of several such plans the fastest.
+    """Plan a cyclic pass: the fastest, and of equally fast plans the one with fewest bytes.
 
     Args:
         graph: The pass.
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes.
         profile: Rates to predict the time with. Without one, bytes alone decide.
+        split_weights: Cut matrix products along their output features, and bring in the rows of
+            an embedding instead of its table. The plan's taskgraph is then another one.
 
     Raises:
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
-    require_feasible(graph, arena_bytes, alignment)
-    weights = _weights_by_first_use(graph)
-    best: tuple[tuple[int, ...], MemGraph] | None = None
-    for kept in _candidates(graph, weights, arena_bytes, alignment):
-        plan = _plan_keeping(graph, weights, kept, arena_bytes, alignment)
+    search = _Search(arena_bytes, alignment, profile)
+    if split_weights:
+        search.try_streaming(gather_rows(graph), may_split=True)
+    if search.best is None:
+        require_feasible(graph, arena_bytes, alignment)
+        search.try_streaming(graph, may_split=False)
+        is_small = len(graph.tasks) <= MAX_TASKS_FOR_HORIZON
+        if search.best is None or (is_small and not search.moves_nothing()):
+            search.try_keeping(graph)
+    assert search.best is not None, "keeping nothing is always possible"
+    return search.best
+
+
+class _Search:
+    """Tries plans and remembers the best."""
+
+    def __init__(self, arena_bytes: int, alignment: int, profile: HardwareProfile | None) -> None:
+        self._arena_bytes, self._alignment = arena_bytes, alignment
+        self._profile = profile
+        self._total_ns = self._moved = 0
+        self.best: MemGraph | None = None
+
+    def moves_nothing(self) -> bool:
+        return self.best is not None and _moved_bytes(self.best) == 0
+
+    def _offer(self, plan: MemGraph | None) -> bool:
+        """Take a plan if it is the best so far; return whether it ends the search."""
         if plan is None:
-            continue
-        moved = plan.reloaded_bytes + plan.offloaded_bytes
-        cost = (simulate(plan, profile).total_ns, moved) if profile else (moved,)
-        if best is None or cost < best[0]:
-            best = (cost, plan)
-        if moved == 0:
-            break
-    assert best is not None, "keeping nothing is always possible"
-    return best[1]
+            return False
+        moved = _moved_bytes(plan)
+        if self._profile is None:
+            total_ns, is_good = 0, moved == 0
+        else:
+            timeline = simulate(plan, self._profile)
+            total_ns = timeline.total_ns
+            is_good = total_ns <= GOOD_ENOUGH * timeline.lower_bound_ns
+        if self._is_better(total_ns, moved):
+            self._total_ns, self._moved, self.best = total_ns, moved, plan
+        return is_good
+
+    def _is_better(self, total_ns: int, moved: int) -> bool:
+        """Time decides, but times within a percent are the same time: fewer bytes decide then."""
+        if self.best is None or total_ns * 101 < self._total_ns * 100:
+            return True
+        return total_ns * 100 <= self._total_ns * 101 and moved < self._moved
+
+    # Streaming through a ring.
+
+    def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> None:
+        placed = place_activations(graph, self._alignment)
+        room = self._arena_bytes - top_of(placed)
+        weights = _Weights.of(graph, self._alignment, may_split=may_split)
+        for ring_bytes in weights.ring_sizes(room):
+            chosen = weights.choose(room, ring_bytes)
+            if chosen is None:
+                continue
+            if self._offer(self._plan_streaming(chosen, placed, ring_bytes)):
+                return
+
+    def _plan_streaming(
+        self, chosen: _Chosen, placed: dict[int, Extent], ring_bytes: int
+    ) -> MemGraph | None:
+        # Cutting appends tasks, so live ranges shift, but their order and so the layout stand.
+        return StreamPlanner(
+            chosen.graph,
+            arena_bytes=self._arena_bytes,
+            alignment=self._alignment,
+            streamed=chosen.streamed,
+            activations=placed,
+            activation_bytes=top_of(placed),
+            ring_bytes=ring_bytes,
+        ).plan()
+
+    # Sharing bytes between activations and streamed weights.
+
+    def try_keeping(self, graph: TaskGraph) -> None:
+        weights = weights_by_first_use(graph)
+        for kept in candidates(graph, weights, self._arena_bytes, self._alignment):
+            self._offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
+            if self.moves_nothing():
+                return
 
 
-def _weights_by_first_use(graph: TaskGraph) -> list[int]:
-    found = uses(graph)
-    used = [b.id for b in graph.buffers if b.kind is BufferKind.WEIGHT and found[b.id]]
-    return sorted(used, key=lambda b: (found[b][0], b))
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of a pass, by what can be done with them. Sizes are aligned."""
+
+    graph: TaskGraph
+    alignment: int
+    sizes: dict[int, int]
+    order: list[int]  # that may be streamed, by use
+    divisible: dict[int, Divisible]
+    fixed_bytes: int  # of the others, which are always kept
+
+    @classmethod
+    def of(cls, graph: TaskGraph, alignment: int, *, may_split: bool) -> _Weights:
+        order = weights_by_first_use(graph)
+        sizes = {b: aligned(graph.buffers[b].nbytes, alignment) for b in order}
+        largest = max(sizes.values(), default=0)
+        times_used = uses(graph)
+        streamable = [
+            b for b in order if len(times_used[b]) == 1 and sizes[b] > FIXED_SHARE * largest
+        ]
+        return cls(
+            graph=graph,
+            alignment=alignment,
+            sizes=sizes,
+            order=streamable,
+            divisible={d.buffer: d for d in divisible_weights(graph)} if may_split else {},
+            fixed_bytes=sum(sizes[b] for b in order) - sum(sizes[b] for b in streamable),
+        )
+
+    def ring_sizes(self, room: int) -> Iterator[int]:
+        """Yield lengths of the ring to try, 0 first where everything fits."""
+        total = sum(self.sizes[b] for b in self.order)
+        missing = total - (room - self.fixed_bytes)
+        if missing <= 0:
+            yield 0
+            return
+        whole = [self.sizes[b] for b in self.order if b not in self.divisible]
+        tried: set[int] = set()
+        if self.divisible:
+            least = max((_quantum(d) * d.row_bytes for d in self.divisible.values()), default=0)
+            least = max([2 * aligned(least, self.alignment), *whole])
+            tried.update(
+                aligned(max(least, int(missing * share)), self.alignment) for share in RING_SHARES
+            )
+            first = aligned(max(least, int(missing * RING_SHARES[0])), self.alignment)
+            yield first
+            tried.discard(first)
+        else:
+            for limit in sorted(set(whole), reverse=True)[:3]:
+                tried.update(aligned(int(limit * f), self.alignment) for f in RING_WEIGHTS)
+        yield from sorted(tried)
+
+    def choose(self, room: int, ring_bytes: int) -> _Chosen | None:
+        """Choose what is kept in ``room`` beside a ring; None where that cannot be done."""
+        left = room - self.fixed_bytes - ring_bytes
+        if left < 0:
+            return None
+        if ring_bytes == 0:
+            return _Chosen(self.graph, [])
+        always = [b for b in self.order if b not in self.divisible and self.sizes[b] > ring_bytes]
+        left -= sum(self.sizes[b] for b in always)
+        if left < 0:
+            return None
+        rest = [b for b in self.order if b not in set(always)]
+        total = sum(self.sizes[b] for b in rest)
+        cuts: dict[int, list[int]] = {}
+        kept: set[int] = set(always)
+        kept_rows: dict[int, int] = {}
+        due = 0  # bytes to keep that rounding has left over, in units of 1/total
+        for buffer in rest:
+            due += self.sizes[buffer] * min(left, total)
+            if buffer in self.divisible:
+                weight = self.divisible[buffer]
+                unit = _quantum(weight) * weight.row_bytes * total
+                rows = max(0, min(due // unit * _quantum(weight), weight.num_rows))
+                due -= rows * weight.row_bytes * total
+                kept_rows[buffer] = rows
+                cuts[buffer] = _slices(weight, rows, ring_bytes // SLICES_IN_RING)
+            elif due >= self.sizes[buffer] * total:
+                due -= self.sizes[buffer] * total
+                kept.add(buffer)
+        cut = split(self.graph, cuts)
+        return _Chosen(cut, self._streamed(cut, kept, kept_rows))
+
+    def _streamed(self, cut: TaskGraph, kept: set[int], kept_rows: dict[int, int]) -> list[int]:
+        """List the weights and slices of the cut graph that are to be streamed, by use."""
+        kept_bytes = {
+            self.graph.buffers[b].name: rows * self.divisible[b].row_bytes
+            for b, rows in kept_rows.items()
+        }
+        may_stream = set(self.order)
+        found = []
+        for buffer in weights_by_first_use(cut):
+            part = cut.buffers[buffer]
+            if part.gather is None and part.name in kept_bytes:
+                if part.offset >= kept_bytes[part.name]:
+                    found.append(buffer)
+            elif buffer in may_stream and buffer not in kept:
+                found.append(buffer)
+        return found
 
 
-def _candidates(
-    graph: TaskGraph, weights: list[int], arena_bytes: int, alignment: int
-) -> list[frozenset[int]]:
-    """List sets of weights to keep, without repeats, in a fixed order."""
-    sizes = {b: aligned(graph.buffers[b].nbytes, alignment) for b in weights}
-    times_used = {b: len(found) for b, found in enumerate(uses(graph)) if b in sizes}
-    found: dict[frozenset[int], None] = {frozenset(weights): None}
-    # A weight that is larger than the rest makes the streaming region large for everybody, so it
-    # may pay to keep just these; a weight that is used twice may have to be reloaded twice.
-    for limit in sorted({max(sizes.values(), default=0), *sizes.values()}, reverse=True)[:4]:
-        always = [b for b in weights if sizes[b] > limit or times_used[b] > 1]
-        rest = [b for b in weights if b not in set(always)]
-        least = _least_streaming_bytes(graph, set(always), alignment)
-        for factor in STREAM_FACTORS:
-            room = arena_bytes - int(least * factor) - sum(sizes[b] for b in always)
-            if room >= 0:
-                found[frozenset(always) | _spread(rest, sizes, room)] = None
-    found[frozenset()] = None
-    return list(found)
+def _quantum(weight: Divisible) -> int:
+    """Rows that are cut together, so that what is left is still a good shape for a kernel."""
+    return 64 if weight.num_rows >= 1024 else 16 if weight.num_rows >= 128 else 1
 
 
-def _least_streaming_bytes(graph: TaskGraph, kept: set[int], alignment: int) -> int:
-    """Count the bytes of the largest working set, without the weights that are kept."""
-    return max(
-        sum(aligned(graph.buffers[b].nbytes, alignment) for b in graph.paged(task) if b not in kept)
-        for task in graph.tasks
-    )
+def _slices(weight: Divisible, kept_rows: int, slice_bytes: int) -> list[int]:
+    """Return the rows at which the slices of a weight begin: the kept part, then equal parts."""
+    quantum = _quantum(weight)
+    starts = [0] if kept_rows else []
+    missing = weight.num_rows - kept_rows
+    most = max(quantum, slice_bytes // weight.row_bytes // quantum * quantum)
+    count = -(-missing // most)
+    for i in range(count):
+        at = kept_rows + missing * i // count // quantum * quantum
+        if not starts or at > starts[-1]:
+            starts.append(at)
+    return starts or [0]
 
 
-def _spread(weights: list[int], sizes: dict[int, int], room: int) -> frozenset[int]:
-    """Choose weights of at most ``room`` bytes, evenly over the order in which they are used."""
-    total = sum(sizes[b] for b in weights)
-    if total <= room:
-        return frozenset(weights)
-    kept: list[int] = []
-    left, due = room, 0
-    for buffer in weights:
-        due += sizes[buffer] * room  # in units of 1/total bytes, to stay with integers
-        if due * 2 >= sizes[buffer] * total and sizes[buffer] <= left:
-            kept.append(buffer)
-            left -= sizes[buffer]
-            due -= sizes[buffer] * total
-    chosen = set(kept)
-    for buffer in sorted(weights, key=lambda b: (-sizes[b], b)):
-        if buffer not in chosen and sizes[buffer] <= left:
-            chosen.add(buffer)
-            left -= sizes[buffer]
-    return frozenset(chosen)
-
-
-def _plan_keeping(
-    graph: TaskGraph,
-    weights: list[int],
-    kept: frozenset[int],
-    arena_bytes: int,
-    alignment: int,
-) -> MemGraph | None:
-    """Plan with some weights kept for good; None where they leave too little room."""
-    entry, top = [], arena_bytes // alignment * alignment
-    for buffer in weights:
-        if buffer in kept:
-            size = aligned(graph.buffers[buffer].nbytes, alignment)
-            top -= size
-            entry.append(Residency(buffer, Extent(top, size)))
-    if top < 0:
-        return None
-    planner = HorizonPlanner(
-        graph,
-        arena_bytes=arena_bytes,
-        alignment=alignment,
-        policy="finepage",
-        entry=tuple(sorted(entry, key=lambda r: r.buffer)),
-        streamed=frozenset(weights) - kept,
-        pinned=kept,
-    )
-    try:
-        return planner.plan_working_set()
-    except PinnedTooMuch:
-        return None
+def _moved_bytes(plan: MemGraph) -> int:
+    return plan.reloaded_bytes + plan.offloaded_bytes

@@ -1,0 +1,84 @@
+"""Offsets offline: place buffers whose live ranges are known (floor 2, no torch).
+
+Offline dynamic storage allocation: largest buffers first, each at the lowest offset that is free
+over its whole live range. Source: greedy by size, as in "Efficient Memory Management for Deep
+Neural Net Inference" (arXiv 2001.03288).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_finepage.graph.memgraph import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBuffer:
+    """A buffer to place: its size in bytes (aligned) and its live range, both ends included."""
+
+    buffer: int
+    nbytes: int
+    begin: int
+    end: int
+
+
+def place(live: Sequence[LiveBuffer]) -> dict[int, Extent]:
+    """Place buffers so that those that live at the same time do not overlap.
+
+    Returns:
+        Buffer -> extent. The result depends on the input only, not on its order.
+    """
+    at: dict[int, list[Extent]] = {}  # task -> extents that are taken while it runs
+    placed: dict[int, Extent] = {}
+    for item in sorted(live, key=lambda i: (-i.nbytes, i.begin, i.buffer)):
+        taken = {e for task in range(item.begin, item.end + 1) for e in at.get(task, ())}
+        offset = 0
+        for extent in sorted(taken):
+            if extent.offset - offset >= item.nbytes:
+                break
+            offset = max(offset, extent.end)
+        placed[item.buffer] = found = Extent(offset, item.nbytes)
+        for task in range(item.begin, item.end + 1):
+            at.setdefault(task, []).append(found)
+    return placed
+
+
+def top_of(placed: dict[int, Extent]) -> int:
+    """Return the bytes that a placement needs."""
+    return max((e.end for e in placed.values()), default=0)
+
+
+class Tenancy:
+    """Who vacated which bytes, for memory dependencies.
+
+    Invariant: ``_starts`` is ascending; segment i reaches to the start of segment i + 1, and was
+    vacated by ``_vacators[i]``, None where nobody has owned it yet.
+    """
+
+    def __init__(self) -> None:
+        """Start with bytes that nobody has owned."""
+        self._starts = [0]
+        self._vacators: list[int | None] = [None]
+
+    def _cut(self, offset: int) -> int:
+        """Make a segment begin at ``offset``; return its index."""
+        at = bisect.bisect_left(self._starts, offset)
+        if at == len(self._starts) or self._starts[at] != offset:
+            self._starts.insert(at, offset)
+            self._vacators.insert(at, self._vacators[at - 1])
+        return at
+
+    def vacators(self, extent: Extent) -> list[int]:
+        """Return the nodes that whoever takes ``extent`` now has to wait for, ascending."""
+        first = bisect.bisect_right(self._starts, extent.offset) - 1
+        last = bisect.bisect_left(self._starts, extent.end)
+        return sorted({v for v in self._vacators[first:last] if v is not None})
+
+    def free(self, extent: Extent, vacator: int) -> None:
+        """Note that a node vacated ``extent``."""
+        first = self._cut(extent.offset)
+        last = self._cut(extent.end)
+        self._starts[first:last] = [extent.offset]
+        self._vacators[first:last] = [vacator]

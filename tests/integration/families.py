@@ -1,0 +1,112 @@
+"""Tiny random models of seven families, and the token ids to call them with.
+
+Sizes are chosen so that a quarter of what a model needs is enough to run any of its ops: a small
+vocabulary, no weight that is much larger than the others, and as few layers as that allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+
+HIDDEN = 128
+VOCAB = 256
+POSITIONS = 256
+SLIDING_WINDOW = 16
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MORE: dict[str, Any] = {"num_hidden_layers": 3}  # for families of small layers
+_GATED: dict[str, Any] = {**_COMMON, "intermediate_size": 2 * HIDDEN}
+_GROUPED: dict[str, Any] = {**_GATED, "num_key_value_heads": 2}
+
+FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {
+    "llama": lambda **k: hf.LlamaForCausalLM(hf.LlamaConfig(**{**_GROUPED, **k})),
+    "gpt2": lambda **k: hf.GPT2LMHeadModel(
+        hf.GPT2Config(**{**_COMMON, **_MORE, "n_positions": POSITIONS, "n_inner": 2 * HIDDEN, **k})
+    ),
+    "opt": lambda **k: hf.OPTForCausalLM(
+        hf.OPTConfig(
+            **{**_COMMON, **_MORE, "ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN, **k}
+        )
+    ),
+    "mistral": lambda **k: hf.MistralForCausalLM(
+        hf.MistralConfig(**{**_GROUPED, "sliding_window": SLIDING_WINDOW, **k})
+    ),
+    "qwen3": lambda **k: hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**_GROUPED, "head_dim": 32, **k})),
+    "gemma": lambda **k: hf.GemmaForCausalLM(
+        hf.GemmaConfig(**{**_GROUPED, **_MORE, "head_dim": 32, **k})
+    ),
+    "phi": lambda **k: hf.PhiForCausalLM(hf.PhiConfig(**{**_GATED, **k})),
+}
+
+
+def make_model(
+    family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **config: Any
+) -> Any:
+    """Make a model; the same arguments give the same weights.
+
+    Its ``generate`` never stops early, so that two runs have equally many tokens.
+    """
+    torch.manual_seed(seed)
+    model = FAMILIES[family](**config).eval().to(dtype)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def token_ids(length: int, *, batch: int = 1, seed: int = 1) -> torch.Tensor:
+    """Return token ids of shape (batch, length), none of which is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (batch, length), generator=generator)
+
+
+def left_padded(length: int, pad: int) -> dict[str, torch.Tensor]:
+    """Return two prompts of ``length``, the first of which begins with ``pad`` padding tokens."""
+    ids = token_ids(length, batch=2, seed=2)
+    mask = torch.ones_like(ids)
+    ids[0, :pad] = 0
+    mask[0, :pad] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def logits(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Run one forward pass over whole prompts."""
+    with torch.no_grad():
+        found = model(input_ids, **inputs).logits
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def tokens(
+    model: Any,
+    input_ids: torch.Tensor,
+    num_tokens: int,
+    *,
+    cache: str | None = "static",
+    **inputs: Any,
+) -> torch.Tensor:
+    """Generate greedily; ``cache=None`` is the model's default one."""
+    with torch.no_grad():
+        found = model.generate(
+            input_ids,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            cache_implementation=cache,
+            **inputs,
+        )
+    assert isinstance(found, torch.Tensor)
+    return found
