@@ -10,7 +10,8 @@ setup(
         "planned ahead of time under a device memory budget"
     ),
     python_requires=">=3.10",
-    packages=find_packages(include=["ds_finepage", "ds_finepage.*"]),
+    packages=[*find_packages(include=["ds_finepage", "ds_finepage.*"]), "ds_finepage.examples"],
+    package_dir={"ds_finepage.examples": "examples"},  # what "ds-finepage demo" runs
     package_data={"ds_finepage.graph": ["profiles/*.json"]},
     install_requires=[
         "accelerate>=1.1",

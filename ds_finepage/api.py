@@ -6,27 +6,32 @@
                                HardwareProfile --> simulate --> Timeline
 
 ``attach`` puts all of it to work on a model; the functions before it are the same arrows by hand.
+``plan_model`` goes as far as the predicted timeline for a model and a machine that are not there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_finepage.config import BudgetKind, FinepageConfig
+from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
 from ds_finepage.execution.probe import context_margin_bytes, device_bytes, free_bytes, probe
 from ds_finepage.execution.stores import HostWeight, WeightTable, weights_of_module
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.policies import POLICIES, plan_steady
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.session import Handle
+
+if TYPE_CHECKING:
+    from ds_finepage.forecast import PlannedModel
 
 PROBE_SCRATCH_BYTES = 16 << 20
 
@@ -38,6 +43,7 @@ def plan(
     policy: str = "finepage",
     alignment: int = 512,
     profile: HardwareProfile,
+    split: bool = False,
 ) -> tuple[MemGraph, Timeline]:
     """Plan the pass that comes again and again, check the plan, and predict its time.
 
@@ -47,6 +53,7 @@ def plan(
         policy: A name in ``ds_finepage.planning.policies.POLICIES``.
         alignment: Of extents, in bytes.
         profile: Rates of the machine it will run on.
+        split: Let the policy cut weights, if it can; the plan's taskgraph is then another one.
 
     Raises:
         ConfigError: Unknown policy.
@@ -54,10 +61,55 @@ def plan(
     """
     memgraph = check(
         plan_steady(
-            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment, profile=profile
+            graph,
+            arena_bytes=arena_bytes,
+            policy=policy,
+            alignment=alignment,
+            profile=profile,
+            split=split,
         )
     )
     return memgraph, simulate(memgraph, profile)
+
+
+def plan_model(
+    model: str,
+    *,
+    phase: str,
+    batch: int,
+    seq: int,
+    device_budget: str | int,
+    hardware: str,
+    policy: str = "finepage",
+    split: bool = True,
+) -> PlannedModel:
+    """Plan a pass of a model for a machine, without GPU and without weights.
+
+    Args:
+        model: A shipped name, a directory or a transformers config.json.
+        phase: "prefill" or "decode".
+        batch: Sequences in the batch.
+        seq: Tokens of a sequence that are in the KV cache after the pass.
+        device_budget: The limit on all device bytes, as a ds_config has it.
+        hardware: A shipped profile's name, or the path of one.
+        policy: A name in ``ds_finepage.planning.policies.POLICIES``.
+        split: Let the policy cut weights where it can.
+
+    Raises:
+        ConfigError: An argument cannot be used.
+        CaptureError: The model's forward cannot be written down.
+        PlanInfeasibleError: Some task needs more than the budget.
+    """
+    from ds_finepage import forecast  # transformers, which attach() can do without
+
+    forecast.require_policy(policy)
+    budget = DeviceBudget.parse(device_budget, name="--device-budget")
+    profile = load_profile(hardware)
+    captured = forecast.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile)
+    budget_bytes = forecast.budget_on(budget, captured.graph.weight_bytes, profile)
+    return forecast.plan_captured(
+        captured, budget_bytes=budget_bytes, profile=profile, policy=policy, split=split
+    )
 
 
 def attach(
@@ -100,6 +152,7 @@ def attach(
         device=where,
         budget_bytes=budget,
         policy=config.policy,
+        split=config.split,
         debug=config.debug,
         profile=profile or probe(where, scratch_bytes=scratch),
         plan_dir=Path(config.plan_dir) if config.plan_dir else None,

@@ -235,6 +235,7 @@ class FinepageConfig:
     enabled: bool = False
     device_budget: DeviceBudget = field(default_factory=DeviceBudget)
     policy: str = "finepage"
+    split: bool = False  # cut matrix products; results may then differ in the last bit
     debug: DebugConfig = field(default_factory=DebugConfig)
     plan_dir: str | None = None  # folder in which captured taskgraphs and plans are kept as JSON
 
@@ -282,6 +283,8 @@ class FinepageConfig:
                     f"{SECTION}.policy: unknown policy {policy!r}. {did_you_mean(policy, policies)}"
                 )
             given["policy"] = policy
+        if "split" in section:
+            given["split"] = _bool(section["split"], f"{SECTION}.split")
         if "debug" in section:
             given["debug"] = DebugConfig.parse(section["debug"])
         if section.get("plan_dir") is not None:

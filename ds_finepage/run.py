@@ -24,8 +24,11 @@ ONE_PROCESS = {
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
+    "MASTER_PORT": "0",  # any that is free, so that several can run side by side
 }
+
+UNUSED_OP = "deepspeed_shm_comm"
+"""DeepSpeed's op for CPU processes that talk to each other through shared memory."""
 
 
 def main(arguments: list[str]) -> None:
@@ -44,18 +47,26 @@ def main(arguments: list[str]) -> None:
     script = arguments[0]
     if not os.path.isfile(script):
         raise ConfigError(f"there is no script {script!r}. {USAGE}")
-    set_one_process_defaults()
+    prepare_one_process()
     ds_finepage.install()
     sys.argv = [script, *launcher_options, *arguments[1:]]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
 
 
-def set_one_process_defaults() -> None:
-    """Set what torch.distributed wants to know, where no launcher has."""
+def prepare_one_process() -> None:
+    """Set what torch.distributed wants to know, where no launcher has.
+
+    A process that is alone also spares DeepSpeed the building of an op that it would never call,
+    which takes half a minute and a C++ compiler.
+    """
     if "RANK" not in os.environ:
         for name, value in ONE_PROCESS.items():
             os.environ.setdefault(name, value)
+    if os.environ.get("WORLD_SIZE") == "1":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__[UNUSED_OP] = False
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from ds_finepage.execution.executor import Executor, OpHook, Residents
 from ds_finepage.execution.fallback import hook_modules, run_unplanned
 from ds_finepage.execution.lanes import Lanes, make_lanes
 from ds_finepage.execution.measure import OpMeter
+from ds_finepage.execution.meter import free_profiler
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.codec import fingerprint, load_memgraph, save
@@ -32,15 +33,16 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.budget import around_bytes
 from ds_finepage.planning.liveness import (
     min_arena_bytes,
     needed_arena_bytes,
     require_feasible,
 )
-from ds_finepage.planning.policies import plan_steady
+from ds_finepage.planning.policies import CAN_SPLIT, plan_steady
 from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.split import gather_rows
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ class _Pass:
     stats: PassStats
     memgraph: MemGraph | None = None
     executor: Executor | None = None
+    extra_workspace_bytes: int = 0  # beyond that of the captured tasks, where plans cut them
 
 
 class Handle:
@@ -119,6 +122,7 @@ class Handle:
         device: torch.device,
         budget_bytes: int,
         policy: str,
+        split: bool,
         debug: DebugConfig,
         profile: HardwareProfile,
         plan_dir: Path | None = None,
@@ -130,6 +134,7 @@ class Handle:
         self._weights = weights
         self._device = device
         self._policy = policy
+        self._may_split = split
         self._debug = debug
         self._plan_dir = plan_dir
         self._alignment = ALIGNMENT.get(device.type, 512)
@@ -217,6 +222,10 @@ class Handle:
             if p is not None and p.memgraph is not None
         ]
 
+    @property
+    def _split(self) -> bool:
+        return self._may_split and self._policy in CAN_SPLIT
+
     # Attaching.
 
     def _make_lanes(self) -> Lanes:
@@ -285,9 +294,9 @@ class Handle:
             logger.warning("running without a plan: %s", error)
             self.stats.unplanned_reasons.append(str(error))
             return None
-        if not self._costs.knows_all(taskgraph):
-            self._release_arena()  # the scratch tensors need its room
-        taskgraph = self._costs.with_costs(taskgraph)
+        if self._split:
+            taskgraph = gather_rows(taskgraph)
+        taskgraph = self._with_costs(taskgraph)
         around = around_bytes(taskgraph, self._alignment)
         stats = PassStats(
             name=taskgraph.name,
@@ -297,29 +306,34 @@ class Handle:
             min_budget_bytes=around + min_arena_bytes(taskgraph, self._alignment),
             needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
         )
-        require_feasible(
-            taskgraph,
-            self.stats.budget_bytes - around,
-            self._alignment,
-            around_bytes=around,
-        )
+        if not self._split:  # cutting may make room yet
+            require_feasible(
+                taskgraph, self.stats.budget_bytes - around, self._alignment, around_bytes=around
+            )
         self.stats.num_captures += 1
         self.stats.passes.append(stats)
         return _Pass(taskgraph, stats)
+
+    def _with_costs(self, graph: TaskGraph) -> TaskGraph:
+        """Return a taskgraph with what its ops take, measured where that is not known yet."""
+        if not self._costs.knows_all(graph):
+            self._release_arena()  # the scratch tensors need its room
+        with free_profiler():
+            return self._costs.with_costs(graph)
 
     def _executor(self, found: _Pass) -> Executor:
         """Return a pass's executor on the present arena, planning where that is new."""
         if found.executor is not None:
             return found.executor
-        allowed = (self.stats.budget_bytes - found.stats.around_bytes) // self._alignment
-        allowed *= self._alignment
-        if allowed < self._arena_limit:
+        arena_bytes = self._arena_bytes(found)
+        if self._arena is not None and self._arena.nbytes != arena_bytes:
             self._release_arena()
-            self._arena_limit = allowed
-        if found.memgraph is None or found.memgraph.arena_bytes != self._arena_limit:
-            found.memgraph = self._plan(found)
+        if found.memgraph is None or found.memgraph.arena_bytes != arena_bytes:
+            found.memgraph = self._plan(found, arena_bytes)
+            if self._split and self._needs_more_workspace(found):
+                return self._executor(found)
         if self._arena is None:
-            self._arena = Arena(self._arena_limit, self._device)
+            self._arena = Arena(arena_bytes, self._device)
         if found.memgraph.host_bytes > self._pool.bytes.numel():
             self._pool.reserve(found.memgraph.host_bytes)
             for other in self._passes.values():
@@ -336,11 +350,41 @@ class Handle:
         )
         return found.executor
 
-    def _plan(self, found: _Pass) -> MemGraph:
-        graph, arena_bytes = found.graph, self._arena_limit
-        require_feasible(graph, arena_bytes, self._alignment, around_bytes=found.stats.around_bytes)
+    def _needs_more_workspace(self, found: _Pass) -> bool:
+        """Measure the tasks of a cut graph; make room where one takes more than the uncut did."""
+        assert found.memgraph is not None
+        measured = self._with_costs(found.memgraph.graph)
+        more = measured.workspace_bytes - found.graph.workspace_bytes - found.extra_workspace_bytes
+        if more <= 0:
+            return False
+        found.extra_workspace_bytes += more
+        found.stats.around_bytes += more
+        found.stats.min_budget_bytes += more
+        found.stats.needed_budget_bytes += more
+        found.memgraph = None
+        return True
+
+    def _arena_bytes(self, found: _Pass) -> int:
+        """Return the size of the arena that a pass runs in.
+
+        All passes share one, so that weights stay resident from pass to pass: what is left by the
+        one that needs most around it. A pass that does not fit in there gets all that it leaves
+        itself, in an arena of its own.
+        """
+        around = found.stats.around_bytes
+        allowed = (self.stats.budget_bytes - around) // self._alignment * self._alignment
+        need = found.stats.min_budget_bytes - around
+        if need > allowed and not self._split:
+            require_feasible(
+                found.graph, self.stats.budget_bytes - around, self._alignment, around_bytes=around
+            )
+        self._arena_limit = min(self._arena_limit, allowed)
+        return allowed if need > self._arena_limit else self._arena_limit
+
+    def _plan(self, found: _Pass, arena_bytes: int) -> MemGraph:
+        graph = found.graph
         path = None
-        if self._plan_dir is not None:
+        if self._plan_dir is not None and not self._split:  # a plan of a cut graph is planned anew
             name = f"{fingerprint(graph)[:16]}-{self._policy}-{arena_bytes}.json"
             path = self._plan_dir / name
         if path is not None and path.exists():
@@ -352,6 +396,7 @@ class Handle:
                 policy=self._policy,
                 alignment=self._alignment,
                 profile=self.profile,
+                split=self._split,
             )
             self.stats.num_plans += 1
             if path is not None:
@@ -359,7 +404,8 @@ class Handle:
                 save(memgraph, path)
         check(memgraph)
         found.stats.arena_bytes = arena_bytes
-        found.stats.lower_bound_bytes = lower_bound_bytes(graph, arena_bytes, self._alignment)
+        bound = divisible_lower_bound_bytes if self._split else lower_bound_bytes
+        found.stats.lower_bound_bytes = bound(graph, arena_bytes, self._alignment)
         return memgraph
 
     def _count(self, stats: PassStats, executor: Executor) -> None:
@@ -378,6 +424,8 @@ class Handle:
         for found in self._passes.values():
             if found is not None:
                 found.executor = None  # its views hold the arena
+        # Whoever still holds a view, if only in a cycle of dead objects, must not hold the bytes.
+        self._arena.bytes.untyped_storage().resize_(0)
         self._arena = None
         self._residents.clear()
         if self._device.type == "cuda":

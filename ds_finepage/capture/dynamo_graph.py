@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.utils.flop_counter import flop_registry
 
 from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError
@@ -87,7 +86,7 @@ class DynamoGraph:
             CaptureError: The graph cannot be written down as a taskgraph: a size or a branch
                 depends on data, a weight is changed or returned.
         """
-        recorder = Recorder(flop_counts=flop_registry)
+        recorder = Recorder()
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.inference_mode(False), torch.no_grad(), mode:
             fakes, inputs = self._fake_args(args, recorder)

@@ -6,6 +6,7 @@ published with each model, so dimensions without weights. Nothing here asks the 
 
 from __future__ import annotations
 
+import difflib
 import json
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.hardware import HardwareProfile
 
 _FOLDER = resources.files("ds_finepage.capture") / "models"
 _SUFFIX = ".json"
@@ -62,6 +64,20 @@ def positions_of(config: PretrainedConfig) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
+def default_dtype(config: PretrainedConfig, profile: HardwareProfile) -> str:
+    """Choose the dtype of a model on a machine: the config's own, where that is fast.
+
+    Cards before Ampere have no bfloat16, and float16 takes its place: the bytes are the same.
+    A config that names no dtype gets float16.
+    """
+    own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float16"
+    found = str(own).removeprefix("torch.")
+    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(found)
+    if other in profile.flops_per_s and found not in profile.flops_per_s:
+        return other
+    return found
+
+
 def _read(text: str, where: str) -> PretrainedConfig:
     try:
         found: Any = json.loads(text)
@@ -76,19 +92,12 @@ def _read(text: str, where: str) -> PretrainedConfig:
             f"{CONFIG_FILE} of a transformers model."
         )
     if kind not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"{where}: this transformers does not know model_type {kind!r}. "
-            f"{did_you_mean(kind, _closest(kind))}"
-        )
+        close = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ConfigError(f"{where}: transformers does not know model_type {kind!r}.{hint}")
     try:
         config = CONFIG_MAPPING[kind].from_dict(found)
     except Exception as error:  # each config class checks in its own way
         raise ConfigError(f"{where}: transformers cannot read it: {error}") from error
     assert isinstance(config, PretrainedConfig)
     return config
-
-
-def _closest(kind: str) -> list[str]:
-    """List known model types that begin alike; there are hundreds, so not all of them."""
-    known = sorted(CONFIG_MAPPING)
-    return [k for k in known if k[:2] == kind[:2].lower()] or known[:10]

@@ -1,1 +1,56 @@
-"""The command line, one module a subcommand (floor 5)."""
+"""The command line, one module a subcommand (floor 5).
+
+A subcommand is a module with a docstring, which is its help, and two functions:
+``add_arguments(parser)`` and ``run(arguments) -> exit status``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import ds_finepage
+from ds_finepage.errors import FinepageError
+
+COMMANDS = ("demo",)
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``ds-finepage``; return its exit status.
+
+    The one place where errors become messages and exit statuses.
+    """
+    arguments = make_parser().parse_args(argv)
+    try:
+        status = arguments.run(arguments)
+        assert isinstance(status, int)
+        return status
+    except FinepageError as error:
+        print(f"ds-finepage: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("ds-finepage: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of all subcommands."""
+    parser = argparse.ArgumentParser(prog="ds-finepage", description=ds_finepage.__doc__)
+    parser.add_argument("--version", action="version", version=ds_finepage.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for name in COMMANDS:
+        module = import_module(f"ds_finepage.cli.{name}")
+        text = inspect.getdoc(module) or ""
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser

@@ -111,13 +111,13 @@ class CpuLanes:
         clock = _Clock()
         errors: list[BaseException] = []
         busy: list[threading.Event] = []
-        for lane, worker in self._workers.items():
-            steps = program.lanes[lane]
-            if steps:
-                idle = threading.Event()
-                busy.append(idle)
-                worker.submit(self._job(steps, actions, clock, errors, idle))
         try:
+            for lane, worker in self._workers.items():
+                steps = program.lanes[lane]
+                if steps:
+                    idle = threading.Event()
+                    busy.append(idle)
+                    worker.submit(self._job(steps, actions, clock, errors, idle))
             self._run_steps(program.lanes[Lane.COMPUTE], actions, clock)
             for idle in busy:
                 idle.wait()
@@ -126,9 +126,8 @@ class CpuLanes:
         except BaseException as error:
             errors.insert(0, error)
             clock.fail()
-        for idle in busy:
-            _wait_through_interrupts(idle)
         if errors:
+            self._drain()
             raise errors[0]
 
     def close(self) -> None:
@@ -136,6 +135,13 @@ class CpuLanes:
         for worker in self._workers.values():
             worker.close()
         self._workers = {}
+
+    def _drain(self) -> None:
+        """Wait until the workers have done whatever they were given, which nobody knows for sure."""
+        for worker in self._workers.values():
+            idle = threading.Event()
+            worker.submit(idle.set)
+            _wait_through_interrupts(idle)
 
     def _job(
         self,

@@ -8,6 +8,7 @@ bytes come from the allocator's own events in torch's profiler, on CUDA from its
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from ds_finepage.execution.arena import view_of
-from ds_finepage.execution.ops import BoundTask, bind
+from ds_finepage.execution.ops import BoundTask, bind, run_and_copy
 from ds_finepage.graph.taskgraph import JOIN, Ref, Task, TaskGraph
 
 REPEAT_BELOW_NS = 2_000_000
@@ -30,6 +31,31 @@ class OpCost:
 
     time_ns: int
     workspace_bytes: int
+
+
+def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
+    """Return the taskgraph with ``workspace_bytes`` as far as they follow from the ops alone.
+
+    Nothing is run: an op without an ``out=`` overload takes the bytes of its results once more,
+    until they are copied to their place. What a kernel takes for itself is not counted.
+    """
+    known: dict[Any, int] = {}
+    tasks = []
+    for task in graph.tasks:
+        # The kind of argument decides whether there is an overload, not the tensors themselves.
+        results = tuple(None if r is None else _result_bytes(graph, r) for r in task.results)
+        key = (task.op, results)
+        if key not in known:
+            bound = bind(task, lambda _: None, patches=[])
+            copies = bound.call is run_and_copy
+            known[key] = sum(filter(None, results)) if copies else 0
+        tasks.append(dataclasses.replace(task, workspace_bytes=known[key]))
+    return dataclasses.replace(graph, tasks=tuple(tasks))
+
+
+def _result_bytes(graph: TaskGraph, tensor: int) -> int:
+    view = graph.tensors[tensor]
+    return math.prod(view.shape) * int(getattr(torch, view.dtype).itemsize)
 
 
 class OpMeter:

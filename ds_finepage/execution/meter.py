@@ -1,18 +1,23 @@
 """Meters of live device bytes that know nothing of plans (floor 2).
 
 On CPU the meter listens to the allocator's own events through torch's profiler: everything that is
-allocated through torch while it is on counts, whoever asked for it. On CUDA it reads the caching
-allocator's statistics.
+allocated through torch on this thread while it is on counts, whoever asked for it. On CUDA it reads
+the caching allocator's statistics.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
-from ds_finepage.execution.measure import allocation_events
+_running: ContextVar[DeviceMeter | None] = ContextVar("finepage_meter", default=None)
 
 
 class DeviceMeter:
@@ -21,24 +26,35 @@ class DeviceMeter:
     Start it before the model is attached, so that the arena is counted; host memory that is
     allocated meanwhile through torch (masters, the pinned pool) counts on CPU too, so let it be
     there before.
+
+    Invariant: on CPU a block counts from the event of its allocation to that of its release; the
+    release of a block that was there before the meter counts for nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Measure ``device``."""
         self._device = device
         self._profiler: profile | None = None
+        self._blocks: dict[int, int] = {}  # address -> bytes
         self._at_start = 0
+        self.live_bytes = 0
         self.peak_bytes = 0
 
     def __enter__(self) -> DeviceMeter:
-        """Begin to measure."""
+        """Begin to measure.
+
+        Raises:
+            RuntimeError: torch's profiler is on already; it cannot be nested.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._at_start = torch.cuda.memory_allocated(self._device)
         else:
-            self._profiler = profile(use_kineto=False, profile_memory=True)
-            self._profiler.__enter__()
+            if torch.autograd._profiler_enabled():
+                raise RuntimeError("torch's profiler, or another meter, is on; end that one first")
+            self._listen()
+            _running.set(self)
         return self
 
     def __exit__(
@@ -48,13 +64,62 @@ class DeviceMeter:
         trace: TracebackType | None,
     ) -> None:
         """Stop; :attr:`peak_bytes` holds the result."""
-        if self._profiler is None:
+        if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+            self.live_bytes = torch.cuda.memory_allocated(self._device) - self._at_start
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._at_start
             return
-        self._profiler.__exit__(kind, error, trace)
-        live = 0
-        for _, nbytes in allocation_events(self._profiler):
-            live += nbytes
-            self.peak_bytes = max(self.peak_bytes, live)
-        self._profiler = None
+        _running.set(None)
+        self._take()
+
+    def _listen(self) -> None:
+        # Kineto announces every start and stop on stderr at lower levels.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        self._profiler = profile(use_kineto=False, profile_memory=True)
+        self._profiler.__enter__()
+
+    def _take(self) -> None:
+        """Stop to listen, and count what was heard."""
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        if not torch.autograd._profiler_enabled():
+            raise RuntimeError("somebody else used torch's profiler and ended this meter's")
+        profiler.__exit__(None, None, None)
+        for address, nbytes in _allocations(profiler):
+            # An address that comes again was released where nobody listened.
+            self.live_bytes -= self._blocks.pop(address, 0)
+            if nbytes > 0:
+                self._blocks[address] = nbytes
+                self.live_bytes += nbytes
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+@contextmanager
+def free_profiler() -> Iterator[None]:
+    """Leave torch's profiler, which cannot be nested, to somebody else for a moment.
+
+    A meter of this thread is blind meanwhile; what is allocated must be released again.
+    """
+    meter = _running.get()
+    if meter is None:
+        yield
+        return
+    meter._take()
+    try:
+        yield
+    finally:
+        meter._listen()
+
+
+def _allocations(profiler: profile) -> Iterator[tuple[int, int]]:
+    """Go over the allocator's events of a finished profile as (address, signed bytes)."""
+    found: list[tuple[int, int, int]] = []
+    left: list[Any] = list(reversed(profiler.kineto_results.experimental_event_tree()))
+    while left:
+        event = left.pop()
+        left.extend(reversed(event.children))
+        if event.name == "[memory]":
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    for _, address, nbytes in sorted(found, key=lambda event: event[0]):
+        yield address, nbytes

@@ -133,7 +133,9 @@ def _choose(
     """Choose how the op gets its results into place."""
     name = op._schema.name
     if op._schema.is_mutable:
-        return BoundTask(op, args, kwargs)
+        if all(r.alias_info is not None for r in op._schema.returns):
+            return BoundTask(op, args, kwargs)
+        return BoundTask(run_and_copy, [op, args, kwargs, outs], {})  # makes tensors as well
     if name in COPIES:
         return BoundTask(_copy, [outs, args], {})
     if name in EMPTIES:
@@ -142,7 +144,7 @@ def _choose(
         return BoundTask(_fill, [outs, FILLS[name]], {})
     out = out_overload(op)
     if out is None:
-        return BoundTask(_run_and_copy, [op, args, kwargs, outs], {})
+        return BoundTask(run_and_copy, [op, args, kwargs, outs], {})
     declared = {a.name for a in out._schema.arguments}
     kept = {k: v for k, v in kwargs.items() if k in declared}
     for patch in patches:
@@ -174,7 +176,8 @@ def _fill(outs: list[torch.Tensor], value: int) -> None:
     outs[0].fill_(value)
 
 
-def _run_and_copy(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any]) -> None:
+def run_and_copy(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any]) -> None:
+    """Run an op that has no ``out=`` overload; its own results are workspace until they are copied."""
     results = op(*args, **kwargs)
     if isinstance(results, torch.Tensor):
         outs[0].copy_(results)

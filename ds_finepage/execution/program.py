@@ -53,6 +53,7 @@ def lower(
     known = {lane: [0] * len(LANES) for lane in LANES}
     done = [0] * len(LANES)
     drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]] = []
+    clock_of: dict[tuple[Lane, int], tuple[int, ...]] = {}
     for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
         need = [max(c) for c in zip((0,) * len(LANES), *(clocks[b] for b in before), strict=True)]
         lane = _lane(node, missing, poison)
@@ -60,13 +61,17 @@ def lower(
             clocks.append(tuple(need))
             continue
         own, have = LANES.index(lane), known[lane]
+        open_waits = [i for i in range(len(LANES)) if i != own and need[i] > have[i]]
         waits = tuple(
-            (LANES[i], need[i]) for i in range(len(LANES)) if i != own and need[i] > have[i]
+            (LANES[i], need[i])
+            for i in open_waits
+            if all(clock_of[LANES[j], need[j]][i] < need[i] for j in open_waits if j != i)
         )
         known[lane] = have = [max(a, b) for a, b in zip(have, need, strict=True)]
         done[own] += 1
         have[own] = done[own]
         clocks.append(tuple(have))
+        clock_of[lane, done[own]] = clocks[-1]
         drafts.append((node, lane, done[own], waits))
     return _assemble(drafts)
 

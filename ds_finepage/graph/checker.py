@@ -61,6 +61,7 @@ class Fault(str, enum.Enum):
     NOT_LIVE = "not_live"  # a task or a transfer needs a buffer that has no extent
     NOT_RELEASED = "not_released"  # live at the end, and not a weight
     ENTRY_MISMATCH = "entry_mismatch"  # ``entry`` and the RESIDENT nodes differ
+    GATHER_KEPT = "gather_kept"  # rows that each call chooses anew are taken for resident
     EXIT_MISMATCH = "exit_mismatch"  # ``exit`` and the weights that are valid at the end differ
 
     # What buffers hold.
@@ -421,6 +422,8 @@ class _Walk:
                 continue
             if self.graph.buffers[buffer].kind is not BufferKind.WEIGHT:
                 self.wrong(Fault.ENTRY_MISMATCH, node.id, "is not a weight")
+            if self.graph.buffers[buffer].gather is not None:
+                self.wrong(Fault.GATHER_KEPT, node.id, "holds rows that the last call chose")
             if buffer in self.lives:
                 self.wrong(Fault.ALREADY_LIVE, node.id, "is resident twice")
                 continue

@@ -75,6 +75,42 @@ def lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int
     return used_bytes - _most_kept_bytes(rooms, used_bytes)
 
 
+def divisible_lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int:
+    """Return what every steady pass has to reload at least, even if weights are cut at will.
+
+    The argument of :func:`lower_bound_bytes` with less to go on: a task has to have its activations
+    in the arena, of a weight perhaps only a few bytes at a time, and of an embedding table only the
+    rows that it looks up. So at most ``arena - max(activations that one task names)`` bytes of
+    weights are kept, and the others are reloaded.
+
+    Args:
+        graph: The pass.
+        arena_bytes: Size of the arena.
+        alignment: Of extents, in bytes; what a task names is counted in whole units.
+
+    Returns:
+        Bytes, never negative.
+    """
+    needed: dict[int, int] = {}
+    looked_up_bytes = most_activation_bytes = 0
+    for task in graph.tasks:
+        named = [graph.buffers[b] for b in graph.paged(task)]
+        weights = [b for b in named if b.kind is BufferKind.WEIGHT]
+        activation_bytes = sum(_in_units(b.nbytes, alignment) for b in named if b not in weights)
+        most_activation_bytes = max(most_activation_bytes, activation_bytes)
+        if task.op == _EMBEDDING:
+            rows = sum(graph.buffers[b].nbytes for b in task.writes)
+            looked_up_bytes += min(rows, sum(w.nbytes for w in weights))
+        else:
+            needed.update({w.id: w.nbytes for w in weights})
+    used_bytes = sum(needed.values()) + looked_up_bytes
+    kept_bytes = _in_units(arena_bytes, alignment) - most_activation_bytes
+    return used_bytes - max(0, min(used_bytes, kept_bytes))
+
+
+_EMBEDDING = "aten.embedding.default"
+
+
 def _in_units(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 

@@ -23,7 +23,7 @@ from ds_finepage.planning.keeping import candidates, plan_keeping, weights_by_fi
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, require_feasible, uses
 from ds_finepage.planning.simulator import simulate
-from ds_finepage.planning.split import Divisible, divisible_weights, gather_rows, split
+from ds_finepage.planning.split import Divisible, cut_weights, divisible_weights, gather_rows
 from ds_finepage.planning.stream import StreamPlanner, place_activations
 
 RING_SHARES = (0.012, 0.018, 0.006, 0.03)
@@ -57,7 +57,7 @@ def plan_finepage(
     arena_bytes: int,
     alignment: int,
     profile: HardwareProfile | None = None,
-    split_weights: bool = False,
+    split: bool = False,
 ) -> MemGraph:
     """Plan a cyclic pass: the fastest, and of equally fast plans the one with fewest bytes.
 
@@ -66,14 +66,14 @@ def plan_finepage(
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes.
         profile: Rates to predict the time with. Without one, bytes alone decide.
-        split_weights: Cut matrix products along their output features, and bring in the rows of
+        split: Cut matrix products along their output features, and bring in the rows of
             an embedding instead of its table. The plan's taskgraph is then another one.
 
     Raises:
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
     search = _Search(arena_bytes, alignment, profile)
-    if split_weights:
+    if split:
         search.try_streaming(gather_rows(graph), may_split=True)
     if search.best is None:
         require_feasible(graph, arena_bytes, alignment)
@@ -224,6 +224,7 @@ class _Weights:
         kept: set[int] = set(always)
         kept_rows: dict[int, int] = {}
         due = 0  # bytes to keep that rounding has left over, in units of 1/total
+        head = 0  # where in the ring the next slice will lie
         for buffer in rest:
             due += self.sizes[buffer] * min(left, total)
             if buffer in self.divisible:
@@ -232,12 +233,39 @@ class _Weights:
                 rows = max(0, min(due // unit * _quantum(weight), weight.num_rows))
                 due -= rows * weight.row_bytes * total
                 kept_rows[buffer] = rows
-                cuts[buffer] = _slices(weight, rows, ring_bytes // SLICES_IN_RING)
+                cuts[buffer], head = self._slices(weight, rows, head, ring_bytes)
             elif due >= self.sizes[buffer] * total:
                 due -= self.sizes[buffer] * total
                 kept.add(buffer)
-        cut = split(self.graph, cuts)
+            else:
+                head = self.sizes[buffer] + (head if head + self.sizes[buffer] <= ring_bytes else 0)
+        cut = cut_weights(self.graph, cuts)
         return _Chosen(cut, self._streamed(cut, kept, kept_rows))
+
+    def _slices(
+        self, weight: Divisible, kept_rows: int, head: int, ring_bytes: int
+    ) -> tuple[list[int], int]:
+        """Cut a weight into the part that is kept and slices for the ring.
+
+        A slice ends where the ring does, so that nothing of the ring is left empty.
+
+        Returns:
+            The rows at which the slices begin, and where in the ring the next one will lie.
+        """
+        quantum = _quantum(weight)
+        most = ring_bytes // SLICES_IN_RING // weight.row_bytes // quantum * quantum
+        starts = [0] if kept_rows else []
+        at = kept_rows
+        while at < weight.num_rows:
+            space = (ring_bytes - head) // weight.row_bytes // quantum * quantum
+            if space <= 0 < head:
+                head = 0
+                continue
+            starts.append(at)
+            num_rows = min(weight.num_rows - at, max(quantum, min(most, space)))
+            at += num_rows
+            head += aligned(num_rows * weight.row_bytes, self.alignment)
+        return starts or [0], head
 
     def _streamed(self, cut: TaskGraph, kept: set[int], kept_rows: dict[int, int]) -> list[int]:
         """List the weights and slices of the cut graph that are to be streamed, by use."""
@@ -249,7 +277,7 @@ class _Weights:
         found = []
         for buffer in weights_by_first_use(cut):
             part = cut.buffers[buffer]
-            if part.gather is None and part.name in kept_bytes:
+            if part.name in kept_bytes:
                 if part.offset >= kept_bytes[part.name]:
                     found.append(buffer)
             elif buffer in may_stream and buffer not in kept:
@@ -260,20 +288,6 @@ class _Weights:
 def _quantum(weight: Divisible) -> int:
     """Rows that are cut together, so that what is left is still a good shape for a kernel."""
     return 64 if weight.num_rows >= 1024 else 16 if weight.num_rows >= 128 else 1
-
-
-def _slices(weight: Divisible, kept_rows: int, slice_bytes: int) -> list[int]:
-    """Return the rows at which the slices of a weight begin: the kept part, then equal parts."""
-    quantum = _quantum(weight)
-    starts = [0] if kept_rows else []
-    missing = weight.num_rows - kept_rows
-    most = max(quantum, slice_bytes // weight.row_bytes // quantum * quantum)
-    count = -(-missing // most)
-    for i in range(count):
-        at = kept_rows + missing * i // count // quantum * quantum
-        if not starts or at > starts[-1]:
-            starts.append(at)
-    return starts or [0]
 
 
 def _moved_bytes(plan: MemGraph) -> int:

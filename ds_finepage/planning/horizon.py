@@ -270,8 +270,9 @@ class HorizonPlanner:
                 self._position[buffer] += 1
             if self._position[buffer] < len(self._uses[buffer]):
                 continue
-            is_weight = self._graph.buffers[buffer].kind is BufferKind.WEIGHT
-            if not is_weight or buffer in self._streamed:
+            held = self._graph.buffers[buffer]
+            is_kept = held.kind is BufferKind.WEIGHT and held.gather is None
+            if not is_kept or buffer in self._streamed:
                 self._blocks.free(buffer, self._builder.drop(buffer))
                 freed = True
         return freed

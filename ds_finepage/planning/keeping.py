@@ -17,9 +17,16 @@ STREAM_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
 def weights_by_first_use(graph: TaskGraph) -> list[int]:
-    """List the weights that are used, in the order of their first use."""
+    """List the weights that can be kept and are used, in the order of their first use.
+
+    The rows of an embedding are others in each call, so they cannot.
+    """
     found = uses(graph)
-    used = [b.id for b in graph.buffers if b.kind is BufferKind.WEIGHT and found[b.id]]
+    used = [
+        b.id
+        for b in graph.buffers
+        if b.kind is BufferKind.WEIGHT and b.gather is None and found[b.id]
+    ]
     return sorted(used, key=lambda b: (found[b][0], b))
 
 

@@ -25,6 +25,9 @@ CYCLIC: dict[str, Callable[..., MemGraph]] = {"finepage": plan_finepage}
 
 POLICIES = {**CYCLIC, **CARRYING}
 
+CAN_SPLIT = frozenset({"finepage"})
+"""Policies that can cut weights."""
+
 
 def plan(
     graph: TaskGraph,
@@ -34,6 +37,7 @@ def plan(
     alignment: int = 64,
     entry: tuple[Residency, ...] = (),
     profile: HardwareProfile | None = None,
+    split: bool = False,
 ) -> MemGraph:
     """Plan one pass.
 
@@ -44,13 +48,16 @@ def plan(
         alignment: Of extents, in bytes.
         entry: Weights that are resident before the pass; cyclic policies choose their own.
         profile: Rates for policies that plan for time.
+        split: Let a policy that can do so cut weights; its plan's taskgraph is then another one.
 
     Raises:
         ConfigError: Unknown policy.
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
     if policy in CYCLIC:
-        return CYCLIC[policy](graph, arena_bytes=arena_bytes, alignment=alignment, profile=profile)
+        return CYCLIC[policy](
+            graph, arena_bytes=arena_bytes, alignment=alignment, profile=profile, split=split
+        )
     if policy in CARRYING:
         return CARRYING[policy](graph, arena_bytes=arena_bytes, alignment=alignment, entry=entry)
     raise ConfigError(f"unknown policy {policy!r}. {did_you_mean(policy, POLICIES)}")
@@ -63,6 +70,7 @@ def plan_steady(
     policy: str,
     alignment: int = 64,
     profile: HardwareProfile | None = None,
+    split: bool = False,
 ) -> MemGraph:
     """Plan the pass that comes again and again.
 
@@ -70,7 +78,12 @@ def plan_steady(
     they never do, the last plan stands, and whoever runs it has to reload the difference.
     """
     found = plan(
-        graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment, profile=profile
+        graph,
+        arena_bytes=arena_bytes,
+        policy=policy,
+        alignment=alignment,
+        profile=profile,
+        split=split,
     )
     for _ in range(MAX_STEADY_ROUNDS if policy in CARRYING else 0):
         if set(found.entry) == set(found.exit):

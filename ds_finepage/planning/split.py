@@ -78,7 +78,7 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
     return found
 
 
-def split(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGraph:
+def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGraph:
     """Cut weights into slices of rows.
 
     Args:

@@ -21,16 +21,18 @@ from ds_finepage.planning.liveness import aligned, uses
 
 
 def place_activations(graph: TaskGraph, alignment: int) -> dict[int, Extent]:
-    """Place all activations by their live ranges."""
-    return place(
-        [
-            LiveBuffer(
-                buffer, aligned(graph.buffers[buffer].nbytes, alignment), found[0], found[-1]
-            )
-            for buffer, found in enumerate(uses(graph))
-            if found and graph.buffers[buffer].kind is BufferKind.ACTIVATION
-        ]
-    )
+    """Place all activations by their live ranges.
+
+    The rows of an embedding are placed among them, as live from the start of the pass: each call
+    brings others, so they are neither kept nor part of the stream.
+    """
+    live = []
+    for buffer, found in zip(graph.buffers, uses(graph), strict=True):
+        is_gathered = buffer.gather is not None
+        if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):
+            begin = 0 if is_gathered else found[0]
+            live.append(LiveBuffer(buffer.id, aligned(buffer.nbytes, alignment), begin, found[-1]))
+    return place(live)
 
 
 class Ring:
@@ -107,6 +109,10 @@ class StreamPlanner:
         if entry is None:
             return None
         self._builder.begin(entry)
+        for rows in self._graph.buffers:
+            if rows.gather is not None and rows.id in self._activations:
+                self._alloc(rows.id, self._activations[rows.id])
+                self._builder.reload(rows.id)
         for task in self._graph.tasks:
             for buffer in self._graph.paged(task):
                 if buffer in self._activations and self._builder.states[buffer].extent is None:
@@ -124,8 +130,8 @@ class StreamPlanner:
     def _lay_residents(self) -> tuple[Residency, ...] | None:
         offset, entry = self._residents_begin, []
         for buffer in self._graph.buffers:
-            is_used = self._last_use[buffer.id] >= 0
-            if buffer.kind is BufferKind.WEIGHT and is_used and buffer.id not in self._streamed:
+            is_kept = buffer.id not in self._streamed and buffer.id not in self._activations
+            if buffer.kind is BufferKind.WEIGHT and is_kept and self._last_use[buffer.id] >= 0:
                 extent = Extent(offset, aligned(buffer.nbytes, self._alignment))
                 entry.append(Residency(buffer.id, extent))
                 offset = extent.end
@@ -148,10 +154,10 @@ class StreamPlanner:
             self._builder.reload(buffer)
 
     def _drop(self, buffer: int) -> None:
-        if self._graph.buffers[buffer].kind is BufferKind.WEIGHT:
-            if buffer not in self._streamed:
-                return
+        if buffer in self._streamed:
             self._ring.give_back(buffer)
+        elif buffer not in self._activations:
+            return  # resident
         extent = self._builder.states[buffer].extent
         assert extent is not None
         self._tenancy.free(extent, self._builder.drop(buffer))

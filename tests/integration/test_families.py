@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ BUDGETS = ("min", "25%", "50%", "100%")
 NUM_SEEDS = 20  # for each family and dtype, spread over the budgets
 NUM_TOKENS = 8
 PROMPT = token_ids(7)
-PADDED = (left_padded(9, 3), left_padded(17, 8), left_padded(30, 1))
+PADDED = (left_padded(9, 3), left_padded(30, 1))
 
 
 @dataclass
@@ -72,7 +73,10 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     )
     assert torch.equal(logits(model, PROMPT), plain.logits)
     assert torch.equal(tokens(model, PROMPT, NUM_TOKENS), plain.tokens)
+    gc.collect()
+    gc.freeze()  # Dynamo leaves much behind, and planning would make the collector go over it
     yield plain
+    gc.unfreeze()
     plain.handle.detach()
     assert torch.equal(logits(model, PROMPT), plain.logits)
 
@@ -109,19 +113,15 @@ def refuses(case: Case, budget_bytes: int) -> None:
 
 def test_left_padded_batches_of_several_lengths(case: Case) -> None:
     # Every length is captured under a budget that is known to be enough, then run under the least.
+    run_padded(case, 1 << 30)
+    run_padded(case, case.handle.stats.min_budget_bytes)
+
+
+def run_padded(case: Case, budget_bytes: int) -> None:
     debug = DebugConfig(poison_vacated=True, lane_delay_seed=100)
-    case.handle.replan(budget_bytes=1 << 30, debug=debug)
-    run_padded(case)
-    least = case.handle.stats.min_budget_bytes
-    for policy in POLICIES:
-        case.handle.replan(budget_bytes=least, policy=policy)
-        run_padded(case)
-    assert case.handle.stats.min_budget_bytes == least
-
-
-def run_padded(case: Case) -> None:
+    case.handle.replan(budget_bytes=budget_bytes, debug=debug)
     for padded, plain in zip(PADDED, case.padded_logits, strict=True):
         assert torch.equal(logits(case.model, **padded), plain)
-    if case.dtype is torch.float32:  # the lanes and the graphs are the same, so once is enough
+    if case.dtype is torch.float32:  # once is enough: dtypes differ in kernels, not in graphs
         found = tokens(case.model, num_tokens=NUM_TOKENS, **PADDED[0])
         assert torch.equal(found, case.padded_tokens)

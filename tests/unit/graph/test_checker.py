@@ -75,6 +75,13 @@ RELOAD, COMPUTE = NodeKind.RELOAD, NodeKind.COMPUTE
 OFFLOAD, DROP = NodeKind.OFFLOAD, NodeKind.DROP
 
 
+def gathering(m: MemGraph, buffer: int) -> MemGraph:
+    """Let a weight hold rows that each call chooses."""
+    buffers = list(m.graph.buffers)
+    buffers[buffer] = replace(buffers[buffer], gather=0)
+    return replace(m, graph=replace(m.graph, buffers=tuple(buffers)))
+
+
 def paging() -> MemGraph:
     """Two weights and an activation take turns in an arena for two."""
     return memgraph(
@@ -372,6 +379,7 @@ CASES = [
         changes,
         lambda m: replace(node(m, 0, kind=RESIDENT), entry=(Residency(0, LEFT),)),
     ),
+    Case(F.GATHER_KEPT, paging, lambda m: gathering(m, 0)),
     Case(F.EXIT_MISMATCH, paging, lambda m: replace(m, exit=())),
     Case(F.EXIT_MISMATCH, paging, lambda m: replace(m, exit=m.exit * 2)),
     Case(F.EXIT_MISMATCH, paging, lambda m: replace(m, exit=(Residency(1, RIGHT),))),

@@ -246,9 +246,7 @@ def test_choosing_a_window_changes_nothing() -> None:
 # --- against a plain reading of the rules ----------------------------------------------------
 
 
-def runs(
-    blocks: list[Block], nbytes: int, allowed: Callable[[Block], bool]
-) -> list[list[Block]]:
+def runs(blocks: list[Block], nbytes: int, allowed: Callable[[Block], bool]) -> list[list[Block]]:
     """From each start, the shortest run of allowed blocks that is large enough."""
     found = []
     for first in range(len(blocks)):

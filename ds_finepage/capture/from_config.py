@@ -1,0 +1,318 @@
+"""Captures a Hugging Face model's pass from its config alone (floor 2).
+
+Reads a transformers config; produces the ``TaskGraph`` of one prefill or of one decode step. No
+weights, no GPU, no network and no Dynamo: the model is built of FakeTensors, and its eager forward
+runs once under the recorder.
+
+[Note: what the pass looks like]
+Batches are without padding, so attention needs no mask but the causal one, and takes the kernel
+that never writes scores to memory. The KV cache is static: it is given to the pass with as many
+rows as there are live ones, the pass writes the rows of its own tokens, and attention reads all of
+them (a layer with a sliding window keeps the window's rows). Prefill computes logits for the last
+position only, as ``generate`` does.
+
+The FakeTensors are on the CPU, because there the fused attention op is chosen on any build of
+torch. Sizes are those of the GPU's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _pop_mode_temporarily
+from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from ds_finepage.capture.dynamo_graph import versions
+from ds_finepage.capture.models import positions_of
+from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.errors import CaptureError, ConfigError
+from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
+
+PHASES = ("prefill", "decode")
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def capture_config(
+    config: PretrainedConfig,
+    *,
+    phase: str,
+    batch: int,
+    seq: int,
+    dtype: str = "float16",
+) -> TaskGraph:
+    """Capture one pass of a causal language model.
+
+    Args:
+        config: A transformers config, which is left as it is.
+        phase: "prefill": ``seq`` tokens at once into an empty KV cache. "decode": one token, which
+            becomes the last of ``seq`` rows.
+        batch: Sequences in the batch.
+        seq: Tokens of a sequence that are in the KV cache after the pass.
+        dtype: Of weights, activations and KV cache: a name in ``DTYPES``.
+
+    Returns:
+        The taskgraph. Weights have their qualified names, tied ones are there once. Tasks have
+        ``flops`` and ``moved_bytes``, but neither ``time_ns`` nor ``workspace_bytes``.
+
+    Raises:
+        ConfigError: An argument is out of range, ``seq`` is more than the model's positions, or
+            transformers cannot build the model.
+        CaptureError: The model's forward cannot be written down.
+    """
+    _require_arguments(config, phase, batch, seq, dtype)
+    recorder = Recorder()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.inference_mode(False), torch.no_grad(), mode:
+        model = _build(config, dtype)
+        calls = _Inputs(recorder)
+        for name, parameter in model.named_parameters():
+            calls.add(parameter, BufferKind.WEIGHT, name)
+        for name, buffer in model.named_buffers():
+            calls.add(buffer, BufferKind.INPUT, name)
+        num_new = seq if phase == "prefill" else 1
+        ids = torch.empty(batch, num_new, dtype=torch.int64)
+        calls.add(ids, BufferKind.INPUT, "input_ids")
+        kwargs = _optional_arguments(model, calls, batch, num_new)
+        cache = _StaticRows(config, calls, num_new=num_new, num_past=seq - num_new)
+        try:
+            with _labelled(model, recorder), _GroupedMm(), recorder:
+                logits = model(
+                    input_ids=ids, past_key_values=cache, use_cache=True, **kwargs
+                ).logits
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{type(model).__name__}: {type(error).__name__}: {error}"
+            ) from error
+        outputs = (GraphOutput(tensor=recorder.tensor_id(logits)),)
+    name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
+    return finish(recorder, name, calls.used(), outputs, versions())
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Count a model's parameters, tied ones once.
+
+    Raises:
+        ConfigError: transformers cannot build the model.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return sum(p.numel() for p in _build(config, "float16").parameters())
+
+
+def _require_arguments(
+    config: PretrainedConfig, phase: str, batch: int, seq: int, dtype: str
+) -> None:
+    if phase not in PHASES:
+        raise ConfigError(f"phase: unknown phase {phase!r}. Known: {', '.join(PHASES)}.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: unknown dtype {dtype!r}. Known: {', '.join(DTYPES)}.")
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value < 1:
+            raise ConfigError(f"{name}: {value} is less than 1")
+    positions = positions_of(config)
+    if positions is not None and seq > positions:
+        raise ConfigError(
+            f"seq: {seq} tokens are more than the model's {positions} positions. Write at most "
+            f"{positions}."
+        )
+
+
+def _build(config: PretrainedConfig, dtype: str) -> torch.nn.Module:
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    except Exception as error:  # each model class fails in its own way
+        raise ConfigError(
+            f"transformers cannot build a causal language model of model_type "
+            f"{config.model_type!r}: {type(error).__name__}: {error}"
+        ) from error
+    assert isinstance(model, torch.nn.Module)
+    return model.eval()
+
+
+class _Inputs:
+    """What the call brings along, by position."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._tensors: list[tuple[int, bool]] = []  # tensor id, may be left out
+
+    def add(self, tensor: torch.Tensor, kind: BufferKind, name: str) -> None:
+        nbytes = int(tensor.untyped_storage().nbytes())
+        self._recorder.add_buffer(tensor, kind, nbytes, name)
+        optional = kind is BufferKind.INPUT
+        self._tensors.append((self._recorder.tensor_id(tensor), optional))
+
+    def used(self) -> tuple[GraphInput, ...]:
+        """Describe all weights, and of the other inputs those that the pass looks at."""
+        recorder = self._recorder
+        seen = {b for task in recorder.tasks for b in task.reads | task.writes}
+        kept = [
+            tensor
+            for tensor, optional in self._tensors
+            if not optional or recorder.tensors[tensor].buffer in seen
+        ]
+        return tuple(GraphInput(position, tensor) for position, tensor in enumerate(kept))
+
+
+def _optional_arguments(
+    model: torch.nn.Module, calls: _Inputs, batch: int, num_new: int
+) -> dict[str, Any]:
+    """Choose what ``generate`` would pass too, of what this model takes."""
+    taken = inspect.signature(model.forward).parameters
+    found: dict[str, Any] = {}
+    if "position_ids" in taken:
+        found["position_ids"] = torch.empty(batch, num_new, dtype=torch.int64)
+        calls.add(found["position_ids"], BufferKind.INPUT, "position_ids")
+    if "logits_to_keep" in taken:
+        found["logits_to_keep"] = 1
+    return found
+
+
+@contextmanager
+def _labelled(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder, while the model runs, which module each op comes from."""
+    labels: list[str] = []
+
+    def enter(name: str) -> Any:
+        def before(*_: Any) -> None:
+            labels.append(name)
+            recorder.label = name
+
+        return before
+
+    def leave(*_: Any) -> None:
+        labels.pop()
+        recorder.label = labels[-1] if labels else ""
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(name)))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _GroupedMm(TorchFunctionMode):
+    """Sends products of experts that torch does in bfloat16 only to transformers' own op.
+
+    transformers does so on a GPU whose torch lacks the product; it cannot tell for FakeTensors.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], kwargs["offs"])
+        return func(*args, **kwargs)
+
+
+class _StaticRows(Cache):
+    """A KV cache whose rows are all live after the pass."""
+
+    def __init__(
+        self, config: PretrainedConfig, calls: _Inputs, *, num_new: int, num_past: int
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        positions = torch.empty(num_new, dtype=torch.int64)
+        calls.add(positions, BufferKind.INPUT, "cache_position")
+        layers = []
+        for index, window in enumerate(_windows(text)):
+            num_rows = min(num_new + num_past, window or num_new + num_past)
+            layers.append(_LayerRows(f"cache.{index}", num_rows, num_past, positions, calls))
+            layers[-1].is_sliding = window is not None
+        super().__init__(layers=layers)
+
+
+class _LayerRows(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: buffers that the call brings along, and that it changes."""
+
+    is_compileable = False
+
+    def __init__(
+        self, name: str, num_rows: int, num_past: int, positions: torch.Tensor, calls: _Inputs
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._num_rows = num_rows
+        self._num_past = num_past
+        self._positions = positions
+        self._calls = calls
+        self.is_sliding = False
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
+        # The rows exist before the pass, so making them is not a task.
+        with _pop_mode_temporarily():
+            self.keys = self._rows_like(key_states)
+            self.values = self._rows_like(key_states if value_states is None else value_states)
+        self._calls.add(self.keys, BufferKind.INPUT, f"{self._name}.keys")
+        self._calls.add(self.values, BufferKind.INPUT, f"{self._name}.values")
+        self.is_initialized = True
+
+    def _rows_like(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, width = states.shape
+        return torch.empty(batch, heads, self._num_rows, width, dtype=states.dtype)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        kept = min(self._num_rows, key_states.shape[-2])
+        positions = self._positions[:kept]
+        self.keys.index_copy_(2, positions, key_states[:, :, -kept:])
+        self.values.index_copy_(2, positions, value_states[:, :, -kept:])
+        if kept < key_states.shape[-2]:
+            return key_states, value_states  # a prompt that is longer than the window
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return how many rows attention reads, and how many came before them."""
+        num_new = self._positions.shape[0]
+        rows = num_new if num_new > 1 else self._num_rows
+        return rows, self._num_past + num_new - rows
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._num_past
+
+    def get_max_length(self) -> int:
+        return self._num_rows
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5
+
+
+def _windows(config: PretrainedConfig) -> list[int | None]:
+    """Return each layer's sliding window, None where attention is full.
+
+    Raises:
+        CaptureError: A layer keeps something else than keys and values.
+    """
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"]
+        types *= config.num_hidden_layers
+    found: list[int | None] = []
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CaptureError(
+                f"layers of type {kind!r} ({config.model_type}) keep a state that is not a KV "
+                f"cache; such models cannot be captured from their config"
+            )
+        found.append(window if kind == "sliding_attention" else None)
+    return found

@@ -1,0 +1,328 @@
+"""Show both engines side by side on a small model that is made on the spot.
+
+Makes a Llama checkpoint with a tokenizer (random weights from a fixed seed, nothing is downloaded)
+and runs examples/generate.py on it, each time in a process of its own: by plain transformers, for
+tokens to compare with; by stock ZeRO-Inference; and by ds_finepage under a budget. The ds_configs
+of the two engines differ in finepage.enabled alone. A CUDA device is used where there is one.
+
+Exit status: 0; 1 if tokens differ or the budget was exceeded; 2 for an option that cannot be used.
+"""
+
+# Floor 5.
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import ds_finepage
+from ds_finepage.cli.checkpoint import LlamaShape
+from ds_finepage.cli.instruments import Reading
+from ds_finepage.config import FinepageConfig
+from ds_finepage.errors import ConfigError, FinepageError
+from ds_finepage.planning.policies import POLICIES
+from ds_finepage.units import format_bytes
+
+PROMPT = "The planner never sees torch; the executor never decides. A model that is too large"
+ENGINES = {"zero_inference": "stock ZeRO-Inference", "finepage": "ds_finepage"}
+NUM_CALLS = 2
+"""Of ``generate`` in each run: the first captures and plans (or records), the second only runs."""
+
+MIN_NEW_TOKENS = 4
+"""The first decode step follows another shape and the last is cut short: some must be steady."""
+
+TINY = LlamaShape(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=512,
+)
+"""For tests of this command: same steps, no time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineResult:
+    """One engine's row of the result.
+
+    ``decode_lower_bound_bytes`` is None where there is no budget to compute it for; ``wall_s`` is
+    the time of the first call of ``generate``, capture and planning included.
+    """
+
+    tokens_equal: bool
+    peak_bytes: int
+    prefill_reloaded_bytes: int
+    decode_reloaded_bytes: int
+    decode_lower_bound_bytes: int | None
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo found."""
+
+    budget_bytes: int
+    weight_bytes: int
+    engines: dict[str, EngineResult]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as one object for ``--json``; keys without a meaning are left out."""
+        found = asdict(self)
+        for name, engine in found["engines"].items():
+            found["engines"][name] = {k: v for k, v in engine.items() if v is not None}
+        return found
+
+
+def problems_of(result: DemoResult) -> list[str]:
+    """Judge a result: everything that must not be, in words."""
+    problems = [
+        f"the tokens of {ENGINES[name]} differ from those of plain transformers"
+        for name, engine in result.engines.items()
+        if not engine.tokens_equal
+    ]
+    peak_bytes = result.engines["finepage"].peak_bytes
+    if peak_bytes > result.budget_bytes:
+        problems.append(
+            f"ds_finepage had {peak_bytes} bytes on the device; the budget is "
+            f"{result.budget_bytes} bytes"
+        )
+    return problems
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``ds-finepage demo``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    parser.add_argument(
+        "--budget",
+        default="40%weights",
+        help="ds_finepage's device budget, as in finepage.device_budget (default: %(default)s)",
+    )
+    parser.add_argument("--policy", default="finepage", help="default: %(default)s")
+    parser.add_argument(
+        "--new-tokens", type=int, default=32, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep checkpoint, ds_configs and logs there"
+    )
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ds-finepage demo``."""
+    settings = {"device_budget": arguments.budget, "policy": arguments.policy}
+    FinepageConfig.from_dict(settings, policies=tuple(POLICIES))  # refuse now, not in a while
+    if arguments.new_tokens < MIN_NEW_TOKENS:
+        raise ConfigError(
+            f"--new-tokens: {arguments.new_tokens} is too few for a steady decode step. "
+            f"Write at least {MIN_NEW_TOKENS}."
+        )
+    shape = TINY if arguments.tiny else LlamaShape()
+    with work_folder(arguments.keep) as folder:
+        demo = Demo(folder, settings, arguments.new_tokens, Console(stderr=True))
+        result, seconds = demo.run(shape)
+    if arguments.json:
+        print(json.dumps(result.as_json()))
+    else:
+        print_result(result, seconds)
+    problems = problems_of(result)
+    for problem in problems:
+        print(f"ds-finepage: {problem}", file=sys.stderr)
+    if arguments.keep is not None and not arguments.json:
+        print(f"\nBy hand:\n\n    {by_hand(arguments.keep)}")
+    return 1 if problems else 0
+
+
+@contextmanager
+def work_folder(keep: Path | None) -> Iterator[Path]:
+    """Give an empty folder: the one to keep, or one that is gone afterwards.
+
+    Raises:
+        ConfigError: The folder to keep is a file, or has something in it.
+    """
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="ds-finepage-demo-") as name:
+            yield Path(name)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ConfigError(f"--keep: {keep} exists and is not an empty folder. Name a new one.")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep.resolve()
+
+
+def example(name: str) -> Path:
+    """Find an example: inside the installed package, or beside it in a checkout."""
+    package = Path(ds_finepage.__file__).parent
+    installed = package / "examples" / name
+    return installed if installed.exists() else package.parent / "examples" / name
+
+
+def by_hand(folder: Path) -> str:
+    """Return the command that runs ds_finepage on a kept folder."""
+    return (
+        f"deepspeed --num_gpus 1 {example('generate.py')} --model {folder / 'model'} "
+        f'--prompt "{PROMPT}" --deepspeed --deepspeed_config {folder / "finepage.json"}'
+    )
+
+
+class Demo:
+    """The runs of one demo in one folder."""
+
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], num_new_tokens: int, console: Console
+    ) -> None:
+        """Take an empty folder, the ``finepage`` section but for ``enabled``, and a console."""
+        self._folder = folder
+        self._model = folder / "model"
+        self._settings = settings
+        self._num_new_tokens = num_new_tokens
+        self._console = console
+        # Half of the cores compute and leave the others to the transfer lanes; sums, and with them
+        # tokens, depend on the number of threads, so it is the same in every run.
+        threads = str(max(1, (os.cpu_count() or 1) // 2))
+        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
+
+    def run(self, shape: LlamaShape) -> tuple[DemoResult, dict[str, list[float]]]:
+        """Run everything; return the result, and the seconds of each call by engine."""
+        with self._step("making a Llama checkpoint"):
+            shape_json = json.dumps(asdict(shape))
+            self._python("checkpoint", "-m", "ds_finepage.cli.checkpoint", self._model, shape_json)
+            for name in ENGINES:
+                self._write_config(name)
+        with (
+            self._step("plain transformers for reference; both engines with a memory meter"),
+            ThreadPoolExecutor(max_workers=2) as pool,  # nothing is timed here
+        ):
+            plain = pool.submit(self._generate, "plain")
+            metered = {name: pool.submit(self._meter, name) for name in ENGINES}
+            expected = plain.result()["tokens"]
+            readings = {name: future.result() for name, future in metered.items()}
+        seconds, engines = {}, {}
+        for name, title in ENGINES.items():
+            with self._step(title):
+                found = self._generate(name, self._engine_options(name))
+            reading, tokens = readings[name]
+            seconds[name] = found["seconds"]
+            engines[name] = EngineResult(
+                tokens_equal=found["tokens"] == tokens == expected,
+                peak_bytes=reading.peak_bytes,
+                prefill_reloaded_bytes=reading.prefill_reloaded_bytes,
+                decode_reloaded_bytes=reading.decode_reloaded_bytes,
+                decode_lower_bound_bytes=reading.decode_lower_bound_bytes,
+                wall_s=round(found["seconds"][0], 3),
+            )
+        ours, _ = readings["finepage"]
+        assert ours.budget_bytes is not None
+        result = DemoResult(
+            budget_bytes=ours.budget_bytes, weight_bytes=ours.weight_bytes, engines=engines
+        )
+        return result, seconds
+
+    def _write_config(self, name: str) -> None:
+        import torch
+
+        ds_config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()},
+            },
+            "finepage": {"enabled": name == "finepage", **self._settings},
+        }
+        (self._folder / f"{name}.json").write_text(json.dumps(ds_config, indent=2))
+
+    def _engine_options(self, name: str) -> list[str | Path]:
+        return ["--deepspeed", "--deepspeed_config", self._folder / f"{name}.json"]
+
+    def _generate(self, name: str, options: Sequence[str | Path] = ()) -> dict[str, Any]:
+        """Run examples/generate.py as it is; return what it wrote."""
+        return self._run_example(name, [], options)
+
+    def _meter(self, name: str) -> tuple[Reading, list[int]]:
+        """Run the same with instruments around it; return the reading and the tokens."""
+        output = self._folder / f"{name}_reading.json"
+        before = ["-m", "ds_finepage.cli.instruments", output]
+        found = self._run_example(f"{name}_metered", before, self._engine_options(name))
+        return Reading(**json.loads(output.read_text())), found["tokens"]
+
+    def _run_example(
+        self, name: str, before: Sequence[str | Path], options: Sequence[str | Path]
+    ) -> dict[str, Any]:
+        output = self._folder / f"{name}_output.json"
+        given = ["--model", self._model, "--prompt", PROMPT, "--json", output]
+        calls = ["--new-tokens", str(self._num_new_tokens), "--calls", str(NUM_CALLS)]
+        self._python(name, *before, example("generate.py"), *given, *calls, *options)
+        found = json.loads(output.read_text())
+        assert isinstance(found, dict)
+        return found
+
+    def _python(self, name: str, *arguments: str | Path) -> None:
+        """Run a Python process to its end, its output in a log.
+
+        Raises:
+            FinepageError: It failed.
+        """
+        log = self._folder / f"{name}.log"
+        with log.open("w") as stream:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+            )
+        if done.returncode != 0:
+            last = log.read_text().strip().rpartition("\n")[2]
+            raise FinepageError(
+                f"the process {name!r} ended with status {done.returncode}: {last} "
+                "(With --keep DIR its whole log stays.)"
+            )
+
+    @contextmanager
+    def _step(self, text: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self._console.status(text):
+            yield
+        self._console.print(f"{text}: {time.perf_counter() - start:.1f} s", highlight=False)
+
+
+def print_result(result: DemoResult, seconds: dict[str, list[float]]) -> None:
+    """Print the table."""
+    stock, ours = (result.engines[name] for name in ENGINES)
+    assert ours.decode_lower_bound_bytes is not None
+    table = Table(caption_justify="left")
+    table.add_column("")
+    for title in ENGINES.values():
+        table.add_column(title, justify="right")
+    table.add_column("limit or bound", justify="right")
+    budget = f"budget {format_bytes(result.budget_bytes)}"
+    bound = f"lower bound {format_bytes(ours.decode_lower_bound_bytes)}"
+    equal = [("no", "yes")[engine.tokens_equal] for engine in (stock, ours)]
+    table.add_row("tokens equal to plain transformers", *equal, "")
+    for label, attribute, limit in (
+        ("peak device bytes", "peak_bytes", budget),
+        ("reloaded in a prefill", "prefill_reloaded_bytes", ""),
+        ("reloaded in a steady decode step", "decode_reloaded_bytes", bound),
+    ):
+        values = [format_bytes(getattr(engine, attribute)) for engine in (stock, ours)]
+        table.add_row(label, *values, limit)
+    for label, call in (("wall time, first call", 0), ("wall time, second call", 1)):
+        table.add_row(label, *(f"{seconds[name][call]:.2f} s" for name in ENGINES), "")
+    console = Console()
+    console.print(f"A Llama model with {format_bytes(result.weight_bytes)} of weights:")
+    console.print(table)

@@ -1,0 +1,137 @@
+"""What a planned pass of a model costs, in figures: terminal and JSON (floor 2, no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ds_finepage.graph.memgraph import EdgeKind, MemGraph, NodeKind
+from ds_finepage.units import format_bytes, format_ns
+
+NS_PER_S = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFigures:
+    """One plan of one pass under one budget on one machine, in the order in which JSON has them.
+
+    ``reloaded_bytes`` and what follows are of a steady pass; ``entry_reloaded_bytes`` of the very
+    first, which finds nothing resident. ``peak_bytes`` is the most that is on the device: the
+    arena up to its highest byte in use, and all that lies around it. ``lower_bound_bytes`` and
+    ``lower_bound_ns`` hold for any schedule under the same budget.
+    """
+
+    model: str
+    phase: str
+    batch: int
+    seq: int
+    policy: str
+    hardware: str
+    weight_bytes: int
+    budget_bytes: int
+    min_budget_bytes: int
+    peak_bytes: int
+    entry_reloaded_bytes: int
+    reloaded_bytes: int
+    offloaded_bytes: int
+    lower_bound_bytes: int
+    predicted_ns: int
+    compute_ns: int
+    transfer_ns: int
+    lower_bound_ns: int
+    stall_ns: int
+    num_tasks: int
+    num_memory_dependencies: int
+    capture_seconds: float
+    plan_seconds: float
+    layout_overhead: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that a steady pass makes or reads in a second, over the whole batch."""
+        tokens = self.batch * (self.seq if self.phase == "prefill" else 1)
+        return tokens * NS_PER_S / self.predicted_ns if self.predicted_ns else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures by name, ready for JSON."""
+        return asdict(self)
+
+    def to_table(self) -> Table:
+        """Return the figures as a table for the terminal."""
+        table = Table(
+            title=f"{self.model}, {self.phase}, batch {self.batch}, sequence {self.seq}, "
+            f"{self.policy} on {self.hardware}",
+            title_justify="left",
+            show_header=False,
+        )
+        table.add_column("")
+        table.add_column("", justify="right")
+        for label, figure in _LINES:
+            table.add_row(label, figure(self))
+        return table
+
+
+def entry_bytes(memgraph: MemGraph) -> int:
+    """Count the bytes of what a steady pass finds resident."""
+    return sum(memgraph.graph.buffers[r.buffer].nbytes for r in memgraph.entry)
+
+
+def num_memory_dependencies(memgraph: MemGraph) -> int:
+    """Count the edges that are there because bytes are used again."""
+    return sum(edge.kind is EdgeKind.MEMORY for edge in memgraph.edges)
+
+
+def largest_live_bytes(memgraph: MemGraph) -> int:
+    """Return the largest sum of extents that are allocated together, in the order of ids."""
+    live = largest = 0
+    for node in memgraph.nodes:
+        if node.extent is None:
+            continue
+        if node.kind in (NodeKind.RESIDENT, NodeKind.ALLOC):
+            live += node.extent.nbytes
+            largest = max(largest, live)
+        elif node.kind in (NodeKind.DROP, NodeKind.OFFLOAD):
+            live -= node.extent.nbytes
+    return largest
+
+
+def layout_overhead(memgraph: MemGraph) -> float:
+    """Return the highest arena byte in use over the largest sum of live bytes, at least 1."""
+    live = largest_live_bytes(memgraph)
+    return memgraph.peak_bytes / live if live else 1.0
+
+
+def _over(amount: int, bound: int) -> str:
+    return f" ({amount / bound:.2f} x)" if bound else ""
+
+
+_LINES: tuple[tuple[str, Callable[[PlanFigures], str]], ...] = (
+    ("weights", lambda f: format_bytes(f.weight_bytes)),
+    ("budget", lambda f: format_bytes(f.budget_bytes)),
+    ("  least that can run", lambda f: format_bytes(f.min_budget_bytes)),
+    ("  peak", lambda f: format_bytes(f.peak_bytes)),
+    ("reloaded by the first pass", lambda f: format_bytes(f.entry_reloaded_bytes)),
+    (
+        "reloaded by each pass",
+        lambda f: format_bytes(f.reloaded_bytes) + _over(f.reloaded_bytes, f.lower_bound_bytes),
+    ),
+    ("  least possible", lambda f: format_bytes(f.lower_bound_bytes)),
+    ("offloaded by each pass", lambda f: format_bytes(f.offloaded_bytes)),
+    (
+        "time of a pass",
+        lambda f: format_ns(f.predicted_ns) + _over(f.predicted_ns, f.lower_bound_ns),
+    ),
+    ("  least possible", lambda f: format_ns(f.lower_bound_ns)),
+    ("  compute", lambda f: format_ns(f.compute_ns)),
+    ("  transfer, busier lane", lambda f: format_ns(f.transfer_ns)),
+    ("  stall", lambda f: format_ns(f.stall_ns)),
+    ("tokens a second", lambda f: f"{f.tokens_per_s:.2f}"),
+    ("tasks", lambda f: str(f.num_tasks)),
+    ("memory dependencies", lambda f: str(f.num_memory_dependencies)),
+    ("peak of the arena / live bytes", lambda f: f"{f.layout_overhead:.4f}"),
+    ("capture", lambda f: f"{f.capture_seconds:.2f} s"),
+    ("planning", lambda f: f"{f.plan_seconds:.2f} s"),
+)

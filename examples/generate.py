@@ -1,0 +1,83 @@
+"""Generate text greedily: by plain transformers, or through DeepSpeed with either engine.
+
+    python examples/generate.py --model PATH --prompt "..."
+    deepspeed --num_gpus 1 examples/generate.py --model PATH --prompt "..." \
+        --deepspeed --deepspeed_config configs/finepage_cpu.json
+
+Whether DeepSpeed pages by plan or is stock ZeRO-Inference is one key of the ds_config:
+``finepage.enabled``. Nothing in this file asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import HfDeepSpeedConfig
+
+import ds_finepage
+from ds_finepage.run import prepare_one_process
+
+
+def main() -> None:
+    """Load, generate, print."""
+    args = parse_arguments()
+    device = get_accelerator().current_device_name()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.deepspeed:
+        prepare_one_process()  # what the launcher would set, where there is none
+        ds_config = json.loads(Path(args.deepspeed_config).read_text())
+        # While this object is alive, from_pretrained loads straight into ZeRO's host partitions.
+        keep_alive = HfDeepSpeedConfig(ds_config)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+        del keep_alive
+        if ds_config.get("finepage", {}).get("enabled"):
+            ds_finepage.assert_active(engine)
+        model = engine.module
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device)
+    model.eval()
+
+    inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
+    seconds = []
+    for _ in range(args.calls):
+        start = time.perf_counter()
+        with torch.no_grad():
+            ids = model.generate(
+                **inputs,
+                max_new_tokens=args.new_tokens,
+                do_sample=False,
+                cache_implementation="static",
+                disable_compile=True,  # else transformers compiles, and rounds differently
+            )
+        tokens = ids[0].tolist()
+        seconds.append(time.perf_counter() - start)
+        print(f"{args.new_tokens} new tokens in {seconds[-1]:.2f} s")
+    print(tokenizer.decode(tokens))
+    if args.json:
+        Path(args.json).write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; ``--deepspeed`` and ``--deepspeed_config`` are DeepSpeed's own."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder of a transformers checkpoint")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--calls", type=int, default=1, help="of generate; the first one plans")
+    parser.add_argument("--json", metavar="FILE", help="write token ids and seconds there, too")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
+    return deepspeed.add_config_arguments(parser).parse_args()
+
+
+if __name__ == "__main__":
+    main()

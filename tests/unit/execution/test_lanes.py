@@ -1,0 +1,526 @@
+"""The lanes: they keep the order that the waits ask for, overlap otherwise, and survive errors.
+
+Orders are forced by gates. A gate that never opens ends its test with an error, by its timeout.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ds_finepage.execution import lanes as lanes_module
+from ds_finepage.execution.lanes import CpuLanes, CudaLanes, make_lanes
+from ds_finepage.execution.program import LANES, Program, Step
+from ds_finepage.graph.memgraph import Lane, Node, NodeKind
+
+COMPUTE, H2D, D2H = LANES
+CPU = torch.device("cpu")
+every_lane = pytest.mark.parametrize("lane", LANES, ids=[lane.value for lane in LANES])
+
+
+def program_of(*lines: str) -> Program:
+    """Build a program of lines such as ``"h2d r1 <t1 <o1"``; node ids count the lines."""
+    at: dict[str, tuple[Lane, int]] = {}
+    drafts = []
+    for i, line in enumerate(lines):
+        lane_name, name, *before = line.replace("<", "").split()
+        lane = Lane(lane_name)
+        position = 1 + sum(other is lane for other, _ in at.values())
+        at[name] = (lane, position)
+        drafts.append((i, lane, position, tuple(at[b] for b in before)))
+    waited = {wait for *_, waits in drafts for wait in waits}
+    merged = tuple(
+        Step(Node(i, NodeKind.COMPUTE, task=i), lane, position, waits, (lane, position) in waited)
+        for i, lane, position, waits in drafts
+    )
+    return Program({lane: tuple(s for s in merged if s.lane is lane) for lane in LANES}, merged)
+
+
+class Gate:
+    """An event that is waited for with a limit."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.open = self._event.set
+
+    def wait(self) -> None:
+        assert self._event.wait(20), "a gate was never opened"
+
+
+def logging_actions(program: Program) -> tuple[dict[int, Callable[[], None]], list[int]]:
+    log: list[int] = []
+    return {s.node.id: lambda i=s.node.id: log.append(i) for s in program.merged}, log  # type: ignore[misc]
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+@pytest.fixture
+def lanes() -> Iterator[CpuLanes]:
+    made = CpuLanes()
+    yield made
+    made.close()
+
+
+def assert_reusable(lanes: CpuLanes) -> None:
+    """A program that goes through all lanes and back runs as if nothing had been before."""
+    program = program_of("h2d r", "compute t <r", "d2h o <t", "compute u <o", "h2d q <u")
+    actions, log = logging_actions(program)
+    lanes.run(program, actions)
+    assert log == [0, 1, 2, 3, 4]
+
+
+# --- order and overlap -----------------------------------------------------------------------
+
+
+def test_an_empty_program_returns(lanes: CpuLanes) -> None:
+    lanes.run(program_of(), {})
+
+
+@every_lane
+def test_a_lane_runs_its_steps_in_order(lanes: CpuLanes, lane: Lane) -> None:
+    program = program_of(*(f"{lane.value} s{i}" for i in range(50)))
+    actions, log = logging_actions(program)
+    lanes.run(program, actions)
+    assert log == list(range(50))
+
+
+def test_run_returns_when_every_lane_is_done(lanes: CpuLanes) -> None:
+    program = program_of("compute t", "h2d r <t", "d2h o <r")
+    actions, log = logging_actions(program)
+    lanes.run(program, actions)
+    assert sorted(log) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("first", LANES, ids=[lane.value for lane in LANES])
+@pytest.mark.parametrize("second", LANES, ids=[lane.value for lane in LANES])
+def test_lanes_overlap_where_nothing_waits(lanes: CpuLanes, first: Lane, second: Lane) -> None:
+    """Each step waits inside itself for the other one to have begun."""
+    if first is second:
+        return
+    program = program_of(f"{first.value} a", f"{second.value} b")
+    began = [Gate(), Gate()]
+
+    def meet(own: int) -> Callable[[], None]:
+        def action() -> None:
+            began[own].open()
+            began[1 - own].wait()
+
+        return action
+
+    lanes.run(program, {0: meet(0), 1: meet(1)})
+
+
+@pytest.mark.parametrize("first", LANES, ids=[lane.value for lane in LANES])
+@pytest.mark.parametrize("second", LANES, ids=[lane.value for lane in LANES])
+def test_a_step_waits_for_another_lane(lanes: CpuLanes, first: Lane, second: Lane) -> None:
+    """The first step is held until the second lane has gone as far as it can."""
+    if first is second:
+        return
+    program = program_of(f"{first.value} a", f"{second.value} b", f"{second.value} c <a")
+    gate, log = Gate(), []
+
+    def held() -> None:
+        gate.wait()
+        log.append("a")
+
+    lanes.run(program, {0: held, 1: gate.open, 2: lambda: log.append("c")})
+    assert log == ["a", "c"]
+
+
+def test_a_step_waits_for_several_lanes(lanes: CpuLanes) -> None:
+    program = program_of("h2d r", "d2h o", "compute t", "compute u <r <o")
+    gates, log = [Gate(), Gate()], []
+
+    def held(own: int) -> Callable[[], None]:
+        def action() -> None:
+            gates[own].wait()
+            log.append(own)
+
+        return action
+
+    def release() -> None:
+        gates[1].open()
+        gates[0].open()
+
+    lanes.run(program, {0: held(0), 1: held(1), 2: release, 3: lambda: log.append(3)})
+    assert sorted(log[:2]) == [0, 1] and log[2] == 3
+
+
+def test_a_missing_wait_shows(lanes: CpuLanes) -> None:
+    """The gates above would not hold back a step that does not wait."""
+    program = program_of("h2d a", "compute b", "compute c")
+    gate, log = Gate(), []
+
+    def held() -> None:
+        gate.wait()
+        log.append("a")
+
+    def last() -> None:
+        log.append("c")
+        gate.open()
+
+    lanes.run(program, {0: held, 1: lambda: None, 2: last})
+    assert log == ["c", "a"]
+
+
+def test_a_program_can_be_run_again(lanes: CpuLanes) -> None:
+    program = program_of("h2d r", "compute t <r", "d2h o <t")
+    actions, log = logging_actions(program)
+    for _ in range(3):
+        lanes.run(program, actions)
+    assert log == [0, 1, 2] * 3
+
+
+def test_compute_is_the_callers_thread_and_transfers_have_their_own(lanes: CpuLanes) -> None:
+    program = program_of("compute t", "h2d r", "d2h o")
+    found: dict[int, str] = {}
+    actions = {
+        i: lambda i=i: found.update({i: threading.current_thread().name})  # type: ignore[misc]
+        for i in range(3)
+    }
+    lanes.run(program, actions)
+    assert found == {
+        0: threading.current_thread().name,
+        1: "finepage-h2d",
+        2: "finepage-d2h",
+    }
+
+
+def test_transfers_build_no_autograd_graph(lanes: CpuLanes) -> None:
+    found = []
+    with torch.enable_grad():
+        lanes.run(program_of("h2d r"), {0: lambda: found.append(torch.is_grad_enabled())})
+    assert found == [False]
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@every_lane
+@pytest.mark.parametrize("error", [ValueError("op failed"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_error_in_any_lane_is_raised_and_the_lanes_stay_usable(
+    lanes: CpuLanes, lane: Lane, error: BaseException
+) -> None:
+    """The other two lanes wait for the failing step, which will never be done."""
+    others = [other.value for other in LANES if other is not lane]
+    program = program_of(f"{lane.value} a", *(f"{other} w{other} <a" for other in others))
+    actions, log = logging_actions(program)
+    with pytest.raises(type(error)) as caught:
+        lanes.run(program, actions | {0: fail(error)})
+    assert caught.value is error
+    assert log == []
+    assert_reusable(lanes)
+
+
+@every_lane
+def test_no_later_step_of_the_failing_lane_is_run(lanes: CpuLanes, lane: Lane) -> None:
+    program = program_of(f"{lane.value} a", f"{lane.value} b")
+    actions, log = logging_actions(program)
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program, actions | {0: fail(ValueError("op failed"))})
+    assert log == []
+
+
+def open_when_run_winds_up(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """Open a gate once a run has seen an error and waits for its lanes."""
+    wait = lanes_module._wait_through_interrupts
+
+    def wind_up(idle: threading.Event) -> None:
+        gate.open()
+        wait(idle)
+
+    monkeypatch.setattr(lanes_module, "_wait_through_interrupts", wind_up)
+
+
+def test_an_error_is_raised_only_when_the_other_lanes_are_idle(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is under way when compute fails is finished; the copy behind it never begins."""
+    began, gate, log = Gate(), Gate(), []
+    open_when_run_winds_up(monkeypatch, gate)
+    program = program_of("d2h a", "d2h b", "compute t")
+
+    def copy() -> None:
+        began.open()
+        gate.wait()
+        log.append("a")
+
+    def compute() -> None:
+        began.wait()
+        raise ValueError("op failed")
+
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: compute})
+    assert log == ["a"]
+    assert_reusable(lanes)
+
+
+def test_the_error_of_compute_comes_before_those_of_transfers(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, gate = Gate(), Gate()
+    open_when_run_winds_up(monkeypatch, gate)
+
+    def copy() -> None:
+        began.open()
+        gate.wait()
+        raise OSError("copy failed")
+
+    def compute() -> None:
+        began.wait()
+        raise ValueError("op failed")
+
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program_of("h2d a", "compute t"), {0: copy, 1: compute})
+    assert_reusable(lanes)
+
+
+def test_a_step_that_another_lane_waits_for_in_vain_ends_the_run(lanes: CpuLanes) -> None:
+    """Compute waits for h2d, which waits for d2h, which fails."""
+    program = program_of("d2h o", "h2d r <o", "compute t <r")
+    actions, log = logging_actions(program)
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program, actions | {0: fail(ValueError("op failed"))})
+    assert log == []
+    assert_reusable(lanes)
+
+
+@pytest.fixture
+def press_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Send the host thread the signal that Ctrl-C sends."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    host = threading.get_ident()
+    yield lambda: signal.pthread_kill(host, signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_the_host_waits_for_a_copy(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch, press_ctrl_c: Callable[[], None]
+) -> None:
+    gate, log = Gate(), []
+    open_when_run_winds_up(monkeypatch, gate)
+
+    def copy() -> None:
+        press_ctrl_c()
+        gate.wait()  # until the run has noticed
+        log.append("a")
+
+    program = program_of("h2d a", "h2d b", "compute t <b")
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: lambda: log.append("t")})
+    assert log == ["a"]
+    assert_reusable(lanes)
+
+
+def test_ctrl_c_behind_the_last_task(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch, press_ctrl_c: Callable[[], None]
+) -> None:
+    gate = Gate()
+    open_when_run_winds_up(monkeypatch, gate)
+
+    def copy() -> None:
+        press_ctrl_c()
+        gate.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program_of("compute t", "d2h o <t"), {0: lambda: None, 1: copy})
+    assert_reusable(lanes)
+
+
+def test_ctrl_c_while_the_lanes_are_being_started(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane that waits for compute must not wait for ever because compute never began."""
+    submit, presses = lanes_module._Worker.submit, [1]
+
+    def interrupted(worker: lanes_module._Worker, job: Callable[[], None]) -> None:
+        submit(worker, job)
+        if presses:
+            presses.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(lanes_module._Worker, "submit", interrupted)
+    program = program_of("compute t", "h2d r <t", "d2h o <t")
+    actions, log = logging_actions(program)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions)
+    assert log == []
+    assert_reusable(lanes)
+
+
+def test_waiting_for_a_lane_goes_on_through_more_interrupts() -> None:
+    class Impatient(threading.Event):
+        presses = 3
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.presses -= 1
+            if self.presses:
+                raise KeyboardInterrupt
+            self.set()
+            return True
+
+    idle = Impatient()
+    lanes_module._wait_through_interrupts(idle)
+    assert idle.is_set()
+
+
+# --- random delays ---------------------------------------------------------------------------
+
+
+def random_lines(draw: random.Random, num_steps: int) -> list[str]:
+    lines: list[str] = []
+    lane_of: list[str] = []
+    for i in range(num_steps):
+        lane = draw.choice(LANES).value
+        others = [j for j in range(max(0, i - 6), i) if lane_of[j] != lane]
+        waits = draw.sample(others, min(len(others), draw.randint(0, 2)))
+        lines.append(" ".join([lane, f"s{i}", *(f"<s{j}" for j in waits)]))
+        lane_of.append(lane)
+    return lines
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_keep_their_order_with_delays_on(seed: int) -> None:
+    """Steps pass tokens on without a lock; whoever comes too early finds the wrong one."""
+    program = program_of(*random_lines(random.Random(seed), 60))
+    at = {(s.lane, s.position): s.node.id for s in program.merged}
+    done = [False] * len(program.merged)
+    early: list[int] = []
+
+    def act(step: Step) -> Callable[[], None]:
+        before = [at[wait] for wait in step.waits]
+        if step.position > 1:
+            before.append(at[step.lane, step.position - 1])
+
+        def action() -> None:
+            if not all(done[b] for b in before):
+                early.append(step.node.id)
+            done[step.node.id] = True
+
+        return action
+
+    lanes = CpuLanes(delay_seed=seed, max_delay_us=50)
+    lanes.run(program, {s.node.id: act(s) for s in program.merged})
+    lanes.close()
+    assert early == [] and all(done)
+
+
+def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[tuple[str, float]] = []
+    monkeypatch.setattr(
+        lanes_module.time,
+        "sleep",
+        lambda seconds: slept.append((threading.current_thread().name, seconds)),
+    )
+    program = program_of(*(f"{lane.value} s{lane.value}{i}" for lane in LANES for i in range(200)))
+    lanes = CpuLanes(delay_seed=1, max_delay_us=70)
+    lanes.run(program, logging_actions(program)[0])
+    lanes.close()
+    assert {name for name, _ in slept} >= {"finepage-h2d", "finepage-d2h"}
+    assert len({name for name, _ in slept}) == 3
+    assert all(0 <= seconds <= 70e-6 for _, seconds in slept)
+    assert 0 < len(slept) < 600
+
+
+def test_without_a_seed_nothing_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module.time, "sleep", fail(AssertionError("slept")))
+    program = program_of(*(f"{lane.value} s{lane.value}{i}" for lane in LANES for i in range(50)))
+    lanes = CpuLanes()
+    lanes.run(program, logging_actions(program)[0])
+    lanes.close()
+
+
+# --- ends ------------------------------------------------------------------------------------
+
+
+def threads_of(lanes: CpuLanes) -> list[threading.Thread]:
+    return [worker._thread for worker in lanes._workers.values()]
+
+
+def test_close_ends_the_threads() -> None:
+    lanes = CpuLanes()
+    threads = threads_of(lanes)
+    assert len(threads) == 2 and all(t.is_alive() and t.daemon for t in threads)
+    lanes.close()
+    assert not any(t.is_alive() for t in threads)
+
+
+def test_close_twice_does_nothing() -> None:
+    lanes = CpuLanes()
+    lanes.close()
+    lanes.close()
+
+
+def test_close_after_an_error_ends_the_threads() -> None:
+    lanes = CpuLanes()
+    threads = threads_of(lanes)
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program_of("h2d r"), {0: fail(ValueError("op failed"))})
+    lanes.close()
+    assert not any(t.is_alive() for t in threads)
+
+
+def test_the_device_decides_the_lanes() -> None:
+    lanes = make_lanes(CPU, delay_seed=3, max_delay_us=7)
+    assert isinstance(lanes, CpuLanes)
+    assert lanes._random is not None and lanes._max_delay_us == 7
+    lanes.close()
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_lanes() -> Iterator[CudaLanes]:
+    made = make_lanes(torch.device("cuda"))
+    assert isinstance(made, CudaLanes)
+    yield made
+    made.close()
+
+
+@pytest.mark.gpu
+def test_streams_wait_for_each_other(cuda_lanes: CudaLanes) -> None:
+    """A value goes host -> device -> compute -> host; each leg must see the one before."""
+    n = 1 << 22
+    host = torch.arange(n, dtype=torch.float32).pin_memory()
+    back = torch.zeros(n).pin_memory()
+    device = torch.zeros(n, device="cuda")
+    spin = torch.ones(2048, 2048, device="cuda")
+    program = program_of("h2d r", "compute t <r", "d2h o <t")
+
+    def compute() -> None:
+        for _ in range(20):
+            torch.mm(spin, spin)
+        device.add_(1)
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        return lambda: target.copy_(source, non_blocking=True) and None
+
+    for _ in range(3):
+        back.zero_()
+        cuda_lanes.run(program, {0: copy(device, host), 1: compute, 2: copy(back, device)})
+        torch.cuda.synchronize()
+        assert torch.equal(back, torch.arange(n, dtype=torch.float32) + 1)
+
+
+@pytest.mark.gpu
+def test_an_error_on_cuda_leaves_nothing_under_way(cuda_lanes: CudaLanes) -> None:
+    program = program_of("h2d r", "compute t <r", "d2h o <t")
+    x = torch.zeros(4, device="cuda")
+    actions = {0: lambda: None, 1: fail(ValueError("op failed")), 2: lambda: None}
+    with pytest.raises(ValueError, match="op failed"):
+        cuda_lanes.run(program, actions)
+    cuda_lanes.run(program, actions | {1: lambda: x.add_(1) and None})
+    assert torch.equal(x.cpu(), torch.ones(4))

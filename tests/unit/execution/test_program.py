@@ -1,0 +1,248 @@
+"""Lowering: the waits that are left must be enough for every edge, and none too many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_finepage.execution.program import LANES, Program, Step, iter_waits, lower
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, NodeKind, Residency
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.liveness import min_arena_bytes
+from ds_finepage.planning.policies import POLICIES, plan
+from tests.unit.planning.sketches import chain, names, sketch
+
+COMPUTE, H2D, D2H = LANES
+UNIT = 64
+
+
+def planned(graph: TaskGraph, units: int, policy: str = "horizon", **others: object) -> MemGraph:
+    return check(
+        plan(graph, arena_bytes=units * UNIT, policy=policy, **others)  # type: ignore[arg-type]
+    )
+
+
+def steps(program: Program, memgraph: MemGraph) -> dict[str, list[str]]:
+    """For each lane, its steps; waits are written behind them as ``"<compute 1"``."""
+    named = names(memgraph)
+    at = {(s.lane, s.position): named[s.node.id] for s in program.merged}
+    return {
+        lane.value: [
+            " <".join([named[s.node.id], *(at[wait] for wait in s.waits)])
+            for s in program.lanes[lane]
+        ]
+        for lane in LANES
+    }
+
+
+# --- by hand ---------------------------------------------------------------------------------
+
+
+def test_a_task_waits_for_its_reload_and_the_next_reload_for_the_task() -> None:
+    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 1)
+    assert steps(lower(memgraph), memgraph) == {
+        "compute": ["compute 0 <reload w1", "compute 1 <reload w2"],
+        "h2d": ["reload w1", "reload w2 <compute 0"],
+        "d2h": [],
+    }
+
+
+def test_an_offload_and_its_reload_wait_for_each_other() -> None:
+    graph = sketch("a1:64 a2:64 a3:64", "-> a1", "-> a2", "a2 -> a3", "a3 ->", "a1 ->")
+    memgraph = planned(graph, 2)
+    found = steps(lower(memgraph), memgraph)
+    assert found["d2h"] == ["offload a1 <compute 0"] or found["d2h"] == ["offload a1 <compute 1"]
+    assert found["h2d"][0].startswith("reload a1 <")
+    assert found["compute"][2] == "compute 2 <offload a1"
+
+
+def test_nothing_waits_where_all_is_resident() -> None:
+    program = lower(planned(sketch("a:64", "-> a", "a ->"), 1))
+    assert list(iter_waits(program)) == []
+    assert [s.signals for s in program.merged] == [False, False]
+
+
+def test_a_lane_does_not_wait_for_what_it_knows() -> None:
+    """Task 0 waits for the reload of w2, so task 1 need not wait for any of the two."""
+    memgraph = planned(sketch("w1:64 w2:64", "w1 w2 ->", "w1 ->", "w2 ->"), 2)
+    assert steps(lower(memgraph), memgraph)["compute"] == [
+        "compute 0 <reload w2",
+        "compute 1",
+        "compute 2",
+    ]
+
+
+def test_a_wait_that_another_wait_implies_is_left_out() -> None:
+    """A reload into bytes that were offloaded waits for that; its task waits for the reload alone.
+
+    Task 2 needs w, which lies where a1 lay: the reload waited for the offload of a1.
+    """
+    graph = sketch("w:128 a1:64 a2:64", "-> a1", "a1 -> a1 a2", "w ->", "a1 a2 ->")
+    memgraph = planned(graph, 2)
+    found = steps(lower(memgraph), memgraph)
+    assert found["d2h"] == ["offload a1 <compute 1", "offload a2"]
+    assert found["h2d"][0] == "reload w <offload a2"
+    assert found["compute"][2] == "compute 2 <reload w"
+
+
+def test_positions_count_a_lanes_steps_from_one() -> None:
+    program = lower(planned(chain(5), 2))
+    for lane in LANES:
+        assert [s.position for s in program.lanes[lane]] == list(
+            range(1, len(program.lanes[lane]) + 1)
+        )
+
+
+def test_merged_has_every_step_once_in_the_order_of_nodes() -> None:
+    program = lower(planned(chain(5), 3))
+    ids = [s.node.id for s in program.merged]
+    assert ids == sorted(set(ids))
+    assert sum(len(program.lanes[lane]) for lane in LANES) == len(ids)
+
+
+def test_nodes_that_take_no_time_are_no_steps() -> None:
+    program = lower(planned(chain(5), 3))
+    assert {s.node.kind for s in program.merged} == {NodeKind.RELOAD, NodeKind.COMPUTE}
+
+
+def test_a_step_signals_where_another_lane_waits_for_it() -> None:
+    program = lower(planned(chain(8), 4))
+    waited = {(lane, position) for _, lane, position in iter_waits(program)}
+    assert waited
+    for step in program.merged:
+        assert step.signals == ((step.lane, step.position) in waited)
+
+
+# --- entries that are not in place -----------------------------------------------------------
+
+
+ENTRY = (Residency(0, Extent(0, UNIT)), Residency(1, Extent(UNIT, UNIT)))
+
+
+def test_what_is_resident_is_no_step() -> None:
+    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 2, entry=ENTRY)
+    assert steps(lower(memgraph), memgraph)["h2d"] == []
+
+
+def test_a_missing_entry_is_a_reload_that_its_task_waits_for() -> None:
+    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 2, entry=ENTRY)
+    assert steps(lower(memgraph, missing=frozenset({1})), memgraph) == {
+        "compute": ["compute 0", "compute 1 <resident w2"],
+        "h2d": ["resident w2"],
+        "d2h": [],
+    }
+
+
+def test_a_missing_entry_that_is_evicted_is_waited_for_by_the_next_tenant() -> None:
+    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 a -> a", "a ->")
+    memgraph = planned(graph, 2, entry=ENTRY)
+    program = lower(memgraph, missing=frozenset({0, 1}))
+    assert steps(program, memgraph)["compute"][0] == "compute 0 <resident w2"
+
+
+# --- poison ----------------------------------------------------------------------------------
+
+
+def test_with_poison_drops_are_steps_of_the_compute_lane() -> None:
+    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 1)
+    assert steps(lower(memgraph, poison=True), memgraph) == {
+        "compute": ["compute 0 <reload w1", "drop w1", "compute 1 <reload w2"],
+        "h2d": ["reload w1", "reload w2 <drop w1"],
+        "d2h": [],
+    }
+
+
+def test_with_poison_a_reload_waits_for_the_drop_not_for_the_reader_alone() -> None:
+    memgraph = planned(chain(6), 3)
+    program = lower(memgraph, poison=True)
+    by_node = {s.node.id: s for s in program.merged}
+    drops = [n.id for n in memgraph.nodes if n.kind is NodeKind.DROP]
+    assert all(by_node[d].lane is COMPUTE for d in drops)
+    order = reachable(program)
+    for before, after in required(memgraph, program):
+        assert before in order[after]
+
+
+# --- enough and not too many, against all edges ----------------------------------------------
+
+
+def required(memgraph: MemGraph, program: Program) -> set[tuple[int, int]]:
+    """List the pairs of steps that the memgraph's edges order, also through untimed nodes."""
+    timed = {s.node.id for s in program.merged}
+    behind: list[set[int]] = []  # for each node the steps that it comes after
+    for before in memgraph.predecessors:
+        behind.append({s for b in before for s in (behind[b] | ({b} & timed))})
+    return {(b, n) for n in timed for b in behind[n]}
+
+
+def reachable(
+    program: Program, without: tuple[int, Lane, int] | None = None
+) -> dict[int, set[int]]:
+    """For each step the steps that are done before it, by the order of lanes and the waits."""
+    at = {(s.lane, s.position): s.node.id for s in program.merged}
+    done: dict[int, set[int]] = {}
+    for step in program.merged:
+        direct = [at[step.lane, step.position - 1]] if step.position > 1 else []
+        for lane, position in step.waits:
+            if (step.node.id, lane, position) != without:
+                direct += [at[lane, p] for p in range(1, position + 1)]
+        done[step.node.id] = set(direct).union(*(done[d] for d in direct))
+    return done
+
+
+GRAPHS = {
+    "chain": chain(9),
+    "activations": sketch(
+        " ".join(f"a{i}:64" for i in range(7)),
+        *(f"-> a{i}" for i in range(7)),
+        *(f"a{i} ->" for i in range(7)),
+    ),
+    "mixed": sketch(
+        "w1:64 w2:128 w3:64 a1:64 a2:128 a3:64 s:64",
+        *("w1 -> a1", "a1 w2 s -> a2 s", "a1 a2 -> a3", "a3 w3 -> a3", "a2 w1 -> a2"),
+        *("~ a1", "w2 s ->", "~ a1", "join a1 ->", "a1 a2 a3 w3 ->"),
+    ),
+}
+cases = [
+    pytest.param(graph, policy, spare, poison, id=f"{name}-{policy}-{spare}-{poison}")
+    for name, graph in GRAPHS.items()
+    for policy in sorted(POLICIES)
+    for spare in (0, 1, 3)
+    for poison in (False, True)
+]
+every_case = pytest.mark.parametrize(("graph", "policy", "spare", "poison"), cases)
+
+
+def lowered(graph: TaskGraph, policy: str, spare: int, poison: bool) -> tuple[MemGraph, Program]:
+    memgraph = planned(graph, min_arena_bytes(graph, UNIT) // UNIT + spare, policy)
+    missing = frozenset(r.buffer for r in memgraph.entry[::2])
+    return memgraph, lower(memgraph, missing=missing, poison=poison)
+
+
+@every_case
+def test_the_waits_are_enough_for_every_edge(
+    graph: TaskGraph, policy: str, spare: int, poison: bool
+) -> None:
+    memgraph, program = lowered(graph, policy, spare, poison)
+    order = reachable(program)
+    for before, after in required(memgraph, program):
+        assert before in order[after]
+
+
+@every_case
+def test_every_wait_is_needed(graph: TaskGraph, policy: str, spare: int, poison: bool) -> None:
+    memgraph, program = lowered(graph, policy, spare, poison)
+    pairs = required(memgraph, program)
+    for step, lane, position in iter_waits(program):
+        order = reachable(program, without=(step.node.id, lane, position))
+        assert any(b not in order[a] for b, a in pairs), f"{step} need not wait for {lane}"
+
+
+def test_the_reading_above_sees_a_missing_wait() -> None:
+    memgraph = planned(GRAPHS["mixed"], 5)
+    program = lower(memgraph)
+    broken: list[Step] = [replace(s, waits=()) for s in program.merged]
+    order = reachable(Program(program.lanes, tuple(broken)))
+    assert any(b not in order[a] for b, a in required(memgraph, program))

@@ -1,0 +1,486 @@
+"""The published two-horizon simulation: its routines, its two variants, its order of events."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind, Residency
+from ds_finepage.graph.taskgraph import Task, TaskGraph
+from ds_finepage.planning.horizon import (
+    HorizonPlanner,
+    PinnedTooMuch,
+    plan_horizon,
+    plan_horizon_outputs,
+)
+from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from tests.unit.planning.sketches import chain, edges, names, offsets, sketch
+
+UNIT = 64
+both = pytest.mark.parametrize("plan", [plan_horizon, plan_horizon_outputs])
+
+
+def planner(graph: TaskGraph, units: int, **others: object) -> HorizonPlanner:
+    return HorizonPlanner(
+        graph,
+        arena_bytes=units * UNIT,
+        alignment=UNIT,
+        policy="test",
+        **others,  # type: ignore[arg-type]
+    )
+
+
+def resident(graph: TaskGraph, **at: int) -> tuple[Residency, ...]:
+    """Say which weights are resident at which unit."""
+    ids = {b.name: b for b in graph.buffers}
+    return tuple(
+        Residency(ids[n].id, Extent(unit * UNIT, -(-ids[n].nbytes // UNIT) * UNIT))
+        for n, unit in at.items()
+    )
+
+
+def working_set(graph: TaskGraph, units: int, **others: object) -> MemGraph:
+    return check(planner(graph, units, **others).plan_working_set())
+
+
+def outputs(graph: TaskGraph, units: int, **others: object) -> MemGraph:
+    return check(planner(graph, units, **others).plan_outputs())
+
+
+def vacated(memgraph: MemGraph) -> list[str]:
+    return [n for n in names(memgraph) if n.startswith(("drop", "offload"))]
+
+
+# --- simMalloc -------------------------------------------------------------------------------
+
+
+def test_sim_malloc_gives_free_memory() -> None:
+    made = planner(sketch("a:64", "-> a"), 1)
+    assert made.sim_malloc(0)
+    assert names(made._builder.finish()) == ["alloc a"]
+
+
+def test_sim_malloc_evicts_nothing() -> None:
+    graph = sketch("w:64 a:64", "w ->", "-> a")
+    made = planner(graph, 1, entry=resident(graph, w=0))
+    assert not made.sim_malloc(1)
+    assert names(made._builder.finish()) == ["resident w", "stored w"]
+
+
+# --- simMallocOffld --------------------------------------------------------------------------
+
+
+def test_sim_malloc_offload_takes_free_memory_first() -> None:
+    graph = sketch("w:64 a:64", "w ->", "-> a")
+    made = planner(graph, 2, entry=resident(graph, w=0))
+    assert made.sim_malloc_offload(1, ())
+    assert vacated(made._builder.finish()) == []
+
+
+def test_sim_malloc_offload_evicts_the_farthest_next_use() -> None:
+    graph = sketch("w1:64 w2:64 w3:64 a:64", "-> a", "w1 ->", "w3 ->", "w2 ->")
+    made = planner(graph, 3, entry=resident(graph, w1=0, w2=1, w3=2))
+    assert made.sim_malloc_offload(3, ())
+    memgraph = made._builder.finish()
+    assert vacated(memgraph) == ["drop w2"]
+    assert "drop w2 > alloc a" in edges(memgraph)
+
+
+def test_sim_malloc_offload_evicts_a_whole_window() -> None:
+    graph = sketch("w1:64 w2:64 w3:64 a:128", "-> a", "w1 ->", "w2 ->", "w3 ->")
+    made = planner(graph, 3, entry=resident(graph, w1=0, w2=1, w3=2))
+    assert made.sim_malloc_offload(3, ())
+    assert vacated(made._builder.finish()) == ["drop w2", "drop w3"]
+
+
+def test_sim_malloc_offload_leaves_protected_buffers_alone() -> None:
+    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 ->", "w2 ->")
+    made = planner(graph, 2, entry=resident(graph, w1=0, w2=1))
+    assert made.sim_malloc_offload(2, (1,))
+    assert vacated(made._builder.finish()) == ["drop w1"]
+
+
+def test_sim_malloc_offload_leaves_pinned_weights_alone() -> None:
+    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 ->", "w2 ->")
+    made = planner(graph, 2, entry=resident(graph, w1=0, w2=1), pinned=frozenset({1}))
+    assert made.sim_malloc_offload(2, ())
+    assert vacated(made._builder.finish()) == ["drop w1"]
+
+
+def test_sim_malloc_offload_fails_where_all_is_protected() -> None:
+    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 w2 ->")
+    made = planner(graph, 2, entry=resident(graph, w1=0, w2=1))
+    assert not made.sim_malloc_offload(2, (0, 1))
+    assert vacated(made._builder.finish()) == []
+
+
+# --- simMallocForceReld ----------------------------------------------------------------------
+
+
+def test_sim_malloc_force_reload_brings_the_contents_back() -> None:
+    made = planner(sketch("w:64", "w ->"), 1)
+    assert made.sim_malloc_force_reload(0, ())
+    assert names(made._builder.finish()) == ["stored w", "alloc w", "reload w"]
+
+
+def test_sim_malloc_force_reload_evicts_if_it_must() -> None:
+    graph = sketch("w1:64 w2:64", "w2 ->", "w1 ->")
+    made = planner(graph, 1, entry=resident(graph, w1=0))
+    assert made.sim_malloc_force_reload(1, ())
+    assert names(made._builder.finish())[-3:] == ["drop w1", "alloc w2", "reload w2"]
+
+
+def test_sim_malloc_force_reload_fails_without_a_trace() -> None:
+    graph = sketch("w1:64 w2:64", "w1 w2 ->")
+    made = planner(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 1, entry=resident(graph, w1=0))
+    before = names(made._builder.finish())
+    assert not made.sim_malloc_force_reload(1, (0,))
+    assert names(made._builder.finish()) == before
+
+
+# --- variant working_set ---------------------------------------------------------------------
+
+
+def test_the_allocation_horizon_runs_ahead_while_memory_is_free() -> None:
+    memgraph = working_set(sketch("w1:64 w2:64 w3:64", "w1 ->", "w2 ->", "w3 ->"), 2)
+    assert names(memgraph)[3:] == [
+        *("alloc w1", "reload w1"),
+        *("alloc w2", "reload w2"),
+        "compute 0",
+        "compute 1",
+        *("drop w1", "alloc w3", "reload w3"),
+        "compute 2",
+    ]
+
+
+def test_lookahead_evicts_nothing() -> None:
+    """w3 would fit in place of w1, which is not needed again; only a task in need evicts it."""
+    memgraph = working_set(sketch("w1:64 w2:64 w3:64", "w1 ->", "w2 ->", "w3 ->"), 2)
+    order = names(memgraph)
+    assert order.index("compute 1") < order.index("drop w1")
+
+
+def test_lookahead_reserves_all_of_a_task_or_nothing() -> None:
+    # One unit is left for task 1, which needs two: it must not be taken for half of it.
+    graph = sketch("w1:64 w2:64 a1:64 a2:64", "w1 -> a1", "a1 w2 -> a2", "a2 ->")
+    order = names(working_set(graph, 3))
+    assert order.index("compute 0") < order.index("alloc a2")
+    assert order.index("compute 0") < order.index("alloc w2")
+
+
+def test_lookahead_goes_on_when_a_task_has_freed_memory() -> None:
+    graph = sketch("a1:64 a2:64 a3:64", "-> a1", "a1 ->", "-> a2", "a2 ->", "-> a3", "a3 ->")
+    order = names(working_set(graph, 2))
+    assert order.index("alloc a2") < order.index("compute 0")
+    assert order.index("drop a1") < order.index("alloc a3") < order.index("compute 2")
+
+
+def test_a_task_in_need_forces_one_buffer_after_the_other() -> None:
+    graph = sketch("w1:64 w2:64 w3:64 w4:64", "w1 w2 ->", "w3 w4 ->")
+    assert names(working_set(graph, 2))[8:] == [
+        "compute 0",
+        *("drop w1", "alloc w3", "reload w3"),
+        *("drop w2", "alloc w4", "reload w4"),
+        "compute 1",
+    ]
+
+
+def test_a_task_in_need_keeps_its_own_buffers() -> None:
+    # w1 has the farthest next use of all, but task 1 needs it too.
+    graph = sketch("w1:64 w2:64 w3:64", "w1 w2 ->", "w1 w3 ->", "w2 ->")
+    memgraph = working_set(graph, 2)
+    assert vacated(memgraph)[0] == "drop w2"
+
+
+def test_the_victim_is_the_one_whose_next_use_is_farthest() -> None:
+    tasks = ("w1 w2 w3 ->", "w4 ->", "w2 ->", "w1 ->", "w3 ->")
+    memgraph = working_set(sketch("w1:64 w2:64 w3:64 w4:64", *tasks), 3)
+    assert vacated(memgraph)[0] == "drop w3"
+
+
+def test_a_weight_that_is_not_used_again_in_the_pass_is_the_first_victim() -> None:
+    graph = sketch("w1:64 w2:64 w3:64", "w1 w2 ->", "w3 ->", "w1 ->")
+    assert vacated(working_set(graph, 2)) == ["drop w2"]
+
+
+def test_a_dead_activation_is_freed_at_once_and_a_weight_kept() -> None:
+    memgraph = working_set(sketch("w:64 a:64", "w -> a", "a ->", "w ->"), 4)
+    assert names(memgraph)[-4:] == ["compute 0", "compute 1", "drop a", "compute 2"]
+    assert [r.buffer for r in memgraph.exit] == [0]
+
+
+def test_a_result_that_nobody_reads_is_freed_at_once() -> None:
+    order = names(working_set(sketch("a1:64 a2:64", "-> a1 a2", "a1 ->"), 4))
+    assert order == ["alloc a1", "alloc a2", "compute 0", "drop a2", "compute 1", "drop a1"]
+
+
+def test_a_streamed_weight_is_dropped_after_its_last_use() -> None:
+    graph = sketch("w1:64 w2:64", "w1 w2 ->", "w1 ->")
+    memgraph = working_set(graph, 2, streamed=frozenset({0, 1}))
+    assert names(memgraph)[-4:] == ["compute 0", "drop w2", "compute 1", "drop w1"]
+    assert memgraph.exit == ()
+
+
+def test_a_resident_weight_is_not_reloaded() -> None:
+    graph = sketch("w1:64 w2:64", "w1 ->", "w2 ->")
+    memgraph = working_set(graph, 2, entry=resident(graph, w1=1))
+    assert [n for n in names(memgraph) if n.startswith("reload")] == ["reload w2"]
+    assert offsets(memgraph) == {"resident w1": 64, "alloc w2": 0}
+
+
+def test_weights_are_never_offloaded() -> None:
+    memgraph = working_set(chain(12), 3)
+    assert memgraph.bytes_of(NodeKind.DROP) > 0
+    assert memgraph.offloaded_bytes == 0
+
+
+def test_a_dirty_activation_is_offloaded_and_comes_back() -> None:
+    graph = sketch("a1:64 a2:64 a3:64", "-> a1", "-> a2", "a2 -> a3", "a3 ->", "a1 ->")
+    memgraph = working_set(graph, 2)
+    order = names(memgraph)
+    assert order.index("offload a1") < order.index("compute 2")
+    assert order.index("compute 2") < order.index("reload a1") < order.index("compute 4")
+
+
+def test_an_activation_that_is_overwritten_next_is_dropped() -> None:
+    graph = sketch("a1:64 a2:64 a3:64", "-> a1", "-> a2", "a2 -> a3", "a3 ->", "-> a1", "a1 ->")
+    memgraph = working_set(graph, 2)
+    assert memgraph.offloaded_bytes == memgraph.reloaded_bytes == 0
+
+
+# --- variant outputs -------------------------------------------------------------------------
+
+
+def test_outputs_are_reserved_ahead_and_operands_brought_back_on_demand() -> None:
+    graph = sketch("w1:64 w2:64 a1:64 a2:64", "w1 -> a1", "a1 w2 -> a2", "a2 ->")
+    assert names(outputs(graph, 4)) == [
+        *("stored w1", "stored w2"),
+        *("alloc a1", "alloc a2"),
+        *("alloc w1", "reload w1", "compute 0"),
+        *("alloc w2", "reload w2", "compute 1", "drop a1"),
+        *("compute 2", "drop a2"),
+    ]
+
+
+def test_a_reserved_output_that_nobody_has_written_may_be_a_victim() -> None:
+    """The published variant does this; it costs nothing, because garbage is not copied."""
+    graph = sketch("w1:64 w2:64 a1:64 a2:64", "w1 w2 -> a1", "a1 ->", "-> a2", "a2 ->")
+    memgraph = outputs(graph, 3)
+    order = names(memgraph)
+    assert order.index("alloc a2") < order.index("drop a2") < order.index("compute 0")
+    assert "alloc a2 2" in order
+    assert memgraph.offloaded_bytes == 0
+
+
+def test_an_output_in_need_evicts() -> None:
+    graph = sketch("w1:64 w2:64 a1:64 a2:64", "w1 w2 ->", "-> a1 a2", "a1 a2 ->")
+    memgraph = outputs(graph, 2, entry=resident(graph, w1=0, w2=1))
+    assert names(memgraph)[4:] == [
+        "compute 0",
+        *("drop w1", "alloc a1", "drop w2", "alloc a2"),
+        "compute 1",
+        *("compute 2", "drop a1", "drop a2"),
+    ]
+
+
+def test_an_overwriter_ahead_does_not_take_the_place_of_the_old_contents() -> None:
+    graph = sketch("a1:64 a2:64", "-> a1", "-> a2", "a2 ->", "a1 ->", "-> a1", "a1 ->")
+    outputs(graph, 1)
+
+
+# --- the order of events, against the published pseudo code ----------------------------------
+
+
+class Traced(HorizonPlanner):
+    """Writes down what the two loops do."""
+
+    def trace(self, variant: str) -> list[tuple[str, int, bool]]:
+        self.events: list[tuple[str, int, bool]] = []
+        self.evicting = False
+        getattr(self, f"plan_{variant}")()
+        return self.events
+
+    def _reserve_all(self, task: Task) -> bool:
+        done = super()._reserve_all(task)
+        self.events.append(("reserve", task.index, done))
+        return done
+
+    def _alloc_outputs(self, task: Task) -> bool:
+        done = super()._alloc_outputs(task)
+        self.events.append(("reserve", task.index, done))
+        return done
+
+    def _force_all(self, task: Task, *, only_outputs: bool = False) -> None:
+        self.evicting = True
+        super()._force_all(task, only_outputs=only_outputs)
+        self.evicting = False
+        self.events.append(("force outputs" if only_outputs else "force", task.index, True))
+
+    def _evict(self, buffer: int) -> None:
+        assert self.evicting, "evicted for lookahead"
+        super()._evict(buffer)
+
+    def _simulate(self, task: Task) -> bool:
+        freed = super()._simulate(task)
+        self.events.append(("simulate", task.index, freed))
+        return freed
+
+
+def traced(graph: TaskGraph, units: int) -> Traced:
+    return Traced(graph, arena_bytes=units * UNIT, alignment=UNIT, policy="traced")
+
+
+GRAPHS = {
+    "chain": chain(8),
+    "wide": sketch(
+        "w1:64 w2:128 w3:64 a1:64 a2:128 a3:64",
+        *("w1 -> a1", "a1 w2 -> a2", "a1 a2 -> a3", "a3 w3 -> a3", "a2 w1 -> a2", "a2 a3 ->"),
+    ),
+    "activations": sketch(
+        " ".join(f"a{i}:64" for i in range(6)),
+        *(f"-> a{i}" for i in range(6)),
+        *(f"a{i} ->" for i in range(6)),
+    ),
+}
+every_graph = pytest.mark.parametrize("name", GRAPHS)
+rooms = pytest.mark.parametrize("spare", range(4))
+
+
+@every_graph
+@rooms
+def test_working_set_does_what_the_pseudo_code_says(name: str, spare: int) -> None:
+    graph = GRAPHS[name]
+    events = iter(traced(graph, min_arena_bytes(graph, UNIT) // UNIT + spare).trace("working_set"))
+    ahead, freed = 0, True  # memory is free in the beginning
+    for now in range(len(graph.tasks)):
+        if freed:
+            while ahead < len(graph.tasks):
+                kind, task, done = next(events)
+                assert (kind, task) == ("reserve", ahead)
+                if not done:
+                    break
+                ahead += 1
+        if ahead == now:
+            assert next(events) == ("force", now, True)
+            ahead += 1
+        kind, task, freed = next(events)
+        assert (kind, task) == ("simulate", now)
+    assert next(events, None) is None
+
+
+@every_graph
+@rooms
+def test_outputs_does_what_the_pseudo_code_says(name: str, spare: int) -> None:
+    graph = GRAPHS[name]
+    events = iter(traced(graph, min_arena_bytes(graph, UNIT) // UNIT + spare).trace("outputs"))
+    ahead = now = 0
+    while now < len(graph.tasks):
+        if ahead < len(graph.tasks):
+            kind, task, done = next(events)
+            assert (kind, task) == ("reserve", ahead)
+            if done:
+                ahead += 1
+                continue
+        if ahead == now:
+            assert next(events) == ("force outputs", now, True)
+            ahead += 1
+            continue
+        assert next(events) == ("force", now, True)
+        assert next(events)[:2] == ("simulate", now)
+        now += 1
+    assert next(events, None) is None
+
+
+# --- what holds for both ---------------------------------------------------------------------
+
+
+@both
+@every_graph
+def test_the_least_arena_is_enough(plan: object, name: str) -> None:
+    graph = GRAPHS[name]
+    memgraph = plan(  # type: ignore[operator]
+        graph, arena_bytes=min_arena_bytes(graph, UNIT), alignment=UNIT, entry=()
+    )
+    assert check(memgraph).peak_bytes <= min_arena_bytes(graph, UNIT)
+
+
+@both
+@every_graph
+def test_an_ample_arena_evicts_nothing(plan: object, name: str) -> None:
+    graph = GRAPHS[name]
+    memgraph = check(
+        plan(  # type: ignore[operator]
+            graph, arena_bytes=ample_arena_bytes(graph, UNIT), alignment=UNIT, entry=()
+        )
+    )
+    assert memgraph.reloaded_bytes == graph.weight_bytes
+    assert memgraph.offloaded_bytes == 0
+
+
+@both
+def test_a_smaller_arena_is_refused(plan: object) -> None:
+    with pytest.raises(PlanInfeasibleError, match=r"task 0 aten\.op\.default \(layer0\)"):
+        plan(chain(2), arena_bytes=2 * UNIT - 1, alignment=UNIT, entry=())  # type: ignore[operator]
+
+
+@both
+def test_the_policy_is_written_into_the_memgraph(plan: object) -> None:
+    memgraph = plan(chain(2), arena_bytes=512, alignment=UNIT, entry=())  # type: ignore[operator]
+    assert (
+        memgraph.policy
+        == {plan_horizon: "horizon", plan_horizon_outputs: "horizon-outputs"}[
+            plan  # type: ignore[index]
+        ]
+    )
+    assert (memgraph.arena_bytes, memgraph.alignment) == (512, UNIT)
+
+
+# --- repacking -------------------------------------------------------------------------------
+
+
+def fragmented() -> TaskGraph:
+    """Task 1 needs w1 (in the middle of the arena) and w2, which only fits beside it."""
+    return sketch("w1:64 w2:128", "w1 ->", "w1 w2 ->")
+
+
+def test_operands_that_fragment_the_least_arena_are_repacked() -> None:
+    graph = fragmented()
+    memgraph = working_set(graph, 3, entry=resident(graph, w1=1))
+    assert names(memgraph)[3:] == [
+        "compute 0",
+        "drop w1",
+        *("alloc w1", "reload w1", "alloc w2", "reload w2"),
+        "compute 1",
+    ]
+    assert offsets(memgraph) == {"resident w1": 64, "alloc w1": 0, "alloc w2": 64}
+
+
+def test_repacking_offloads_what_is_dirty() -> None:
+    graph = sketch("w1:64 w2:128 a:64", "w1 -> a", "a w2 ->")
+    memgraph = working_set(graph, 3, entry=resident(graph, w1=0))
+    assert memgraph.offloaded_bytes == 64  # "a" lay in the middle
+
+
+def test_outputs_are_repacked_too() -> None:
+    graph = sketch("w1:64 a:128", "w1 ->", "w1 -> a", "a ->")
+    memgraph = outputs(graph, 3, entry=resident(graph, w1=1))
+    assert offsets(memgraph)["alloc a"] == 0
+    assert memgraph.peak_bytes <= 3 * UNIT
+
+
+def test_pinned_weights_stay_where_they_are_in_a_repack() -> None:
+    graph = sketch("w1:64 w2:128 w3:64", "w1 ->", "w1 w2 ->", "w3 ->")
+    memgraph = working_set(
+        graph, 4, entry=resident(graph, w1=1, w3=3), pinned=frozenset({2}), streamed=frozenset()
+    )
+    assert "drop w3" not in names(memgraph)
+    assert offsets(memgraph)["alloc w2"] == 64
+
+
+def test_too_many_pinned_weights_are_reported_with_the_task() -> None:
+    graph = sketch("w1:64 w2:128 w3:64", "w1 ->", "w1 w2 ->", "w3 ->")
+    made = planner(graph, 3, entry=resident(graph, w3=2), pinned=frozenset({2}))
+    with pytest.raises(PinnedTooMuch, match="task 1") as caught:
+        made.plan_working_set()
+    assert caught.value.task is graph.tasks[1]

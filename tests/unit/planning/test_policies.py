@@ -1,0 +1,102 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.memgraph import Extent, Residency
+from ds_finepage.planning.policies import CARRYING, CYCLIC, POLICIES, plan, plan_steady
+from tests.unit.planning.sketches import chain, sketch
+
+every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
+carrying = pytest.mark.parametrize("policy", sorted(CARRYING))
+
+
+@every_policy
+def test_a_plan_says_which_policy_made_it(policy: str) -> None:
+    assert plan(chain(3), arena_bytes=192, policy=policy).policy == policy
+
+
+def test_a_policy_is_cyclic_or_carries_over() -> None:
+    assert not set(CYCLIC) & set(CARRYING)
+    assert set(POLICIES) == {"finepage", "horizon", "horizon-outputs"}
+
+
+@pytest.mark.parametrize("make", [plan, plan_steady])
+def test_an_unknown_policy_is_refused_with_the_nearest_known_one(make: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(chain(3), arena_bytes=192, policy="horizn")  # type: ignore[operator]
+    message = str(caught.value)
+    assert "unknown policy 'horizn'. Did you mean 'horizon'?" in message
+    assert all(name in message for name in POLICIES)
+
+
+@carrying
+def test_a_carrying_policy_starts_from_what_it_finds(policy: str) -> None:
+    entry = (Residency(1, Extent(64, 64)),)
+    memgraph = plan(chain(3), arena_bytes=192, policy=policy, entry=entry)
+    assert memgraph.entry == entry
+
+
+def test_a_cyclic_policy_chooses_its_own_entry() -> None:
+    entry = (Residency(1, Extent(64, 64)),)
+    with_entry = plan(chain(3), arena_bytes=192, policy="finepage", entry=entry)
+    assert with_entry == plan(chain(3), arena_bytes=192, policy="finepage")
+
+
+@every_policy
+@pytest.mark.parametrize("units", range(1, 10))
+def test_a_steady_plan_ends_as_it_begins(policy: str, units: int) -> None:
+    weights = sketch(" ".join(f"w{i}:64" for i in range(8)), *(f"w{i} ->" for i in range(8)))
+    memgraph = check(plan_steady(weights, arena_bytes=units * 64, policy=policy))
+    assert set(memgraph.entry) == set(memgraph.exit)
+
+
+@every_policy
+@pytest.mark.parametrize("units", range(2, 10))
+def test_what_a_steady_plan_finds_moved_is_one_weight_at_most(policy: str, units: int) -> None:
+    """The policy horizon may swap two places from pass to pass and never settle."""
+    memgraph = check(plan_steady(chain(8), arena_bytes=units * 64, policy=policy))
+    assert {r.buffer for r in memgraph.entry} == {r.buffer for r in memgraph.exit}
+    moved = set(memgraph.entry) - set(memgraph.exit)
+    assert len(moved) <= (1 if policy == "horizon" else 0)
+
+
+@carrying
+def test_a_steady_plan_reloads_less_than_the_first_pass(policy: str) -> None:
+    first = plan(chain(8), arena_bytes=5 * 64, policy=policy)
+    steady = plan_steady(chain(8), arena_bytes=5 * 64, policy=policy)
+    assert steady.reloaded_bytes < first.reloaded_bytes == 8 * 64
+
+
+@every_policy
+def test_a_steady_plan_with_ample_room_moves_nothing(policy: str) -> None:
+    memgraph = plan_steady(chain(8), arena_bytes=9 * 64, policy=policy)
+    assert memgraph.reloaded_bytes == memgraph.offloaded_bytes == 0
+
+
+def test_a_steady_plan_gives_up_after_some_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that never settles: the last of its plans stands."""
+    calls = []
+
+    def restless(graph, *, arena_bytes, alignment, entry):  # type: ignore[no-untyped-def]
+        calls.append(entry)
+        found = CARRYING["horizon"](
+            graph, arena_bytes=arena_bytes, alignment=alignment, entry=entry
+        )
+        where = Extent(64 * (len(calls) % 2), 64)
+        object.__setattr__(found, "exit", (Residency(0, where),))
+        return found
+
+    monkeypatch.setitem(CARRYING, "restless", restless)
+    memgraph = plan_steady(sketch("w:64", "w ->"), arena_bytes=128, policy="restless")
+    assert len(calls) == 9
+    assert set(memgraph.entry) != set(memgraph.exit)
+
+
+@every_policy
+def test_the_same_input_gives_the_same_steady_plan(policy: str) -> None:
+    twice = [plan_steady(chain(8), arena_bytes=5 * 64, policy=policy) for _ in range(2)]
+    assert twice[0] == twice[1]
