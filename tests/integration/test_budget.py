@@ -3,13 +3,15 @@
 On CPU the meter counts everything that is allocated through torch on this thread while it is on,
 Dynamo and ``generate`` included. Two things are host memory by design and are kept out of its sight
 in the open: masters, which are the parameters themselves and exist before; and the host pool, which
-is made before (``host_pool``). While the costs of ops are measured the meter is blind, because
-torch has one profiler; what the measurement takes is then added to what was live (``scratch``).
+is made before. While the costs of ops are measured the meter is blind, because torch has one
+profiler; what the measurement takes is added to what was live then (``Scratch``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,8 +20,10 @@ from torch.autograd.profiler import profile
 
 from ds_finepage import session
 from ds_finepage.api import attach
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution import measure
 from ds_finepage.execution.arena import HostPool
+from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter, free_profiler
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.session import Handle
@@ -28,41 +32,34 @@ from tests.integration.families import logits, make_model, token_ids, tokens
 CPU = torch.device("cpu")
 SHARES = ("min", "25%", "50%", "100%")
 POOL_BYTES = 16 << 20
+FIRST_BUDGET_BYTES = 8 << 20  # enough for everything here; an arena takes all that it may
 
 
-def work(model: Any) -> None:
-    """Call a model in the ways and lengths that the budget has to hold for."""
+def short_prompts(model: Any) -> None:
     logits(model, token_ids(5))
+    logits(model, token_ids(9, batch=3))
+    tokens(model, token_ids(8), 6)
+    tokens(model, token_ids(12, batch=3), 6)
+
+
+def long_prompts(model: Any) -> None:
     logits(model, token_ids(100, batch=3))
-    tokens(model, token_ids(8), 8)
-    tokens(model, token_ids(60, batch=3), 12)
-    logits(model, token_ids(5))
     tokens(model, token_ids(100), 4)
+    tokens(model, token_ids(60, batch=3), 6)
+    logits(model, token_ids(5))
 
 
-@pytest.fixture(scope="module", params=("llama", "gpt2", "mistral"))
-def family(request: pytest.FixtureRequest) -> Any:
-    return request.param
+WORK = {"short": short_prompts, "long": long_prompts}
 
 
-@pytest.fixture(scope="module")
-def sizes(family: str) -> Iterator[dict[str, int]]:
-    """Budgets by name, learned from a handle with an ample one."""
-    torch._dynamo.reset()
-    handle = attach(model := make_model(family), device_budget="1GiB", device="cpu")
-    work(model)
-    least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
-    handle.detach()
-    yield {"min": least, "25%": needed // 4, "50%": needed // 2, "100%": needed}
+@dataclass
+class Reading:
+    """What the meter read around some work, and what measuring ops took it to meanwhile."""
 
-
-@pytest.fixture
-def host_pool(monkeypatch: pytest.MonkeyPatch) -> HostPool:
-    """Host memory for offloads that is there before the meter is."""
-    pool = HostPool(pinned=False)
-    pool.reserve(POOL_BYTES)
-    monkeypatch.setattr(session, "HostPool", lambda pinned: pool)
-    return pool
+    budget_bytes: int
+    arena_bytes: int
+    peak_bytes: int
+    scratch_peak_bytes: int
 
 
 class Scratch:
@@ -83,47 +80,107 @@ class Scratch:
         self.profile = Profile
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_the_meter_never_reads_more_than_the_budget(
-    family: str,
-    sizes: dict[str, int],
-    share: str,
-    host_pool: HostPool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    budget = max(sizes[share], sizes["min"])
-    torch._dynamo.reset()
-    model = make_model(family)
+@contextmanager
+def metered() -> Iterator[tuple[DeviceMeter, Scratch]]:
+    """Meter a stretch of work, with a host pool that is there before."""
+    pool = HostPool(pinned=False)
+    pool.reserve(POOL_BYTES)
     meter = DeviceMeter(CPU)
     scratch = Scratch(meter)
-    monkeypatch.setattr(measure, "profile", scratch.profile)
-    with meter:
-        handle = attach(model, device_budget=budget, device="cpu")
-        work(model)
-    arenas = [p.arena_bytes for p in handle.stats.passes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "HostPool", lambda pinned: pool)
+        patch.setattr(measure, "profile", scratch.profile)
+        with meter:
+            yield meter, scratch
+    assert pool.bytes.numel() == POOL_BYTES
+
+
+@dataclass
+class Attached:
+    model: Any
+    handle: Handle
+    first: Reading  # everything from attach on, Dynamo included
+    least: dict[str, int]
+    needed: dict[str, int]
+
+    def forget(self) -> None:
+        """Make all captures be made, and all ops be measured, once more."""
+        self.handle._release_arena()
+        self.handle._passes.clear()
+        self.handle._costs = OpMeter(CPU)
+        self.handle.stats.passes.clear()
+
+    def budget_bytes(self, work: str, share: str) -> int:
+        if share == "min":
+            return self.least[work]
+        return self.needed[work] * int(share.rstrip("%")) // 100
+
+
+@pytest.fixture(scope="module", params=("llama", "gpt2", "mistral"))
+def attached(request: pytest.FixtureRequest) -> Iterator[Attached]:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    model = make_model(request.param)
+    least, needed = {}, {}
+    with metered() as (meter, scratch):
+        handle = attach(model, device_budget=FIRST_BUDGET_BYTES, device="cpu")
+        for name, work in WORK.items():
+            handle.stats.passes.clear()
+            work(model)
+            least[name] = handle.stats.min_budget_bytes
+            needed[name] = handle.stats.needed_budget_bytes
+    arena = max(p.arena_bytes for p in handle.stats.passes)
+    first = Reading(FIRST_BUDGET_BYTES, arena, meter.peak_bytes, scratch.peak_bytes)
+    yield Attached(model, handle, first, least, needed)
     handle.detach()
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    assert host_pool.bytes.numel() == POOL_BYTES
-    assert max(arenas) < meter.peak_bytes <= budget
-    assert 0 < scratch.peak_bytes <= budget
 
 
-@pytest.fixture(scope="module")
-def attached(family: str) -> Iterator[tuple[Any, Handle]]:
-    torch._dynamo.reset()
-    handle = attach(model := make_model(family), device_budget="1GiB", device="cpu")
-    logits(model, token_ids(7))
-    yield model, handle
-    handle.detach()
+@pytest.fixture(scope="module", params=SHARES)
+def share(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=WORK)
+def reading(request: pytest.FixtureRequest, attached: Attached, share: str) -> Reading:
+    """Do the work under a budget, first captures included; or else check that it is refused."""
+    work, budget = request.param, attached.budget_bytes(request.param, share)
+    attached.forget()
+    attached.handle.replan(budget_bytes=budget)
+    if budget < attached.least[work]:
+        with pytest.raises(PlanInfeasibleError, match=f"device_budget is {budget} bytes"):
+            WORK[work](attached.model)
+        pytest.skip(f"{share} of what it needs is less than one op needs, and was refused")
+    with metered() as (meter, scratch):
+        WORK[work](attached.model)
+    passes = attached.handle.stats.passes
+    return Reading(budget, max(p.arena_bytes for p in passes), meter.peak_bytes, scratch.peak_bytes)
+
+
+def test_the_meter_never_reads_more_than_the_budget(reading: Reading) -> None:
+    assert reading.arena_bytes < reading.peak_bytes <= reading.budget_bytes
+
+
+def test_measuring_ops_takes_no_more_than_the_budget(reading: Reading) -> None:
+    assert 0 < reading.scratch_peak_bytes <= reading.budget_bytes
+
+
+def test_attaching_and_compiling_take_no_more_than_the_budget(attached: Attached) -> None:
+    first = attached.first
+    assert first.arena_bytes < first.peak_bytes <= first.budget_bytes
+    assert 0 < first.scratch_peak_bytes <= first.budget_bytes
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_with_an_ample_budget_the_second_forward_reloads_nothing(
-    attached: tuple[Any, Handle], policy: str
+    attached: Attached, policy: str
 ) -> None:
-    model, handle = attached
-    handle.replan(budget_bytes=handle.stats.needed_budget_bytes, policy=policy)
+    model, handle = attached.model, attached.handle
+    attached.forget()
+    handle.replan(budget_bytes=FIRST_BUDGET_BYTES, policy=policy)
+    logits(model, token_ids(7))
     (only,) = handle.stats.passes
+    handle.replan(budget_bytes=handle.stats.needed_budget_bytes)
     logits(model, token_ids(7))
     assert only.last_reloaded_bytes == only.last_entry_reloaded_bytes == handle.stats.weight_bytes
     for _ in range(2):

@@ -296,44 +296,64 @@ def test_a_step_that_another_lane_waits_for_in_vain_ends_the_run(lanes: CpuLanes
 
 
 @pytest.fixture
-def press_ctrl_c() -> Iterator[Callable[[], None]]:
-    """Send the host thread the signal that Ctrl-C sends."""
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Send the calling thread, which must be the main one, the signal that Ctrl-C sends."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    host = threading.get_ident()
-    yield lambda: signal.pthread_kill(host, signal.SIGINT)
+    yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_while_the_host_waits_for_a_copy(
-    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch, press_ctrl_c: Callable[[], None]
+def test_ctrl_c_in_a_task(lanes: CpuLanes, ctrl_c: Callable[[], None]) -> None:
+    program = program_of("compute t", "h2d r <t", "compute u <r")
+    actions, log = logging_actions(program)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions | {0: ctrl_c})
+    assert log == []
+    assert_reusable(lanes)
+
+
+def test_ctrl_c_while_a_task_waits_for_a_copy(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, log = Gate(), []
+    began, gate, log = Gate(), Gate(), []
     open_when_run_winds_up(monkeypatch, gate)
 
     def copy() -> None:
-        press_ctrl_c()
-        gate.wait()  # until the run has noticed
+        began.open()
+        gate.wait()
         log.append("a")
 
+    def interrupted(clock: object, lane: Lane, position: int) -> None:
+        began.wait()
+        raise KeyboardInterrupt
+
     program = program_of("h2d a", "h2d b", "compute t <b")
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(lanes_module._Clock, "wait", interrupted)
         lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: lambda: log.append("t")})
     assert log == ["a"]
     assert_reusable(lanes)
 
 
-def test_ctrl_c_behind_the_last_task(
-    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch, press_ctrl_c: Callable[[], None]
-) -> None:
-    gate = Gate()
+def test_ctrl_c_behind_the_last_task(lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, log, presses = Gate(), [], [1]
     open_when_run_winds_up(monkeypatch, gate)
 
-    def copy() -> None:
-        press_ctrl_c()
-        gate.wait()
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if presses:
+                presses.pop()
+                raise KeyboardInterrupt
+            return super().wait(timeout)
 
-    with pytest.raises(KeyboardInterrupt):
+    def copy() -> None:
+        gate.wait()
+        log.append("o")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(lanes_module.threading, "Event", Interrupted)
         lanes.run(program_of("compute t", "d2h o <t"), {0: lambda: None, 1: copy})
+    assert log == ["o"]
     assert_reusable(lanes)
 
 

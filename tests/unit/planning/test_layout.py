@@ -1,0 +1,82 @@
+"""Offline layout: no overlap in time and space, and close to the largest live sum."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ds_finepage.graph.memgraph import Extent
+from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
+
+
+def random_live(seed: int) -> list[LiveBuffer]:
+    rng = random.Random(seed)
+    found = []
+    for buffer in range(rng.randint(1, 40)):
+        begin = rng.randint(0, 30)
+        end = min(30, begin + rng.choice([0, 0, 1, 2, 5, 30]))
+        found.append(LiveBuffer(buffer, 64 * rng.randint(1, 12), begin, end))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_buffers_that_live_together_do_not_overlap(seed: int) -> None:
+    live = random_live(seed)
+    placed = place(live)
+    for a in live:
+        assert placed[a.buffer].nbytes == a.nbytes
+        for b in live:
+            if a.buffer < b.buffer and a.begin <= b.end and b.begin <= a.end:
+                assert not placed[a.buffer].overlaps(placed[b.buffer])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_result_does_not_depend_on_the_order_of_the_input(seed: int) -> None:
+    live = random_live(seed)
+    shuffled = list(live)
+    random.Random(seed).shuffle(shuffled)
+    assert place(shuffled) == place(live)
+
+
+def test_a_chain_of_two_sizes_needs_what_is_live_at_most() -> None:
+    chain = [LiveBuffer(i, 64 * (1 + i % 2), i, i + 1) for i in range(50)]
+    assert top_of(place(chain)) == 64 * 3
+
+
+def test_nothing_needs_nothing() -> None:
+    assert top_of(place([])) == 0
+
+
+def test_tenancy_names_whoever_vacated_any_of_the_bytes() -> None:
+    tenancy = Tenancy()
+    assert tenancy.vacators(Extent(0, 1000)) == []
+    tenancy.free(Extent(0, 100), 7)
+    tenancy.free(Extent(100, 100), 3)
+    assert tenancy.vacators(Extent(50, 100)) == [3, 7]
+    assert tenancy.vacators(Extent(0, 100)) == [7]
+    assert tenancy.vacators(Extent(200, 10)) == []
+
+
+def test_the_latest_tenant_hides_those_before() -> None:
+    tenancy = Tenancy()
+    tenancy.free(Extent(0, 300), 1)
+    tenancy.free(Extent(100, 100), 2)
+    assert tenancy.vacators(Extent(0, 300)) == [1, 2]
+    assert tenancy.vacators(Extent(120, 10)) == [2]
+    tenancy.free(Extent(50, 200), 3)
+    assert tenancy.vacators(Extent(100, 100)) == [3]
+    assert tenancy.vacators(Extent(250, 10)) == [1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tenancy_agrees_with_a_byte_by_byte_account(seed: int) -> None:
+    rng = random.Random(seed)
+    tenancy, account = Tenancy(), [None] * 64
+    for node in range(60):
+        begin = rng.randint(0, 60)
+        extent = Extent(begin, rng.randint(1, 64 - begin))
+        expected = sorted({v for v in account[extent.offset : extent.end] if v is not None})
+        assert tenancy.vacators(extent) == expected
+        tenancy.free(extent, node)
+        account[extent.offset : extent.end] = [node] * extent.nbytes
