@@ -12,17 +12,22 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["ds_finepage", "ds_finepage.*"]), "ds_finepage.examples"],
     package_dir={"ds_finepage.examples": "examples"},  # what "ds-finepage demo" runs
-    package_data={"ds_finepage.graph": ["profiles/*.json"]},
+    package_data={
+        "ds_finepage.capture": ["models/*.json"],
+        "ds_finepage.graph": ["profiles/*.json"],
+    },
     install_requires=[
         "accelerate>=1.1",
         "deepspeed>=0.16,<0.20",
         "psutil",
         "rich",
         "safetensors",
+        "scipy",
         "torch>=2.9,<2.14",
         "transformers>=4.56",
     ],
     extras_require={
+        "plot": ["matplotlib"],
         "test": [
             "hypothesis",
             "mypy",

@@ -121,10 +121,19 @@ def plan_captured(
         require_feasible(graph, arena_bytes, CUDA_ALIGNMENT, around_bytes=around)
         raise
     plan_seconds = time.process_time() - start
-    timeline = simulate(check(memgraph), profile)
+    # A policy that never comes to rest has to bring back what it finds but does not leave.
+    left = set(check(memgraph).exit)
+    missing = [r.buffer for r in memgraph.entry if r not in left]
+    timeline = simulate(memgraph, profile, entry_missing=missing)
+    reloaded_bytes = memgraph.reloaded_bytes
+    reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in missing)
     bound = divisible_lower_bound_bytes if split else lower_bound_bytes
     bound_bytes = bound(graph, arena_bytes, CUDA_ALIGNMENT)
     compute_ns = sum(task_time_ns(graph, task, profile) for task in graph.tasks)
+
+    def of_one_pass(amount: int) -> int:
+        return -(-amount // memgraph.graph.num_batches)
+
     figures = PlanFigures(
         model=captured.model,
         phase=captured.phase,
@@ -137,15 +146,15 @@ def plan_captured(
         # A policy that cuts weights gets by with less than it takes to have them in one piece.
         min_budget_bytes=min(captured.min_budget_bytes, budget_bytes),
         peak_bytes=around + memgraph.peak_bytes,
-        entry_reloaded_bytes=entry_bytes(memgraph) + memgraph.reloaded_bytes,
-        reloaded_bytes=memgraph.reloaded_bytes,
-        offloaded_bytes=memgraph.offloaded_bytes,
+        entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
+        reloaded_bytes=of_one_pass(reloaded_bytes),
+        offloaded_bytes=of_one_pass(memgraph.offloaded_bytes),
         lower_bound_bytes=bound_bytes,
-        predicted_ns=timeline.total_ns,
-        compute_ns=timeline.compute_ns,
-        transfer_ns=timeline.transfer_ns,
+        predicted_ns=of_one_pass(timeline.total_ns),
+        compute_ns=of_one_pass(timeline.compute_ns),
+        transfer_ns=of_one_pass(timeline.transfer_ns),
         lower_bound_ns=max(compute_ns, int(bound_bytes * NS_PER_S / profile.h2d_bytes_per_s)),
-        stall_ns=timeline.stall_ns,
+        stall_ns=of_one_pass(timeline.stall_ns),
         num_tasks=len(graph.tasks),
         num_memory_dependencies=num_memory_dependencies(memgraph),
         capture_seconds=captured.capture_seconds,

@@ -71,16 +71,16 @@ def capture_config(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.no_grad(), mode:
         model = _build(config, dtype)
-        calls = _Inputs(recorder)
+        inputs = _Inputs(recorder)
         for name, parameter in model.named_parameters():
-            calls.add(parameter, BufferKind.WEIGHT, name)
+            inputs.add(parameter, BufferKind.WEIGHT, name)
         for name, buffer in model.named_buffers():
-            calls.add(buffer, BufferKind.INPUT, name)
+            inputs.add(buffer, BufferKind.INPUT, name)
         num_new = seq if phase == "prefill" else 1
         ids = torch.empty(batch, num_new, dtype=torch.int64)
-        calls.add(ids, BufferKind.INPUT, "input_ids")
-        kwargs = _optional_arguments(model, calls, batch, num_new)
-        cache = _StaticRows(config, calls, num_new=num_new, num_past=seq - num_new)
+        inputs.add(ids, BufferKind.INPUT, "input_ids")
+        kwargs = _optional_arguments(model, inputs, batch, num_new)
+        cache = _StaticRows(config, inputs, num_new=num_new, num_past=seq - num_new)
         try:
             with _labelled(model, recorder), _GroupedMm(), recorder:
                 logits = model(
@@ -94,7 +94,7 @@ def capture_config(
             ) from error
         outputs = (GraphOutput(tensor=recorder.tensor_id(logits)),)
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
-    return finish(recorder, name, calls.used(), outputs, versions())
+    return finish(recorder, name, inputs.used(), outputs, versions())
 
 
 def count_parameters(config: PretrainedConfig) -> int:
@@ -163,14 +163,14 @@ class _Inputs:
 
 
 def _optional_arguments(
-    model: torch.nn.Module, calls: _Inputs, batch: int, num_new: int
+    model: torch.nn.Module, inputs: _Inputs, batch: int, num_new: int
 ) -> dict[str, Any]:
     """Choose what ``generate`` would pass too, of what this model takes."""
     taken = inspect.signature(model.forward).parameters
     found: dict[str, Any] = {}
     if "position_ids" in taken:
         found["position_ids"] = torch.empty(batch, num_new, dtype=torch.int64)
-        calls.add(found["position_ids"], BufferKind.INPUT, "position_ids")
+        inputs.add(found["position_ids"], BufferKind.INPUT, "position_ids")
     if "logits_to_keep" in taken:
         found["logits_to_keep"] = 1
     return found
@@ -179,18 +179,12 @@ def _optional_arguments(
 @contextmanager
 def _labelled(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder, while the model runs, which module each op comes from."""
-    labels: list[str] = []
 
     def enter(name: str) -> Any:
-        def before(*_: Any) -> None:
-            labels.append(name)
-            recorder.label = name
-
-        return before
+        return lambda module, _: recorder.enter(name, type(module).__name__)
 
     def leave(*_: Any) -> None:
-        labels.pop()
-        recorder.label = labels[-1] if labels else ""
+        recorder.leave()
 
     handles = []
     for name, module in model.named_modules():
@@ -222,33 +216,33 @@ class _StaticRows(Cache):
     """A KV cache whose rows are all live after the pass."""
 
     def __init__(
-        self, config: PretrainedConfig, calls: _Inputs, *, num_new: int, num_past: int
+        self, config: PretrainedConfig, inputs: _Inputs, *, num_new: int, num_past: int
     ) -> None:
         text = config.get_text_config(decoder=True)
         positions = torch.empty(num_new, dtype=torch.int64)
-        calls.add(positions, BufferKind.INPUT, "cache_position")
-        layers = []
+        inputs.add(positions, BufferKind.INPUT, "cache_position")
+        layers: list[Any] = []
         for index, window in enumerate(_windows(text)):
             num_rows = min(num_new + num_past, window or num_new + num_past)
-            layers.append(_LayerRows(f"cache.{index}", num_rows, num_past, positions, calls))
+            layers.append(_LayerRows(f"cache.{index}", num_rows, num_past, positions, inputs))
             layers[-1].is_sliding = window is not None
         super().__init__(layers=layers)
 
 
-class _LayerRows(CacheLayerMixin):  # type: ignore[misc]
+class _LayerRows(CacheLayerMixin):
     """Keys and values of one layer: buffers that the call brings along, and that it changes."""
 
     is_compileable = False
 
     def __init__(
-        self, name: str, num_rows: int, num_past: int, positions: torch.Tensor, calls: _Inputs
+        self, name: str, num_rows: int, num_past: int, positions: torch.Tensor, inputs: _Inputs
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
         self._num_rows = num_rows
         self._num_past = num_past
         self._positions = positions
-        self._calls = calls
+        self._inputs = inputs
         self.is_sliding = False
 
     def lazy_initialization(
@@ -258,8 +252,8 @@ class _LayerRows(CacheLayerMixin):  # type: ignore[misc]
         with _pop_mode_temporarily():
             self.keys = self._rows_like(key_states)
             self.values = self._rows_like(key_states if value_states is None else value_states)
-        self._calls.add(self.keys, BufferKind.INPUT, f"{self._name}.keys")
-        self._calls.add(self.values, BufferKind.INPUT, f"{self._name}.values")
+        self._inputs.add(self.keys, BufferKind.INPUT, f"{self._name}.keys")
+        self._inputs.add(self.values, BufferKind.INPUT, f"{self._name}.values")
         self.is_initialized = True
 
     def _rows_like(self, states: torch.Tensor) -> torch.Tensor:
@@ -271,6 +265,7 @@ class _LayerRows(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
         kept = min(self._num_rows, key_states.shape[-2])
         positions = self._positions[:kept]
         self.keys.index_copy_(2, positions, key_states[:, :, -kept:])

@@ -27,6 +27,7 @@ from ds_finepage.graph.taskgraph import (
     BufferKind,
     GraphInput,
     GraphOutput,
+    ModuleCall,
     Ref,
     Symbol,
     Task,
@@ -107,6 +108,15 @@ class _TaskDraft:
     moved_bytes: int
 
 
+@dataclass
+class _CallDraft:
+    name: str
+    class_name: str
+    depth: int
+    begin: int
+    end: int
+
+
 class Recorder(TorchDispatchMode):
     """Writes down every op that reaches the dispatcher while the mode is on.
 
@@ -121,7 +131,22 @@ class Recorder(TorchDispatchMode):
         self.buffers: list[_BufferDraft] = []
         self.tensors: list[TensorView] = []
         self.tasks: list[_TaskDraft] = []
+        self.calls: list[_CallDraft] = []
         self.label = ""
+        self._open_calls: list[_CallDraft] = []
+
+    def enter(self, name: str, class_name: str) -> None:
+        """Note that a module is called: tasks are its own until it returns or calls another."""
+        at = len(self.tasks)
+        call = _CallDraft(name, class_name, len(self._open_calls), at, at)
+        self.calls.append(call)
+        self._open_calls.append(call)
+        self.label = name
+
+    def leave(self) -> None:
+        """Note that the module that was called last returns."""
+        self._open_calls.pop().end = len(self.tasks)
+        self.label = self._open_calls[-1].name if self._open_calls else ""
 
     def add_buffer(self, tensor: torch.Tensor, kind: BufferKind, nbytes: int, name: str) -> int:
         """Register a storage that exists before the first op."""
@@ -327,11 +352,13 @@ def finish(
     returned = {recorder.tensors[o.tensor].buffer for o in outputs if o.tensor is not None}
     kept: list[_TaskDraft] = []
     wanted = set(returned)
-    for task in reversed(recorder.tasks):
+    num_kept = [0] * (len(recorder.tasks) + 1)  # of the tasks from each one on
+    for index, task in reversed(list(enumerate(recorder.tasks))):
         outlives = any(drafts[b].kind is not BufferKind.ACTIVATION for b in task.writes)
         if outlives or wanted & task.writes:
             kept.append(task)
             wanted |= task.reads
+        num_kept[index] = len(kept)
     kept.reverse()
     used = {b for task in kept for b in task.reads | task.writes} | returned
     used |= {recorder.tensors[i.tensor].buffer for i in inputs}
@@ -386,6 +413,16 @@ def finish(
             o if o.tensor is None else GraphOutput(tensor=tensor_ids[o.tensor]) for o in outputs
         ),
         versions=versions,
+        calls=tuple(
+            ModuleCall(
+                name=c.name,
+                class_name=c.class_name,
+                depth=c.depth,
+                begin=len(kept) - num_kept[c.begin],
+                end=len(kept) - num_kept[c.end],
+            )
+            for c in recorder.calls
+        ),
     )
 
 

@@ -9,9 +9,10 @@ stock ZeRO-Inference and ds_finepage:
   meter that listens to the allocator and knows nothing of plans. It starts once the model is in
   ZeRO's host partitions (``from_pretrained`` under ``HfDeepSpeedConfig`` puts it there), so that
   those do not count and whatever an engine allocates does.
-- Stock's reloads: bytes of every partition that DeepSpeed fetches, forward by forward. Where the
-  device is the CPU a fetch only gives the host partition another name; here it copies, as it does
-  on a GPU, so that the meter sees it. That and the meter cost time: measure no time in such a run.
+- Stock's reloads: bytes of every partition that DeepSpeed fetches, forward by forward; a prefill is
+  a forward of several tokens, a decode step one of a single token. Where the device is the CPU, a
+  fetch only gives the host partition another name; here it copies, as it does on a GPU, so that
+  the meter sees it. That and the meter cost time: measure no time in such a run.
 - ds_finepage's reloads: the engine's own counters.
 """
 
@@ -24,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_finepage.errors import ConfigError, FinepageError
+
 USAGE = "usage: python -m ds_finepage.cli.instruments RESULT.json SCRIPT.py [ARGUMENT ...]"
 
 
@@ -33,22 +36,22 @@ class Reading:
 
     Attributes:
         peak_bytes: Most live device bytes at any time.
-        prefill_reloaded_bytes: Bytes copied to the device in the first forward.
-        decode_reloaded_bytes: Bytes copied to the device in the last forward.
-        decode_lower_bound_bytes: The fewest that a steady decode step could reload under the
-            budget; None for stock, which has none.
+        prefill_reloaded_bytes: Bytes copied to the device in the last prefill.
+        decode_reloaded_bytes: Bytes copied to the device in the last decode step.
+        prefill_lower_bound_bytes: The fewest that a prefill could reload under the budget; None for
+            stock, which has none.
+        decode_lower_bound_bytes: The same of a decode step.
         budget_bytes: The budget; None for stock.
         weight_bytes: Bytes of all weights.
-        num_unplanned: Graphs and modules that ran outside of any plan.
     """
 
     peak_bytes: int
     prefill_reloaded_bytes: int
     decode_reloaded_bytes: int
-    decode_lower_bound_bytes: int | None
-    budget_bytes: int | None
+    prefill_lower_bound_bytes: int | None = None
+    decode_lower_bound_bytes: int | None = None
+    budget_bytes: int | None = None
     weight_bytes: int
-    num_unplanned: int
 
 
 class FetchCounter:
@@ -56,7 +59,8 @@ class FetchCounter:
 
     def __init__(self) -> None:
         """Count nothing until :meth:`install`."""
-        self.bytes_by_forward: list[int] = []
+        self.prefill_bytes = self.decode_bytes = 0
+        self._is_prefill: bool | None = None
 
     def install(self) -> None:
         """Get between DeepSpeed and the one function that fetches on a single rank."""
@@ -68,8 +72,7 @@ class FetchCounter:
             params = list(params)
             handle = fetch(params)
             for param in params:
-                if self.bytes_by_forward:  # before the first forward nothing is reloaded
-                    self.bytes_by_forward[-1] += param.ds_tensor.nbytes
+                self._count(param.ds_tensor.nbytes)
                 if param.data.device == param.ds_tensor.device:
                     param.data = param.data.clone()
             return handle
@@ -78,7 +81,22 @@ class FetchCounter:
 
     def watch(self, module: Any) -> None:
         """Begin a new count with each forward of ``module``, before DeepSpeed's hooks fetch."""
-        module.register_forward_pre_hook(lambda *_: self.bytes_by_forward.append(0), prepend=True)
+
+        def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            input_ids = args[0] if args else kwargs["input_ids"]
+            self._is_prefill = input_ids.shape[-1] > 1
+            if self._is_prefill:
+                self.prefill_bytes = 0
+            else:
+                self.decode_bytes = 0
+
+        module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+
+    def _count(self, nbytes: int) -> None:
+        if self._is_prefill:
+            self.prefill_bytes += nbytes
+        elif self._is_prefill is not None:  # else it is outside of any forward
+            self.decode_bytes += nbytes
 
 
 def read(script: str, arguments: list[str]) -> Reading:
@@ -92,7 +110,6 @@ def read(script: str, arguments: list[str]) -> Reading:
     from deepspeed.accelerator import get_accelerator
 
     import ds_finepage.run
-    from ds_finepage.errors import ConfigError
     from ds_finepage.execution.meter import DeviceMeter
 
     meter = DeviceMeter(torch.device(get_accelerator().current_device_name()))
@@ -117,7 +134,7 @@ def read(script: str, arguments: list[str]) -> Reading:
     if not engines:
         raise ConfigError(f"{script} did not call deepspeed.initialize; there is nothing to count")
     meter.__exit__(None, None, None)
-    return reading_of(engines[0], meter.peak_bytes, fetches.bytes_by_forward)
+    return reading_of(engines[0], meter.peak_bytes, fetches)
 
 
 def handle_of(engine: Any) -> Any:
@@ -125,29 +142,32 @@ def handle_of(engine: Any) -> Any:
     return getattr(engine.optimizer, "finepage", None)
 
 
-def reading_of(engine: Any, peak_bytes: int, fetched_by_forward: list[int]) -> Reading:
-    """Put together what was counted."""
+def reading_of(engine: Any, peak_bytes: int, fetches: FetchCounter) -> Reading:
+    """Put together what was counted.
+
+    Raises:
+        FinepageError: Prefill or decode had no plan.
+    """
     handle = handle_of(engine)
     if handle is None:
         return Reading(
             peak_bytes=peak_bytes,
-            prefill_reloaded_bytes=fetched_by_forward[0],
-            decode_reloaded_bytes=fetched_by_forward[-1],
-            decode_lower_bound_bytes=None,
-            budget_bytes=None,
+            prefill_reloaded_bytes=fetches.prefill_bytes,
+            decode_reloaded_bytes=fetches.decode_bytes,
             weight_bytes=sum(p.ds_tensor.nbytes for p in engine.module.parameters()),
-            num_unplanned=0,
         )
     stats = handle.stats
+    if len(stats.passes) < 2:
+        raise FinepageError(f"ran without a plan: {'; '.join(stats.unplanned_reasons)}")
     prefill, *_, decode = stats.passes
     return Reading(
         peak_bytes=peak_bytes,
         prefill_reloaded_bytes=prefill.last_reloaded_bytes,
         decode_reloaded_bytes=decode.last_reloaded_bytes,
+        prefill_lower_bound_bytes=prefill.lower_bound_bytes,
         decode_lower_bound_bytes=decode.lower_bound_bytes,
         budget_bytes=stats.budget_bytes,
         weight_bytes=stats.weight_bytes,
-        num_unplanned=stats.num_unplanned_graphs + stats.num_unplanned_modules,
     )
 
 

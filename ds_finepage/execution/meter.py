@@ -77,11 +77,15 @@ class DeviceMeter:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profiler = profile(use_kineto=False, profile_memory=True)
         self._profiler.__enter__()
+        # Allocations are all that is wanted. And a region that is entered under one profile and
+        # left under the next, as in free_profiler, would be written to where it no longer is.
+        torch.autograd._enable_record_function(False)
 
     def _take(self) -> None:
         """Stop to listen, and count what was heard."""
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
+        torch.autograd._enable_record_function(True)
         if not torch.autograd._profiler_enabled():
             raise RuntimeError("somebody else used torch's profiler and ended this meter's")
         profiler.__exit__(None, None, None)

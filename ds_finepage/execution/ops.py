@@ -177,7 +177,7 @@ def _fill(outs: list[torch.Tensor], value: int) -> None:
 
 
 def run_and_copy(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any]) -> None:
-    """Run an op that has no ``out=`` overload; its own results are workspace until they are copied."""
+    """Run an op that has no ``out=`` overload; what it returns is workspace until it is copied."""
     results = op(*args, **kwargs)
     if isinstance(results, torch.Tensor):
         outs[0].copy_(results)

@@ -21,10 +21,7 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
     half = max(4096, scratch_bytes // 2)
     with torch.inference_mode(False), torch.no_grad():
         h2d, d2h, memory = _copy_rates(half, device)
-        flops = {
-            name: _matmul_rate(getattr(torch, name), device, half)
-            for name in ("float32", "bfloat16")
-        }
+        flops = {name: _matmul_rate(getattr(torch, name), device, half) for name in _dtypes(device)}
         one = torch.empty(1, device=device)
         launch = _seconds(lambda: one.add_(1), device)
     return HardwareProfile(
@@ -38,6 +35,11 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
         launch_ns=int(launch * 1e9),
         transfer_latency_ns=int(launch * 1e9),
     )
+
+
+def _dtypes(device: torch.device) -> tuple[str, ...]:
+    """Name the dtypes to measure; in float16 a CPU would take its time."""
+    return ("float32", "bfloat16") + (("float16",) if device.type == "cuda" else ())
 
 
 def _copy_rates(nbytes: int, device: torch.device) -> tuple[float, float, float]:

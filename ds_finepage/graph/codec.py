@@ -43,6 +43,7 @@ from ds_finepage.graph.taskgraph import (
     BufferKind,
     GraphInput,
     GraphOutput,
+    ModuleCall,
     Ref,
     Symbol,
     Task,
@@ -74,13 +75,16 @@ _TASK_COLUMNS = (
 _NUM_MEASURED = 2  # the last columns of a task are costs, which a fingerprint leaves out
 _INPUT_COLUMNS = ("position", "tensor")
 _OUTPUT_COLUMNS = ("tensor", "position", "host")
+_CALL_COLUMNS = ("name", "class_name", "depth", "begin", "end")
 _NODE_COLUMNS = ("id", "kind", "buffer", "task", "offset", "nbytes")
 _EDGE_COLUMNS = ("before", "after", "kind")
 _RESIDENCY_COLUMNS = ("buffer", "offset", "nbytes")
 _SLOT_COLUMNS = ("buffer", "offset")
 _SPAN_COLUMNS = ("node", "lane", "start_ns", "end_ns", "name")
 
-_TASKGRAPH_FIELDS = ("name", "versions", "buffers", "tensors", "tasks", "inputs", "outputs")
+_TASKGRAPH_FIELDS = (
+    "name", "num_batches", "versions", "buffers", "tensors", "tasks", "inputs", "outputs", "calls",
+)  # fmt: skip
 _MEMGRAPH_FIELDS = (
     "taskgraph", "fingerprint", "versions", "policy", "arena_bytes", "alignment", "host_bytes",
     "entry", "exit", "host_slots", "nodes", "edges",
@@ -274,6 +278,7 @@ def _taskgraph_fields(graph: TaskGraph, *, only_identity: bool = False) -> _Fiel
     columns = _TASK_COLUMNS[:-_NUM_MEASURED] if only_identity else _TASK_COLUMNS
     fields = [
         ("name", _json(graph.name)),
+        ("num_batches", _json(graph.num_batches)),
         ("versions", _json(graph.versions)),
         (
             "buffers",
@@ -313,6 +318,13 @@ def _taskgraph_fields(graph: TaskGraph, *, only_identity: bool = False) -> _Fiel
         (
             "outputs",
             _table(_OUTPUT_COLUMNS, (_json((o.tensor, o.position, o.host)) for o in graph.outputs)),
+        ),
+        (
+            "calls",
+            _table(
+                _CALL_COLUMNS,
+                (_json((c.name, c.class_name, c.depth, c.begin, c.end)) for c in graph.calls),
+            ),
         ),
     ]
     return [f for f in fields if f[0] != "versions"] if only_identity else fields
@@ -465,16 +477,14 @@ def _read_taskgraph(document: dict[str, Any]) -> TaskGraph:
     _require_keys(document, _TASKGRAPH_FIELDS, "")
     buffer_rows = _rows(document, "buffers", _BUFFER_COLUMNS)
     tensor_rows = _rows(document, "tensors", _TENSOR_COLUMNS)
+    task_rows = _rows(document, "tasks", _TASK_COLUMNS)
     num_buffers, num_tensors = len(buffer_rows), len(tensor_rows)
     return TaskGraph(
         name=_text(document["name"], "name"),
         versions=_versions(document["versions"]),
         buffers=tuple(_buffer(i, row, num_tensors) for i, row in enumerate(buffer_rows)),
         tensors=tuple(_tensor(i, row, num_buffers) for i, row in enumerate(tensor_rows)),
-        tasks=tuple(
-            _task(i, row, num_buffers, num_tensors)
-            for i, row in enumerate(_rows(document, "tasks", _TASK_COLUMNS))
-        ),
+        tasks=tuple(_task(i, row, num_buffers, num_tensors) for i, row in enumerate(task_rows)),
         inputs=tuple(
             GraphInput(
                 _count(row[0], f"inputs[{i}].position"),
@@ -486,7 +496,29 @@ def _read_taskgraph(document: dict[str, Any]) -> TaskGraph:
             _output(i, row, num_tensors)
             for i, row in enumerate(_rows(document, "outputs", _OUTPUT_COLUMNS))
         ),
+        calls=tuple(
+            _call(i, row, len(task_rows))
+            for i, row in enumerate(_rows(document, "calls", _CALL_COLUMNS))
+        ),
+        num_batches=_count(document["num_batches"], "num_batches"),
     )
+
+
+def _call(position: int, row: list[Any], num_tasks: int) -> ModuleCall:
+    where = f"calls[{position}]"
+    name, class_name, depth, begin, end = row
+    found = ModuleCall(
+        name=_text(name, f"{where}.name"),
+        class_name=_text(class_name, f"{where}.class_name"),
+        depth=_count(depth, f"{where}.depth"),
+        begin=_count(begin, f"{where}.begin"),
+        end=_count(end, f"{where}.end"),
+    )
+    if not found.begin <= found.end <= num_tasks:
+        raise InvalidPlanError(
+            f"{where} runs tasks [{found.begin}, {found.end}), not inside 0..{num_tasks}"
+        )
+    return found
 
 
 def _buffer(position: int, row: list[Any], num_tensors: int) -> Buffer:

@@ -53,6 +53,7 @@ class EdgeKind(str, enum.Enum):
     # one host slot, that reload before the next offload
     JOIN = "join"  # every touch before the join
     ORDER = "order"  # readers of the old contents before a task that changes them in place
+    SYNC = "sync"  # not needed to be right: the system that is simulated waits there
 
 
 @dataclass(frozen=True, slots=True, order=True)

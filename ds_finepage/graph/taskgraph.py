@@ -141,9 +141,29 @@ class GraphOutput:
     host: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module: it ran the tasks ``[begin, end)``, those of its submodules included.
+
+    Calls are listed as they began; ``depth`` counts the calls around one, and so tells who called
+    whom where a module runs no task at all.
+    """
+
+    name: str  # qualified
+    class_name: str
+    depth: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True)
 class TaskGraph:
-    """Tasks, buffers and tensors of one pass of one concrete shape."""
+    """Tasks, buffers and tensors of one pass of one concrete shape.
+
+    ``calls`` says which module ran what, for policies that work module by module; it is empty
+    where capture cannot tell, and then the tasks' labels have to do. ``num_batches`` is how many
+    calls of the model are unrolled side by side; only a policy makes it more than one.
+    """
 
     name: str
     buffers: tuple[Buffer, ...]
@@ -152,6 +172,8 @@ class TaskGraph:
     inputs: tuple[GraphInput, ...] = ()
     outputs: tuple[GraphOutput, ...] = ()
     versions: tuple[tuple[str, str], ...] = field(default=())  # ("torch", "2.13.0"), ...
+    calls: tuple[ModuleCall, ...] = ()
+    num_batches: int = 1
 
     @cached_property
     def weight_bytes(self) -> int:

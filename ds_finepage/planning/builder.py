@@ -99,7 +99,7 @@ class MemGraphBuilder:
         for vacator in vacators:
             self._edge(vacator, state.alloc, EdgeKind.MEMORY)
 
-    def reload(self, buffer: int) -> None:
+    def reload(self, buffer: int) -> int:
         """Bring the contents back from host memory into the extent just given."""
         state = self.states[buffer]
         assert state.alloc is not None and state.host_copy is not None
@@ -108,6 +108,11 @@ class MemGraphBuilder:
         self._edge(state.host_copy, node, EdgeKind.STORE_RELOAD)
         state.slot_users.append(node)
         state.holder, state.readers = node, []
+        return node
+
+    def sync(self, before: int, after: int) -> None:
+        """Make a node wait for an earlier one although nothing in the memgraph asks for it."""
+        self._edge(before, after, EdgeKind.SYNC)
 
     def compute(self, task: Task) -> int:
         """Run a task after everything it needs."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.exact import is_tiny, plan_exact
 from ds_finepage.planning.keeping import candidates, plan_keeping, weights_by_first_use
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, require_feasible, uses
@@ -81,6 +82,8 @@ def plan_finepage(
         is_small = len(graph.tasks) <= MAX_TASKS_FOR_HORIZON
         if search.best is None or (is_small and not search.moves_nothing()):
             search.try_keeping(graph)
+        if is_tiny(graph) and not search.moves_nothing():
+            search.try_exact(graph)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
 
@@ -144,6 +147,9 @@ class _Search:
             activation_bytes=top_of(placed),
             ring_bytes=ring_bytes,
         ).plan()
+
+    def try_exact(self, graph: TaskGraph) -> None:
+        self._offer(plan_exact(graph, arena_bytes=self._arena_bytes, alignment=self._alignment))
 
     # Sharing bytes between activations and streamed weights.
 

@@ -8,7 +8,7 @@ Neural Net Inference" (arXiv 2001.03288).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ds_finepage.graph.memgraph import Extent
@@ -23,6 +23,11 @@ class LiveBuffer:
     begin: int
     end: int
 
+    @property
+    def tasks(self) -> range:
+        """The tasks during which it is live."""
+        return range(self.begin, self.end + 1)
+
 
 def place(live: Sequence[LiveBuffer]) -> dict[int, Extent]:
     """Place buffers so that those that live at the same time do not overlap.
@@ -30,17 +35,26 @@ def place(live: Sequence[LiveBuffer]) -> dict[int, Extent]:
     Returns:
         Buffer -> extent. The result depends on the input only, not on its order.
     """
+    ordered = sorted(live, key=lambda i: (-i.nbytes, i.begin, i.buffer))
+    placed = first_fit([(item.nbytes, item.tasks) for item in ordered])
+    return {item.buffer: extent for item, extent in zip(ordered, placed, strict=True)}
+
+
+def first_fit(items: Iterable[tuple[int, Iterable[int]]]) -> list[Extent]:
+    """Place items (bytes, tasks during which they live) one by one, each as low as it can lie."""
     at: dict[int, list[Extent]] = {}  # task -> extents that are taken while it runs
-    placed: dict[int, Extent] = {}
-    for item in sorted(live, key=lambda i: (-i.nbytes, i.begin, i.buffer)):
-        taken = {e for task in range(item.begin, item.end + 1) for e in at.get(task, ())}
+    placed = []
+    for nbytes, tasks in items:
+        tasks = tuple(tasks)
+        taken = {e for task in tasks for e in at.get(task, ())}
         offset = 0
         for extent in sorted(taken):
-            if extent.offset - offset >= item.nbytes:
+            if extent.offset - offset >= nbytes:
                 break
             offset = max(offset, extent.end)
-        placed[item.buffer] = found = Extent(offset, item.nbytes)
-        for task in range(item.begin, item.end + 1):
+        found = Extent(offset, nbytes)
+        placed.append(found)
+        for task in tasks:
             at.setdefault(task, []).append(found)
     return placed
 

@@ -204,6 +204,7 @@ class _Rewriter:
             buffers=tuple(self._buffers),
             tensors=tuple(self._tensors),
             tasks=tuple(self._tasks),
+            calls=(),  # their tasks have other indices now
         )
 
 

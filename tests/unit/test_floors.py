@@ -23,6 +23,7 @@ FLOORS = {
     "execution": 2,
     "reporting": 2,
     "api": 3,
+    "forecast": 3,
     "session": 3,
     "integrations": 4,
     "cli": 5,

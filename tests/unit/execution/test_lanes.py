@@ -336,17 +336,19 @@ def test_ctrl_c_while_a_task_waits_for_a_copy(
 
 
 def test_ctrl_c_behind_the_last_task(lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, log, presses = Gate(), [], [1]
+    began, gate, log, presses = Gate(), Gate(), [], [1]
     open_when_run_winds_up(monkeypatch, gate)
 
     class Interrupted(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             if presses:
                 presses.pop()
+                began.wait()
                 raise KeyboardInterrupt
             return super().wait(timeout)
 
     def copy() -> None:
+        began.open()
         gate.wait()
         log.append("o")
 

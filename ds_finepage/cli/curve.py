@@ -1,0 +1,296 @@
+"""Show speed against budget: tokens a second and time to the first token, and where the knees are.
+
+The price list of a model on a machine. Budgets run from the least that can run to the one under
+which all weights stay resident, whether the device has that much or not.
+
+Exit status: 0; 2 for an option that cannot be used.
+"""
+
+# Floor 5.
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import track
+
+from ds_finepage.cli import options
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.reporting.curve import (
+    NS_PER_S,
+    Curve,
+    CurvePoint,
+    Need,
+    at_least_as_good,
+    round_speeds,
+)
+from ds_finepage.units import GIB
+
+if TYPE_CHECKING:
+    from ds_finepage.forecast import CapturedModel, PlannedModel
+
+PICTURES = ("png", "svg", "pdf")
+
+MAX_ATTEMPTS = 4
+"""Budgets to plan for one speed, each a little larger than the one before."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    options.add_model(parser)
+    parser.add_argument("--points", type=int, default=12, help="budgets to plan (12)")
+    parser.add_argument(
+        "--tokens-per-s",
+        metavar="LIST",
+        help="speeds to find the budgets of, with commas in between; by default round numbers",
+    )
+    options.add_json(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    options.add_force(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan under many budgets, print the list, draw it."""
+    options.require_policies([arguments.policy])
+    if arguments.points < 2:
+        raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
+    profile = load_profile(arguments.hardware)
+    speeds = speeds_of(arguments.tokens_per_s)
+    if arguments.plot is not None:
+        require_matplotlib()
+        picture_kind(arguments.plot)
+        options.require_writable(arguments.plot, force=arguments.force)
+
+    from ds_finepage.forecast import capture_model  # torch, which wrong options do not wait for
+
+    passes = {
+        phase: capture_model(
+            arguments.model,
+            phase=phase,
+            batch=arguments.batch,
+            seq=arguments.seq,
+            profile=profile,
+        )
+        for phase in options.PHASES
+    }
+    planner = Planner(
+        prefill=passes["prefill"],
+        decode=passes["decode"],
+        profile=profile,
+        policy=arguments.policy,
+        split=not arguments.no_split,
+    )
+    curve = make_curve(planner, arguments.points, speeds)
+    if arguments.plot is not None:
+        draw(curve, arguments.plot)
+    if arguments.json:
+        print(json.dumps(curve.to_dict(), indent=2))
+        return 0
+    options.show(curve.to_table())
+    for sentence in curve.in_words():
+        print(sentence)
+    if arguments.plot is not None:
+        print(f"picture: {arguments.plot}")
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Plans both passes of a model under any budget."""
+
+    prefill: CapturedModel
+    decode: CapturedModel
+    profile: HardwareProfile
+    policy: str
+    split: bool
+
+    def plan(self, captured: CapturedModel, budget_bytes: int) -> PlannedModel:
+        """Plan one pass."""
+        from ds_finepage.forecast import plan_captured
+
+        return plan_captured(
+            captured,
+            budget_bytes=budget_bytes,
+            profile=self.profile,
+            policy=self.policy,
+            split=self.split,
+        )
+
+    def point(self, budget_bytes: int) -> CurvePoint:
+        """Plan both passes."""
+        decode = self.plan(self.decode, budget_bytes).figures
+        prefill = self.plan(self.prefill, budget_bytes).figures
+        return CurvePoint(
+            budget_bytes=budget_bytes,
+            fits=budget_bytes <= self.profile.capacity_bytes,
+            tokens_per_s=decode.tokens_per_s,
+            tokens_per_s_bound=decode.batch * NS_PER_S / max(1, decode.lower_bound_ns),
+            first_token_ns=prefill.predicted_ns,
+            first_token_bound_ns=prefill.lower_bound_ns,
+            decode_reloaded_bytes=decode.reloaded_bytes,
+            prefill_reloaded_bytes=prefill.reloaded_bytes,
+        )
+
+    def points(self, num_points: int) -> list[CurvePoint]:
+        """Plan from the least budget to the one that pages nothing.
+
+        Two thirds of the budgets are spread evenly, the others go where the speed jumps most.
+        """
+        both = (self.prefill, self.decode)
+        least = max(captured.min_budget_bytes for captured in both)
+        most = max(captured.needed_budget_bytes for captured in both)
+        steps = max(1, num_points * 2 // 3 - 1)
+        even = [least + (most - least) * i // steps for i in range(steps + 1)]
+        found: list[CurvePoint] = []
+        for number in with_progress(num_points):
+            if number <= steps:
+                budget = even[number]
+            else:
+                jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(found)]
+                at = jumps.index(max(jumps))
+                budget = (found[at].budget_bytes + found[at + 1].budget_bytes) // 2
+            if budget not in [p.budget_bytes for p in found]:
+                found.append(self.point(budget))
+                found.sort(key=lambda p: p.budget_bytes)
+        return found
+
+    def need(self, speed: float, points: tuple[CurvePoint, ...]) -> Need | None:
+        """Find a budget that gives a speed; None where no budget does.
+
+        The time of a pass falls evenly with the budget between two points, or nearly so; what is
+        returned has been planned.
+        """
+        above = next((i for i, p in enumerate(points) if p.tokens_per_s >= speed), None)
+        if above is None:
+            return None
+        high = points[above]
+        if above == 0:
+            return Need(tokens_per_s=speed, budget_bytes=high.budget_bytes)
+        low = points[above - 1]
+        slow, fast = 1 / low.tokens_per_s, 1 / high.tokens_per_s
+        share = (slow - 1 / speed) / (slow - fast)
+        span = high.budget_bytes - low.budget_bytes
+        for attempt in range(MAX_ATTEMPTS):
+            budget = low.budget_bytes + int(span * (share + attempt * (1 - share) / MAX_ATTEMPTS))
+            if self.plan(self.decode, budget).figures.tokens_per_s >= speed:
+                return Need(tokens_per_s=speed, budget_bytes=budget)
+        return Need(tokens_per_s=speed, budget_bytes=high.budget_bytes)
+
+
+def make_curve(planner: Planner, num_points: int, speeds: list[float] | None) -> Curve:
+    """Plan the points, then the budgets of some speeds."""
+    points = at_least_as_good(planner.points(num_points))
+    if speeds is None:
+        speeds = round_speeds(points[0].tokens_per_s, points[-1].tokens_per_s)
+    needs = [planner.need(speed, points) for speed in speeds]
+    decode = planner.decode
+    return Curve(
+        model=decode.model,
+        batch=decode.batch,
+        seq=decode.seq,
+        policy=planner.policy,
+        hardware=planner.profile.name,
+        weight_bytes=decode.graph.weight_bytes,
+        capacity_bytes=planner.profile.capacity_bytes,
+        points=points,
+        needs=tuple(need for need in needs if need is not None),
+    )
+
+
+def with_progress(number: int) -> Iterable[int]:
+    """Count from 0, with a bar on the standard error where somebody is looking."""
+    console = Console(stderr=True)
+    return track(
+        range(number),
+        "planning",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def speeds_of(text: str | None) -> list[float] | None:
+    """Read a list of speeds.
+
+    Raises:
+        ConfigError: Something in it is not a positive number.
+    """
+    if text is None:
+        return None
+    found = []
+    for part in options.names_of(text, "--tokens-per-s"):
+        try:
+            speed = float(part)
+        except ValueError:
+            speed = 0.0
+        if not 0 < speed < float("inf"):
+            raise ConfigError(f"--tokens-per-s: {part!r} is not a number above 0.")
+        found.append(speed)
+    return found
+
+
+def require_matplotlib() -> None:
+    """Refuse to draw without the library for it.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed. Run: pip install 'ds_finepage[plot]'"
+        ) from error
+
+
+def picture_kind(path: Path) -> str:
+    """Read the kind of a picture from its name.
+
+    Raises:
+        ConfigError: It is another one than can be drawn.
+    """
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in PICTURES:
+        raise ConfigError(f"--plot: {path} must end in one of: {', '.join(PICTURES)}")
+    return kind
+
+
+def draw(curve: Curve, path: Path) -> None:
+    """Draw both curves, one above the other, with their bounds, knees and the device's size."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    speed, first = figure.subplots(2, sharex=True)
+    budgets = [p.budget_bytes / GIB for p in curve.points]
+    speed.plot(budgets, [p.tokens_per_s for p in curve.points], marker="o", label=curve.policy)
+    bounds = [p.tokens_per_s_bound for p in curve.points]
+    speed.plot(budgets, bounds, linestyle="--", color="gray", label="no schedule is faster")
+    for step in curve.steps[1:]:
+        speed.axvline(step.from_bytes / GIB, color="tab:orange", alpha=0.5)
+    speed.set_ylabel("tokens a second")
+    first.plot(budgets, [p.first_token_ns / NS_PER_S for p in curve.points], marker="o")
+    bounds = [p.first_token_bound_ns / NS_PER_S for p in curve.points]
+    first.plot(budgets, bounds, linestyle="--", color="gray")
+    first.set_ylabel("seconds to the first token")
+    first.set_xlabel("device budget in GiB")
+    for axes in (speed, first):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if curve.capacity_bytes / GIB <= budgets[-1]:
+            axes.axvline(curve.capacity_bytes / GIB, color="tab:red", label="the device's memory")
+    speed.legend()
+    figure.suptitle(curve.title)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=picture_kind(path))
+    options.write_bytes(picture.getvalue(), path)

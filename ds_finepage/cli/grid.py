@@ -1,0 +1,430 @@
+"""Tell which (model, batch, sequence) run on which card, and how fast, policy by policy.
+
+A cell runs if both a prefill of the sequence and a decode step behind it can be planned under the
+budget. Finished cells are kept until the whole grid is done: after an interruption the same command
+goes on where it was.
+
+Exit status: 0, whether cells run or not; 2 for an option that cannot be used.
+"""
+
+# Floor 5.
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import ds_finepage
+from ds_finepage.cli import options
+from ds_finepage.config import DeviceBudget
+from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
+from ds_finepage.graph import codec
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.policies import POLICIES
+from ds_finepage.units import format_ns
+
+if TYPE_CHECKING:
+    from ds_finepage.forecast import CapturedModel
+    from ds_finepage.reporting.figures import PlanFigures
+
+BASELINE = "zero"
+DEFAULT_POLICIES = (BASELINE, "horizon", "finepage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One combination."""
+
+    model: str
+    hardware: str
+    batch: int
+    seq: int
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of a cell. Figures are None where it does not run; ``reason`` says why."""
+
+    runs: bool
+    reason: str | None = None
+    budget_bytes: int | None = None
+    weight_bytes: int | None = None
+    tokens_per_s: float | None = None
+    decode_ns: int | None = None
+    decode_bound_ns: int | None = None
+    decode_reloaded_bytes: int | None = None
+    first_token_ns: int | None = None
+    first_token_bound_ns: int | None = None
+    prefill_reloaded_bytes: int | None = None
+
+
+Results = dict[Cell, Result]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    lists = (
+        ("--models", None, "models: shipped names, folders or config.json files"),
+        ("--hardware", None, "hardware profiles, by name or path"),
+        ("--batch", "1", "batch sizes"),
+        ("--seq", "2048", "tokens of a sequence"),
+        ("--policies", ",".join(default_policies()), "policies"),
+    )
+    for name, default, text in lists:
+        parser.add_argument(
+            name,
+            required=default is None,
+            default=default,
+            metavar="LIST",
+            help=f"{text}, with commas in between" + (f" ({default})" if default else ""),
+        )
+    options.add_budget(parser, "auto")
+    options.add_split(parser)
+    options.add_json(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the cells as JSON, with date, command and versions; in a folder the file is "
+        "called grid_DATE.json",
+    )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="where finished cells are kept until the grid is done; by default in the user's cache",
+    )
+    options.add_force(parser)
+
+
+def default_policies() -> list[str]:
+    """Name the policies that are compared where nobody says which."""
+    return [name for name in DEFAULT_POLICIES if name in POLICIES]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan all cells that are not finished yet, print them, write them."""
+    policies = options.names_of(arguments.policies, "--policies")
+    options.require_policies(policies)
+    budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
+    hardware = options.names_of(arguments.hardware, "--hardware")
+    profiles = {name: load_profile(name) for name in hardware}
+    models = options.names_of(arguments.models, "--models")
+    cells = [
+        Cell(model=model, hardware=card, batch=batch, seq=seq, policy=policy)
+        for model, batch, seq, card, policy in itertools.product(
+            models,
+            options.counts_of(arguments.batch, "--batch"),
+            options.counts_of(arguments.seq, "--seq"),
+            hardware,
+            policies,
+        )
+    ]
+    out = out_file(arguments.out, force=arguments.force)
+
+    planner = Planner(profiles=profiles, budget=budget, split=not arguments.no_split)
+    state = State(
+        arguments.state or default_state_file(planner.identity(models, cells)),
+        is_own=arguments.state is None,
+        identity=planner.identity(models, cells),
+    )
+    results = fill(cells, state, planner)
+    if out is not None:
+        document = to_document(results, arguments)
+        codec.write_text(json.dumps(document, indent=2) + "\n", out)
+    if arguments.json:
+        print(json.dumps(to_rows(results), indent=2))
+    else:
+        options.show(to_table(results))
+        for number, reason in enumerate(reasons(results), start=1):
+            print(f"({number}) {reason}")
+        if out is not None:
+            print(f"cells: {out}")
+    state.remove()  # not before everything is out
+    return 0
+
+
+def out_file(path: Path | None, *, force: bool) -> Path | None:
+    """Name the file to write, dated where just a folder was given."""
+    if path is None:
+        return None
+    if path.is_dir():
+        path = path / f"grid_{datetime.date.today().isoformat()}.json"
+    options.require_writable(path, force=force)
+    return path
+
+
+class State:
+    """Finished cells in a file: one line each, added when the cell is done.
+
+    The first line says what grid it is of. A line that is cut off was being written when the
+    program died; its cell is planned again.
+    """
+
+    def __init__(self, path: Path, *, is_own: bool, identity: str) -> None:
+        """Look at the file, if there is one.
+
+        Args:
+            path: The file.
+            is_own: True where nobody named it, so that its folder is ours to make.
+            identity: Digest of everything that the cells depend on.
+
+        Raises:
+            ConfigError: The file cannot be read or written, or belongs to another grid.
+        """
+        self.path = path
+        self.found: Results = {}
+        try:
+            if is_own:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+            if lines and _parsed(lines[0]) == {"grid": identity}:
+                self._read(lines[1:])
+            elif lines and lines[0]:
+                raise ConfigError(
+                    f"{path} does not hold cells of this grid (other options, or another version "
+                    f"of a model, of a profile or of this program). Remove it, or name another "
+                    f"file with --state."
+                )
+            # Begin anew with whole lines only, so that what is added stands on a line of its own.
+            whole = [json.dumps({"grid": identity})]
+            whole += [_line(cell, result) for cell, result in self.found.items()]
+            options.write_bytes(("\n".join(whole) + "\n").encode(), path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep finished cells in {path}: {error}. Name another file with --state."
+            ) from error
+
+    def _read(self, lines: list[bytes]) -> None:
+        for line in lines:
+            entry = _parsed(line)
+            try:
+                self.found[Cell(**entry["cell"])] = Result(**entry["result"])
+            except (KeyError, TypeError):
+                continue  # cut off
+
+    def add(self, cell: Cell, result: Result) -> None:
+        """Keep a finished cell."""
+        with open(self.path, "ab") as file:
+            file.write((_line(cell, result) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def remove(self) -> None:
+        """Forget the cells; the grid is done."""
+        self.path.unlink(missing_ok=True)
+
+
+def _line(cell: Cell, result: Result) -> str:
+    return json.dumps({"cell": asdict(cell), "result": asdict(result)})
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def default_state_file(identity: str) -> Path:
+    """Name a file in the user's cache, another one for every grid."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "ds_finepage" / f"grid-{identity[:16]}.jsonl"
+
+
+class Planner:
+    """Plans cells; captures each pass once for all cards and policies."""
+
+    def __init__(
+        self, *, profiles: dict[str, HardwareProfile], budget: DeviceBudget, split: bool
+    ) -> None:
+        """Remember what all cells share."""
+        self._profiles = profiles
+        self._budget = budget
+        self._split = split
+        self._captured: dict[Any, CapturedModel | Exception] = {}
+
+    def identity(self, models: list[str], cells: list[Cell]) -> str:
+        """Digest everything that the results depend on, the program itself included.
+
+        Raises:
+            ConfigError: There is no such model.
+        """
+        from ds_finepage.capture.models import load_model_config
+
+        digest = hashlib.sha256()
+        for model in models:
+            digest.update(load_model_config(model).to_json_string(use_diff=False).encode())
+        for profile in self._profiles.values():
+            digest.update(codec.dumps(profile).encode())
+        settings = [str(self._budget), self._split, [asdict(cell) for cell in cells]]
+        digest.update(json.dumps(settings).encode())
+        package = Path(ds_finepage.__file__).parent
+        for source in sorted(package.rglob("*.py")):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()
+
+    def plan(self, cell: Cell) -> Result:
+        """Plan both passes of a cell."""
+        from ds_finepage.forecast import budget_on, plan_captured
+
+        profile = self._profiles[cell.hardware]
+        figures: dict[str, PlanFigures] = {}
+        budget_bytes = None
+        for phase in options.PHASES:
+            try:
+                captured = self._capture(cell, phase)
+                weight_bytes = captured.graph.weight_bytes
+                budget_bytes = budget_on(self._budget, weight_bytes, profile)
+                figures[phase] = plan_captured(
+                    captured,
+                    budget_bytes=budget_bytes,
+                    profile=profile,
+                    policy=cell.policy,
+                    split=self._split,
+                ).figures
+            except (ConfigError, CaptureError, PlanInfeasibleError) as error:
+                return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
+        prefill, decode = figures["prefill"], figures["decode"]
+        return Result(
+            runs=True,
+            budget_bytes=budget_bytes,
+            weight_bytes=decode.weight_bytes,
+            tokens_per_s=decode.tokens_per_s,
+            decode_ns=decode.predicted_ns,
+            decode_bound_ns=decode.lower_bound_ns,
+            decode_reloaded_bytes=decode.reloaded_bytes,
+            first_token_ns=prefill.predicted_ns,
+            first_token_bound_ns=prefill.lower_bound_ns,
+            prefill_reloaded_bytes=prefill.reloaded_bytes,
+        )
+
+    def _capture(self, cell: Cell, phase: str) -> CapturedModel:
+        from ds_finepage.capture.models import default_dtype, load_model_config
+        from ds_finepage.forecast import capture_model
+
+        profile = self._profiles[cell.hardware]
+        dtype = default_dtype(load_model_config(cell.model), profile)
+        shape = (cell.model, cell.batch, cell.seq)
+        if any(key[:3] != shape for key in self._captured):
+            self._captured.clear()  # cells of one shape come together
+        key = (*shape, phase, dtype)
+        if key not in self._captured:
+            try:
+                self._captured[key] = capture_model(
+                    cell.model, phase=phase, batch=cell.batch, seq=cell.seq, profile=profile
+                )
+            except (ConfigError, CaptureError) as error:
+                self._captured[key] = error
+        found = self._captured[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def fill(cells: list[Cell], state: State, planner: Planner) -> Results:
+    """Plan what is missing; keep each cell as soon as it is done."""
+    results = {cell: state.found[cell] for cell in cells if cell in state.found}
+    if results:
+        print(
+            f"going on: {len(results)} of {len(cells)} cells are in {state.path}", file=sys.stderr
+        )
+    try:
+        for cell in _with_progress([cell for cell in cells if cell not in results]):
+            results[cell] = planner.plan(cell)
+            state.add(cell, results[cell])
+    except BaseException:
+        print(
+            f"{len(results)} of {len(cells)} cells are kept in {state.path}; the same command goes "
+            f"on from there",
+            file=sys.stderr,
+        )
+        raise
+    return {cell: results[cell] for cell in cells}
+
+
+def _with_progress(cells: list[Cell]) -> Iterator[Cell]:
+    console = Console(stderr=True)
+    yield from track(
+        cells, "planning", console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def to_rows(results: Results) -> list[dict[str, Any]]:
+    """Return the cells for JSON."""
+    return [{**asdict(cell), **asdict(result)} for cell, result in results.items()]
+
+
+def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what a result file holds: the cells, and what it takes to make them again."""
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in ("models", "hardware", "batch", "seq", "policies", "device_budget")
+    }
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": options.command_line("grid", **given)
+        + (" --no-split" if arguments.no_split else ""),
+        "versions": {
+            "ds_finepage": ds_finepage.__version__,
+            **{name: version(name) for name in ("torch", "transformers")},
+        },
+        "cells": to_rows(results),
+    }
+
+
+def reasons(results: Results) -> list[str]:
+    """List why cells do not run, each reason once."""
+    return list(dict.fromkeys(r.reason for r in results.values() if r.reason is not None))
+
+
+def to_table(results: Results) -> Table:
+    """Return the cells as a table: a row for each combination, a column for each policy."""
+    policies = list(dict.fromkeys(cell.policy for cell in results))
+    has_baseline = BASELINE in policies
+    table = Table(
+        title="predicted tokens a second"
+        + (f" (and times {BASELINE})" if has_baseline else "")
+        + ", time to the first token",
+        title_justify="left",
+    )
+    for heading in ("model", "hardware", "batch", "sequence"):
+        table.add_column(heading)
+    for policy in policies:
+        table.add_column(policy, justify="right")
+    rows: dict[tuple[Any, ...], dict[str, Result]] = {}
+    for cell, result in results.items():
+        key = (cell.model, cell.hardware, cell.batch, cell.seq)
+        rows.setdefault(key, {})[cell.policy] = result
+    numbers = {reason: number for number, reason in enumerate(reasons(results), start=1)}
+    for key, by_policy in rows.items():
+        baseline = by_policy.get(BASELINE)
+        found = [by_policy[policy] for policy in policies]
+        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in found]
+        table.add_row(*map(str, key), *texts)
+    return table
+
+
+def _text(result: Result, baseline: Result | None) -> str:
+    assert result.tokens_per_s is not None and result.first_token_ns is not None
+    ratio = ""
+    if baseline is not None and baseline is not result and baseline.tokens_per_s:
+        ratio = f" ({result.tokens_per_s / baseline.tokens_per_s:.2f} x)"
+    return f"{result.tokens_per_s:.2f}{ratio}, {format_ns(result.first_token_ns)}"

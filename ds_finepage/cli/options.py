@@ -1,0 +1,162 @@
+"""Options that several subcommands share (floor 5)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_finepage.config import BUDGET_FORMS, did_you_mean
+from ds_finepage.errors import ConfigError
+from ds_finepage.planning.policies import POLICIES
+
+PROGRAM = "ds-finepage"
+PHASES = ("prefill", "decode")
+TABLE_WIDTH = 110
+"""Columns where the output goes to a file or a pipe."""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what runs where."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="a name shipped with the package, a directory with a transformers config.json, or "
+        "the path of such a file; no weights are read",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences in the batch (1)")
+    parser.add_argument(
+        "--seq",
+        type=int,
+        default=2048,
+        help="tokens of a sequence that are in the KV cache after the pass (2048)",
+    )
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        help="a hardware profile shipped with the package, or the path of one as 'probe' writes it",
+    )
+    parser.add_argument("--policy", default="finepage", help="how to plan (finepage)")
+    add_split(parser)
+
+
+def add_split(parser: argparse.ArgumentParser) -> None:
+    """Add the option that keeps weights in one piece."""
+    parser.add_argument(
+        "--no-split",
+        action="store_true",
+        help="keep every weight in one piece; without this, policies that can do so cut matrix "
+        "products along their output features",
+    )
+
+
+def add_budget(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the option with the limit on all device bytes."""
+    text = f'{BUDGET_FORMS}. "auto" is the device less 512 MiB for driver and libraries'
+    parser.add_argument(
+        "--device-budget",
+        default=default,
+        metavar="BUDGET",
+        help=f"limit on all device bytes ({default}): {text}".replace("%", "%%"),
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option that leaves nothing but JSON on the standard output."""
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Add the option that allows overwriting."""
+    parser.add_argument("--force", action="store_true", help="overwrite files that exist")
+
+
+def require_writable(path: Path, *, force: bool) -> None:
+    """Refuse a file that cannot be written or must not be overwritten, before any work is done.
+
+    Raises:
+        ConfigError: There is a file already, or no folder for it.
+    """
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder. Name a file in it.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}. Make it first.")
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists. Give --force to overwrite it, or name another file.")
+
+
+def write_bytes(content: bytes, path: Path) -> None:
+    """Write a file so that nobody, whatever happens, finds half of it.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+
+
+def require_policies(names: list[str]) -> None:
+    """Refuse policies that do not exist.
+
+    Raises:
+        ConfigError: Unknown policy.
+    """
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError(f"unknown policy {name!r}. {did_you_mean(name, POLICIES)}")
+
+
+def names_of(text: str, option: str) -> list[str]:
+    """Read a list with commas, without repeats.
+
+    Raises:
+        ConfigError: Nothing is in it.
+    """
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise ConfigError(f"{option}: {text!r} names nothing. Write names with commas in between.")
+    return names
+
+
+def counts_of(text: str, option: str) -> list[int]:
+    """Read a list of whole numbers with commas, without repeats.
+
+    Raises:
+        ConfigError: Something in it is not a whole number of 1 or more.
+    """
+    found = []
+    for part in names_of(text, option):
+        if not part.isdecimal() or int(part) < 1:
+            raise ConfigError(f"{option}: {part!r} is not a whole number of 1 or more.")
+        found.append(int(part))
+    return list(dict.fromkeys(found))
+
+
+def command_line(command: str, **options: Any) -> str:
+    """Write a command that a person can paste into a shell."""
+    words = [PROGRAM, command]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
+
+
+def show(table: Table) -> None:
+    """Print a table, in full also where it goes to a file or a pipe."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)
+    console.print(table)

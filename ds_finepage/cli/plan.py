@@ -1,0 +1,83 @@
+"""Plan one pass of a model for a machine: what it copies, how long it takes, and the bounds.
+
+Needs neither the model's weights nor the machine: the pass is captured from the model's config,
+planned under the budget, checked, and predicted with the rates of the hardware profile.
+
+Exit status: 0; 2 if no plan exists under the budget, or for an option that cannot be used.
+"""
+
+# Floor 5.
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ds_finepage.cli import options
+from ds_finepage.config import DeviceBudget
+from ds_finepage.graph import codec
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.units import format_bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    options.add_model(parser)
+    parser.add_argument(
+        "--phase",
+        choices=options.PHASES,
+        default="decode",
+        help="prefill: all tokens at once; decode: one token (decode)",
+    )
+    options.add_budget(parser, "auto")
+    options.add_json(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
+    options.add_force(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print the figures, write the plan."""
+    options.require_policies([arguments.policy])
+    budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
+    profile = load_profile(arguments.hardware)
+    if arguments.out is not None:
+        options.require_writable(arguments.out, force=arguments.force)
+
+    from ds_finepage.api import plan_model  # torch, which wrong options need not wait for
+
+    planned = plan_model(
+        arguments.model,
+        phase=arguments.phase,
+        batch=arguments.batch,
+        seq=arguments.seq,
+        device_budget=str(budget),
+        hardware=arguments.hardware,
+        policy=arguments.policy,
+        split=not arguments.no_split,
+    )
+    if planned.figures.budget_bytes > profile.capacity_bytes:
+        print(
+            f"{options.PROGRAM}: note: {arguments.device_budget} is more than the "
+            f"{format_bytes(profile.capacity_bytes)} of {profile.name}; this is what a card of its "
+            f"speed with more memory would do",
+            file=sys.stderr,
+        )
+    if arguments.out is not None:
+        codec.save(planned.memgraph, arguments.out)
+    if arguments.json:
+        print(json.dumps(planned.figures.to_dict(), indent=2))
+        return 0
+    options.show(planned.figures.to_table())
+    if arguments.out is not None:
+        print(f"plan: {arguments.out}")
+    following = options.command_line(
+        "curve",
+        model=arguments.model,
+        batch=arguments.batch,
+        seq=arguments.seq,
+        hardware=arguments.hardware,
+    )
+    print(f"what other budgets would buy: {following}")
+    return 0

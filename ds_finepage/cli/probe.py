@@ -1,0 +1,70 @@
+"""Measure the machine at hand and write a hardware profile that 'plan --hardware' takes.
+
+Exit status: 0; 2 for an option that cannot be used.
+"""
+
+# Floor 5.
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_finepage.cli import options
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph import codec
+from ds_finepage.units import parse_bytes
+
+MIN_SCRATCH_BYTES = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write it; without this it is printed"
+    )
+    parser.add_argument("--device", help="cuda or cpu; by default cuda where there is one")
+    parser.add_argument(
+        "--scratch",
+        default="256MiB",
+        metavar="SIZE",
+        help="device bytes to measure with (256MiB); less makes for rough figures",
+    )
+    options.add_force(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and write."""
+    scratch = parse_bytes(arguments.scratch, name="--scratch")
+    if scratch < MIN_SCRATCH_BYTES:
+        raise ConfigError(
+            f"--scratch: {scratch} bytes are too few to measure anything with. Write at least "
+            f"{MIN_SCRATCH_BYTES}."
+        )
+    if arguments.out is not None:
+        options.require_writable(arguments.out, force=arguments.force)
+
+    import torch
+
+    from ds_finepage.execution.probe import probe
+
+    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device: {name!r} is not a device. Write cuda or cpu.") from error
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"--device: {name!r} cannot be measured. Write cuda or cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    profile = probe(device, scratch_bytes=scratch)
+    if arguments.out is None:
+        print(codec.dumps(profile), end="")
+        return 0
+    codec.save(profile, arguments.out)
+    print(f"profile: {arguments.out}")
+    following = options.command_line("plan", model="llama-7b", hardware=arguments.out)
+    print(f"what it would do with a model: {following}")
+    return 0

@@ -1,0 +1,233 @@
+"""From what a system does, step by step, to the memgraph of it (floor 2, no torch).
+
+A baseline writes a script: which weights it brings in, what it computes, what it throws out, where
+it waits. Here the script gets addresses and edges. Activations live from the task that makes them
+to the one that uses them last, as in eager PyTorch. Offsets are placed offline with all live ranges
+known, which is kinder than the caching allocator that these systems run on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.builder import MemGraphBuilder
+from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
+from ds_finepage.planning.liveness import aligned, require_feasible, uses
+from ds_finepage.units import format_bytes
+
+
+class Act(enum.Enum):
+    """What a step of a script does."""
+
+    RELOAD = "reload"  # give a buffer bytes and copy its contents there
+    COMPUTE = "compute"  # run a task
+    DROP = "drop"  # free a buffer without a copy
+    OFFLOAD = "offload"  # copy a buffer to host memory and free it
+    AWAIT_COPIES = "await_copies"  # what is computed from here on waits for all copies so far
+    AWAIT_TASKS = "await_tasks"  # what is copied from here on waits for all tasks so far
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: ``subject`` is a buffer or, of COMPUTE, a task; the waits have none."""
+
+    act: Act
+    subject: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One steady pass. ``entry`` lists the weights that are resident when it begins.
+
+    Invariant: a weight of ``entry`` that a step drops is reloaded by a later one, and is resident
+    again when the pass ends; no other weight is.
+    """
+
+    policy: str
+    entry: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(slots=True)
+class _Life:
+    """Bytes that a buffer has from one step to another, across the end of the pass if need be."""
+
+    buffer: int
+    begin: int
+    end: int = -1
+
+
+def realize(graph: TaskGraph, script: Script, *, arena_bytes: int, alignment: int) -> MemGraph:
+    """Give a script addresses.
+
+    Args:
+        graph: The pass.
+        script: What the system does in it.
+        arena_bytes: Size of the arena.
+        alignment: Of extents, in bytes.
+
+    Raises:
+        PlanInfeasibleError: The system holds more bytes at one time than the arena has.
+    """
+    require_feasible(graph, arena_bytes, alignment)
+    return _Realization(graph, script, arena_bytes, alignment).run()
+
+
+def live_bytes(graph: TaskGraph, script: Script, alignment: int) -> int:
+    """Return the most arena bytes that a script has in use at one time, whatever their offsets."""
+    return _Realization(graph, script, 0, alignment).most_live_bytes()
+
+
+class _Realization:
+    """Live ranges, then offsets, then nodes."""
+
+    def __init__(self, graph: TaskGraph, script: Script, arena_bytes: int, alignment: int) -> None:
+        self._graph, self._arena_bytes, self._alignment = graph, arena_bytes, alignment
+        self._script = script
+        self._steps = _with_activations(graph, script.steps)
+        dropped = {s.subject for s in self._steps if s.act is Act.DROP}
+        self._kept = [b for b in script.entry if b not in dropped]
+        self._kept_bytes = sum(self._size(b) for b in self._kept)
+
+    def most_live_bytes(self) -> int:
+        return self._busiest(self._lives())[0]
+
+    def run(self) -> MemGraph:
+        lives = self._lives()
+        most, at = self._busiest(lives)
+        if most > self._arena_bytes:
+            self._refuse(most, at)
+        placed = place(
+            [LiveBuffer(i, self._size(v.buffer), v.begin, v.end) for i, v in enumerate(lives)]
+        )
+        if self._kept_bytes + top_of(placed) > self._arena_bytes:
+            self._refuse(self._kept_bytes + top_of(placed), at)
+        return self._write(lives, placed)
+
+    def _size(self, buffer: int) -> int:
+        return aligned(self._graph.buffers[buffer].nbytes, self._alignment)
+
+    def _lives(self) -> list[_Life]:
+        """Find the live ranges of all but the weights that are kept, in steps."""
+        lives: list[_Life] = []
+        current: dict[int, int] = {}
+        for buffer in self._script.entry:
+            if buffer not in self._kept:
+                current[buffer] = len(lives)
+                lives.append(_Life(buffer, 0))
+        at_entry = dict(current)
+        last_reload = {s.subject: i for i, s in enumerate(self._steps) if s.act is Act.RELOAD}
+        for at, step in enumerate(self._steps):
+            if step.act in (Act.DROP, Act.OFFLOAD):
+                lives[current.pop(step.subject)].end = at
+            elif step.act is Act.RELOAD:
+                if step.subject in at_entry and last_reload[step.subject] == at:
+                    # For the pass to come, which will look for it in the bytes it has now.
+                    current[step.subject] = at_entry[step.subject]
+                    lives[at_entry[step.subject]].begin = at
+                else:
+                    current[step.subject] = len(lives)
+                    lives.append(_Life(step.subject, at))
+            elif step.act is Act.COMPUTE:
+                for buffer in self._graph.paged(self._graph.tasks[step.subject]):
+                    if buffer not in current and buffer not in self._kept:
+                        current[buffer] = len(lives)
+                        lives.append(_Life(buffer, at))
+        assert all(life.end >= 0 for life in lives), "a buffer is left at the end of the pass"
+        return lives
+
+    def _busiest(self, lives: Sequence[_Life]) -> tuple[int, int]:
+        """Return the most bytes that are live at one time, and the first step of that time."""
+        changes = [0] * (len(self._steps) + 1)
+        for life in lives:
+            size = self._size(life.buffer)
+            changes[life.begin] += size
+            changes[life.end + 1] -= size
+            if life.begin > life.end:
+                changes[0] += size
+        most, most_at, live = 0, 0, self._kept_bytes
+        for at, change in enumerate(changes[:-1]):
+            live += change
+            if live > most:
+                most, most_at = live, at
+        return most, most_at
+
+    def _refuse(self, need: int, at: int) -> None:
+        computed = [s.subject for s in self._steps[at:] if s.act is Act.COMPUTE]
+        task = self._graph.tasks[computed[0]] if computed else self._graph.tasks[-1]
+        raise PlanInfeasibleError(
+            f"policy {self._script.policy!r} holds {format_bytes(need)} ({need} bytes) when it "
+            f"comes to {task.where}; the arena has {format_bytes(self._arena_bytes)} "
+            f"({self._arena_bytes} bytes). Raise finepage.device_budget by "
+            f"{need - self._arena_bytes} bytes, or take a policy that pages op by op: finepage."
+        )
+
+    def _write(self, lives: Sequence[_Life], placed: dict[int, Extent]) -> MemGraph:
+        builder = MemGraphBuilder(
+            self._graph, self._script.policy, self._arena_bytes, self._alignment
+        )
+        tenancy = Tenancy()
+        where: dict[tuple[int, int], Extent] = {}  # buffer, step at which it gets its bytes
+        entry: dict[int, Extent] = {}
+        offset = 0
+        for buffer in self._kept:
+            entry[buffer] = Extent(offset, self._size(buffer))
+            offset += self._size(buffer)
+        for i, life in enumerate(lives):
+            extent = Extent(placed[i].offset + offset, placed[i].nbytes)
+            where[life.buffer, life.begin] = extent
+            if life.begin > life.end:
+                entry[life.buffer] = extent
+        builder.begin(tuple(Residency(b, entry[b]) for b in sorted(entry)))
+
+        copies_to_await = tasks_to_await = last_copy = last_task = None
+        for at, step in enumerate(self._steps):
+            if step.act is Act.AWAIT_COPIES:
+                copies_to_await = last_copy
+            elif step.act is Act.AWAIT_TASKS:
+                tasks_to_await = last_task
+            elif step.act is Act.RELOAD:
+                extent = where[step.subject, at]
+                builder.alloc(step.subject, extent, tenancy.vacators(extent))
+                last_copy = builder.reload(step.subject)
+                if tasks_to_await is not None:
+                    builder.sync(tasks_to_await, last_copy)
+                    tasks_to_await = None  # the lane keeps its order, so once is enough
+            elif step.act is Act.COMPUTE:
+                task = self._graph.tasks[step.subject]
+                for buffer in self._graph.paged(task):
+                    if builder.states[buffer].extent is None:
+                        extent = where[buffer, at]
+                        builder.alloc(buffer, extent, tenancy.vacators(extent))
+                last_task = builder.compute(task)
+                if copies_to_await is not None:
+                    builder.sync(copies_to_await, last_task)
+                    copies_to_await = None
+            else:
+                held = builder.states[step.subject].extent
+                assert held is not None
+                is_drop = step.act is Act.DROP
+                vacate = builder.drop if is_drop else builder.evict
+                tenancy.free(held, vacate(step.subject))
+        return builder.finish()
+
+
+def _with_activations(graph: TaskGraph, steps: Sequence[Step]) -> list[Step]:
+    """Drop every activation behind the task that uses it last."""
+    last_use = [found[-1] if found else -1 for found in uses(graph)]
+    found: list[Step] = []
+    for step in steps:
+        found.append(step)
+        if step.act is Act.COMPUTE:
+            task = graph.tasks[step.subject]
+            found += [
+                Step(Act.DROP, b)
+                for b in graph.paged(task)
+                if graph.buffers[b].kind is BufferKind.ACTIVATION and last_use[b] == task.index
+            ]
+    return found

@@ -1,0 +1,434 @@
+"""Policies ``zero*``: ZeRO-Inference, module by module, on one rank (floor 2, no torch).
+
+What DeepSpeed's parameter coordinator does from the second forward on, when its trace is complete.
+Each module, down to each Linear, fetches its parameters when it is called and releases them when it
+returns; after each fetch the coordinator tops up what comes next. Nothing else is kept from one
+pass to the next but what the two persistence thresholds say.
+
+On one rank a fetch is a copy on one stream. The host waits for that stream until a module's
+parameters are there, prefetched ones of the same fetch included, and on entry to each module the
+compute stream waits for everything that was fetched so far. Not simulated: the time that the hooks
+take on the host, and bytes that the caching allocator holds back until the compute stream is done
+with them.
+
+``zero`` has DeepSpeed's defaults, ``zero-authors`` the settings of the authors' own benchmark,
+``zero-persistence`` these and as many persistent parameters as the arena has room for.
+
+Source: ``runtime/zero/partitioned_param_coordinator.py`` and ``parameter_offload.py`` of DeepSpeed
+0.19.8; ``inference/huggingface/zero_inference/run_model.py`` of DeepSpeedExamples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import deque
+from dataclasses import dataclass
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.baselines.modules import module_calls
+from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
+
+MAX_PASSES = 8
+"""Forwards to simulate before the resident parameters have to be the same as one forward ago."""
+
+EVERY_PARAMETER = 10**12
+"""A persistence threshold that is larger than any parameter."""
+
+FRAGMENTATION_STEPS = 10
+"""How often ``zero-persistence`` gives up a percent of the arena until the offsets work out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSettings:
+    """The ``stage3_*`` settings that decide what is fetched when, with DeepSpeed's defaults.
+
+    They count *elements*, as DeepSpeed does. ``leaf_classes`` are modules that fetch the parameters
+    of all their submodules at once.
+    """
+
+    prefetch_bucket_size: int = 50_000_000
+    param_persistence_threshold: int = 100_000
+    model_persistence_threshold: int = sys.maxsize
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    leaf_classes: tuple[str, ...] = (
+        "MixtralSparseMoeBlock",
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen3MoeSparseMoeBlock",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPass:
+    """What one steady forward does, and the bytes that DeepSpeed's own counters would see."""
+
+    steps: tuple[Step, ...]
+    resident: tuple[int, ...]  # parameters that are there before and after
+    gathered_bytes: int
+    peak_live_bytes: int  # parameters that are gathered or on their way, at one time
+
+
+def authors_settings(graph: TaskGraph) -> ZeroSettings:
+    """Return the settings that the authors of ZeRO-Inference benchmark with.
+
+    They follow from the hidden size, which is taken from the embedding's rows.
+    """
+    hidden = _hidden_size(graph)
+    return ZeroSettings(
+        prefetch_bucket_size=2 * hidden * hidden,
+        param_persistence_threshold=hidden,
+        max_live_parameters=2 * hidden * hidden,
+    )
+
+
+def _hidden_size(graph: TaskGraph) -> int:
+    """Return the length of the first embedding's rows; 0 where nothing is looked up."""
+    for task in graph.tasks:
+        if task.op == "aten.embedding.default":
+            table = graph.tensors[task.args[0].tensor]
+            if graph.buffers[table.buffer].kind is BufferKind.WEIGHT:
+                return table.shape[-1]
+    return 0
+
+
+# The coordinator.
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module as the coordinator sees it, at one call."""
+
+    name: str
+    is_leaf: bool
+    own: tuple[int, ...]  # parameters to fetch, in the order in which they were registered
+    nested: tuple[int, ...]  # those and all of its submodules
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A module is entered or left (by its position among the calls), or a task runs."""
+
+    what: str  # "enter" | "leave" | "task"
+    index: int
+
+
+class _Coordinator:
+    """The state of DeepSpeed's coordinator over several forwards.
+
+    Invariant: ``_group`` has the fetch that a parameter came with as long as its handle has not
+    been taken off the registry; ``_waited`` are the fetches that the host has waited for.
+    """
+
+    def __init__(self, graph: TaskGraph, settings: ZeroSettings) -> None:
+        self._settings = settings
+        self._sizes = {b.id: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
+        self._numel = _element_counts(graph)
+        self._modules, self._events = _walk(graph, settings.leaf_classes)
+        self._trace = [(p, step) for step, m in enumerate(self._modules) for p in m.own]
+        self._persistent = self._mark_persistent()
+        self._release_cache: dict[tuple[str, int], frozenset[int]] = {}
+        self._resident: dict[int, None] = {}  # gathered or on the way, in order of fetching
+        self._group: dict[int, int] = {}
+        self._num_groups = 0
+        self._begin_forward()
+
+    def _mark_persistent(self) -> frozenset[int]:
+        found: list[int] = []
+        total = 0
+        for parameter, numel in self._numel.items():
+            if numel + total > self._settings.model_persistence_threshold:
+                continue
+            if numel <= self._settings.param_persistence_threshold:
+                found.append(parameter)
+                total += numel
+        return frozenset(found)
+
+    def _begin_forward(self) -> None:
+        self._queue = deque(self._trace)
+        self._latest: dict[int, int] = {}  # last step that a parameter was queued for, -1: none
+        self._active: dict[int, set[str]] = {p: set() for p in self._numel}
+        self._waited: set[int] = set()
+        self._step = self._available = 0
+        self.steps: list[Step] = []
+        self.gathered_bytes = 0
+        self._live_bytes = self.peak_live_bytes = sum(self._sizes[p] for p in self._resident)
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        return tuple(sorted(self._resident))
+
+    def forward(self) -> None:
+        """Run one forward pass."""
+        self._begin_forward()
+        for event in self._events:
+            if event.what == "enter":
+                self._fetch(self._modules[event.index])
+            elif event.what == "leave":
+                self._release(self._modules[event.index])
+            else:
+                self.steps.append(Step(Act.COMPUTE, event.index))
+        for parameter in list(self._group):  # prefetched, and not used after all
+            del self._group[parameter]
+            self._free(parameter)
+
+    def _gather(self, parameters: list[int]) -> None:
+        missing = [p for p in parameters if p not in self._resident]
+        self._num_groups += 1
+        for parameter in missing:
+            self._resident[parameter] = None
+            self._group[parameter] = self._num_groups
+            self._available += self._numel[parameter]
+            self._live_bytes += self._sizes[parameter]
+            self.gathered_bytes += self._sizes[parameter]
+            self.steps.append(Step(Act.RELOAD, parameter))
+        self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
+
+    def _fetch(self, module: _Module) -> None:
+        self._gather(list(module.own))
+        for parameter in module.own:
+            self._active[parameter].add(module.name)
+            if parameter in self._group:
+                self._waited.add(self._group.pop(parameter))
+        self.steps.append(Step(Act.AWAIT_COPIES))
+        missing = {p for p in module.own if self._latest.get(p, -1) < self._step}
+        taken: set[int] = set()
+        while self._queue and len(taken) < len(missing):
+            parameter, step = self._queue.popleft()
+            self._latest[parameter] = step
+            taken.add(parameter)
+        self._prefetch()
+        self._step += 1
+
+    def _prefetch(self) -> None:
+        room = self._settings.max_live_parameters - self._available
+        limit = min(room, self._settings.prefetch_bucket_size)
+        chosen: dict[int, None] = {}
+        num_elements = 0
+        while self._queue and num_elements < limit:
+            parameter, step = self._queue.popleft()
+            self._latest[parameter] = max(self._latest.get(parameter, -1), step)
+            if parameter not in self._resident and parameter not in chosen:
+                chosen[parameter] = None
+                num_elements += self._numel[parameter]
+        if chosen:
+            self._gather(list(chosen))
+
+    def _release(self, module: _Module) -> None:
+        to_release = self._to_release(module)
+        for parameter in module.own:
+            self._active[parameter].discard(module.name)
+            if parameter in to_release:
+                self._free(parameter)
+
+    def _free(self, parameter: int) -> None:
+        group = self._group.get(parameter)
+        is_on_its_way = group is not None and group not in self._waited
+        if parameter not in self._resident or is_on_its_way or self._active[parameter]:
+            return
+        del self._resident[parameter]
+        self._available -= self._numel[parameter]
+        self._live_bytes -= self._sizes[parameter]
+        self.steps.append(Step(Act.DROP, parameter))
+
+    def _to_release(self, module: _Module) -> frozenset[int]:
+        """Choose what may go when a module returns; DeepSpeed remembers the first answer too."""
+        key = (module.name, self._step)
+        if key not in self._release_cache:
+            found = [
+                p
+                for p in module.own
+                if p not in self._persistent and self._latest.get(p, -1) <= self._step
+            ]
+            used_soon: set[int] = set()
+            num_elements = 0
+            for later in self._modules[self._step :]:
+                if num_elements >= self._settings.max_reuse_distance:
+                    break
+                for parameter in later.nested if module.is_leaf else later.own:
+                    used_soon.add(parameter)
+                    num_elements += self._numel[parameter]
+            self._release_cache[key] = frozenset(found) - used_soon
+        return self._release_cache[key]
+
+
+def _element_counts(graph: TaskGraph) -> dict[int, int]:
+    """Count the elements of every weight; a byte is one where the taskgraph does not say."""
+    itemsize: dict[int, int] = {}
+    for view in graph.tensors:
+        itemsize.setdefault(view.buffer, _ITEMSIZES.get(view.dtype, 1))
+    return {
+        b.id: b.nbytes // itemsize.get(b.id, 1)
+        for b in graph.buffers
+        if b.kind is BufferKind.WEIGHT
+    }
+
+
+_ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+
+
+def _walk(graph: TaskGraph, leaf_classes: tuple[str, ...]) -> tuple[list[_Module], list[_Event]]:
+    """List the modules that DeepSpeed hooks, as they are called, and what happens in which order.
+
+    A module has the parameters that are named after it and those that its own tasks read and no
+    module around it has: tied ones, and what DeepSpeed calls external ones.
+    """
+    weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT]
+    owned: dict[str, list[int]] = {}
+    for weight in weights:
+        owned.setdefault(weight.name.rpartition(".")[0], []).append(weight.id)
+    is_weight = {w.id for w in weights}
+    below: dict[str, tuple[int, ...]] = {}  # by module, those of its submodules included
+    for call in module_calls(graph):
+        if call.name not in below:
+            prefix = f"{call.name}." if call.name else ""
+            below[call.name] = tuple(w.id for w in weights if w.name.startswith(prefix))
+
+    modules: list[_Module] = []
+    events: list[_Event] = []
+    around: list[tuple[int, int, int]] = []  # depth, end, position of each open call
+    done = 0
+
+    def run_tasks(end: int) -> None:
+        nonlocal done
+        events.extend(_Event("task", i) for i in range(done, end))
+        done = max(done, end)
+
+    def leave(depth: int) -> None:
+        while around and around[-1][0] >= depth:
+            _, end, position = around.pop()
+            run_tasks(end)
+            events.append(_Event("leave", position))
+
+    for call in module_calls(graph):
+        leave(call.depth)
+        if around and modules[around[-1][2]].is_leaf:
+            continue
+        run_tasks(call.begin)
+        is_leaf = call.class_name in leaf_classes
+        own = dict.fromkeys(below[call.name] if is_leaf else owned.get(call.name, ()))
+        others = {p for _, _, position in around for p in modules[position].own}
+        for task in graph.tasks[call.begin : call.end]:
+            if is_leaf or task.label == call.name:
+                own |= dict.fromkeys(b for b in task.reads if b in is_weight and b not in others)
+        nested = tuple(dict.fromkeys([*own, *below[call.name]]))
+        around.append((call.depth, call.end, len(modules)))
+        events.append(_Event("enter", len(modules)))
+        modules.append(_Module(call.name, is_leaf, tuple(sorted(own)), nested))
+    leave(0)
+    run_tasks(len(graph.tasks))
+    return modules, events
+
+
+def simulate_coordinator(graph: TaskGraph, settings: ZeroSettings) -> ZeroPass:
+    """Return what a steady forward does under some settings."""
+    coordinator = _Coordinator(graph, settings)
+    for _ in range(MAX_PASSES):
+        before = coordinator.resident
+        coordinator.forward()
+        if coordinator.resident == before:
+            break
+    else:
+        raise AssertionError("the coordinator never comes to rest")
+    return ZeroPass(
+        tuple(coordinator.steps),
+        coordinator.resident,
+        coordinator.gathered_bytes,
+        coordinator.peak_live_bytes,
+    )
+
+
+# The policies.
+
+
+def plan_zero_with(
+    graph: TaskGraph,
+    settings: ZeroSettings,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    policy: str = "zero",
+) -> MemGraph:
+    """Plan what ZeRO-Inference does under some settings.
+
+    Raises:
+        PlanInfeasibleError: It holds more bytes at one time than the arena has.
+    """
+    found = simulate_coordinator(graph, settings)
+    script = Script(policy, found.resident, found.steps)
+    return realize(graph, script, arena_bytes=arena_bytes, alignment=alignment)
+
+
+def plan_zero(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    profile: HardwareProfile | None = None,
+) -> MemGraph:
+    """Plan what ZeRO-Inference does with its default settings."""
+    return plan_zero_with(graph, ZeroSettings(), arena_bytes=arena_bytes, alignment=alignment)
+
+
+def plan_zero_authors(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    profile: HardwareProfile | None = None,
+) -> MemGraph:
+    """Plan what ZeRO-Inference does with its authors' settings."""
+    return plan_zero_with(
+        graph,
+        authors_settings(graph),
+        arena_bytes=arena_bytes,
+        alignment=alignment,
+        policy="zero-authors",
+    )
+
+
+def plan_zero_persistence(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    profile: HardwareProfile | None = None,
+) -> MemGraph:
+    """Plan what ZeRO-Inference does when the first N elements are made persistent.
+
+    That is ``stage3_param_persistence_threshold`` above any parameter, and the largest
+    ``stage3_model_persistence_threshold`` that the arena has room for. It is not documented as a
+    way to use a budget, but it is the best that a user of ZeRO-Inference can do with one.
+    """
+    numel = list(_element_counts(graph).values())
+
+    def script_for(num_kept: int) -> Script:
+        settings = dataclasses.replace(
+            authors_settings(graph),
+            param_persistence_threshold=EVERY_PARAMETER,
+            model_persistence_threshold=sum(numel[:num_kept]),
+        )
+        found = simulate_coordinator(graph, settings)
+        return Script("zero-persistence", found.resident, found.steps)
+
+    def most_kept(room: int) -> int:
+        least, most = 0, len(numel)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if live_bytes(graph, script_for(middle), alignment) <= room:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    for percent in range(FRAGMENTATION_STEPS):
+        script = script_for(most_kept(arena_bytes * (100 - percent) // 100))
+        try:
+            return realize(graph, script, arena_bytes=arena_bytes, alignment=alignment)
+        except PlanInfeasibleError:
+            if not script.entry:
+                raise
+    return realize(graph, script_for(0), arena_bytes=arena_bytes, alignment=alignment)

@@ -1,0 +1,204 @@
+"""Speed against budget: what the next gigabyte buys, and what a speed needs (floor 2, no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from ds_finepage.reporting.figures import NS_PER_S
+from ds_finepage.units import format_bytes, format_ns
+
+KNEE = 0.1
+"""A curve that leaves the straight line by this share of its height has a knee there."""
+
+FLAT = 0.01
+"""A gain below this share is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """What one budget gives: a steady decode step, and the prefill before it."""
+
+    budget_bytes: int
+    fits: bool  # into the device
+    tokens_per_s: float
+    tokens_per_s_bound: float  # no schedule makes more
+    first_token_ns: int
+    first_token_bound_ns: int
+    decode_reloaded_bytes: int
+    prefill_reloaded_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A stretch of the curve between two knees."""
+
+    from_bytes: int
+    to_bytes: int
+    from_tokens_per_s: float
+    to_tokens_per_s: float
+
+    @property
+    def gain(self) -> float:
+        """What the stretch adds, as a share of what was there before it."""
+        return self.to_tokens_per_s / self.from_tokens_per_s - 1
+
+    def in_words(self) -> str:
+        """Say what the bytes buy."""
+        extra = format_bytes(self.to_bytes - self.from_bytes)
+        where = f"from {format_bytes(self.from_bytes)} to {format_bytes(self.to_bytes)}"
+        if self.gain < FLAT:
+            return f"+{extra} buys nothing ({where})"
+        return (
+            f"+{extra} buys {self.gain:.0%} ({where}: {self.from_tokens_per_s:.2f} to "
+            f"{self.to_tokens_per_s:.2f} tok/s)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """The least budget that was planned and gives a speed."""
+
+    tokens_per_s: float
+    budget_bytes: int
+
+    def in_words(self) -> str:
+        """Say what the speed needs."""
+        return f"{self.tokens_per_s:g} tok/s needs {format_bytes(self.budget_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The price list of one model on one machine; points are sorted by budget."""
+
+    model: str
+    batch: int
+    seq: int
+    policy: str
+    hardware: str
+    weight_bytes: int
+    capacity_bytes: int
+    points: tuple[CurvePoint, ...]
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What the curve is of."""
+        return (
+            f"{self.model}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
+            f"{self.hardware}"
+        )
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The stretches between the knees."""
+        points = self.points
+        at = knees([(p.budget_bytes, p.tokens_per_s) for p in points])
+        return tuple(
+            Step(
+                from_bytes=points[a].budget_bytes,
+                to_bytes=points[b].budget_bytes,
+                from_tokens_per_s=points[a].tokens_per_s,
+                to_tokens_per_s=points[b].tokens_per_s,
+            )
+            for a, b in zip(at, at[1:], strict=False)
+        )
+
+    def in_words(self) -> list[str]:
+        """Say where the knees are, and what a speed needs."""
+        return [step.in_words() for step in self.steps] + [n.in_words() for n in self.needs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything by name, ready for JSON."""
+        found = asdict(self)
+        found["knees"] = [{**asdict(s), "gain": s.gain, "text": s.in_words()} for s in self.steps]
+        found["needs"] = [{**asdict(n), "text": n.in_words()} for n in self.needs]
+        return found
+
+    def to_table(self) -> Table:
+        """Return the points as a table for the terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for heading in (
+            "budget",
+            "tok/s",
+            "at most",
+            "first token",
+            "at least",
+            "reloaded a token",
+            "",
+        ):
+            table.add_column(heading, justify="right")
+        for point in self.points:
+            table.add_row(
+                format_bytes(point.budget_bytes),
+                f"{point.tokens_per_s:.2f}",
+                f"{point.tokens_per_s_bound:.2f}",
+                format_ns(point.first_token_ns),
+                format_ns(point.first_token_bound_ns),
+                format_bytes(point.decode_reloaded_bytes),
+                "" if point.fits else "more than the device has",
+            )
+        return table
+
+
+def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
+    """Let each budget use the plan of a smaller one where that is faster."""
+    found: list[CurvePoint] = []
+    for point in points:
+        if found and found[-1].tokens_per_s > point.tokens_per_s:
+            point = replace(
+                point,
+                tokens_per_s=found[-1].tokens_per_s,
+                decode_reloaded_bytes=found[-1].decode_reloaded_bytes,
+            )
+        if found and found[-1].first_token_ns < point.first_token_ns:
+            point = replace(
+                point,
+                first_token_ns=found[-1].first_token_ns,
+                prefill_reloaded_bytes=found[-1].prefill_reloaded_bytes,
+            )
+        found.append(point)
+    return tuple(found)
+
+
+def knees(curve: Sequence[tuple[float, float]], tolerance: float = KNEE) -> list[int]:
+    """Find the points between which a curve is as good as straight.
+
+    Args:
+        curve: Points, sorted by their first number.
+        tolerance: How far the curve may leave the straight line, as a share of its height.
+
+    Returns:
+        Their positions, the first and the last point among them.
+    """
+    if len(curve) < 3:
+        return list(range(len(curve)))
+    values = [y for _, y in curve]
+    height = max(values) - min(values)
+
+    def between(first: int, last: int) -> list[int]:
+        (x0, y0), (x1, y1) = curve[first], curve[last]
+        worst, at = 0.0, first
+        for i in range(first + 1, last):
+            x, y = curve[i]
+            off = abs(y - (y0 + (y1 - y0) * (x - x0) / (x1 - x0)))
+            if off > worst:
+                worst, at = off, i
+        if worst <= tolerance * height:
+            return [last]
+        return between(first, at) + between(at, last)
+
+    return [0, *between(0, len(curve) - 1)]
+
+
+def round_speeds(slowest: float, fastest: float, most: int = 4) -> list[float]:
+    """Choose round numbers between two speeds: 1, 2 or 5 times a power of ten, the largest ones."""
+    found: list[float] = []
+    power = 10.0**-3
+    while power <= fastest:
+        found += [power * f for f in (1, 2, 5) if slowest < power * f <= fastest]
+        power *= 10
+    return [float(f"{speed:.6g}") for speed in found[-most:]]

@@ -1,0 +1,274 @@
+"""What ops take for themselves, as measured on scratch tensors. Times are not looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_finepage.execution import measure
+from ds_finepage.execution.measure import OpMeter, estimate_workspaces
+from ds_finepage.execution.ops import BoundTask
+from ds_finepage.graph.taskgraph import Task, TaskGraph
+from tests.unit.execution.graphs import ACTIVATION, CONSTANT, INPUT, WEIGHT, Draft
+
+CPU = torch.device("cpu")
+SDPA = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def measured(draft: Draft) -> tuple[Task, ...]:
+    return OpMeter(CPU).with_costs(draft.graph()).tasks
+
+
+def product(n: int = 64) -> Draft:
+    draft = Draft()
+    x, w, y = draft.tensor(INPUT, n, n), draft.tensor(WEIGHT, n, n), draft.tensor(ACTIVATION, n, n)
+    draft.task("aten.mm.default", x, w, out=(y,))
+    return draft
+
+
+def attention() -> Draft:
+    draft = Draft()
+    q = draft.tensor(INPUT, 1, 2, 16, 32)
+    out, sums = draft.tensor(ACTIVATION, 1, 2, 16, 32), draft.tensor(ACTIVATION, 1, 2, 16)
+    draft.task(SDPA, q, q, q, out=(out, sums))
+    return draft
+
+
+# --- workspace -------------------------------------------------------------------------------
+
+
+def test_a_product_that_writes_into_place_takes_nothing() -> None:
+    (task,) = measured(product())
+    assert task.workspace_bytes == 0
+
+
+def test_an_op_without_out_overload_takes_its_results_at_least() -> None:
+    (task,) = measured(attention())
+    assert task.workspace_bytes >= (2 * 16 * 32 + 2 * 16) * 4
+
+
+def test_a_copied_result_is_counted_exactly() -> None:
+    draft = Draft()
+    draft.task("aten.arange.start", 0, 1000, out=(draft.tensor(ACTIVATION, 1000, dtype="int64"),))
+    (task,) = measured(draft)
+    assert task.workspace_bytes == 8000
+
+
+def test_an_op_in_place_takes_nothing() -> None:
+    draft = Draft()
+    x = draft.tensor(ACTIVATION, 1000)
+    draft.task("aten.neg_.default", x, out=(x,), changes=(x,))
+    (task,) = measured(draft)
+    assert task.workspace_bytes == 0
+
+
+def test_repeats_do_not_add_up() -> None:
+    """Each of the three repeats takes and releases its bytes."""
+    draft = Draft()
+    draft.task("aten.arange.start", 0, 16, out=(draft.tensor(ACTIVATION, 16, dtype="int64"),))
+    (task,) = measured(draft)
+    assert task.workspace_bytes == 128
+
+
+def test_each_op_is_charged_with_its_own_bytes() -> None:
+    draft = product()
+    made = draft.tensor(ACTIVATION, 500, dtype="int64")
+    draft.task("aten.arange.start", 0, 500, out=(made,))
+    x = draft.tensor(ACTIVATION, 8)
+    draft.task("aten.neg_.default", x, out=(x,), changes=(x,))
+    assert [t.workspace_bytes for t in measured(draft)] == [0, 4000, 0]
+
+
+def test_a_join_takes_nothing() -> None:
+    draft = Draft()
+    draft.join(draft.tensor(ACTIVATION, 8))
+    (task,) = measured(draft)
+    assert task.workspace_bytes == 0
+
+
+# --- what is measured ------------------------------------------------------------------------
+
+
+def test_costs_are_written_into_the_tasks_and_nothing_else_changes() -> None:
+    graph = product().graph()
+    found = OpMeter(CPU).with_costs(graph)
+    (before,), (task,) = graph.tasks, found.tasks
+    assert task.time_ns is not None and task.time_ns > 0
+    assert replace(task, time_ns=None, workspace_bytes=0) == before
+    assert replace(found, tasks=graph.tasks) == graph
+
+
+def test_a_graph_without_tasks_is_known() -> None:
+    meter, empty = OpMeter(CPU), TaskGraph("empty", (), (), ())
+    assert meter.knows_all(empty)
+    assert meter.with_costs(empty) == empty
+
+
+def test_what_has_been_measured_is_known() -> None:
+    meter, graph = OpMeter(CPU), product().graph()
+    assert not meter.knows_all(graph)
+    meter.with_costs(graph)
+    assert meter.knows_all(graph)
+
+
+def test_the_same_op_on_other_buffers_is_known() -> None:
+    meter = OpMeter(CPU)
+    meter.with_costs(product().graph())
+    draft = Draft()
+    draft.tensor(WEIGHT, 5)
+    w, x, y = (draft.tensor(WEIGHT, 64, 64) for _ in range(3))
+    draft.task("aten.mm.default", x, w, out=(y,))
+    assert meter.knows_all(draft.graph())
+
+
+def changed(**what: object) -> Draft:
+    """Make a sum that differs in one thing from the plain one."""
+    draft = Draft()
+    shape = what.get("shape", (4, 6))
+    dtype = str(what.get("dtype", "float32"))
+    x = draft.tensor(INPUT, *shape, dtype=dtype)  # type: ignore[misc]
+    if "stride" in what:
+        x = draft.view(x, (4, 6), (1, 4))
+    y = draft.tensor(ACTIVATION, *shape, dtype=dtype)  # type: ignore[misc]
+    draft.task(str(what.get("op", "aten.add.Tensor")), x, what.get("other", x), out=(y,))
+    return draft
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"shape": (6, 4)},
+        {"dtype": "float64"},
+        {"stride": (1, 4)},
+        {"op": "aten.mul.Tensor"},
+        {"other": 1},
+        {"other": 1.0},
+        {"other": True},
+    ],
+    ids=str,
+)
+def test_an_op_that_differs_in_one_thing_is_not_known(what: dict[str, object]) -> None:
+    meter = OpMeter(CPU)
+    for others in ({}, {"other": 2}, {"other": 2.0}):
+        meter.with_costs(changed(**others).graph())
+    assert not meter.knows_all(changed(**what).graph())
+    meter.with_costs(changed(**what).graph())
+    assert meter.knows_all(changed(**what).graph())
+
+
+def test_nan_as_an_argument_is_known_again() -> None:
+    meter = OpMeter(CPU)
+    meter.with_costs(changed(other=float("nan")).graph())
+    assert meter.knows_all(changed(other=float("nan")).graph())
+
+
+def test_an_op_that_comes_twice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Task] = []
+    on_scratch = measure._on_scratch
+
+    def counting(graph: TaskGraph, task: Task, device: torch.device) -> BoundTask:
+        bound.append(task)
+        return on_scratch(graph, task, device)
+
+    monkeypatch.setattr(measure, "_on_scratch", counting)
+    draft = product()
+    draft.tasks.append(replace(draft.tasks[0], index=1, label="another"))
+    first, second = measured(draft)
+    assert len(bound) == 1
+    assert (first.time_ns, second.label) == (second.time_ns, "another")
+
+
+def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    task = BoundTask(lambda: calls.append(1), [], {})
+    measure._time(task)
+    assert len(calls) == 3
+    monkeypatch.setattr(measure, "REPEAT_BELOW_NS", -1)
+    measure._time(task)
+    assert len(calls) == 4
+
+
+# --- scratch tensors -------------------------------------------------------------------------
+
+
+def test_empty_tensors_are_measured() -> None:
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 0, 8), draft.tensor(ACTIVATION, 0, 8)
+    draft.task("aten.add.Tensor", x, x, out=(y,))
+    (task,) = measured(draft)
+    assert task.workspace_bytes == 0
+
+
+def test_zeros_are_indices_that_are_valid_anywhere() -> None:
+    draft = Draft()
+    table, ids = draft.tensor(WEIGHT, 10, 4), draft.tensor(INPUT, 3, dtype="int64")
+    draft.task("aten.embedding.default", table, ids, out=(draft.tensor(ACTIVATION, 3, 4),))
+    cache, rows = draft.tensor(INPUT, 10, 4), draft.tensor(INPUT, 3, 4)
+    draft.task("aten.index_copy_.default", cache, 0, ids, rows, out=(cache,), changes=(cache,))
+    assert len(measured(draft)) == 2
+
+
+def test_a_slice_of_a_large_buffer_needs_as_much_scratch_as_it_reaches() -> None:
+    draft = Draft()
+    big = draft.tensor(ACTIVATION, 1 << 40)  # four terabytes that nobody could allocate
+    part = draft.view(big, (2, 3), (3, 1), offset=100)
+    draft.task("aten.neg_.default", part, out=(part,), changes=(part,))
+    graph = draft.graph()
+    assert measure._reach(graph, graph.tasks[0], 0) == 106 * 4
+    assert len(measured(draft)) == 1
+
+
+def test_several_tensors_on_one_buffer_share_scratch() -> None:
+    draft = Draft()
+    x = draft.tensor(ACTIVATION, 8)
+    low, high = draft.view(x, (4,), (1,)), draft.view(x, (4,), (1,), offset=4)
+    draft.task("aten.copy_.default", low, high, out=(low,), changes=(low,))
+    graph = draft.graph()
+    assert measure._reach(graph, graph.tasks[0], 0) == 32
+    assert len(measured(draft)) == 1
+
+
+def test_constants_are_not_written() -> None:
+    draft = Draft()
+    constant = draft.tensor(CONSTANT, 2, payload=bytes(8))
+    draft.task("aten.add.Tensor", constant, 1, out=(draft.tensor(ACTIVATION, 2),))
+    graph = draft.graph()
+    assert OpMeter(CPU).with_costs(graph).buffers == graph.buffers
+
+
+def test_measuring_works_in_inference_mode() -> None:
+    with torch.inference_mode():
+        draft = Draft()
+        x = draft.tensor(ACTIVATION, 8)
+        draft.task("aten.neg_.default", x, out=(x,), changes=(x,))
+        assert len(measured(draft)) == 1
+
+
+# --- estimates -------------------------------------------------------------------------------
+
+
+def test_an_estimate_counts_copied_results_and_nothing_else() -> None:
+    found = estimate_workspaces(product().graph()), estimate_workspaces(attention().graph())
+    assert [t.workspace_bytes for g in found for t in g.tasks] == [0, (2 * 16 * 32 + 2 * 16) * 4]
+
+
+def test_an_estimate_runs_nothing() -> None:
+    draft = Draft()
+    x = draft.tensor(ACTIVATION, 1 << 40)  # four terabytes that nobody could allocate
+    draft.task("aten.neg_.default", x, out=(x,), changes=(x,))
+    assert estimate_workspaces(draft.graph()).tasks == draft.graph().tasks
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_workspace_on_cuda_counts_copied_results() -> None:
+    draft = Draft()
+    draft.task("aten.arange.start", 0, 1000, out=(draft.tensor(ACTIVATION, 1000, dtype="int64"),))
+    (task,) = OpMeter(torch.device("cuda")).with_costs(draft.graph()).tasks
+    assert task.workspace_bytes >= 8000 and task.time_ns
