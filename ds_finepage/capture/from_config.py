@@ -17,6 +17,7 @@ torch. Sizes are those of the GPU's.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,8 +127,9 @@ def _require_arguments(
 
 
 def _build(config: PretrainedConfig, dtype: str) -> torch.nn.Module:
+    own = copy.deepcopy(config)  # building writes the dtype into it, and more
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(own, dtype=getattr(torch, dtype))
     except Exception as error:  # each model class fails in its own way
         raise ConfigError(
             f"transformers cannot build a causal language model of model_type "

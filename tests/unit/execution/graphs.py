@@ -58,9 +58,7 @@ class Draft:
         """Add another tensor on a buffer."""
         base = self.tensors[of.tensor]
         self.tensors.append(
-            TensorView(
-                len(self.tensors), base.buffer, dtype or base.dtype, shape, stride, offset
-            )
+            TensorView(len(self.tensors), base.buffer, dtype or base.dtype, shape, stride, offset)
         )
         return Ref(len(self.tensors) - 1)
 

@@ -12,7 +12,9 @@ from ds_finepage.graph.taskgraph import TensorView
 CPU = torch.device("cpu")
 
 
-def view(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> TensorView:
+def view(
+    dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0
+) -> TensorView:
     return TensorView(0, 0, dtype, shape, stride, offset)
 
 

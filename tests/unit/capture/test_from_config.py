@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ds_finepage.capture.from_config import capture_config, count_parameters
+from ds_finepage.capture.models import (
+    default_dtype,
+    load_model_config,
+    model_names,
+    positions_of,
+)
+from ds_finepage.errors import CaptureError, ConfigError
+from ds_finepage.execution.arena import view_of
+from ds_finepage.execution.measure import estimate_workspaces
+from ds_finepage.execution.ops import bind
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
+from ds_finepage.planning.liveness import needed_arena_bytes
+from ds_finepage.planning.policies import plan_steady
+
+PUBLISHED_PARAMETERS = {
+    "llama-7b": 6_738_415_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-405b": 405_853_388_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-30b": 29_974_540_288,
+    "opt-175b": 174_604_468_224,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-32b": 32_762_123_264,
+}
+
+LLAMA = transformers.LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=100,
+    max_position_embeddings=64,
+)
+OPT = transformers.OPTConfig(
+    hidden_size=64,
+    ffn_dim=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=100,
+    max_position_embeddings=64,
+    word_embed_proj_dim=64,
+    dropout=0.0,
+)
+MISTRAL = transformers.MistralConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=100,
+    max_position_embeddings=64,
+    sliding_window=8,
+)
+MIXTRAL = transformers.MixtralConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    vocab_size=100,
+    max_position_embeddings=64,
+)
+
+
+def capture(config: Any = LLAMA, phase: str = "prefill", **changes: Any) -> TaskGraph:
+    return capture_config(config, **{"phase": phase, "batch": 2, "seq": 16, **changes})
+
+
+def nbytes(graph: TaskGraph, kind: BufferKind) -> list[int]:
+    return [b.nbytes for b in graph.buffers if b.kind is kind]
+
+
+def ops(graph: TaskGraph, part: str) -> list[Task]:
+    return [task for task in graph.tasks if part in task.op]
+
+
+# The shipped models.
+
+
+def test_all_of_them_are_here() -> None:
+    assert sorted(PUBLISHED_PARAMETERS) == list(model_names())
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_shipped_models_have_the_published_number_of_parameters(name: str) -> None:
+    assert count_parameters(load_model_config(name)) == PUBLISHED_PARAMETERS[name]
+
+
+def test_seven_billion_parameters_take_seconds() -> None:
+    start = time.process_time()
+    graph = capture_config(load_model_config("llama-7b"), phase="decode", batch=1, seq=2048)
+    assert time.process_time() - start < 10
+    assert graph.weight_bytes == 2 * PUBLISHED_PARAMETERS["llama-7b"]
+    assert sum(nbytes(graph, BufferKind.STATE)) == 32 * 2 * 2048 * 4096 * 2
+    matmul_flops = 2 * (PUBLISHED_PARAMETERS["llama-7b"] - 32000 * 4096 - 65 * 4096)
+    attention_flops = 32 * 4 * 2048 * 4096
+    assert sum(t.flops for t in graph.tasks) == matmul_flops + attention_flops
+
+
+# What the graph says.
+
+
+@pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_weights_are_those_of_the_model_and_tied_ones_are_there_once(
+    config: Any, phase: str
+) -> None:
+    graph = capture(config, phase, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    wanted = {name: 2 * p.numel() for name, p in model.named_parameters()}
+    assert wanted == {b.name: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_kv_cache_is_given_and_changed(phase: str) -> None:
+    graph = capture(phase=phase)
+    heads, width = 2, 16
+    assert nbytes(graph, BufferKind.STATE) == [2 * heads * 16 * width * 2] * 4
+    assert {b.name for b in graph.buffers if b.kind is BufferKind.STATE} == {
+        f"cache.{layer}.{part}" for layer in (0, 1) for part in ("keys", "values")
+    }
+
+
+def test_other_inputs() -> None:
+    graph = capture(phase="decode")
+    named = {b.name: b.nbytes for b in graph.buffers if b.kind is BufferKind.INPUT}
+    assert named == {
+        "model.rotary_emb.inv_freq": 8 * 4,
+        "input_ids": 2 * 8,
+        "position_ids": 2 * 8,
+        "cache_position": 8,
+    }
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_logits_are_those_of_the_last_position(phase: str) -> None:
+    graph = capture(phase=phase)
+    (output,) = graph.outputs
+    assert output.tensor is not None
+    assert graph.tensors[output.tensor].shape == (2, 1, 100)
+    assert nbytes(graph, BufferKind.OUTPUT) == [2 * 100 * 2]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_attention_is_one_op_and_needs_no_mask(phase: str) -> None:
+    graph = capture(phase=phase)
+    assert len(ops(graph, "scaled_dot_product")) == 2
+    assert not [v for v in graph.tensors if v.dtype == "bool"]
+
+
+def test_labels_and_calls_name_modules() -> None:
+    graph = capture()
+    assert graph.tasks[0].label == "model.embed_tokens"
+    assert graph.tasks[-1].label == "lm_head"
+    (call,) = [c for c in graph.calls if c.name == "model.layers.1.mlp"]
+    inside = graph.tasks[call.begin : call.end]
+    assert inside and all(t.label.startswith("model.layers.1.mlp") for t in inside)
+
+
+def test_the_same_config_gives_the_same_graph() -> None:
+    assert capture() == capture()
+
+
+def test_the_config_is_left_as_it_was() -> None:
+    before = LLAMA.to_dict()
+    capture(dtype="bfloat16")
+    capture(dtype="float16")
+    assert LLAMA.to_dict() == before
+
+
+def test_a_sliding_window_keeps_its_rows_only() -> None:
+    rows = 2 * 2 * 8 * 16 * 2
+    assert nbytes(capture(MISTRAL, "decode"), BufferKind.STATE) == [rows] * 4
+    assert nbytes(capture(MISTRAL, "prefill"), BufferKind.STATE) == [rows] * 4
+
+
+@pytest.mark.parametrize("config", [LLAMA, OPT, MISTRAL, MIXTRAL], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_it_can_be_planned(config: Any, phase: str) -> None:
+    graph = capture(config, phase)
+    profile = load_profile("t4")
+    arena = needed_arena_bytes(graph, 512) * 3 // 4
+    check(plan_steady(graph, arena_bytes=arena, policy="finepage", alignment=512, profile=profile))
+
+
+# What the graph computes: run op by op, it gives what the model gives.
+
+
+def run(graph: TaskGraph, values: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Run all tasks on buffers of their own; return the buffers."""
+    storage = {
+        b.id: torch.zeros(max(1, b.nbytes), dtype=torch.uint8)
+        if b.payload is None
+        else torch.tensor(list(b.payload), dtype=torch.uint8)
+        for b in graph.buffers
+    }
+    for buffer in graph.buffers:
+        if buffer.name in values:
+            flat = values[buffer.name].contiguous().view(-1).view(torch.uint8)
+            storage[buffer.id][: flat.numel()] = flat
+
+    def tensor(index: int) -> torch.Tensor:
+        view = graph.tensors[index]
+        return view_of(storage[view.buffer], view)
+
+    with torch.no_grad():
+        for task in graph.tasks:
+            bound = bind(task, tensor, [])
+            bound.call(*bound.args, **bound.kwargs)
+    return storage
+
+
+def result_of(graph: TaskGraph, storage: dict[int, torch.Tensor]) -> torch.Tensor:
+    (output,) = graph.outputs
+    assert output.tensor is not None
+    view = graph.tensors[output.tensor]
+    return view_of(storage[view.buffer], view)
+
+
+@pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
+def test_prefill_and_decode_give_the_models_own_logits(config: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(2, 100, (2, 16))
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        wanted = model(ids[:, :15], past_key_values=cache, logits_to_keep=1).logits
+        wanted_next = model(ids[:, 15:], past_key_values=cache, logits_to_keep=1).logits
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    prefill = capture(config, "prefill", seq=15, dtype="float32")
+    positions = torch.arange(15)
+    given = {
+        "input_ids": ids[:, :15],
+        "position_ids": positions.expand(2, 15),
+        "cache_position": positions,
+    }
+    storage = run(prefill, {**values, **given})
+    assert torch.equal(result_of(prefill, storage), wanted)
+
+    decode = capture(config, "decode", seq=16, dtype="float32")
+    given = {
+        "input_ids": ids[:, 15:],
+        "position_ids": torch.full((2, 1), 15),
+        "cache_position": torch.tensor([15]),
+    }
+    for buffer in prefill.buffers:
+        if buffer.kind is BufferKind.STATE:
+            rows = storage[buffer.id].view(torch.float32).view(2, -1, 15, 16)
+            given[buffer.name] = torch.nn.functional.pad(rows, (0, 0, 0, 1))
+    storage = run(decode, {**values, **given})
+    assert torch.equal(result_of(decode, storage), wanted_next)
+
+
+# What the graph costs.
+
+
+def test_flops_of_a_prefill() -> None:
+    graph = capture()
+    tokens, hidden, inner = 2 * 16, 64, 96
+    linear = 2 * tokens * (hidden * hidden * 2 + hidden * 32 * 2 + 3 * hidden * inner)
+    causal = 4 * 2 * 4 * 16 * 16 * 16 // 2
+    head = 2 * 2 * hidden * 100
+    assert sum(t.flops for t in graph.tasks) == 2 * (linear + causal) + head
+    assert {t.flops for t in ops(graph, "scaled_dot_product")} == {causal}
+
+
+def test_flops_of_attention_over_a_cache() -> None:
+    assert {t.flops for t in ops(capture(phase="decode"), "scaled_dot_product")} == {
+        4 * 2 * 4 * 16 * 16
+    }
+
+
+def test_an_embedding_moves_rows_and_not_its_table() -> None:
+    graph = capture(phase="decode")
+    (lookup,) = ops(graph, "embedding")
+    assert lookup.moved_bytes == 2 * 8 + 2 * (2 * 64 * 2)
+
+
+def test_a_cache_is_written_by_rows_and_read_whole() -> None:
+    graph = capture(phase="decode")
+    row, rows = 2 * 2 * 16 * 2, 2 * 2 * 16 * 16 * 2
+    assert {t.moved_bytes for t in ops(graph, "index_copy_")} == {8 + 2 * row}
+    queries = 2 * 4 * 16 * 2
+    assert {t.moved_bytes for t in ops(graph, "scaled_dot_product")} == {
+        2 * rows + 2 * queries + 2 * 4 * 4  # and the logarithms that the op returns
+    }
+
+
+def test_a_product_moves_its_matrices() -> None:
+    graph = capture(phase="decode")
+    (head,) = [t for t in ops(graph, "aten.mm") if t.label == "lm_head"]
+    assert head.moved_bytes == 2 * (2 * 64 + 64 * 100 + 2 * 100)
+    assert head.flops == 2 * 2 * 64 * 100
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_experts_are_one_product_that_reads_those_it_needs(dtype: str) -> None:
+    few = [
+        t for t in capture(MIXTRAL, "decode", batch=1, dtype=dtype).tasks if "grouped_mm" in t.op
+    ]
+    many = [t for t in capture(MIXTRAL, "prefill", dtype=dtype).tasks if "grouped_mm" in t.op]
+    assert len(few) == len(many) == 4
+    up = 8 * 2 * 96 * 64 * 2
+    rows = 2
+    assert few[0].moved_bytes == up // 4 + rows * (64 + 192) * 2 + 8 * 4
+    assert few[0].flops == 2 * rows * 64 * 192
+    assert many[0].moved_bytes == up + 64 * (64 + 192) * 2 + 8 * 4
+
+
+def test_workspaces_are_results_of_ops_that_cannot_write_in_place() -> None:
+    graph = estimate_workspaces(capture())
+    attention = 2 * 4 * 16 * 16 * 2 + 2 * 4 * 16 * 4
+    for task in graph.tasks:
+        expected = attention if "scaled_dot_product" in task.op else 0
+        assert task.workspace_bytes == expected, task.where
+    assert graph.workspace_bytes == attention
+    assert dataclasses.replace(graph, tasks=()) == dataclasses.replace(capture(), tasks=())
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"phase": "prefil"}, ["prefil", "prefill", "decode"]),
+        ({"dtype": "int8"}, ["int8", "float16"]),
+        ({"batch": 0}, ["batch", "0"]),
+        ({"seq": -1}, ["seq", "-1"]),
+        ({"seq": 65}, ["65", "64 positions"]),
+    ],
+)
+def test_arguments_out_of_range(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        capture(**changes)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_model_that_makes_no_text_alone() -> None:
+    with pytest.raises(ConfigError, match="cannot build a causal language model"):
+        capture(transformers.T5Config())
+
+
+def test_sizes_that_do_not_go_together() -> None:
+    config = transformers.OPTConfig(hidden_size=64, num_attention_heads=7, word_embed_proj_dim=64)
+    with pytest.raises(ConfigError, match="opt"):
+        capture(config)
+
+
+def test_a_state_that_is_no_kv_cache() -> None:
+    config = transformers.Qwen3Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+    )
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(CaptureError, match="linear_attention"):
+        capture(config)
+
+
+# Loading configs.
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**LLAMA.to_dict(), **changes}))
+    return path
+
+
+def test_by_directory_and_by_file(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert load_model_config(str(tmp_path)).to_dict() == load_model_config(str(path)).to_dict()
+    assert count_parameters(load_model_config(str(path))) == count_parameters(LLAMA)
+
+
+def test_unknown_names_are_answered_with_the_nearest_and_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model_config("llama2-7b")
+    assert "Did you mean 'llama-2-7b'?" in str(caught.value)
+    assert all(name in str(caught.value) for name in model_names())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not an object but list"),
+        ("{}", "has no model_type"),
+        ('{"model_type": "lama"}', "Did you mean 'llama'"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "transformers cannot read it"),
+    ],
+)
+def test_configs_that_cannot_be_read(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(str(path))
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read model config"):
+        load_model_config(str(tmp_path))
+
+
+def test_positions_and_dtype() -> None:
+    assert positions_of(LLAMA) == 64
+    bfloat16 = load_model_config("qwen3-32b")
+    assert default_dtype(bfloat16, load_profile("h200")) == "bfloat16"
+    assert default_dtype(bfloat16, load_profile("v100-16gb")) == "float16"
+    assert default_dtype(load_model_config("llama-7b"), load_profile("h200")) == "float16"
+    assert default_dtype(LLAMA, load_profile("h200")) == "float16"
+
+
+def test_shipped_configs_are_no_larger_than_their_positions() -> None:
+    for name in model_names():
+        positions = positions_of(load_model_config(name))
+        assert positions is not None and math.log2(positions) >= 11

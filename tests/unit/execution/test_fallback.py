@@ -1,0 +1,208 @@
+"""What runs without a plan: right, and with one op's weights on the device at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+
+from ds_finepage.execution.fallback import hook_modules, run_unplanned
+from ds_finepage.execution.stores import WeightTable, weights_of_module
+
+CPU = torch.device("cpu")
+
+
+class Two(nn.Module):
+    """Two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(torch.randn(4, 4))
+
+
+class Recording(WeightTable):
+    """A table that writes down what is fetched."""
+
+    fetched: list[tuple[str, weakref.ref[torch.Tensor]]]
+    alive_at_fetch: list[int]
+
+    def fetch(self, parameter: torch.Tensor) -> torch.Tensor:
+        self.alive_at_fetch.append(sum(ref() is not None for _, ref in self.fetched))
+        found = super().fetch(parameter)
+        self.fetched.append((self.names[id(parameter)], weakref.ref(found)))
+        return found
+
+
+def table_of(module: nn.Module) -> Recording:
+    table = Recording(weights_of_module(module, CPU), CPU)
+    table.fetched, table.alive_at_fetch = [], []
+    table.install()
+    return table
+
+
+def unplanned(function: Callable[..., Any]) -> tuple[GraphModule, Two, Recording, torch.Tensor]:
+    model = Two()
+    x = torch.randn(4, 4)
+    return symbolic_trace(function), model, table_of(model), x
+
+
+def values(table: WeightTable) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (table.masters[n].view(torch.float32).view(4, 4).clone() for n in ("a", "b"))
+    return a, b
+
+
+# --- graphs ----------------------------------------------------------------------------------
+
+
+def test_the_result_is_that_of_eager() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: torch.relu(x @ a) @ b + a)
+    a, b = values(table)
+    found = run_unplanned(module, (x, model.a, model.b), table)
+    assert torch.equal(found, torch.relu(x @ a) @ b + a)
+
+
+def test_weights_are_without_bytes_afterwards() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: x @ a @ b)
+    run_unplanned(module, (x, model.a, model.b), table)
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+
+
+def test_one_ops_weights_are_there_at_a_time() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: x @ a @ b)
+    run_unplanned(module, (x, model.a, model.b), table)
+    assert [name for name, _ in table.fetched] == ["a", "b"]
+    assert table.alive_at_fetch == [0, 0]
+    assert all(ref() is None for _, ref in table.fetched)
+
+
+def test_a_weight_that_an_op_uses_twice_is_fetched_once() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: a @ a)
+    a, _ = values(table)
+    assert torch.equal(run_unplanned(module, (x, model.a, model.b), table), a @ a)
+    assert [name for name, _ in table.fetched] == ["a"]
+
+
+def test_weights_in_lists_and_keyword_arguments_are_fetched() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: torch.add(torch.stack([x, a]), other=b))
+    a, b = values(table)
+    found = run_unplanned(module, (x, model.a, model.b), table)
+    assert torch.equal(found, torch.stack([x, a]) + b)
+
+
+def test_other_tensors_are_handed_on_themselves() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: x.add_(1))
+    before = x.clone()
+    found = run_unplanned(module, (x, model.a, model.b), table)
+    assert found is x and torch.equal(x, before + 1)
+    assert table.fetched == []
+
+
+def test_a_view_of_a_weight_may_be_returned() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: a.t())
+    a, _ = values(table)
+    assert torch.equal(run_unplanned(module, (x, model.a, model.b), table), a.t())
+
+
+def test_no_autograd_graph_is_built() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: x @ a)
+    with torch.enable_grad():
+        assert not run_unplanned(module, (x, model.a, model.b), table).requires_grad
+
+
+# --- modules between graphs ------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """A module whose forward reads its own parameter and calls another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+        self.inner = nn.Linear(3, 3)
+        self.activation = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.inner(x * self.scale)) * self.scale
+
+
+def hooked() -> tuple[Nested, WeightTable, list[nn.Module], list[Any], Nested]:
+    model = Nested()
+    plain = Nested()
+    plain.load_state_dict(model.state_dict())
+    table = WeightTable(weights_of_module(model, CPU), CPU)
+    table.install()
+    used: list[nn.Module] = []
+    return model, table, used, hook_modules(model, table, used.append), plain
+
+
+def test_a_module_outside_any_graph_gets_its_own_parameters() -> None:
+    model, _, _, _, plain = hooked()
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+def test_its_parameters_are_without_bytes_afterwards() -> None:
+    model, _, _, _, _ = hooked()
+    model(torch.randn(2, 3))
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+
+
+def test_every_use_is_counted_and_modules_without_parameters_are_not() -> None:
+    model, _, used, handles, _ = hooked()
+    for _ in range(2):
+        model(torch.randn(2, 3))
+    assert used == [model, model.inner] * 2
+    assert len(handles) == 4  # before and after, for two of three modules
+
+
+def test_use_is_counted_before_the_parameters_come() -> None:
+    """The arena is given back first, so that they have its room."""
+    model = nn.Linear(3, 3)
+    table = WeightTable(weights_of_module(model, CPU), CPU)
+    table.install()
+    found: list[int] = []
+    hook_modules(model, table, lambda m: found.append(model.weight.untyped_storage().nbytes()))
+    model(torch.randn(2, 3))
+    assert found == [0]
+
+
+def test_an_error_in_forward_leaves_parameters_without_bytes() -> None:
+    model, _, _, _, _ = hooked()
+    with pytest.raises(RuntimeError, match="shapes|size"):
+        model(torch.randn(2, 5))
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+
+
+def test_in_a_graph_the_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, table, used, _, _ = hooked()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    table.fill(model.scale)
+    for hook in [*model._forward_pre_hooks.values()]:
+        hook(model, ())
+    for hook in [*model._forward_hooks.values()]:
+        hook(model, (), None)
+    assert used == []
+    assert model.scale.untyped_storage().nbytes() > 0
+
+
+def test_hooks_can_be_removed() -> None:
+    model, table, used, handles, plain = hooked()
+    for handle in handles:
+        handle.remove()
+    table.restore()
+    x = torch.randn(2, 3)
+    assert torch.equal(model(x), plain(x))
+    assert used == []
+
+
+def test_parameters_that_are_not_in_the_table_are_left_alone() -> None:
+    model = nn.Linear(3, 3)
+    table = WeightTable([], CPU)
+    assert hook_modules(model, table, lambda m: None) == []
