@@ -69,6 +69,12 @@ class PassStats:
     last_entry_reloaded_bytes: int = 0
     last_offloaded_bytes: int = 0
 
+    def add_around(self, nbytes: int) -> None:
+        """Count device bytes around the arena that were not known before."""
+        self.around_bytes += nbytes
+        self.min_budget_bytes += nbytes
+        self.needed_budget_bytes += nbytes
+
 
 @dataclass
 class Stats:
@@ -297,7 +303,7 @@ class Handle:
         if self._split:
             taskgraph = gather_rows(taskgraph)
         taskgraph = self._with_costs(taskgraph)
-        around = around_bytes(taskgraph, self._alignment)
+        around = around_bytes(taskgraph, self._alignment) + self._costs.library_bytes
         stats = PassStats(
             name=taskgraph.name,
             num_tasks=len(taskgraph.tasks),
@@ -316,10 +322,16 @@ class Handle:
 
     def _with_costs(self, graph: TaskGraph) -> TaskGraph:
         """Return a taskgraph with what its ops take, measured where that is not known yet."""
-        if not self._costs.knows_all(graph):
-            self._release_arena()  # the scratch tensors need its room
-        with free_profiler():
+        if self._costs.knows_all(graph):
             return self._costs.with_costs(graph)
+        self._release_arena()  # the scratch tensors need its room
+        before = self._costs.library_bytes
+        with free_profiler():
+            measured = self._costs.with_costs(graph)
+        for found in self._passes.values():
+            if found is not None:
+                found.stats.add_around(self._costs.library_bytes - before)
+        return measured
 
     def _executor(self, found: _Pass) -> Executor:
         """Return a pass's executor on the present arena, planning where that is new."""
@@ -358,9 +370,7 @@ class Handle:
         if more <= 0:
             return False
         found.extra_workspace_bytes += more
-        found.stats.around_bytes += more
-        found.stats.min_budget_bytes += more
-        found.stats.needed_budget_bytes += more
+        found.stats.add_around(more)
         found.memgraph = None
         return True
 

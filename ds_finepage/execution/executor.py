@@ -101,6 +101,7 @@ class Executor:
         self._patches: list[Patch] = []
         self._gathers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._constants = self._make_constants()
+        self._unused = _unused_results(self._graph)
         self._slots = dict(memgraph.host_slots)
         self._tasks: dict[int, BoundTask] = {}
         self.actions: dict[int, Action] = {
@@ -247,7 +248,7 @@ class Executor:
                 return self._constant_view(index)
             return None
 
-        bound = bind(self._graph.tasks[node.task], tensor, self._patches)
+        bound = bind(self._graph.tasks[node.task], tensor, self._patches, self._unused)
         self._tasks[node.id] = bound
         call, args, kwargs = bound.call, bound.args, bound.kwargs
 
@@ -370,6 +371,19 @@ class Executor:
     def steady_program(self) -> Program:
         """The program of a pass that finds ``entry`` in place."""
         return self._steady
+
+
+def _unused_results(graph: TaskGraph) -> frozenset[int]:
+    """Return the tensors of activations that only the task that makes them names."""
+    times_named = [0] * len(graph.buffers)
+    for task in graph.tasks:
+        for buffer in task.buffers:
+            times_named[buffer] += 1
+    return frozenset(
+        t.id
+        for t in graph.tensors
+        if times_named[t.buffer] == 1 and graph.buffers[t.buffer].kind is BufferKind.ACTIVATION
+    )
 
 
 def _fill_poison(vacated: torch.Tensor) -> None:

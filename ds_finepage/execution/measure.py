@@ -59,12 +59,18 @@ def _result_bytes(graph: TaskGraph, tensor: int) -> int:
 
 
 class OpMeter:
-    """Costs by op signature, kept over all graphs of a model."""
+    """Costs by op signature, kept over all graphs of a model.
+
+    Attributes:
+        library_bytes: Device bytes that libraries took on their first use and keep (on CUDA the
+            workspace of cuBLAS, one a stream).
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Start with nothing measured."""
         self._device = device
         self._costs: dict[Any, OpCost] = {}
+        self.library_bytes = 0
 
     def knows_all(self, graph: TaskGraph) -> bool:
         """Tell whether every op of a graph has been measured already."""
@@ -91,6 +97,7 @@ class OpMeter:
 
     def _measure_on_cuda(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         device = self._device
+        at_start = torch.cuda.memory_allocated(device)
         for signature, task in tasks.items():
             bound = _on_scratch(graph, task, device)
             bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
@@ -107,6 +114,8 @@ class OpMeter:
                 time_ns=int(begin.elapsed_time(end) * 1e6),
                 workspace_bytes=torch.cuda.max_memory_allocated(device) - before,
             )
+            del bound
+        self.library_bytes += max(0, torch.cuda.memory_allocated(device) - at_start)
 
     def _measure_on_cpu(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Kineto announces every start and stop on stderr at lower levels.

@@ -48,13 +48,11 @@ class DeviceMeter:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
             self._at_start = torch.cuda.memory_allocated(self._device)
-        else:
-            if torch.autograd._profiler_enabled():
-                raise RuntimeError("torch's profiler, or another meter, is on; end that one first")
-            self._listen()
-            _running.set(self)
+        elif torch.autograd._profiler_enabled():
+            raise RuntimeError("torch's profiler, or another meter, is on; end that one first")
+        self._listen()
+        _running.set(self)
         return self
 
     def __exit__(
@@ -64,15 +62,13 @@ class DeviceMeter:
         trace: TracebackType | None,
     ) -> None:
         """Stop; :attr:`peak_bytes` holds the result."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self.live_bytes = torch.cuda.memory_allocated(self._device) - self._at_start
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._at_start
-            return
         _running.set(None)
         self._take()
 
     def _listen(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
         # Kineto announces every start and stop on stderr at lower levels.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profiler = profile(use_kineto=False, profile_memory=True)
@@ -83,6 +79,12 @@ class DeviceMeter:
 
     def _take(self) -> None:
         """Stop to listen, and count what was heard."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.live_bytes = torch.cuda.memory_allocated(self._device) - self._at_start
+            peak = torch.cuda.max_memory_allocated(self._device) - self._at_start
+            self.peak_bytes = max(self.peak_bytes, peak)
+            return
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
         torch.autograd._enable_record_function(True)
@@ -100,7 +102,7 @@ class DeviceMeter:
 
 @contextmanager
 def free_profiler() -> Iterator[None]:
-    """Leave torch's profiler, which cannot be nested, to somebody else for a moment.
+    """Leave torch's profiler and peak statistics, of which there is one, to somebody else.
 
     A meter of this thread is blind meanwhile; what is allocated must be released again.
     """

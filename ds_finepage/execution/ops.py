@@ -83,7 +83,10 @@ def out_overload(op: Any) -> Any | None:
 
 
 def bind(
-    task: Task, tensor: Callable[[int], torch.Tensor | None], patches: list[Patch]
+    task: Task,
+    tensor: Callable[[int], torch.Tensor | None],
+    patches: list[Patch],
+    unused: frozenset[int] = frozenset(),
 ) -> BoundTask:
     """Bind one task.
 
@@ -91,6 +94,8 @@ def bind(
         task: What to run.
         tensor: Tensor id -> the tensor, or None where each call brings its own.
         patches: Places of such tensors are appended here.
+        unused: Results that nobody reads; they are not copied (attention kernels return the state
+            of a random generator, which may lie in host memory).
     """
     if task.op == JOIN:
         return BoundTask(_nothing, [], {})
@@ -124,7 +129,12 @@ def bind(
     for i, result in enumerate(task.results):
         if result is not None:
             outs[i] = place(outs, i, Ref(result))
-    return _choose(op, args, kwargs, outs, patches)
+    bound = _choose(op, args, kwargs, outs, patches)
+    if bound.call is run_and_copy:
+        for i, result in enumerate(task.results):
+            if result in unused:
+                outs[i] = None
+    return bound
 
 
 def _choose(
@@ -180,8 +190,7 @@ def run_and_copy(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[An
     """Run an op that has no ``out=`` overload; what it returns is workspace until it is copied."""
     results = op(*args, **kwargs)
     if isinstance(results, torch.Tensor):
-        outs[0].copy_(results)
-        return
+        results = (results,)
     flat: list[Any] = []
     for value in results:
         flat.extend(value if isinstance(value, (list, tuple)) else [value])

@@ -250,7 +250,9 @@ def test_a_refused_call_leaves_the_executor_usable(rig: Callable[..., Rig]) -> N
 def test_every_sort_of_output(rig: Callable[..., Rig]) -> None:
     draft = Draft()
     x, y = draft.tensor(INPUT, 2, 3), draft.tensor(OUTPUT, 2, 3)
-    constant = draft.tensor(CONSTANT, 2, payload=byte_view(torch.tensor([5.0, 6.0])).numpy().tobytes())
+    constant = draft.tensor(
+        CONSTANT, 2, payload=byte_view(torch.tensor([5.0, 6.0])).numpy().tobytes()
+    )
     draft.task("aten.neg.default", x, out=(y,))
     graph = draft.graph(
         (x,),
@@ -423,9 +425,7 @@ def test_after_a_pass_the_exit_is_resident(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64) + 512)
     made(torch.randn(N, N))
-    assert made.residents == {
-        graph.buffers[r.buffer].key: r.extent for r in made.memgraph.exit
-    }
+    assert made.residents == {graph.buffers[r.buffer].key: r.extent for r in made.memgraph.exit}
     for residency in made.memgraph.exit:
         buffer = graph.buffers[residency.buffer]
         held = made.arena.slice(residency.extent, buffer.nbytes)

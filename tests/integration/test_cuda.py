@@ -1,0 +1,85 @@
+"""What only a GPU can show: equality, the budget, and a host that never waits inside a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ds_finepage
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.session import Handle
+from tests.integration.families import FAMILIES, make_model, token_ids
+
+pytestmark = pytest.mark.gpu
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def family(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert request.param in FAMILIES
+    torch._dynamo.reset()
+    yield request.param
+    torch._dynamo.reset()
+
+
+def generate(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    found = model.generate(
+        ids, max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static"
+    )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_equal_and_the_budget_holds(family: str, dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    ids = token_ids(7).to(device)
+    plain = make_model(family, dtype).to(device)
+    plain.generation_config.disable_compile = True
+    with torch.no_grad():
+        logits, tokens = plain(ids).logits, generate(plain, ids)
+    del plain
+    handle = attach_twice(family, dtype, ids)
+    least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
+    handle.detach()
+    for budget in (least, (least + needed) // 2, needed):
+        model = make_model(family, dtype)
+        torch._dynamo.reset()
+        with DeviceMeter(device) as meter:
+            handle = ds_finepage.attach(model, device_budget=budget, device=device)
+            with torch.no_grad():
+                assert torch.equal(model(ids).logits, logits)
+                assert torch.equal(generate(model, ids), tokens)
+            handle.detach()
+        assert meter.peak_bytes <= budget
+
+
+def attach_twice(family: str, dtype: torch.dtype, ids: torch.Tensor) -> Handle:
+    """Attach with room for everything and run once, to learn what the passes need."""
+    model = make_model(family, dtype)
+    handle = ds_finepage.attach(model, device_budget="2GiB", device="cuda")
+    with torch.no_grad():
+        model(ids)
+        generate(model, ids)
+    return handle
+
+
+def test_the_host_never_waits_inside_a_pass(family: str) -> None:
+    ids = token_ids(7).cuda()
+    model = make_model(family, torch.bfloat16)
+    handle = ds_finepage.attach(model, device_budget="2GiB", device="cuda")
+    with torch.no_grad():
+        model(ids)
+        handle.replan(
+            budget_bytes=(handle.stats.min_budget_bytes + handle.stats.needed_budget_bytes) // 2
+        )
+        model(ids)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    handle.detach()

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.cli import main
+from ds_finepage.graph.profiles import load_profile, profile_names
+from ds_finepage.planning.policies import POLICIES
+from tests.unit.cli.models import NUM_PARAMETERS, small_model
+
+KEYS = [
+    "model",
+    "phase",
+    "batch",
+    "seq",
+    "policy",
+    "hardware",
+    "weight_bytes",
+    "budget_bytes",
+    "min_budget_bytes",
+    "peak_bytes",
+    "entry_reloaded_bytes",
+    "reloaded_bytes",
+    "offloaded_bytes",
+    "lower_bound_bytes",
+    "predicted_ns",
+    "compute_ns",
+    "transfer_ns",
+    "lower_bound_ns",
+    "stall_ns",
+    "num_tasks",
+    "num_memory_dependencies",
+    "capture_seconds",
+    "plan_seconds",
+    "layout_overhead",
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(small_model(tmp_path))
+
+
+def plan(*arguments: str) -> list[str]:
+    return ["plan", "--seq", "64", "--hardware", "t4", *arguments]
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(plan("--json", *arguments)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_json_is_one_object(model: str, phase: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(
+        capsys, "--model", model, "--phase", phase, "--batch", "2", "--device-budget", "90%weights"
+    )
+    assert list(found) == KEYS
+    assert (found["model"], found["phase"], found["batch"], found["seq"]) == (model, phase, 2, 64)
+    assert (found["policy"], found["hardware"]) == ("finepage", "t4")
+    assert found["weight_bytes"] == 2 * NUM_PARAMETERS
+    assert found["budget_bytes"] == 2 * NUM_PARAMETERS * 9 // 10
+    assert found["min_budget_bytes"] <= found["peak_bytes"] <= found["budget_bytes"]
+    assert 0 < found["lower_bound_bytes"] <= found["reloaded_bytes"]
+    assert found["reloaded_bytes"] < found["entry_reloaded_bytes"]
+    assert found["lower_bound_ns"] <= found["predicted_ns"]
+    assert found["predicted_ns"] >= found["compute_ns"] + found["stall_ns"]
+    assert found["transfer_ns"] > 0 and found["num_memory_dependencies"] > 0
+    assert found["num_tasks"] > 50
+    assert found["layout_overhead"] >= 1
+    assert found["capture_seconds"] > 0 and found["plan_seconds"] > 0
+
+
+def test_ample_memory_moves_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(capsys, "--model", model)
+    assert (found["reloaded_bytes"], found["lower_bound_bytes"]) == (
+        found["lower_bound_bytes"],
+        found["reloaded_bytes"],
+    )
+    assert found["budget_bytes"] == load_profile("t4").capacity_bytes - (512 << 20)
+    assert found["stall_ns"] == 0 or found["reloaded_bytes"] > 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy(model: str, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(capsys, "--model", model, "--policy", policy, "--device-budget", "200%weights")
+    assert found["policy"] == policy
+    assert found["predicted_ns"] >= found["lower_bound_ns"] > 0
+
+
+def test_the_table_says_what_comes_next(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan("--model", model, "--device-budget", "4MiB")) == 0
+    out = capsys.readouterr().out
+    assert "4.00 MiB" in out and "least possible" in out
+    assert f"ds-finepage curve --model {model} --batch 1 --seq 64 --hardware t4" in out
+
+
+def test_a_share_of_the_weights_may_be_more_than_the_device(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = json.loads((Path("ds_finepage/graph/profiles") / "t4.json").read_text())
+    path = tmp_path / "little.json"
+    path.write_text(json.dumps({**profile, "capacity_bytes": 1 << 20}))
+    arguments = ["--model", model, "--hardware", str(path), "--json"]
+    assert main(plan(*arguments, "--device-budget", "90%weights")) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["budget_bytes"] > 1 << 20
+    assert "more than the 1.00 MiB of" in captured.err
+    assert main(plan(*arguments, "--device-budget", "2MiB")) == 2
+    assert "the device has 1.00 MiB" in capsys.readouterr().err
+
+
+def test_by_config_file(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(capsys, "--model", str(Path(model) / "config.json"))
+    assert found["weight_bytes"] == 2 * NUM_PARAMETERS
+
+
+def test_no_split_keeps_weights_whole(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", model, "--device-budget", "60%weights"]
+    whole = figures(capsys, *arguments, "--no-split")
+    cut = figures(capsys, *arguments)
+    assert cut["reloaded_bytes"] <= whole["reloaded_bytes"]
+    assert cut["lower_bound_bytes"] <= whole["lower_bound_bytes"]
+
+
+# The plan as a file.
+
+
+def test_the_plan_is_the_same_under_any_hash_seed(model: str, tmp_path: Path) -> None:
+    texts = []
+    for seed in ("1", "2"):
+        out = tmp_path / f"plan{seed}.json"
+        command = plan("--model", model, "--device-budget", "60%weights", "--out", str(out))
+        subprocess.run(
+            [sys.executable, "-c", "from ds_finepage.cli import main; raise SystemExit(main())"]
+            + command,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.DEVNULL,
+        )
+        texts.append(out.read_bytes())
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])["kind"] == "memgraph"
+
+
+def test_no_file_is_overwritten(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    out.write_text("mine")
+    assert main(plan("--model", model, "--out", str(out))) == 2
+    assert "--force" in capsys.readouterr().err and out.read_text() == "mine"
+    assert main(plan("--model", model, "--out", str(out), "--force")) == 0
+    assert out.read_text() != "mine"
+    assert main(plan("--model", model, "--out", str(tmp_path))) == 2
+    assert main(plan("--model", model, "--out", str(tmp_path / "none" / "plan.json"))) == 2
+
+
+# What is refused: a message, exit status 2, no file.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--model", "lama-7b"], ["unknown model", "Did you mean 'llama-7b'?", "opt-175b"]),
+        (["--hardware", "t5"], ["unknown hardware profile", "'t4'", *profile_names()]),
+        (["--policy", "finpage"], ["unknown policy", "'finepage'", "horizon"]),
+        (["--device-budget", "50%"], ["50%device", "50%weights"]),
+        (["--device-budget", "101%device"], ["101", "at most"]),
+        (["--device-budget", "0"], ["less than 1 byte"]),
+        (["--device-budget", "0%weights"], ["leaves no memory"]),
+        (["--device-budget", "17GiB"], ["17.00 GiB", "16.00 GiB"]),
+        (["--seq", "129"], ["129", "128 positions"]),
+        (["--batch", "0"], ["batch", "less than 1"]),
+    ],
+)
+def test_bad_options(
+    model: str,
+    tmp_path: Path,
+    changes: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "plan.json"
+    assert main(plan("--model", model, "--out", str(out), *changes)) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+    assert "Traceback" not in message
+    assert not list(tmp_path.glob("*plan*"))
+
+
+def test_a_config_that_transformers_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_model(tmp_path, hidden_size="wide")
+    assert main(plan("--model", str(path))) == 2
+    assert "transformers cannot read it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", [None, -1e9, 0])
+def test_a_profile_without_a_rate(
+    model: str, tmp_path: Path, rate: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = json.loads((Path("ds_finepage/graph/profiles") / "t4.json").read_text())
+    if rate is None:
+        del profile["h2d_bytes_per_s"]
+    else:
+        profile["h2d_bytes_per_s"] = rate
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(profile))
+    assert main(plan("--model", model, "--hardware", str(path))) == 2
+    assert "h2d_bytes_per_s" in capsys.readouterr().err
+
+
+def test_no_plan_under_the_budget(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    status = main(plan("--model", model, "--device-budget", "100KiB", "--out", str(out)))
+    assert status == 2 and not out.exists()
+    message = capsys.readouterr().err
+    assert "task " in message and "aten." in message and "min_budget_bytes" in message
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_least_budget_that_is_named_suffices(
+    model: str, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without cuts a byte less does not."""
+    arguments = ["--model", model, "--policy", policy, "--no-split"]
+    least = figures(capsys, *arguments, "--device-budget", "4MiB")["min_budget_bytes"]
+    assert figures(capsys, *arguments, "--device-budget", str(least))["budget_bytes"] == least
+    assert main(plan(*arguments, "--device-budget", str(least - 1))) == 2
+    assert f"min_budget_bytes {least}" in capsys.readouterr().err
+
+
+# One at full scale.
+
+
+def test_seven_billion_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "llama-2-7b", "--hardware", "v100-16gb", "--json"]
+    assert main([*arguments, "--device-budget", "50%weights"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weight_bytes"] == 2 * 6_738_415_616
+    assert found["reloaded_bytes"] <= 1.02 * found["lower_bound_bytes"]
+    assert found["predicted_ns"] <= 1.05 * found["lower_bound_ns"]
+    assert found["offloaded_bytes"] == 0
+    assert found["layout_overhead"] <= 1.02
