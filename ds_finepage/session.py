@@ -7,6 +7,7 @@ before it runs it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -262,7 +263,12 @@ class Handle:
             with self._lock:
                 if self._weights.disturbed():
                     self._residents.clear()  # whoever filled a parameter may have changed it
-                return compiled(*args, **kwargs)
+                num_graphs = self._num_graphs
+                try:
+                    return compiled(*args, **kwargs)
+                finally:
+                    if self._num_graphs != num_graphs:
+                        gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
 
         return call
 

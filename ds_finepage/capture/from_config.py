@@ -21,10 +21,15 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
@@ -89,6 +94,11 @@ def capture_config(
                 ).logits
         except CaptureError:
             raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} looks at values ({error.func}), which are "
+                f"not there. A newer transformers than {version('transformers')} may not need them."
+            ) from error
         except Exception as error:
             raise CaptureError(
                 f"{type(model).__name__}: {type(error).__name__}: {error}"
@@ -240,6 +250,7 @@ class _LayerRows(CacheLayerMixin):
         self, name: str, num_rows: int, num_past: int, positions: torch.Tensor, inputs: _Inputs
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_initialized = False
         self._name = name
         self._num_rows = num_rows
         self._num_past = num_past

@@ -47,7 +47,7 @@ def make_checkpoint(folder: Path, shape: LlamaShape) -> None:
         eos_token_id=None,  # so that every run generates equally many tokens
         pad_token_id=None,
     )
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
 
 

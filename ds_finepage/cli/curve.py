@@ -26,13 +26,13 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.curve import (
-    NS_PER_S,
     Curve,
     CurvePoint,
     Need,
     at_least_as_good,
     round_speeds,
 )
+from ds_finepage.reporting.figures import NS_PER_S
 from ds_finepage.units import GIB
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import format_bytes
 
-PROMPT = "The planner never sees torch; the executor never decides. A model that is too large"
+PROMPT = "The planner never sees torch; the executor never decides."
 ENGINES = {"zero_inference": "stock ZeRO-Inference", "finepage": "ds_finepage"}
 NUM_CALLS = 2
 """Of ``generate`` in each run: the first captures and plans (or records), the second only runs."""
@@ -49,10 +50,10 @@ MIN_NEW_TOKENS = 4
 TINY = LlamaShape(
     hidden_size=128,
     intermediate_size=256,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=4,
-    vocab_size=512,
+    vocab_size=1024,
 )
 """For tests of this command: same steps, no time."""
 
@@ -203,10 +204,11 @@ def example(name: str) -> Path:
 
 def by_hand(folder: Path) -> str:
     """Return the command that runs ds_finepage on a kept folder."""
-    return (
-        f"deepspeed --num_gpus 1 {example('generate.py')} --model {folder / 'model'} "
-        f'--prompt "{PROMPT}" --deepspeed --deepspeed_config {folder / "finepage.json"}'
-    )
+    folder = folder.resolve()
+    words = ["deepspeed", "--num_gpus", "1", str(example("generate.py"))]
+    words += ["--model", str(folder / "model"), "--prompt", PROMPT]
+    words += ["--deepspeed", "--deepspeed_config", str(folder / "finepage.json")]
+    return shlex.join(words)
 
 
 class Demo:
@@ -284,7 +286,7 @@ class Demo:
     def _meter(self, name: str) -> tuple[Reading, list[int]]:
         """Run the same with instruments around it; return the reading and the tokens."""
         output = self._folder / f"{name}_reading.json"
-        before = ["-m", "ds_finepage.cli.instruments", output]
+        before: list[str | Path] = ["-m", "ds_finepage.cli.instruments", output]
         found = self._run_example(f"{name}_metered", before, self._engine_options(name))
         return Reading(**json.loads(output.read_text())), found["tokens"]
 
@@ -293,8 +295,8 @@ class Demo:
     ) -> dict[str, Any]:
         output = self._folder / f"{name}_output.json"
         given: list[str | Path] = ["--model", self._model, "--prompt", PROMPT, "--json", output]
-        calls = ["--new-tokens", str(self._num_new_tokens), "--calls", str(NUM_CALLS)]
-        self._python(name, *before, example("generate.py"), *given, *calls, *options)
+        given += ["--new-tokens", str(self._num_new_tokens), "--calls", str(NUM_CALLS)]
+        self._python(name, *before, example("generate.py"), *given, *options)
         found = json.loads(output.read_text())
         assert isinstance(found, dict)
         return found

@@ -137,7 +137,7 @@ class CpuLanes:
         self._workers = {}
 
     def _drain(self) -> None:
-        """Wait until the workers have done whatever they were given, which nobody knows for sure."""
+        """Wait until the workers have done whatever they were given."""
         for worker in self._workers.values():
             idle = threading.Event()
             worker.submit(idle.set)

@@ -40,8 +40,8 @@ GOOD_ENOUGH = 1.02
 FIXED_SHARE = 0.001
 """Weights below this share of the largest (norms, biases) are kept without asking."""
 
-MAX_TASKS_FOR_HORIZON = 2000
-"""The two-horizon search costs a second from about here on."""
+MAX_TASKS_FOR_HORIZON = 400
+"""Beyond this the two-horizon search, which costs seconds then, is the last resort."""
 
 
 @dataclass(frozen=True, slots=True)

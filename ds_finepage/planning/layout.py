@@ -43,10 +43,16 @@ def place(live: Sequence[LiveBuffer]) -> dict[int, Extent]:
 def first_fit(items: Iterable[tuple[int, Iterable[int]]]) -> list[Extent]:
     """Place items (bytes, tasks during which they live) one by one, each as low as it can lie."""
     at: dict[int, list[Extent]] = {}  # task -> extents that are taken while it runs
+    begun: dict[int, list[Extent]] = {}  # task -> those of them that were not before
     placed = []
     for nbytes, tasks in items:
-        tasks = tuple(tasks)
-        taken = {e for task in tasks for e in at.get(task, ())}
+        taken: set[Extent] = set()
+        runs = _runs(tasks)
+        for first, last in runs:
+            # Whoever lives at the same time lives when this run begins, or begins later in it.
+            taken.update(at.get(first, ()))
+            for task in range(first + 1, last + 1):
+                taken.update(begun.get(task, ()))
         offset = 0
         for extent in sorted(taken):
             if extent.offset - offset >= nbytes:
@@ -54,9 +60,24 @@ def first_fit(items: Iterable[tuple[int, Iterable[int]]]) -> list[Extent]:
             offset = max(offset, extent.end)
         found = Extent(offset, nbytes)
         placed.append(found)
-        for task in tasks:
-            at.setdefault(task, []).append(found)
+        for first, last in runs:
+            begun.setdefault(first, []).append(found)
+            for task in range(first, last + 1):
+                at.setdefault(task, []).append(found)
     return placed
+
+
+def _runs(tasks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the stretches of consecutive tasks, first and last of each."""
+    if isinstance(tasks, range) and tasks.step == 1:
+        return [(tasks.start, tasks.stop - 1)] if tasks else []
+    found: list[tuple[int, int]] = []
+    for task in sorted(set(tasks)):
+        if found and task == found[-1][1] + 1:
+            found[-1] = (found[-1][0], task)
+        else:
+            found.append((task, task))
+    return found
 
 
 def top_of(placed: dict[int, Extent]) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from ds_finepage.reporting.figures import NS_PER_S
 from ds_finepage.units import format_bytes, format_ns
 
 KNEE = 0.1

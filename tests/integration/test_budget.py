@@ -37,7 +37,6 @@ FIRST_BUDGET_BYTES = 8 << 20  # enough for everything here; an arena takes all t
 
 def short_prompts(model: Any) -> None:
     logits(model, token_ids(5))
-    logits(model, token_ids(9, batch=3))
     tokens(model, token_ids(8), 6)
     tokens(model, token_ids(12, batch=3), 6)
 
@@ -45,7 +44,6 @@ def short_prompts(model: Any) -> None:
 def long_prompts(model: Any) -> None:
     logits(model, token_ids(100, batch=3))
     tokens(model, token_ids(100), 4)
-    tokens(model, token_ids(60, batch=3), 6)
     logits(model, token_ids(5))
 
 

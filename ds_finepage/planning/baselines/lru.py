@@ -1,116 +1,123 @@
 """Policy ``lru``: demand paging, as unified memory does it (floor 2, no torch).
 
 Nothing looks ahead. A task runs until it touches what is not there; then it waits while that is
-copied in, and copies and tasks never overlap. What has not been used for longest goes first: a
-clean buffer is dropped, a dirty one is copied out. An activation is freed behind the task that uses
-it last, as in eager PyTorch. It is kinder than the real thing in three ways: whole buffers instead
-of pages, so no price for faults; read-only weights are known to be clean; a result is not copied in
-before it is written.
+copied in, so copies and tasks never overlap. What has not been used for longest goes first: a clean
+buffer is dropped, a dirty one is copied out. An activation is freed behind the task that uses it
+last, as in eager PyTorch. It is kinder than the real thing in three ways: a fault has no price;
+read-only weights are known to be clean; a result is not copied in before it is written.
 """
 
 from __future__ import annotations
 
-from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
-from ds_finepage.planning.blocks import BlockList
-from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.liveness import aligned, require_feasible, uses
+from ds_finepage.planning.baselines.script import Act, Script, Step, realize
+from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible, uses
+
+MAX_PASSES = 16
+"""Passes to simulate before what is resident has to be the same as one pass ago."""
+
+GIVEN_UP_PERCENT = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 100)
+"""Shares of the spare room to do without until whole buffers lie side by side as pages would."""
 
 
 def plan_lru(
-    graph: TaskGraph, *, arena_bytes: int, alignment: int, entry: tuple[Residency, ...] = ()
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    profile: HardwareProfile | None = None,
 ) -> MemGraph:
-    """Plan what demand paging does in a pass that finds ``entry`` resident.
+    """Plan what demand paging does in a steady pass.
 
     Raises:
-        PlanInfeasibleError: Some task's working set is larger than the arena.
+        PlanInfeasibleError: Some task's working set is larger than the arena, or the buffers that
+            are used in a row cannot be placed side by side in it.
     """
     require_feasible(graph, arena_bytes, alignment)
-    return _Pager(graph, arena_bytes, alignment, entry).run()
+    spare = arena_bytes - min_arena_bytes(graph, alignment)
+    for percent in GIVEN_UP_PERCENT:
+        pager = _Pager(graph, arena_bytes - spare * percent // 100, alignment)
+        try:
+            script = pager.steady_pass()
+            return realize(graph, script, arena_bytes=arena_bytes, alignment=alignment)
+        except PlanInfeasibleError:
+            if percent == GIVEN_UP_PERCENT[-1]:
+                raise
+    raise AssertionError("unreachable")
 
 
 class _Pager:
-    """Runs the tasks in program order and brings in what each needs."""
+    """Bytes in use, by buffer, from the one that was used least recently to the latest."""
 
-    def __init__(
-        self, graph: TaskGraph, arena_bytes: int, alignment: int, entry: tuple[Residency, ...]
-    ) -> None:
-        self._graph, self._alignment = graph, alignment
+    def __init__(self, graph: TaskGraph, room: int, alignment: int) -> None:
+        self._graph, self._room, self._alignment = graph, room, alignment
         self._last_task = [found[-1] if found else -1 for found in uses(graph)]
-        self._used_at = [-1 for _ in graph.buffers]
-        self._blocks = BlockList(arena_bytes)
-        self._builder = MemGraphBuilder(graph, "lru", arena_bytes, alignment)
-        num_tasks = len(graph.tasks)
-        for residency in entry:
-            self._blocks.alloc_at(residency.buffer, residency.extent)
-            # The pass before was like this one, so that is when it was used.
-            self._used_at[residency.buffer] = self._last_task[residency.buffer] - num_tasks
-        self._builder.begin(entry)
-        self._before: int | None = None  # node of the task before
+        self._resident: dict[int, int] = {}
+        self._in_use = 0
+        self._steps: list[Step] = []
 
-    def run(self) -> MemGraph:
-        for task in self._graph.tasks:
-            self._bring_in(task)
-            self._before = self._builder.compute(task)
-            for buffer in self._graph.paged(task):
-                self._used_at[buffer] = task.index
-                is_weight = self._graph.buffers[buffer].kind is BufferKind.WEIGHT
-                if not is_weight and self._last_task[buffer] == task.index:
-                    self._blocks.free(buffer, self._builder.drop(buffer))
-        return self._builder.finish()
+    def steady_pass(self) -> Script:
+        """Repeat the pass until it leaves behind what it found."""
+        for _ in range(MAX_PASSES):
+            before = list(self._resident)
+            self._steps = []
+            written = {
+                b.id for b in self._graph.buffers if b.kind is not BufferKind.ACTIVATION
+            }
+            for task in self._graph.tasks:
+                self._run(task, written)
+            if list(self._resident) == before:
+                return self._without_vain_residents(before)
+        raise AssertionError("demand paging never comes to rest")
 
-    def _size(self, buffer: int) -> int:
-        return aligned(self._graph.buffers[buffer].nbytes, self._alignment)
+    def _without_vain_residents(self, resident: list[int]) -> Script:
+        """Write the pass down; what would be thrown out before it is used goes when a pass ends.
 
-    def _missing(self, task: Task) -> list[int]:
-        states = self._builder.states
-        return [b for b in self._graph.paged(task) if states[b].extent is None]
-
-    def _bring_in(self, task: Task) -> None:
-        own = frozenset(self._graph.paged(task))
-        for buffer in self._missing(task):
-            found = self._blocks.alloc(buffer, self._size(buffer))
-            if found is None:
-                if not self._make_room(task, self._size(buffer), own):
-                    self._repack(task)
-                    return
-                found = self._blocks.alloc(buffer, self._size(buffer))
-                assert found is not None, "a window was freed that is too small"
-            self._load(task, buffer, *found)
-
-    def _load(self, task: Task, buffer: int, extent: Extent, vacators: list[int]) -> None:
-        self._builder.alloc(buffer, extent, vacators)
-        is_used = buffer in task.reads or buffer in task.touches
-        if is_used and self._builder.states[buffer].host_copy is not None:
-            copy = self._builder.reload(buffer)
-            if self._before is not None:
-                self._builder.sync(self._before, copy)
-
-    def _make_room(self, task: Task, nbytes: int, own: frozenset[int]) -> bool:
-        """Evict neighbours, the most recently used of which is the least recent there is."""
-        victims = self._blocks.best_window(
-            nbytes, lambda b: None if b in own else float(task.index - self._used_at[b])
-        )
-        for victim in victims or ():
-            self._evict(victim)
-        return victims is not None
-
-    def _evict(self, buffer: int) -> None:
-        node = self._builder.evict(buffer)
-        if self._before is not None:
-            self._builder.sync(self._before, node)
-        self._blocks.free(buffer, node)
-
-    def _repack(self, task: Task) -> None:
-        """Put the task's buffers side by side, because they lie so that the rest does not fit.
-
-        Pages know no such case; with whole buffers it is rare.
+        That is nearly everything that is resident then, and pages would not mind; but a whole
+        buffer that lives across the end of the pass has to be in the same bytes in each pass.
         """
-        for block in list(self._blocks):
-            if block.buffer is not None:
-                self._evict(block.buffer)
-        offset = 0
-        for buffer in self._missing(task):
-            extent = Extent(offset, self._size(buffer))
-            self._load(task, buffer, extent, self._blocks.alloc_at(buffer, extent))
-            offset = extent.end
+        vain: dict[int, None] = {}
+        steps: list[Step] = []
+        used: set[int] = set()
+        for step in self._steps:
+            if step.act is Act.EVICT and step.subject in resident and step.subject not in used:
+                vain[step.subject] = None
+                used.add(step.subject)
+            else:
+                steps.append(step)
+            if step.act is Act.COMPUTE:
+                used.update(self._graph.paged(self._graph.tasks[step.subject]))
+        steps += [Step(Act.DROP, b) for b in vain]
+        return Script("lru", tuple(b for b in resident if b not in vain), tuple(steps))
+
+    def _run(self, task: Task, written: set[int]) -> None:
+        own = self._graph.paged(task)
+        for buffer in own:
+            if buffer in self._resident:
+                continue
+            size = aligned(self._graph.buffers[buffer].nbytes, self._alignment)
+            self._make_room(size, own)
+            self._resident[buffer] = size
+            self._in_use += size
+            if buffer in written and (buffer in task.reads or buffer in task.touches):
+                self._steps += [Step(Act.AWAIT_TASKS), Step(Act.RELOAD, buffer)]
+        self._steps.append(Step(Act.COMPUTE, task.index))
+        written.update(task.writes, task.touches)
+        for buffer in own:
+            size = self._resident.pop(buffer)
+            is_weight = self._graph.buffers[buffer].kind is BufferKind.WEIGHT
+            if is_weight or self._last_task[buffer] > task.index:
+                self._resident[buffer] = size
+            else:
+                self._in_use -= size
+
+    def _make_room(self, nbytes: int, own: tuple[int, ...]) -> None:
+        for buffer in list(self._resident):
+            if self._in_use + nbytes <= self._room:
+                break
+            if buffer not in own:
+                self._in_use -= self._resident.pop(buffer)
+                self._steps.append(Step(Act.EVICT, buffer))

@@ -16,7 +16,7 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
+from ds_finepage.planning.layout import Tenancy, first_fit
 from ds_finepage.planning.liveness import aligned, require_feasible, uses
 from ds_finepage.units import format_bytes
 
@@ -27,9 +27,12 @@ class Act(enum.Enum):
     RELOAD = "reload"  # give a buffer bytes and copy its contents there
     COMPUTE = "compute"  # run a task
     DROP = "drop"  # free a buffer without a copy
-    OFFLOAD = "offload"  # copy a buffer to host memory and free it
+    EVICT = "evict"  # free a buffer, and copy it to host memory first if it is not there
     AWAIT_COPIES = "await_copies"  # what is computed from here on waits for all copies so far
     AWAIT_TASKS = "await_tasks"  # what is copied from here on waits for all tasks so far
+
+
+_FREES = (Act.DROP, Act.EVICT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class Step:
 class Script:
     """One steady pass. ``entry`` lists the weights that are resident when it begins.
 
-    Invariant: a weight of ``entry`` that a step drops is reloaded by a later one, and is resident
-    again when the pass ends; no other weight is.
+    Invariant: a weight of ``entry`` that a step frees is reloaded by a later one and resident again
+    when the pass ends; no other weight is.
     """
 
     policy: str
@@ -61,8 +64,20 @@ class _Life:
     begin: int
     end: int = -1
 
+    def steps(self, num_steps: int) -> Sequence[int]:
+        if self.begin <= self.end:
+            return range(self.begin, self.end + 1)
+        return [*range(self.end + 1), *range(self.begin, num_steps)]
 
-def realize(graph: TaskGraph, script: Script, *, arena_bytes: int, alignment: int) -> MemGraph:
+
+def realize(
+    graph: TaskGraph,
+    script: Script,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    reserved_bytes: int = 0,
+) -> MemGraph:
     """Give a script addresses.
 
     Args:
@@ -70,12 +85,13 @@ def realize(graph: TaskGraph, script: Script, *, arena_bytes: int, alignment: in
         script: What the system does in it.
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes.
+        reserved_bytes: At the end of the arena, for what the script itself does not know of.
 
     Raises:
         PlanInfeasibleError: The system holds more bytes at one time than the arena has.
     """
     require_feasible(graph, arena_bytes, alignment)
-    return _Realization(graph, script, arena_bytes, alignment).run()
+    return _Realization(graph, script, arena_bytes, alignment, reserved_bytes).run()
 
 
 def live_bytes(graph: TaskGraph, script: Script, alignment: int) -> int:
@@ -90,24 +106,28 @@ class _Realization:
         self._graph, self._arena_bytes, self._alignment = graph, arena_bytes, alignment
         self._script = script
         self._steps = _with_activations(graph, script.steps)
-        dropped = {s.subject for s in self._steps if s.act is Act.DROP}
-        self._kept = [b for b in script.entry if b not in dropped]
+        freed = {s.subject for s in self._steps if s.act in _FREES}
+        self._kept = [b for b in script.entry if b not in freed]
         self._kept_bytes = sum(self._size(b) for b in self._kept)
 
     def most_live_bytes(self) -> int:
-        return self._busiest(self._lives())[0]
+        return self._reserved_bytes + self._busiest(self._lives())[0]
 
     def run(self) -> MemGraph:
         lives = self._lives()
         most, at = self._busiest(lives)
-        if most > self._arena_bytes:
-            self._refuse(most, at)
-        placed = place(
-            [LiveBuffer(i, self._size(v.buffer), v.begin, v.end) for i, v in enumerate(lives)]
-        )
-        if self._kept_bytes + top_of(placed) > self._arena_bytes:
-            self._refuse(self._kept_bytes + top_of(placed), at)
+        self._require_room(most, at)
+        placed = self._place(lives)
+        top = self._kept_bytes + max((extent.end for extent in placed), default=0)
+        self._require_room(top, at)
         return self._write(lives, placed)
+
+    def _place(self, lives: Sequence[_Life]) -> list[Extent]:
+        """Place the largest first; a life across the end of the pass has two stretches of it."""
+        num_steps = len(self._steps)
+        order = sorted(range(len(lives)), key=lambda i: (-self._size(lives[i].buffer), i))
+        found = first_fit((self._size(lives[i].buffer), lives[i].steps(num_steps)) for i in order)
+        return [extent for _, extent in sorted(zip(order, found, strict=True))]
 
     def _size(self, buffer: int) -> int:
         return aligned(self._graph.buffers[buffer].nbytes, self._alignment)
@@ -123,7 +143,7 @@ class _Realization:
         at_entry = dict(current)
         last_reload = {s.subject: i for i, s in enumerate(self._steps) if s.act is Act.RELOAD}
         for at, step in enumerate(self._steps):
-            if step.act in (Act.DROP, Act.OFFLOAD):
+            if step.act in _FREES:
                 lives[current.pop(step.subject)].end = at
             elif step.act is Act.RELOAD:
                 if step.subject in at_entry and last_reload[step.subject] == at:
@@ -157,7 +177,10 @@ class _Realization:
                 most, most_at = live, at
         return most, most_at
 
-    def _refuse(self, need: int, at: int) -> None:
+    def _require_room(self, nbytes: int, at: int) -> None:
+        need = nbytes + self._reserved_bytes
+        if need <= self._arena_bytes:
+            return
         computed = [s.subject for s in self._steps[at:] if s.act is Act.COMPUTE]
         task = self._graph.tasks[computed[0]] if computed else self._graph.tasks[-1]
         raise PlanInfeasibleError(
@@ -167,7 +190,7 @@ class _Realization:
             f"{need - self._arena_bytes} bytes, or take a policy that pages op by op: finepage."
         )
 
-    def _write(self, lives: Sequence[_Life], placed: dict[int, Extent]) -> MemGraph:
+    def _write(self, lives: Sequence[_Life], placed: Sequence[Extent]) -> MemGraph:
         builder = MemGraphBuilder(
             self._graph, self._script.policy, self._arena_bytes, self._alignment
         )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -379,6 +380,13 @@ def test_a_state_that_is_no_kv_cache() -> None:
     )
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(CaptureError, match="linear_attention"):
+        capture(config)
+
+
+def test_a_forward_that_looks_at_values() -> None:
+    config = copy.deepcopy(MIXTRAL)
+    config._experts_implementation = "eager"
+    with pytest.raises(CaptureError, match="MixtralForCausalLM looks at values .*nonzero"):
         capture(config)
 
 

@@ -1,4 +1,7 @@
-"""Host masters: taken from a module, put away, and given back as they were."""
+"""Host masters: taken from a module, put away, and given back as they were.
+
+PYTEST_DONT_REWRITE: else pytest prints parameters, and those here have no bytes to print.
+"""
 
 from __future__ import annotations
 

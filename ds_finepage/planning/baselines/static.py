@@ -1,0 +1,302 @@
+"""Policies ``static*``: fixed shares, layer by layer, as FlexGen does it (floor 2, no torch).
+
+A linear program chooses which share of the weights stays on the device for good. The rest streams:
+while one layer computes, the weights of the next are copied in, never more than one ahead, and the
+first layer's are copied in behind the last. Within a layer whole weights are assigned by their
+position, so that the share that comes out is not quite the one that was asked for.
+
+``static`` is the row order: one batch goes through all layers. ``static-zigzag`` lets several
+batches go through a layer before it is replaced, so that its weights are copied in once for all of
+them; the pass is then unrolled, and its taskgraph another one: a plan's bytes and times are for
+``graph.num_batches`` calls. The activations that a batch hands from layer to layer stay on the
+device or wait in host memory, by the second share of the linear program; its KV cache stays on the
+device and is paid for out of the arena. With one batch there is nothing to choose between orders.
+
+Source: "FlexGen" (arXiv 2303.06865), section 4 and its cost model, with the KV cache not paged.
+Kinder than its code in two ways: layers are joined by one wait and not by one a batch, and the copy
+of a layer is spread over all batches of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.baselines.modules import layer_of
+from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
+from ds_finepage.planning.baselines.unroll import unroll
+from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.liveness import live_activation_bytes, require_feasible, uses
+from ds_finepage.planning.simulator import task_time_ns
+
+NUM_BATCHES = (1, 2, 4, 8)
+"""Batches that take turns, to choose from. More hide more, and need more KV cache."""
+
+RESIDENT_BONUS = 1e-6
+"""Seconds that a plan may be slower for keeping everything instead of nothing: decides ties."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What stays on the device, 0 to 1, and what the cost model says of it."""
+
+    weights: float
+    activations: float
+    seconds: float  # of one pass of all batches
+
+
+def plan_static(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    profile: HardwareProfile | None = None,
+) -> MemGraph:
+    """Plan with fixed shares, one batch at a time.
+
+    Raises:
+        PlanInfeasibleError: Even two layers' weights in turn are too much for the arena.
+    """
+    require_feasible(graph, arena_bytes, alignment)
+    return _Static(graph, arena_bytes, alignment, profile, 1, "static").plan()
+
+
+def plan_static_zigzag(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    alignment: int,
+    profile: HardwareProfile | None = None,
+) -> MemGraph:
+    """Plan with fixed shares and as many batches in turn as the cost model likes best.
+
+    Returns:
+        A plan whose taskgraph is ``graph`` unrolled for ``plan.graph.num_batches`` batches.
+
+    Raises:
+        PlanInfeasibleError: As for ``static``.
+    """
+    require_feasible(graph, arena_bytes, alignment)
+    found = [
+        _Static(graph, arena_bytes, alignment, profile, n, "static-zigzag") for n in NUM_BATCHES
+    ]
+    feasible = [s for s in found if s.shares is not None]
+    for static in sorted(feasible, key=lambda s: (s.seconds_per_batch, s.num_batches)):
+        try:
+            return static.plan()
+        except PlanInfeasibleError:
+            continue
+    return found[0].plan()
+
+
+class _Static:
+    """One number of batches: the linear program, then the schedule.
+
+    A *stretch* is what a layer's tasks are in program order; what comes before the first layer and
+    behind the last is a stretch too.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        arena_bytes: int,
+        alignment: int,
+        profile: HardwareProfile | None,
+        num_batches: int,
+        policy: str,
+    ) -> None:
+        self._graph, self._alignment, self._profile = graph, alignment, profile
+        self._arena_bytes, self._policy = arena_bytes, policy
+        self.num_batches = num_batches
+        self._starts = _stretches(graph)
+        self._uses = uses(graph)
+        self._weights = [self._read_by(*span) for span in self._spans()]
+
+    def _spans(self) -> list[tuple[int, int]]:
+        ends = [*self._starts[1:], len(self._graph.tasks)]
+        return list(zip(self._starts, ends, strict=True))
+
+    def _read_by(self, begin: int, end: int) -> list[int]:
+        buffers = self._graph.buffers
+        return list(
+            dict.fromkeys(
+                b
+                for task in self._graph.tasks[begin:end]
+                for b in task.buffers
+                if buffers[b].kind is BufferKind.WEIGHT
+            )
+        )
+
+    def _nbytes(self, buffers: list[int]) -> int:
+        return sum(self._graph.buffers[b].nbytes for b in buffers)
+
+    # The linear program.
+
+    @cached_property
+    def shares(self) -> Shares | None:
+        """The shares of the shortest pass, by the cost model; None where nothing fits.
+
+        Unknowns: the share of weights w, the share of handed-over activations a, the time t::
+
+            minimize t, subject to
+            t >= n * compute
+            t >= ((1 - w) * weights + n * (1 - a) * handed over) / h2d rate
+            t >= n * (1 - a) * handed over / d2h rate
+            w * weights + (1 - w) * two largest layers + n * a * handed over at once
+                + activations of one layer + further KV caches <= arena
+        """
+        # It takes half a second to import, and no other policy needs it.
+        from scipy.optimize import linprog
+
+        n = self.num_batches
+        weights = sum(map(self._nbytes, self._weights))
+        layers = [self._nbytes(w) for w in self._weights]
+        two_layers = max((a + b for a, b in zip(layers, layers[1:], strict=False)), default=0)
+        two_layers = min(max(two_layers, *layers, 0), weights) if layers else 0
+        handed = [self._nbytes(self._crossing(start)) for start in self._starts[1:]]
+        handed_sum, handed_max = n * sum(handed), n * max(handed, default=0)
+        h2d = self._profile.h2d_bytes_per_s if self._profile else 1.0
+        d2h = self._profile.d2h_bytes_per_s if self._profile else 1.0
+        room = self._arena_bytes - self._reserved_bytes - self._live_in_layer
+        if n == 1:  # the one batch is always at work: what it hands over is part of that
+            handed_sum = handed_max = 0
+        found = linprog(
+            [-RESIDENT_BONUS, -RESIDENT_BONUS, 1.0],
+            A_ub=[
+                [0.0, 0.0, -1.0],
+                [-weights / h2d, -handed_sum / h2d, -1.0],
+                [0.0, -handed_sum / d2h, -1.0],
+                [float(weights - two_layers), float(handed_max), 0.0],
+            ],
+            b_ub=[
+                -n * self._compute_seconds,
+                -(weights + handed_sum) / h2d,
+                -handed_sum / d2h,
+                float(room - two_layers),
+            ],
+            bounds=[(0, 1), (0, 1), (0, None)],
+            method="highs",
+        )
+        if not found.success:
+            return None
+        return Shares(*(float(x) for x in found.x))
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """Return the time of the cost model, rounded so that ties are ties."""
+        assert self.shares is not None
+        return round(self.shares.seconds / self.num_batches, 9)
+
+    @cached_property
+    def _live_in_layer(self) -> int:
+        return max(live_activation_bytes(self._graph, self._alignment), default=0)
+
+    @cached_property
+    def _compute_seconds(self) -> float:
+        if self._profile is None:
+            return 0.0
+        return sum(task_time_ns(self._graph, t, self._profile) for t in self._graph.tasks) / 1e9
+
+    @cached_property
+    def _unrolled(self) -> TaskGraph:
+        if self.num_batches == 1:
+            return self._graph
+        return unroll(self._graph, self._starts, self.num_batches)
+
+    @cached_property
+    def _reserved_bytes(self) -> int:
+        """What the further batches take on the device outside the arena."""
+        one = around_bytes(self._graph, self._alignment)
+        return around_bytes(self._unrolled, self._alignment) - one
+
+    def _crossing(self, start: int) -> list[int]:
+        """List the activations that are made before a task and used by it or behind it."""
+        return [
+            b.id
+            for b in self._graph.buffers
+            if b.kind is BufferKind.ACTIVATION
+            and self._uses[b.id]
+            and self._uses[b.id][0] < start <= self._uses[b.id][-1]
+        ]
+
+    # The schedule.
+
+    def plan(self) -> MemGraph:
+        """Write the plan: the shares of the linear program, less what turns out not to fit."""
+        graph = self._unrolled
+        room = self._arena_bytes - self._reserved_bytes
+        for script in self._scripts():
+            if live_bytes(graph, script, self._alignment) > room:
+                continue
+            try:
+                return self._realize(script)
+            except PlanInfeasibleError:
+                continue
+        return self._realize(self._script(0, 0))
+
+    def _realize(self, script: Script) -> MemGraph:
+        return realize(
+            self._unrolled,
+            script,
+            arena_bytes=self._arena_bytes,
+            alignment=self._alignment,
+            reserved_bytes=self._reserved_bytes,
+        )
+
+    def _scripts(self) -> Iterator[Script]:
+        if self.shares is None:
+            return
+        waiting = round(self.num_batches * (1 - self.shares.activations))
+        if self.num_batches == 1:
+            waiting = 0
+        for percent in range(-(-int(100_000 * self.shares.weights) // 1000), -1, -1):
+            yield self._script(percent, waiting)
+
+    def _script(self, percent: int, num_waiting: int) -> Script:
+        """Write the schedule with a share of the weights kept.
+
+        Args:
+            percent: Share of each layer's weights to keep.
+            num_waiting: Batches, the last ones, whose activations wait in host memory.
+        """
+        kept = {b for layer in self._weights for b in _kept_of(self._graph, layer, percent)}
+        streamed = [[b for b in layer if b not in kept] for layer in self._weights]
+        n, num_layers = self.num_batches, len(streamed)
+        steps: list[Step] = []
+        if num_layers == 1:  # nothing to look ahead to
+            steps += [Step(Act.RELOAD, b) for b in streamed[0]]
+        done = 0
+        for layer, (begin, end) in enumerate(self._spans()):
+            following = streamed[(layer + 1) % num_layers]
+            coming = [b for b in following if b not in streamed[layer]]
+            steps.append(Step(Act.AWAIT_TASKS))
+            for batch in range(n):
+                if layer and (batch == 0 or batch + 1 < n):
+                    turns = range(min(2, n)) if batch == 0 else range(batch + 1, batch + 2)
+                    steps += self._hand_over(Act.RELOAD, begin, turns, num_waiting)
+                share = slice(len(coming) * batch // n, len(coming) * (batch + 1) // n)
+                steps += [Step(Act.RELOAD, b) for b in coming[share]]
+                steps += [Step(Act.COMPUTE, done + i) for i in range(end - begin)]
+                done += end - begin
+                if layer + 1 < num_layers:
+                    turns = range(batch, batch + 1)
+                    steps += self._hand_over(Act.EVICT, end, turns, num_waiting)
+            going = streamed[layer] if num_layers == 1 else set(streamed[layer]) - set(following)
+            steps += [Step(Act.DROP, b) for b in sorted(going)]
+        entry = sorted({*kept, *(streamed[0] if num_layers > 1 else ())})
+        return Script(self._policy, tuple(entry), tuple(steps))
+
+    def _hand_over(self, act: Act, start: int, batches: range, num_waiting: int) -> list[Step]:
+        """Copy what some batches hand over at a task, out or back in, where it is to wait."""
+        first = self.num_batches - num_waiting
+        return [
+            Step(act, self._buffer_of(batch, b))
+            for batch in batches
+            if batch >= first
+            for b in self._crossing(start)
+        ]

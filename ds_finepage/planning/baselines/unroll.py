@@ -1,0 +1,124 @@
+"""Several calls of a model as one pass, layer by layer (floor 2, no torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ds_finepage.graph.taskgraph import (
+    Buffer,
+    BufferKind,
+    GraphInput,
+    GraphOutput,
+    Ref,
+    Task,
+    TaskGraph,
+    TensorView,
+)
+
+_SHARED = (BufferKind.WEIGHT, BufferKind.CONSTANT)
+
+
+def unroll(graph: TaskGraph, starts: Sequence[int], num_batches: int) -> TaskGraph:
+    """Return the taskgraph of ``num_batches`` independent calls that take turns.
+
+    Weights and constants are shared; all else, the KV cache included, each batch has for itself.
+
+    Args:
+        graph: The pass of one batch.
+        starts: Tasks with which a turn begins, ascending, 0 first. All batches do one stretch of
+            tasks, one after the other, before any begins the next.
+        num_batches: How many.
+    """
+    copies = [_Copy(graph, batch) for batch in range(num_batches)]
+    buffers, tensors = list(graph.buffers), list(graph.tensors)
+    for copy in copies[1:]:
+        copy.add_to(buffers, tensors)
+    tasks: list[Task] = []
+    for begin, end in zip(starts, [*starts[1:], len(graph.tasks)], strict=True):
+        for copy in copies:
+            for task in graph.tasks[begin:end]:
+                tasks.append(copy.task(task, len(tasks)))
+    num_positions = 1 + max((i.position for i in graph.inputs), default=-1)
+    return dataclasses.replace(
+        graph,
+        name=f"{graph.name}, {num_batches} batches",
+        buffers=tuple(buffers),
+        tensors=tuple(tensors),
+        tasks=tuple(tasks),
+        inputs=tuple(
+            found
+            for batch, copy in enumerate(copies)
+            for found in copy.inputs(batch * num_positions)
+        ),
+        outputs=tuple(
+            found
+            for batch, copy in enumerate(copies)
+            for found in copy.outputs(batch * num_positions)
+        ),
+        calls=(),
+        num_batches=graph.num_batches * num_batches,
+    )
+
+
+class _Copy:
+    """New ids for what one batch has for itself. Batch 0 keeps the old ones."""
+
+    def __init__(self, graph: TaskGraph, batch: int) -> None:
+        self._graph, self._batch = graph, batch
+        self._buffers = {b.id: b.id for b in graph.buffers}
+        self._tensors = {t.id: t.id for t in graph.tensors}
+
+    def add_to(self, buffers: list[Buffer], tensors: list[TensorView]) -> None:
+        for buffer in self._graph.buffers:
+            if buffer.kind not in _SHARED:
+                self._buffers[buffer.id] = len(buffers)
+                name = f"{buffer.name}#{self._batch}" if buffer.name else ""
+                buffers.append(dataclasses.replace(buffer, id=len(buffers), name=name))
+        for view in self._graph.tensors:
+            if self._graph.buffers[view.buffer].kind not in _SHARED:
+                self._tensors[view.id] = len(tensors)
+                buffer_id = self._buffers[view.buffer]
+                tensors.append(dataclasses.replace(view, id=len(tensors), buffer=buffer_id))
+
+    def task(self, task: Task, index: int) -> Task:
+        if self._batch == 0:
+            return dataclasses.replace(task, index=index)
+        return dataclasses.replace(
+            task,
+            index=index,
+            args=self._value(task.args),
+            kwargs=tuple((name, self._value(value)) for name, value in task.kwargs),
+            results=tuple(None if t is None else self._tensors[t] for t in task.results),
+            reads=self._ids(task.reads),
+            writes=self._ids(task.writes),
+            touches=self._ids(task.touches),
+        )
+
+    def inputs(self, shift: int) -> list[GraphInput]:
+        return [
+            GraphInput(i.position + shift, self._tensors[i.tensor])
+            for i in self._graph.inputs
+            if self._batch == 0 or self._tensors[i.tensor] != i.tensor
+        ]
+
+    def outputs(self, shift: int) -> list[GraphOutput]:
+        return [
+            dataclasses.replace(
+                o,
+                tensor=None if o.tensor is None else self._tensors[o.tensor],
+                position=None if o.position is None else o.position + shift,
+            )
+            for o in self._graph.outputs
+        ]
+
+    def _ids(self, buffers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(self._buffers[b] for b in buffers))
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return Ref(self._tensors[value.tensor])
+        if isinstance(value, tuple):
+            return tuple(self._value(v) for v in value)
+        return value

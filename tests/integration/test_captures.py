@@ -1,0 +1,69 @@
+"""What a generation captures depends on its shapes, never on how many tokens it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finepage.api import attach
+from ds_finepage.session import Handle
+from tests.integration.families import SLIDING_WINDOW, make_model, token_ids, tokens
+
+
+@dataclass
+class Counted:
+    """A model whose generations are compared with the plain ones, and their captures counted."""
+
+    model: Any
+    plain: dict[tuple[int, int], torch.Tensor]
+    handle: Handle
+    num_captures: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def generate(self, length: int, num_tokens: int) -> int:
+        """Generate, check the tokens, and return the number of new captures."""
+        before = self.handle.stats.num_captures
+        found = tokens(self.model, token_ids(length), num_tokens)
+        assert torch.equal(found, self.plain[length, num_tokens])
+        return self.handle.stats.num_captures - before
+
+
+RUNS = ((7, 16), (7, 64), (30, 64), (5, 9))
+
+
+@pytest.fixture(scope="module", params=("llama", "mistral"))
+def counted(request: pytest.FixtureRequest) -> Iterator[Counted]:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    model = make_model(request.param)
+    plain = {}
+    for length, num_tokens in RUNS:
+        model._previous_max_cache_length = -1  # what transformers remembers of the longest run
+        plain[length, num_tokens] = tokens(model, token_ids(length), num_tokens)
+    model._previous_max_cache_length = -1
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    yield Counted(model, plain, handle)
+    handle.detach()
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+
+
+def test_captures_do_not_grow_with_the_tokens(counted: Counted) -> None:
+    assert 7 < SLIDING_WINDOW < 7 + 16  # so Mistral's window fills up on the way, in both
+    few, many = counted.generate(7, 16), counted.generate(7, 64)
+    # A prefill and a decode step; for Mistral also a step whose window has filled up.
+    assert few == many == (3 if counted.model.config.model_type == "mistral" else 2)
+    assert counted.generate(7, 64) == 0
+    assert len(counted.handle.stats.passes) == counted.handle.stats.num_captures
+
+
+def test_a_generation_of_another_length_captures_its_own_shapes_once(counted: Counted) -> None:
+    assert 1 <= counted.generate(30, 64) <= 2
+    assert counted.generate(30, 64) == 0
+
+
+def test_a_shorter_generation_uses_the_longer_cache(counted: Counted) -> None:
+    assert counted.generate(5, 9) <= 1  # its prefill; decoding is the same step
+    assert counted.generate(5, 9) == 0

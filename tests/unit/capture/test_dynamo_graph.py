@@ -1,0 +1,372 @@
+"""Dynamo's graphs: weights, keys, numbers, labels, and what is refused."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from ds_finepage.capture.dynamo_graph import DynamoGraph, versions
+from ds_finepage.errors import CaptureError
+from ds_finepage.graph.taskgraph import BufferKind, GraphOutput, TaskGraph
+from tests.unit.capture.replay import by_dynamo, captured, replay, traced
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def labels(graph: TaskGraph) -> list[str]:
+    return [t.label for t in graph.tasks]
+
+
+class Mlp(nn.Module):
+    """Two products; the outer one belongs to the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x * self.scale + self.table
+
+
+# --- parameters, buffers, inputs -------------------------------------------------------------
+
+
+def test_parameters_are_weights_by_their_names() -> None:
+    model = Mlp()
+    ((graph, args),) = by_dynamo(model, (rows(2, 4),))
+    found = graph.record(args)
+    names = {b.name for b in found.buffers if b.kind is BufferKind.WEIGHT}
+    assert names == {name for name, _ in model.named_parameters()}
+    assert found.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
+    assert {name for _, name in graph.weights.values()} == names
+
+
+def test_the_parameter_is_found_by_identity() -> None:
+    model = Mlp()
+    ((graph, _),) = by_dynamo(model, (rows(2, 4),))
+    parameters = dict(model.named_parameters())
+    assert all(parameters[name] is p for p, name in graph.weights.values())
+
+
+def test_module_buffers_and_arguments_are_inputs() -> None:
+    ((graph, args),) = by_dynamo(Mlp(), (rows(2, 4),))
+    kinds = [b.kind for b in graph.record(args).buffers]
+    assert kinds.count(BufferKind.INPUT) == 2
+
+
+def test_tied_weights_are_one_buffer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    ((graph, args),) = by_dynamo(model, (rows(2, 4),))
+    found = graph.record(args)
+    assert found.weight_bytes == 64
+    (weight,) = [b.id for b in found.buffers if b.kind is BufferKind.WEIGHT]
+    assert sum(weight in t.reads for t in found.tasks) == 2
+
+
+def test_weights_without_bytes_are_enough_to_capture() -> None:
+    model, x = Mlp(), rows(2, 4)
+    ((graph, args),) = by_dynamo(model, (x,))
+    expected = graph.record(args)
+    for parameter in model.parameters():
+        hollow = torch.empty_strided(parameter.shape, parameter.stride())
+        hollow.untyped_storage().resize_(0)
+        parameter.data = hollow
+    assert graph.record(args) == expected
+
+
+def test_what_dynamo_hands_over_gives_what_eager_gives() -> None:
+    model, x = Mlp(), rows(2, 4)
+    ((graph, args),) = by_dynamo(model, (x,))
+    assert torch.equal(replay(graph.record(args), args)[0], model(x))
+
+
+def test_state_that_is_changed_is_told_from_inputs() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4, 2))
+
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            self.cache.index_copy_(0, at, x)
+            return self.cache.sum(0)
+
+    ((graph, args),) = by_dynamo(Cached(), (rows(1, 2), torch.tensor([1])))
+    kinds = [b.kind for b in graph.record(args).buffers]
+    assert kinds.count(BufferKind.STATE) == 1 and kinds.count(BufferKind.INPUT) == 2
+
+
+def test_an_input_is_as_large_as_its_storage() -> None:
+    """It is on the device as a whole, whatever part of it the call uses."""
+    whole = torch.zeros(100)
+    graph = captured(lambda x: x.neg(), whole[:4])
+    assert graph.buffers[0].nbytes == 400
+
+
+def test_the_taskgraph_says_which_versions_it_depends_on() -> None:
+    graph = captured(lambda x: x.neg(), rows(2))
+    assert graph.versions == versions()
+    assert dict(versions())["torch"] == torch.__version__
+
+
+# --- labels ----------------------------------------------------------------------------------
+
+
+def test_labels_are_names_of_modules() -> None:
+    ((graph, args),) = by_dynamo(Mlp(), (rows(2, 4),))
+    found = graph.record(args)
+    by_op = dict(zip([t.op for t in found.tasks], labels(found), strict=True))
+    assert by_op["aten.mul.Tensor"] == ""
+    products = [t.label for t in found.tasks if "mm" in t.op]
+    assert products == ["layers.0", "layers.1"]
+
+
+def test_labels_of_nested_modules_are_qualified() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleDict({"up": nn.Sequential(nn.Linear(4, 4))})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks["up"](x)
+
+    ((graph, args),) = by_dynamo(Nested(), (rows(2, 4),))
+    assert set(labels(graph.record(args))) == {"blocks.up.0"}
+
+
+def test_a_function_has_no_labels() -> None:
+    ((graph, args),) = by_dynamo(lambda x: x.exp(), (rows(2),))
+    assert labels(graph.record(args)) == [""]
+
+
+# --- keys ------------------------------------------------------------------------------------
+
+
+def test_sizes_that_tensors_have_are_the_key() -> None:
+    runs = by_dynamo(lambda x: x * 2, (rows(3, 4),), (rows(5, 4),), dynamic=True)
+    (first, args), (second, others) = runs
+    assert first is second
+    assert first.key_of(args) != first.key_of(others)
+    assert 3 in first.key_of(args) and 5 in first.key_of(others)
+
+
+def test_each_key_has_a_taskgraph_of_its_own() -> None:
+    runs = by_dynamo(lambda x: x * 2, (rows(3, 4),), (rows(5, 4),), dynamic=True)
+    sizes = [graph.record(args).buffers[-1].nbytes for graph, args in runs]
+    assert sizes == [48, 80]
+
+
+def test_a_fixed_shape_has_an_empty_key() -> None:
+    ((graph, args),) = by_dynamo(lambda x: x * 2, (rows(3, 4),))
+    assert graph.key_of(args) == ()
+
+
+def test_a_number_that_only_counts_is_left_out_of_the_key() -> None:
+    def step(x: torch.Tensor, n: int) -> tuple[torch.Tensor, int]:
+        return x * 2, n + 1
+
+    runs = by_dynamo(step, (rows(3), 7), (rows(3), 8), (rows(3), 9), dynamic=True)
+    (graph, args), (_, others), _ = runs
+    assert all(other is graph for other, _ in runs)
+    assert graph.key_of(args) == graph.key_of(others) == (3,)  # the size of x
+    assert graph.record(args) == graph.record(others)
+
+
+def test_a_number_that_a_tensor_is_made_of_is_in_the_key() -> None:
+    def step(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x + (n * 2 + 1)
+
+    runs = by_dynamo(step, (rows(3), 7), (rows(3), 8), dynamic=True)
+    keys = [graph.key_of(args) for graph, args in runs]
+    assert keys[0] != keys[1]
+
+
+def numbers() -> GraphModule:
+    """Build a graph by hand: a tensor, and three numbers of which one decides a size."""
+    graph = Graph()
+    x, free, used, size = (graph.placeholder(n) for n in ("x", "free", "used", "size"))
+    for node, value in ((free, 1), (used, 2), (size, 3)):
+        node.meta["example_value"] = value
+    more = graph.call_function(operator.add, (free, 1))
+    more.meta["example_value"] = 2
+    twice = graph.call_function(operator.mul, (used, 2))
+    twice.meta["example_value"] = 4
+    made = graph.call_function(torch.add, (x, twice))
+    long = graph.call_function(torch.full, ((size,), 0.5))
+    graph.output((made, more, long, 99, None))
+    return GraphModule(nn.Module(), graph)
+
+
+def test_numbers_are_followed_through_other_numbers() -> None:
+    args = (rows(3), 10, 20, 5)
+    graph = DynamoGraph(numbers(), args, {}, "sketch")
+    assert graph.key_positions == (2, 3)
+    assert graph.key_of(args) == (20, 5)
+
+
+# --- numbers that are returned ---------------------------------------------------------------
+
+
+def test_returned_numbers_are_computed_on_the_host() -> None:
+    args = (rows(3), 10, 20, 5)
+    graph = DynamoGraph(numbers(), args, {}, "sketch")
+    assert graph.host_outputs(args) == (11, 99)
+    assert graph.host_outputs((None, 30, None, None)) == (31, 99)
+
+
+def test_returned_numbers_have_their_place_among_the_outputs() -> None:
+    args = (rows(3), 10, 20, 5)
+    found = DynamoGraph(numbers(), args, {}, "sketch").record(args)
+    made, more, long, constant, nothing = found.outputs
+    assert (more, constant, nothing) == (GraphOutput(host=0), GraphOutput(host=1), GraphOutput())
+    assert made.tensor is not None and long.tensor is not None
+    assert found.tensors[long.tensor].shape == (5,)
+
+
+def test_without_returned_numbers_there_are_none() -> None:
+    assert traced(lambda x: x.neg(), rows(2)).host_outputs((rows(2),)) == ()
+
+
+def test_numbers_are_computed_anew_for_each_call() -> None:
+    def step(x: torch.Tensor, n: int) -> tuple[torch.Tensor, int]:
+        return x * 2, n + 1
+
+    runs = by_dynamo(step, (rows(3), 7), (rows(3), 8), (rows(3), 9), dynamic=True)
+    graph = runs[-1][0]
+    assert [graph.host_outputs(args) for _, args in runs] == [(8,), (9,), (10,)]
+
+
+# --- what is returned ------------------------------------------------------------------------
+
+
+def test_an_argument_that_is_returned_is_the_argument() -> None:
+    x = rows(2)
+    graph = captured(lambda x: (x, x.neg()), x)
+    assert graph.outputs[0] == GraphOutput(position=0)
+
+
+def test_a_tensor_that_is_returned_twice_is_made_once() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.neg()
+        return y, y
+
+    graph = captured(function, rows(2))
+    assert graph.outputs[0] == graph.outputs[1] and len(graph.tasks) == 1
+
+
+def test_a_view_of_an_argument_may_be_returned() -> None:
+    x = rows(2, 3)
+    graph = captured(lambda x: x.t(), x)
+    (found,) = replay(graph, (x,))
+    assert found.data_ptr() == x.data_ptr() and graph.buffers[0].kind is BufferKind.INPUT
+
+
+def test_a_constant_may_be_returned() -> None:
+    root = nn.Module()
+    root.constant = torch.tensor([1.0, 2.0])
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.get_attr("constant"), x))
+    args = (rows(2),)
+    found = DynamoGraph(GraphModule(root, graph), args, {}, "sketch").record(args)
+    assert replay(found, args)[0].tolist() == [1.0, 2.0]
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def test_a_view_of_a_weight_that_is_returned_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError) as caught:
+        captured(lambda x, w: (x @ w, w.t()), rows(2, 3), rows(3, 3), weights={1: "proj.weight"})
+    assert str(caught.value) == "sketch returns a view of weight proj.weight"
+
+
+def test_a_weight_that_is_written_is_refused_by_name() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return x + self.count
+
+    ((graph, args),) = by_dynamo(Counting(), (rows(2),))
+    with pytest.raises(CaptureError, match=r"aten\.add_\.Tensor writes to weight count"):
+        graph.record(args)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: torch.unique(x)],
+    ids=["nonzero", "mask", "unique"],
+)
+def test_a_size_that_depends_on_data_is_refused(function: Any) -> None:
+    with pytest.raises(CaptureError, match="^sketch: .*(DynamicOutputShape|DataDependent)"):
+        captured(function, rows(4))
+
+
+def test_a_branch_on_data_is_refused() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(bool, (x,)),))
+    args = (torch.ones(1),)
+    with pytest.raises(CaptureError, match="^sketch: DataDependentOutput"):
+        DynamoGraph(GraphModule(nn.Module(), graph), args, {}, "sketch").record(args)
+
+
+def test_a_number_that_depends_on_data_is_refused() -> None:
+    def function(x: torch.Tensor) -> tuple[Any, ...]:
+        return x.neg(), x.size(0)  # traced by symbols, so nothing says that it is a number
+
+    with pytest.raises(CaptureError, match="^sketch returns a number that depends on tensor data"):
+        captured(function, rows(3))
+
+
+def test_whatever_else_fails_is_a_capture_error_that_names_the_graph() -> None:
+    with pytest.raises(CaptureError, match="^sketch: RuntimeError: .*reduction dim") as caught:
+        captured(lambda x, y: x @ y, rows(2, 3), rows(4, 5))
+    assert caught.value.__cause__ is not None
+
+
+def test_a_refused_capture_leaves_no_mode_behind() -> None:
+    with pytest.raises(CaptureError):
+        captured(lambda x: x.nonzero(), rows(3))
+    assert torch.ones(2).add(1).tolist() == [2.0, 2.0]
+    with torch.enable_grad():
+        assert torch.ones(1, requires_grad=True).add(1).requires_grad
+
+
+# --- the same again --------------------------------------------------------------------------
+
+
+def test_capturing_twice_gives_the_same() -> None:
+    ((graph, args),) = by_dynamo(Mlp(), (rows(2, 4),))
+    assert graph.record(args) == graph.record(args)
+
+
+def test_capturing_changes_nothing_of_the_callers() -> None:
+    x = rows(4)
+    before = x.clone()
+    graph = traced(lambda x: x.add_(1), x)
+    graph.record((x,))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_every_mode_captures_the_same(mode: Any) -> None:
+    x = rows(2, 4)
+    expected = captured(lambda x: torch.relu(x @ x.t()), x)
+    with mode():
+        assert captured(lambda x: torch.relu(x @ x.t()), x) == expected

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.cli import main
+from ds_finepage.reporting.curve import (
+    CurvePoint,
+    Need,
+    Step,
+    at_least_as_good,
+    knees,
+    round_speeds,
+)
+from tests.unit.cli.models import NUM_PARAMETERS, card, small_model
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A small model on a card whose link is slow enough for a budget to matter."""
+    slow = card(tmp_path, "slow", h2d_bytes_per_s=1e9, launch_ns=0, transfer_latency_ns=0)
+    model = small_model(tmp_path)
+    return ["curve", "--model", str(model), "--seq", "64", "--hardware", str(slow), "--points", "6"]
+
+
+def curve(capsys: pytest.CaptureFixture[str], arguments: list[str], *more: str) -> dict[str, Any]:
+    assert main([*arguments, "--json", *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+# The command.
+
+
+def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = curve(capsys, arguments)
+    assert (found["batch"], found["seq"], found["hardware"]) == (1, 64, "slow")
+    assert found["weight_bytes"] == 2 * NUM_PARAMETERS
+    points = found["points"]
+    assert len(points) == 6
+    for low, high in zip(points, points[1:], strict=False):
+        assert low["budget_bytes"] < high["budget_bytes"]
+        assert low["tokens_per_s"] <= high["tokens_per_s"]
+        assert low["first_token_ns"] >= high["first_token_ns"]
+    for point in points:
+        assert point["tokens_per_s"] <= point["tokens_per_s_bound"] * 1.000001
+        assert point["first_token_ns"] >= point["first_token_bound_ns"]
+        assert point["fits"]
+    assert points[-1]["tokens_per_s"] > 2 * points[0]["tokens_per_s"]
+    assert found["knees"][0]["from_bytes"] == points[0]["budget_bytes"]
+    assert found["knees"][-1]["to_bytes"] == points[-1]["budget_bytes"]
+
+
+def test_the_inverse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    points = curve(capsys, arguments)["points"]
+    between = (points[2]["tokens_per_s"] + points[3]["tokens_per_s"]) / 2
+    found = curve(capsys, arguments, "--tokens-per-s", f"{between},1e12,0.001")
+    by_speed = {need["tokens_per_s"]: need["budget_bytes"] for need in found["needs"]}
+    assert list(by_speed) == [between, 0.001]  # and nothing reaches a trillion
+    assert points[2]["budget_bytes"] < by_speed[between] <= points[3]["budget_bytes"]
+    assert by_speed[0.001] == points[0]["budget_bytes"]
+    # It was planned, so the command that plans confirms it.
+    plan = ["plan", *arguments[1:-2], "--device-budget", str(by_speed[between]), "--json"]
+    assert main(plan) == 0
+    assert 1e9 / json.loads(capsys.readouterr().out)["predicted_ns"] >= between
+
+
+def test_words(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert " buys " in out and " tok/s needs " in out and "first token" in out
+
+
+def test_budgets_beyond_the_card_are_marked(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = card(tmp_path, "small", capacity_bytes=3 << 20)
+    found = curve(capsys, arguments, "--hardware", str(path))
+    assert {p["fits"] for p in found["points"]} == {True, False}
+    for point in found["points"]:
+        assert point["fits"] == (point["budget_bytes"] <= 3 << 20)
+
+
+def test_a_picture(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
+    path = tmp_path / "curve.png"
+    assert main([*arguments, "--plot", str(path)]) == 0
+    assert str(path) in capsys.readouterr().out
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--plot", str(path)]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_a_picture_without_the_library(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = tmp_path / "curve.png"
+    assert main([*arguments, "--plot", str(path)]) == 2
+    assert "pip install 'ds_finepage[plot]'" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--points", "1"], "2 or more"),
+        (["--tokens-per-s", "fast"], "not a number above 0"),
+        (["--tokens-per-s", "0"], "not a number above 0"),
+        (["--model", "lama-7b"], "llama-7b"),
+        (["--hardware", "t5"], "t4"),
+        (["--policy", "finpage"], "finepage"),
+        (["--seq", "1000"], "128 positions"),
+    ],
+)
+def test_bad_options(
+    arguments: list[str], changes: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, *changes]) == 2
+    assert words in capsys.readouterr().err
+
+
+# The arithmetic behind it.
+
+
+def point(budget: int, speed: float, first: int = 100) -> CurvePoint:
+    return CurvePoint(
+        budget_bytes=budget,
+        fits=True,
+        tokens_per_s=speed,
+        tokens_per_s_bound=speed,
+        first_token_ns=first,
+        first_token_bound_ns=first,
+        decode_reloaded_bytes=int(speed),
+        prefill_reloaded_bytes=first,
+    )
+
+
+def test_a_larger_budget_can_use_a_smaller_ones_plan() -> None:
+    found = at_least_as_good([point(1, 5.0, 50), point(2, 4.0, 60), point(3, 6.0, 40)])
+    assert [p.tokens_per_s for p in found] == [5, 5, 6]
+    assert [p.first_token_ns for p in found] == [50, 50, 40]
+    assert [p.decode_reloaded_bytes for p in found] == [5, 5, 6]
+    assert [p.budget_bytes for p in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0], [0]),
+        ([1.0, 2.0], [0, 1]),
+        ([1.0, 2.0, 3.0, 4.0], [0, 3]),
+        ([1.0, 2.0, 3.0, 3.0, 3.0], [0, 2, 4]),
+        ([1.0, 1.0, 1.0], [0, 2]),
+        ([0.0, 0.0, 10.0, 10.0], [0, 1, 2, 3]),
+    ],
+)
+def test_knees(values: list[float], expected: list[int]) -> None:
+    assert knees(list(enumerate(values))) == expected
+
+
+def test_sentences() -> None:
+    gib = 1 << 30
+    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=13.1)
+    assert step.in_words() == "+1.00 GiB buys 31% (from 1.00 GiB to 2.00 GiB: 10.00 to 13.10 tok/s)"
+    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=10.05)
+    assert step.in_words() == "+1.00 GiB buys nothing (from 1.00 GiB to 2.00 GiB)"
+    need = Need(tokens_per_s=12.0, budget_bytes=27 * gib)
+    assert need.in_words() == "12 tok/s needs 27.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("slowest", "fastest", "expected"),
+    [
+        (0.9, 16.0, [1, 2, 5, 10]),
+        (3.0, 4.0, []),
+        (0.01, 0.06, [0.02, 0.05]),
+        (1.0, 1e6, [1e5, 2e5, 5e5, 1e6]),
+    ],
+)
+def test_round_speeds(slowest: float, fastest: float, expected: list[float]) -> None:
+    assert round_speeds(slowest, fastest) == expected

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.cli import grid, main
+from tests.unit.cli.models import card, small_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ds_finepage"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Two models on two cards; the larger model's longest sequence fits on neither."""
+    models = [
+        small_model(tmp_path, "one"),
+        small_model(tmp_path, "two", intermediate_size=1024, max_position_embeddings=64),
+    ]
+    cards = [card(tmp_path, name, capacity_bytes=600 << 20) for name in ("slow", "fast")]
+    return [
+        "grid",
+        "--models",
+        ",".join(map(str, models)),
+        "--hardware",
+        ",".join(map(str, cards)),
+        "--batch",
+        "2",
+        "--seq",
+        "32,128",
+        "--policies",
+        "finepage",
+        "--device-budget",
+        "4MiB",
+    ]
+
+
+def cells(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[dict[str, Any]]:
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, list)
+    return found
+
+
+class Interrupted:
+    """Plans some cells, then the user loses patience."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        self.planned: list[grid.Cell] = []
+        plan = grid.Planner.plan
+
+        def interrupted(planner: grid.Planner, cell: grid.Cell) -> grid.Result:
+            if len(self.planned) == after:
+                raise KeyboardInterrupt
+            self.planned.append(cell)
+            return plan(planner, cell)
+
+        monkeypatch.setattr(grid.Planner, "plan", interrupted)
+
+
+# What comes out.
+
+
+def test_json_has_every_cell(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = cells(capsys, arguments)
+    assert len(found) == 2 * 2 * 2
+    assert list(found[0])[:7] == ["model", "hardware", "batch", "seq", "policy", "runs", "reason"]
+    for cell in found:
+        fits = not (cell["model"].endswith("two") and cell["seq"] == 128)
+        assert cell["runs"] == fits, cell
+        if fits:
+            assert cell["tokens_per_s"] == pytest.approx(cell["batch"] * 1e9 / cell["decode_ns"])
+            assert cell["decode_bound_ns"] <= cell["decode_ns"] < cell["first_token_ns"] * 2
+            assert cell["reason"] is None
+        else:
+            assert "more than the model's 64 positions" in cell["reason"]
+            assert cell["tokens_per_s"] is None
+
+
+def test_a_card_that_is_too_small_says_so(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cell in cells(capsys, [*arguments, "--device-budget", "200KiB"]):
+        assert not cell["runs"]
+        assert "min_budget_bytes" in cell["reason"] or "positions" in cell["reason"]
+
+
+def test_the_table_numbers_the_reasons(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "no (1)" in out and "(1) prefill: seq: 128 tokens" in out and "(2)" not in out
+
+
+def test_the_baseline_is_compared_with() -> None:
+    def result(speed: float) -> grid.Result:
+        return grid.Result(runs=True, tokens_per_s=speed, first_token_ns=10**9)
+
+    def cell(policy: str) -> grid.Cell:
+        return grid.Cell(model="m", hardware="h", batch=1, seq=1, policy=policy)
+
+    table = grid.to_table({cell("zero"): result(2.0), cell("finepage"): result(5.0)})
+    texts = [list(column.cells)[0] for column in table.columns]
+    assert texts == ["m", "h", "1", "1", "2.00, 1.00 s", "5.00 (2.50 x), 1.00 s"]
+
+
+def test_a_dated_file_where_one_is_asked_for(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    assert main([*arguments, "--out", str(folder)]) == 0
+    today = datetime.date.today().isoformat()
+    path = folder / f"grid_{today}.json"
+    found = json.loads(path.read_text())
+    assert found["date"] == today and found["versions"]["torch"]
+    assert found["command"].startswith("ds-finepage grid --models ")
+    capsys.readouterr()
+    assert found["cells"] == cells(capsys, arguments)
+    assert main([*arguments, "--out", str(folder)]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_no_file_where_none_is_asked_for(arguments: list[str], tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*.json"))
+    assert main(arguments) == 0
+    assert sorted(tmp_path.rglob("*.json")) == before
+
+
+# Interruption.
+
+
+def test_an_interrupted_grid_goes_on(
+    arguments: list[str],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = cells(capsys, arguments)
+    with monkeypatch.context() as patch:
+        Interrupted(patch, after=3)
+        assert main([*arguments, "--json"]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "" and "3 of 8 cells are kept" in captured.err
+    (state,) = cache.iterdir()
+    with open(state, "a") as file:
+        file.write('{"cell": {"model": "half a li')  # it died while it wrote
+    with monkeypatch.context() as patch:
+        second = Interrupted(patch, after=100)
+        assert cells(capsys, arguments) == whole
+    assert len(second.planned) == 8 - 3
+    assert list(cache.iterdir()) == []
+
+
+def test_two_interruptions(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kept in (2, 4, 6):
+        with monkeypatch.context() as patch:
+            Interrupted(patch, after=2)
+            assert main(arguments) == 130
+        assert f"{kept} of 8 cells are kept" in capsys.readouterr().err
+
+
+def test_another_grid_starts_from_nothing(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        Interrupted(patch, after=3)
+        assert main(arguments) == 130
+    card(tmp_path, "fast", capacity_bytes=600 << 20, h2d_bytes_per_s=1e9)  # the profile changed
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        second = Interrupted(patch, after=100)
+        assert main(arguments) == 0
+    assert len(second.planned) == 8
+    assert "going on" not in capsys.readouterr().err
+
+
+def test_a_state_file_of_ones_own(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state = tmp_path / "state.jsonl"
+    with monkeypatch.context() as patch:
+        Interrupted(patch, after=2)
+        assert main([*arguments, "--state", str(state)]) == 130
+    before = state.read_bytes()
+    assert main([*arguments, "--state", str(state), "--batch", "4"]) == 2
+    assert "does not hold cells of this grid" in capsys.readouterr().err
+    assert state.read_bytes() == before
+    assert main([*arguments, "--state", str(state)]) == 0
+    assert "going on: 2 of 8" in capsys.readouterr().err
+    assert not state.exists()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--models", "llama-7b,lama-7b"], "Did you mean 'llama-7b'?"),
+        (["--models", ","], "names nothing"),
+        (["--hardware", "t4,t5"], "unknown hardware profile 't5'"),
+        (["--policies", "finpage"], "unknown policy 'finpage'"),
+        (["--batch", "1,two"], "'two' is not a whole number"),
+        (["--seq", "0"], "'0' is not a whole number of 1 or more"),
+        (["--device-budget", "50%"], "50%device"),
+        (["--state", "/no/such/folder/state"], "cannot"),
+    ],
+)
+def test_bad_options(
+    arguments: list[str],
+    tmp_path: Path,
+    changes: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out.json"
+    assert main([*arguments, "--out", str(out), *changes]) == 2
+    assert words in capsys.readouterr().err
+    assert not out.exists()
