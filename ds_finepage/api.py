@@ -26,7 +26,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.policies import POLICIES, plan_steady
+from ds_finepage.planning.policies import RUNNABLE, plan_steady
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.session import Handle
 
@@ -139,7 +139,7 @@ def attach(
         StoreError: A parameter has no data.
     """
     if not isinstance(config, FinepageConfig):
-        config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=tuple(POLICIES))
+        config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     table = WeightTable(weights or weights_of_module(module, where), where)
     budget = resolve_budget(config, table.nbytes, where)

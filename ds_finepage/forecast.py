@@ -21,8 +21,9 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.finepage import min_split_arena_bytes
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
-from ds_finepage.planning.policies import POLICIES, plan_steady
+from ds_finepage.planning.policies import CAN_SPLIT, POLICIES, plan_steady
 from ds_finepage.planning.simulator import simulate, task_time_ns
 from ds_finepage.reporting.figures import (
     NS_PER_S,
@@ -128,6 +129,7 @@ def plan_captured(
     reloaded_bytes = memgraph.reloaded_bytes
     reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in missing)
     bound = divisible_lower_bound_bytes if split else lower_bound_bytes
+    least = min_split_arena_bytes if split and policy in CAN_SPLIT else min_arena_bytes
     bound_bytes = bound(graph, arena_bytes, CUDA_ALIGNMENT)
     compute_ns = sum(task_time_ns(graph, task, profile) for task in graph.tasks)
 
@@ -143,8 +145,7 @@ def plan_captured(
         hardware=profile.name,
         weight_bytes=graph.weight_bytes,
         budget_bytes=budget_bytes,
-        # A policy that cuts weights gets by with less than it takes to have them in one piece.
-        min_budget_bytes=min(captured.min_budget_bytes, budget_bytes),
+        min_budget_bytes=around + least(graph, CUDA_ALIGNMENT),
         peak_bytes=around + memgraph.peak_bytes,
         entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
         reloaded_bytes=of_one_pass(reloaded_bytes),

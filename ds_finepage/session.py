@@ -36,6 +36,7 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.finepage import min_split_arena_bytes
 from ds_finepage.planning.liveness import (
     min_arena_bytes,
     needed_arena_bytes,
@@ -154,6 +155,7 @@ class Handle:
         self._residents: Residents = {}
         self._passes: dict[tuple[int, tuple[Any, ...]], _Pass | None] = {}
         self._num_graphs = 0
+        self._unplanned_modules: list[torch.nn.Module] = []
         self._hooks: list[OpHook] = []
         self._undo: list[Callable[[], None]] = []
         self._attached = True
@@ -303,19 +305,19 @@ class Handle:
         try:
             taskgraph = graph.record(args)
         except CaptureError as error:
-            logger.warning("running without a plan: %s", error)
-            self.stats.unplanned_reasons.append(str(error))
+            self._warn_unplanned(str(error))
             return None
-        if self._split:
-            taskgraph = gather_rows(taskgraph)
         taskgraph = self._with_costs(taskgraph)
-        around = around_bytes(taskgraph, self._alignment) + self._costs.library_bytes
+        # Rows that stand in for an embedding table need their numbers beside them.
+        planned = gather_rows(taskgraph) if self._split else taskgraph
+        around = around_bytes(planned, self._alignment) + self._costs.library_bytes
+        least = min_split_arena_bytes if self._split else min_arena_bytes
         stats = PassStats(
             name=taskgraph.name,
             num_tasks=len(taskgraph.tasks),
             arena_bytes=0,
             around_bytes=around,
-            min_budget_bytes=around + min_arena_bytes(taskgraph, self._alignment),
+            min_budget_bytes=around + least(taskgraph, self._alignment),
             needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
         )
         if not self._split:  # cutting may make room yet
@@ -449,7 +451,15 @@ class Handle:
 
     def _on_unplanned_module(self, module: torch.nn.Module) -> None:
         self.stats.num_unplanned_modules += 1
+        if module not in self._unplanned_modules:
+            self._unplanned_modules.append(module)
+            name = next((n for n, m in self._module.named_modules() if m is module), "")
+            self._warn_unplanned(f"module {name or 'at the root'} is called outside any graph")
         self._release_arena()
+
+    def _warn_unplanned(self, reason: str) -> None:
+        logger.warning("running without a plan: %s", reason)
+        self.stats.unplanned_reasons.append(reason)
 
 
 def _allow_recompiles() -> Callable[[], None]:

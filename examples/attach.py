@@ -1,6 +1,8 @@
 """Run any torch module under a device budget, without DeepSpeed.
 
     python examples/attach.py
+
+The results are those of the plain module, bit by bit.
 """
 
 from __future__ import annotations

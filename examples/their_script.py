@@ -2,6 +2,8 @@
 
     deepspeed --num_gpus 1 --module ds_finepage.run examples/their_script.py --model PATH \
         --deepspeed_config configs/finepage_cpu.json
+
+Started as ``deepspeed --num_gpus 1 examples/their_script.py ...`` it runs stock ZeRO-Inference.
 """
 
 import argparse

@@ -36,7 +36,7 @@ from ds_finepage.cli.instruments import Reading
 from ds_finepage.cli.options import show as show_table
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError
-from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.units import format_bytes
 
 PROMPT = "The planner never sees torch; the executor never decides."
@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ds-finepage demo``."""
     settings = {"device_budget": arguments.budget, "policy": arguments.policy}
-    FinepageConfig.from_dict(settings, policies=tuple(POLICIES))  # refuse now, not in a while
+    FinepageConfig.from_dict(settings, policies=RUNNABLE)  # refuse now, not in a while
     if arguments.new_tokens < MIN_NEW_TOKENS:
         raise ConfigError(
             f"--new-tokens: {arguments.new_tokens} is too few for a steady decode step. "

@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
-from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.policies import RUNNABLE
 
 CONFIGURE = "_configure_zero_optimizer"
 SANITY_CHECK = "_do_sanity_check"
@@ -88,7 +88,7 @@ def config_of(engine: Any) -> FinepageConfig:
         ConfigError: The section is not valid.
     """
     section = section_of(engine._config._param_dict)
-    return FinepageConfig.from_ds_config(section, policies=tuple(POLICIES))
+    return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
 
 
 def refuse_unsupported(engine: Any) -> None:

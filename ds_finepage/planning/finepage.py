@@ -22,7 +22,7 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.exact import is_tiny, plan_exact
 from ds_finepage.planning.keeping import candidates, plan_keeping, weights_by_first_use
 from ds_finepage.planning.layout import top_of
-from ds_finepage.planning.liveness import aligned, require_feasible, uses
+from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible, uses
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import Divisible, cut_weights, divisible_weights, gather_rows
 from ds_finepage.planning.stream import StreamPlanner, place_activations
@@ -75,7 +75,9 @@ def plan_finepage(
     """
     search = _Search(arena_bytes, alignment, profile)
     if split:
-        search.try_streaming(gather_rows(graph), may_split=True)
+        search.try_resident(graph)
+        if search.best is None:
+            search.try_streaming(gather_rows(graph), may_split=True)
     if search.best is None:
         require_feasible(graph, arena_bytes, alignment)
         search.try_streaming(graph, may_split=False)
@@ -122,6 +124,13 @@ class _Search:
         return total_ns * 100 <= self._total_ns * 101 and moved < self._moved
 
     # Streaming through a ring.
+
+    def try_resident(self, graph: TaskGraph) -> None:
+        """Offer the plan that moves nothing, if there is room for it."""
+        placed = place_activations(graph, self._alignment)
+        weights = _Weights.of(graph, self._alignment, may_split=False)
+        if weights.missing_bytes(self._arena_bytes - top_of(placed)) <= 0:
+            self._offer(self._plan_streaming(_Chosen(graph, []), placed, 0))
 
     def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> None:
         placed = place_activations(graph, self._alignment)
@@ -192,26 +201,30 @@ class _Weights:
 
     def ring_sizes(self, room: int) -> Iterator[int]:
         """Yield lengths of the ring to try, 0 first where everything fits."""
-        total = sum(self.sizes[b] for b in self.order)
-        missing = total - (room - self.fixed_bytes)
+        missing = self.missing_bytes(room)
         if missing <= 0:
             yield 0
             return
+        least = self.least_ring_bytes()
+        if not self.divisible:
+            whole = sorted({self.sizes[b] for b in self.order}, reverse=True)[:3]
+            sizes = {aligned(int(most * f), self.alignment) for most in whole for f in RING_WEIGHTS}
+            yield from sorted(sizes)
+            return
+        sizes = {aligned(max(least, int(missing * f)), self.alignment) for f in RING_SHARES}
+        first = aligned(max(least, int(missing * RING_SHARES[0])), self.alignment)
+        yield first
+        yield from sorted((sizes | {least}) - {first})
+
+    def missing_bytes(self, room: int) -> int:
+        """Count the bytes that cannot all be kept in ``room``."""
+        return sum(self.sizes[b] for b in self.order) + self.fixed_bytes - room
+
+    def least_ring_bytes(self) -> int:
+        """Return the shortest ring through which all weights that may be streamed can go."""
+        slices = [_quantum(d) * d.row_bytes for d in self.divisible.values()]
         whole = [self.sizes[b] for b in self.order if b not in self.divisible]
-        tried: set[int] = set()
-        if self.divisible:
-            least = max((_quantum(d) * d.row_bytes for d in self.divisible.values()), default=0)
-            least = max([2 * aligned(least, self.alignment), *whole])
-            tried.update(
-                aligned(max(least, int(missing * share)), self.alignment) for share in RING_SHARES
-            )
-            first = aligned(max(least, int(missing * RING_SHARES[0])), self.alignment)
-            yield first
-            tried.discard(first)
-        else:
-            for limit in sorted(set(whole), reverse=True)[:3]:
-                tried.update(aligned(int(limit * f), self.alignment) for f in RING_WEIGHTS)
-        yield from sorted(tried)
+        return max([2 * aligned(max(slices, default=0), self.alignment), *whole])
 
     def choose(self, room: int, ring_bytes: int) -> _Chosen | None:
         """Choose what is kept in ``room`` beside a ring; None where that cannot be done."""
@@ -289,6 +302,15 @@ class _Weights:
             elif buffer in may_stream and buffer not in kept:
                 found.append(buffer)
         return found
+
+
+def min_split_arena_bytes(graph: TaskGraph, alignment: int) -> int:
+    """Return the smallest arena in which ``plan_finepage(..., split=True)`` finds a plan."""
+    gathered = gather_rows(graph)
+    weights = _Weights.of(gathered, alignment, may_split=True)
+    ring_bytes = weights.least_ring_bytes() if weights.order else 0
+    split_bytes = top_of(place_activations(gathered, alignment)) + weights.fixed_bytes + ring_bytes
+    return min(split_bytes, min_arena_bytes(graph, alignment))
 
 
 def _quantum(weight: Divisible) -> int:

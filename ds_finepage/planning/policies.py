@@ -9,6 +9,13 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.baselines.lru import plan_lru
+from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
+from ds_finepage.planning.baselines.zero import (
+    plan_zero,
+    plan_zero_authors,
+    plan_zero_persistence,
+)
 from ds_finepage.planning.finepage import plan_finepage
 from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
 
@@ -22,8 +29,23 @@ CARRYING: dict[str, Callable[..., MemGraph]] = {
 }
 # Policies whose exit residency is their entry residency by construction.
 CYCLIC: dict[str, Callable[..., MemGraph]] = {"finepage": plan_finepage}
+# What other systems do, cyclic too. They may refuse an arena in which every task would fit.
+BASELINES: dict[str, Callable[..., MemGraph]] = {
+    "zero": plan_zero,
+    "zero-authors": plan_zero_authors,
+    "zero-persistence": plan_zero_persistence,
+    "lru": plan_lru,
+    "static": plan_static,
+    "static-zigzag": plan_static_zigzag,
+}
 
-POLICIES = {**CYCLIC, **CARRYING}
+PAGING = {**CYCLIC, **CARRYING}
+"""Policies that page op by op: they make do with any arena in which every task fits."""
+
+POLICIES = {**PAGING, **BASELINES}
+
+RUNNABLE = tuple(name for name in POLICIES if name != "static-zigzag")
+"""Policies whose plans can be executed; the others plan for several calls at a time."""
 
 CAN_SPLIT = frozenset({"finepage"})
 """Policies that can cut weights."""
@@ -52,8 +74,13 @@ def plan(
 
     Raises:
         ConfigError: Unknown policy.
-        PlanInfeasibleError: Some task's working set is larger than the arena.
+        PlanInfeasibleError: Some task's working set is larger than the arena, or a baseline needs
+            more than that.
     """
+    if policy in BASELINES:
+        return BASELINES[policy](
+            graph, arena_bytes=arena_bytes, alignment=alignment, profile=profile
+        )
     if policy in CYCLIC:
         return CYCLIC[policy](
             graph, arena_bytes=arena_bytes, alignment=alignment, profile=profile, split=split

@@ -25,7 +25,7 @@ from ds_finepage.execution import measure
 from ds_finepage.execution.arena import HostPool
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter, free_profiler
-from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.policies import PAGING
 from ds_finepage.session import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
 
@@ -168,7 +168,7 @@ def test_measuring_ops_takes_no_more_than_the_budget(attached: Attached) -> None
         assert 0 < reading.scratch_peak_bytes <= reading.budget_bytes
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(PAGING))
 def test_with_an_ample_budget_the_second_forward_reloads_nothing(
     attached: Attached, policy: str
 ) -> None:

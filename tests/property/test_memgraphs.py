@@ -14,7 +14,7 @@ from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
-from ds_finepage.planning.policies import POLICIES, plan
+from ds_finepage.planning.policies import BASELINES, PAGING, POLICIES, plan
 from tests.property.strategies import taskgraphs
 from tests.property.token_interpreter import run_random_order
 
@@ -31,6 +31,12 @@ modest = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
+every_paging_policy = pytest.mark.parametrize("policy", sorted(PAGING))
+every_cyclic_baseline = pytest.mark.parametrize("policy", sorted(BASELINES))
+# ZeRO brings everything in again in every pass, whatever the room.
+every_keeping_policy = pytest.mark.parametrize(
+    "policy", [p for p in sorted(POLICIES) if p not in ("zero", "zero-authors")]
+)
 alignments = st.sampled_from([1, 64, 256])
 
 

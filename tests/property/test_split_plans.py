@@ -9,7 +9,7 @@ import pytest
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes
-from ds_finepage.planning.finepage import plan_finepage
+from ds_finepage.planning.finepage import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.split import gather_rows
 from tests.property.matmul_chains import matmul_chain, random_chain
@@ -72,3 +72,11 @@ def test_the_same_input_gives_the_same_plan() -> None:
         plan_finepage(graph, arena_bytes=1 << 20, alignment=ALIGNMENT, split=True) for _ in range(2)
     ]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_arena_that_is_named_suffices(seed: int) -> None:
+    graph = random_chain(random.Random(seed))
+    least = min_split_arena_bytes(graph, ALIGNMENT)
+    assert least <= min_arena_bytes(graph, ALIGNMENT)
+    check(plan_finepage(graph, arena_bytes=least, alignment=ALIGNMENT, split=True))

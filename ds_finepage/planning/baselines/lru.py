@@ -64,9 +64,7 @@ class _Pager:
         for _ in range(MAX_PASSES):
             before = list(self._resident)
             self._steps = []
-            written = {
-                b.id for b in self._graph.buffers if b.kind is not BufferKind.ACTIVATION
-            }
+            written = {b.id for b in self._graph.buffers if b.kind is not BufferKind.ACTIVATION}
             for task in self._graph.tasks:
                 self._run(task, written)
             if list(self._resident) == before:

@@ -102,12 +102,20 @@ def live_bytes(graph: TaskGraph, script: Script, alignment: int) -> int:
 class _Realization:
     """Live ranges, then offsets, then nodes."""
 
-    def __init__(self, graph: TaskGraph, script: Script, arena_bytes: int, alignment: int) -> None:
+    def __init__(
+        self,
+        graph: TaskGraph,
+        script: Script,
+        arena_bytes: int,
+        alignment: int,
+        reserved_bytes: int = 0,
+    ) -> None:
         self._graph, self._arena_bytes, self._alignment = graph, arena_bytes, alignment
+        self._reserved_bytes = reserved_bytes
         self._script = script
         self._steps = _with_activations(graph, script.steps)
         freed = {s.subject for s in self._steps if s.act in _FREES}
-        self._kept = [b for b in script.entry if b not in freed]
+        self._kept = dict.fromkeys(b for b in script.entry if b not in freed)
         self._kept_bytes = sum(self._size(b) for b in self._kept)
 
     def most_live_bytes(self) -> int:

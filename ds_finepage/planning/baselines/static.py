@@ -29,7 +29,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of
 from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
-from ds_finepage.planning.baselines.unroll import unroll
+from ds_finepage.planning.baselines.unroll import Unrolled, unroll
 from ds_finepage.planning.budget import around_bytes
 from ds_finepage.planning.liveness import live_activation_bytes, require_feasible, uses
 from ds_finepage.planning.simulator import task_time_ns
@@ -203,16 +203,16 @@ class _Static:
         return sum(task_time_ns(self._graph, t, self._profile) for t in self._graph.tasks) / 1e9
 
     @cached_property
-    def _unrolled(self) -> TaskGraph:
+    def _unrolled(self) -> Unrolled:
         if self.num_batches == 1:
-            return self._graph
+            return Unrolled(self._graph, ({b.id: b.id for b in self._graph.buffers},))
         return unroll(self._graph, self._starts, self.num_batches)
 
     @cached_property
     def _reserved_bytes(self) -> int:
         """What the further batches take on the device outside the arena."""
         one = around_bytes(self._graph, self._alignment)
-        return around_bytes(self._unrolled, self._alignment) - one
+        return around_bytes(self._unrolled.graph, self._alignment) - one
 
     def _crossing(self, start: int) -> list[int]:
         """List the activations that are made before a task and used by it or behind it."""
@@ -228,10 +228,9 @@ class _Static:
 
     def plan(self) -> MemGraph:
         """Write the plan: the shares of the linear program, less what turns out not to fit."""
-        graph = self._unrolled
         room = self._arena_bytes - self._reserved_bytes
         for script in self._scripts():
-            if live_bytes(graph, script, self._alignment) > room:
+            if live_bytes(self._unrolled.graph, script, self._alignment) > room:
                 continue
             try:
                 return self._realize(script)
@@ -241,7 +240,7 @@ class _Static:
 
     def _realize(self, script: Script) -> MemGraph:
         return realize(
-            self._unrolled,
+            self._unrolled.graph,
             script,
             arena_bytes=self._arena_bytes,
             alignment=self._alignment,
@@ -276,27 +275,47 @@ class _Static:
             coming = [b for b in following if b not in streamed[layer]]
             steps.append(Step(Act.AWAIT_TASKS))
             for batch in range(n):
-                if layer and (batch == 0 or batch + 1 < n):
-                    turns = range(min(2, n)) if batch == 0 else range(batch + 1, batch + 2)
-                    steps += self._hand_over(Act.RELOAD, begin, turns, num_waiting)
+                if batch + 1 < n:
+                    steps += self._hand_over(Act.RELOAD, begin, batch + 1, num_waiting)
+                else:
+                    steps += self._hand_over(Act.RELOAD, end, 0, num_waiting)
                 share = slice(len(coming) * batch // n, len(coming) * (batch + 1) // n)
                 steps += [Step(Act.RELOAD, b) for b in coming[share]]
                 steps += [Step(Act.COMPUTE, done + i) for i in range(end - begin)]
                 done += end - begin
-                if layer + 1 < num_layers:
-                    turns = range(batch, batch + 1)
-                    steps += self._hand_over(Act.EVICT, end, turns, num_waiting)
+                steps += self._hand_over(Act.EVICT, end, batch, num_waiting)
             going = streamed[layer] if num_layers == 1 else set(streamed[layer]) - set(following)
             steps += [Step(Act.DROP, b) for b in sorted(going)]
         entry = sorted({*kept, *(streamed[0] if num_layers > 1 else ())})
         return Script(self._policy, tuple(entry), tuple(steps))
 
-    def _hand_over(self, act: Act, start: int, batches: range, num_waiting: int) -> list[Step]:
-        """Copy what some batches hand over at a task, out or back in, where it is to wait."""
-        first = self.num_batches - num_waiting
-        return [
-            Step(act, self._buffer_of(batch, b))
-            for batch in batches
-            if batch >= first
-            for b in self._crossing(start)
-        ]
+    def _hand_over(self, act: Act, start: int, batch: int, num_waiting: int) -> list[Step]:
+        """Copy what a batch hands over at a task, out or back in, if it is to wait on the host."""
+        if batch < self.num_batches - num_waiting:
+            return []
+        ids = self._unrolled.buffers[batch]
+        return [Step(act, ids[b]) for b in self._crossing(start)]
+
+
+def _stretches(graph: TaskGraph) -> list[int]:
+    """List the tasks with which a layer begins, or what comes before or behind the layers.
+
+    Where no label has a layer in it, every change of label begins a stretch.
+    """
+    layers: list[str | None] = [layer_of(task.label) for task in graph.tasks]
+    if not any(layers):
+        layers = [task.label for task in graph.tasks]
+    starts = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]]
+    return [0, *starts]
+
+
+def _kept_of(graph: TaskGraph, layer: list[int], percent: int) -> list[int]:
+    """Choose the weights of a layer to keep: those whose middle lies in its last ``percent``."""
+    total = sum(graph.buffers[b].nbytes for b in layer)
+    found, before = [], 0
+    for buffer in layer:
+        nbytes = graph.buffers[buffer].nbytes
+        if (2 * before + nbytes) * 100 >= (100 - percent) * 2 * total:
+            found.append(buffer)
+        before += nbytes
+    return found

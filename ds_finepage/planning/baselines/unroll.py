@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ds_finepage.graph.taskgraph import (
@@ -20,8 +21,16 @@ from ds_finepage.graph.taskgraph import (
 _SHARED = (BufferKind.WEIGHT, BufferKind.CONSTANT)
 
 
-def unroll(graph: TaskGraph, starts: Sequence[int], num_batches: int) -> TaskGraph:
-    """Return the taskgraph of ``num_batches`` independent calls that take turns.
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """The taskgraph of several batches, and what each calls the buffers of the one."""
+
+    graph: TaskGraph
+    buffers: tuple[dict[int, int], ...]
+
+
+def unroll(graph: TaskGraph, starts: Sequence[int], num_batches: int) -> Unrolled:
+    """Unroll a pass for ``num_batches`` independent calls that take turns.
 
     Weights and constants are shared; all else, the KV cache included, each batch has for itself.
 
@@ -41,7 +50,7 @@ def unroll(graph: TaskGraph, starts: Sequence[int], num_batches: int) -> TaskGra
             for task in graph.tasks[begin:end]:
                 tasks.append(copy.task(task, len(tasks)))
     num_positions = 1 + max((i.position for i in graph.inputs), default=-1)
-    return dataclasses.replace(
+    unrolled = dataclasses.replace(
         graph,
         name=f"{graph.name}, {num_batches} batches",
         buffers=tuple(buffers),
@@ -60,6 +69,7 @@ def unroll(graph: TaskGraph, starts: Sequence[int], num_batches: int) -> TaskGra
         calls=(),
         num_batches=graph.num_batches * num_batches,
     )
+    return Unrolled(unrolled, tuple(copy.buffers for copy in copies))
 
 
 class _Copy:
@@ -67,19 +77,19 @@ class _Copy:
 
     def __init__(self, graph: TaskGraph, batch: int) -> None:
         self._graph, self._batch = graph, batch
-        self._buffers = {b.id: b.id for b in graph.buffers}
+        self.buffers = {b.id: b.id for b in graph.buffers}
         self._tensors = {t.id: t.id for t in graph.tensors}
 
     def add_to(self, buffers: list[Buffer], tensors: list[TensorView]) -> None:
         for buffer in self._graph.buffers:
             if buffer.kind not in _SHARED:
-                self._buffers[buffer.id] = len(buffers)
+                self.buffers[buffer.id] = len(buffers)
                 name = f"{buffer.name}#{self._batch}" if buffer.name else ""
                 buffers.append(dataclasses.replace(buffer, id=len(buffers), name=name))
         for view in self._graph.tensors:
             if self._graph.buffers[view.buffer].kind not in _SHARED:
                 self._tensors[view.id] = len(tensors)
-                buffer_id = self._buffers[view.buffer]
+                buffer_id = self.buffers[view.buffer]
                 tensors.append(dataclasses.replace(view, id=len(tensors), buffer=buffer_id))
 
     def task(self, task: Task, index: int) -> Task:
@@ -114,7 +124,7 @@ class _Copy:
         ]
 
     def _ids(self, buffers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted(self._buffers[b] for b in buffers))
+        return tuple(sorted(self.buffers[b] for b in buffers))
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, Ref):

@@ -11,7 +11,7 @@ import pytest
 
 from ds_finepage.cli import main
 from ds_finepage.graph.profiles import load_profile, profile_names
-from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.policies import PAGING, POLICIES
 from tests.unit.cli.models import NUM_PARAMETERS, ROOT, card, small_model
 
 KEYS = [
@@ -224,7 +224,7 @@ def test_no_plan_under_the_budget(
     assert "task " in message and "aten." in message and "min_budget_bytes" in message
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(PAGING))
 def test_the_least_budget_that_is_named_suffices(
     model: str, policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import Extent, Lane, NodeKind
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
-from ds_finepage.planning.policies import POLICIES, plan_steady
+from ds_finepage.planning.policies import PAGING, plan_steady
 from ds_finepage.planning.split import gather_rows
 from tests.unit.execution.graphs import (
     ACTIVATION,
@@ -33,7 +33,7 @@ from tests.unit.execution.graphs import (
 
 CPU = torch.device("cpu")
 N = 8
-every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
+every_policy = pytest.mark.parametrize("policy", sorted(PAGING))
 
 
 class Rig:

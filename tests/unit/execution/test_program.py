@@ -11,7 +11,7 @@ from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, NodeKind, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.policies import POLICIES, plan
+from ds_finepage.planning.policies import PAGING, plan
 from tests.unit.planning.sketches import chain, names, sketch
 
 COMPUTE, H2D, D2H = LANES
@@ -208,7 +208,7 @@ GRAPHS = {
 cases = [
     pytest.param(graph, policy, spare, poison, id=f"{name}-{policy}-{spare}-{poison}")
     for name, graph in GRAPHS.items()
-    for policy in sorted(POLICIES)
+    for policy in sorted(PAGING)
     for spare in (0, 1, 3)
     for poison in (False, True)
 ]

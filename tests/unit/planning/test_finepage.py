@@ -93,14 +93,14 @@ def test_the_last_bytes_of_an_unaligned_arena_are_left_alone() -> None:
 
 
 def test_weights_are_kept_for_the_whole_pass() -> None:
-    memgraph = planned(chain(8), 6)
+    memgraph = planned(chain(9), 6)
     assert kept(memgraph)
     assert not set(kept(memgraph)) & set(reloaded(memgraph))
-    assert sorted(kept(memgraph) + reloaded(memgraph)) == [f"w{i}" for i in range(8)]
+    assert sorted(kept(memgraph) + reloaded(memgraph)) == [f"w{i}" for i in range(9)]
 
 
 def test_a_weight_that_is_kept_is_never_dropped() -> None:
-    memgraph = planned(chain(8), 6)
+    memgraph = planned(chain(9), 6)
     assert not [n for n in names(memgraph) if n.split()[1] in kept(memgraph) and "drop" in n]
 
 

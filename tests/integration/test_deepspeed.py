@@ -1,0 +1,429 @@
+"""The seam, through real ``deepspeed.initialize`` calls in one process on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers.integrations import HfDeepSpeedConfig
+
+import ds_finepage
+from ds_finepage.config import FinepageConfig
+from ds_finepage.errors import ConfigError
+from ds_finepage.integrations.deepspeed import detach
+from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+from tests.integration.families import logits, make_model, token_ids, tokens
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+PROMPT = token_ids(7)
+NUM_TOKENS = 6
+FULL_BUDGET = "400%weights"
+
+Initialize = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> Iterator[Any]:
+    """DeepSpeed with one process on the CPU, whatever else this machine has."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ONE_PROCESS, "DS_ACCELERATOR": "cpu"}.items():
+            patch.setenv(name, value)
+        import deepspeed
+
+        patch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, False)
+        yield deepspeed
+        deepspeed.comm.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+
+
+def ds_config(finepage: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Return a ds_config for inference; ``finepage`` None leaves the section out."""
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "cpu", "pin_memory": False},
+        "stage3_gather_16bit_weights_on_model_save": True,
+        # Tiny weights would all stay resident otherwise.
+        "stage3_param_persistence_threshold": 0,
+        **changes.pop("zero", {}),
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {k: v for k, v in zero.items() if v is not None},
+        **changes,
+    }
+    return config if finepage is None else {**config, "finepage": finepage}
+
+
+def planned_config(**section: Any) -> dict[str, Any]:
+    return ds_config({"enabled": True, "device_budget": FULL_BUDGET, **section})
+
+
+@pytest.fixture
+def initialize(deepspeed: Any) -> Iterator[Initialize]:
+    """``initialize(model, ds_config)`` that destroys its engines after the test."""
+    engines = []
+
+    def make(model: torch.nn.Module, config: Any, **kwargs: Any) -> Any:
+        engine, *_ = deepspeed.initialize(model=model, config=config, **kwargs)
+        engines.append(engine)
+        return engine
+
+    torch._dynamo.reset()
+    yield make
+    for engine in reversed(engines):
+        engine.destroy()
+
+
+def is_stock(engine: Any) -> bool:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    return type(engine.optimizer) is DeepSpeedZeRoOffload
+
+
+def num_stock_hooks(engine: Any) -> int:
+    return len(engine.optimizer.forward_hooks)
+
+
+# Stock stays stock.
+
+
+@pytest.mark.parametrize(
+    "section", [None, {"enabled": False}, {"enabled": False, "device_budget": "40%weights"}]
+)
+def test_without_finepage_an_engine_is_exactly_stock(initialize: Initialize, section: Any) -> None:
+    model = make_model("llama")
+    expected = logits(model, PROMPT)
+    engine = initialize(model, ds_config(section))
+    assert is_stock(engine) and num_stock_hooks(engine) > len(list(model.modules())) / 2
+    assert model._compiled_call_impl is None
+    assert torch.equal(engine(PROMPT).logits, expected)
+    with pytest.raises(ConfigError, match="this engine runs stock DeepSpeed"):
+        ds_finepage.assert_active(engine)
+    with pytest.raises(ConfigError, match='"finepage": {"enabled": true}'):
+        ds_finepage.stats(engine)
+    detach(engine)  # nothing to do
+    assert is_stock(engine)
+
+
+# One engine with plans.
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, torch.Tensor]:
+    """What plain transformers returns."""
+    model = make_model("llama")
+    return {"logits": logits(model, PROMPT), "tokens": tokens(model, PROMPT, NUM_TOKENS)}
+
+
+@pytest.fixture(scope="module")
+def planned(deepspeed: Any) -> Iterator[Any]:
+    torch._dynamo.reset()
+    engine, *_ = deepspeed.initialize(
+        model=make_model("llama"), config=planned_config(device_budget="120%weights")
+    )
+    yield engine
+    engine.destroy()
+
+
+def test_forward_and_generate(planned: Any, plain: dict[str, torch.Tensor]) -> None:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    ds_finepage.assert_active(planned)
+    assert isinstance(planned.optimizer, DeepSpeedZeRoOffload) and not is_stock(planned)
+    assert torch.equal(planned(PROMPT).logits, plain["logits"])
+    assert torch.equal(tokens(planned.module, PROMPT, NUM_TOKENS), plain["tokens"])
+    stats = ds_finepage.stats(planned)
+    assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
+    assert stats.budget_bytes == stats.weight_bytes * 120 // 100
+    assert stats is ds_finepage.handle_of(planned).stats
+
+
+def test_stock_hooks_do_not_come_back(planned: Any, plain: dict[str, torch.Tensor]) -> None:
+    """Libraries that unwrap a model for generation call these to bring them back."""
+    assert planned.optimizer.finepage is not None
+    planned.optimizer._register_deepspeed_module(planned.module)
+    planned.optimizer._register_hooks_recursively(planned.module)
+    assert not any(m._forward_pre_hooks and "pre_forward_module" in str(m._forward_pre_hooks)
+                   for m in planned.module.modules())
+    assert torch.equal(planned(PROMPT).logits, plain["logits"])
+
+
+def test_pipeline(planned: Any, plain: dict[str, torch.Tensor]) -> None:
+    generate = pipeline(
+        "text-generation", model=planned.module, tokenizer=number_tokenizer(), device="cpu"
+    )
+    (found,) = generate(
+        " ".join(map(str, PROMPT[0].tolist())),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        cache_implementation="static",
+        return_tensors=True,
+    )
+    assert found["generated_token_ids"] == plain["tokens"][0].tolist()
+
+
+def number_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer that writes token ids as decimal numbers."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({str(i): i for i in range(256)}, unk_token="0")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0")
+
+
+def test_gathered_parameters_are_true_and_may_be_changed(
+    deepspeed: Any, planned: Any, plain: dict[str, torch.Tensor]
+) -> None:
+    reference = dict(make_model("llama").named_parameters())
+    gathered = deepspeed.zero.GatheredParameters
+    for name, parameter in planned.module.named_parameters():
+        with gathered([parameter]):
+            assert torch.equal(parameter, reference[name]), name
+    assert torch.equal(planned(PROMPT).logits, plain["logits"])
+
+    with gathered(list(planned.module.parameters()), modifier_rank=0):
+        for parameter in planned.module.parameters():
+            parameter.data.mul_(1.5)
+    changed = make_model("llama")
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.5)
+    expected = logits(changed, PROMPT)
+    assert not torch.equal(expected, plain["logits"])
+    num_captures = ds_finepage.stats(planned).num_captures
+    assert torch.equal(planned(PROMPT).logits, expected)
+    assert ds_finepage.stats(planned).num_captures == num_captures
+
+    with gathered(list(planned.module.parameters()), modifier_rank=0):
+        for name, parameter in planned.module.named_parameters():
+            parameter.data.copy_(reference[name])
+    assert torch.equal(planned(PROMPT).logits, plain["logits"])
+
+
+def test_saved_weights_are_true(
+    planned: Any, plain: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    assert planned.save_16bit_model(str(tmp_path), "model.bin")
+    saved = torch.load(tmp_path / "model.bin")
+    for name, expected in make_model("llama").state_dict().items():
+        assert torch.equal(saved[name], expected), name
+    planned.module.save_pretrained(tmp_path, state_dict=saved)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, PROMPT), plain["logits"])
+    assert torch.equal(planned(PROMPT).logits, plain["logits"])
+
+
+# Engines of their own.
+
+
+def test_a_model_that_is_loaded_into_partitions(
+    initialize: Initialize, plain: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    config = planned_config()
+    keep_alive = HfDeepSpeedConfig(config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert all(hasattr(p, "ds_tensor") for p in model.parameters())
+    engine = initialize(model, config)
+    ds_finepage.assert_active(engine)
+    del keep_alive
+    gc.collect()
+    assert torch.equal(engine(PROMPT).logits, plain["logits"])
+    assert ds_finepage.stats(engine).num_unplanned_modules == 0
+
+
+def test_detach_gives_back_stock_zero_inference(
+    initialize: Initialize, plain: dict[str, torch.Tensor]
+) -> None:
+    model = make_model("llama")
+    engine = initialize(model, planned_config())
+    assert torch.equal(engine(PROMPT).logits, plain["logits"])
+    detach(engine)
+    with pytest.raises(ConfigError, match="stock"):
+        ds_finepage.assert_active(engine)
+    assert model._compiled_call_impl is None
+    assert num_stock_hooks(engine) > 0
+    assert all(p.numel() == 0 for p in model.parameters())  # partitioned, as stock keeps them
+    assert torch.equal(engine(PROMPT).logits, plain["logits"])
+    assert torch.equal(tokens(model, PROMPT, NUM_TOKENS), plain["tokens"])
+    detach(engine)
+
+
+def test_destroy_frees_the_model(deepspeed: Any) -> None:
+    linear = torch.nn.functional.linear
+    model = make_model("llama")
+    engine, *_ = deepspeed.initialize(model=model, config=planned_config())
+    handle = ds_finepage.handle_of(engine)
+    engine.destroy()
+    assert not handle.attached
+    assert model._compiled_call_impl is None
+    torch.nn.functional.linear = linear
+
+
+def test_two_engines_side_by_side(
+    initialize: Initialize, plain: dict[str, torch.Tensor]
+) -> None:
+    ours = initialize(make_model("llama"), planned_config())
+    stock = initialize(make_model("llama"), ds_config({"enabled": False}))
+    assert is_stock(stock) and not is_stock(ours)
+    for _ in range(2):
+        for engine in (ours, stock):
+            assert torch.equal(engine(PROMPT).logits, plain["logits"])
+    assert ds_finepage.stats(ours).num_unplanned_modules == 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_runs(initialize: Initialize, path: Path) -> None:
+    model = make_model("llama", torch.bfloat16, num_hidden_layers=3)
+    expected = logits(model, PROMPT)
+    config = json.loads(path.read_text())
+    engine = initialize(model, config)  # DeepSpeed would not close the file
+    assert is_stock(engine) is not config["finepage"]["enabled"]
+    assert torch.equal(engine(PROMPT).logits, expected)
+
+
+# Refusals.
+
+
+def refused(initialize: Initialize, config: dict[str, Any], **kwargs: Any) -> str:
+    """Return the message of the ConfigError; the model is as it was."""
+    model = torch.nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    optimizer = kwargs.pop("optimizer", None)
+    if optimizer is not None:
+        kwargs["optimizer"] = optimizer(model.parameters())
+    with pytest.raises(ConfigError) as error:
+        initialize(model, config, **kwargs)
+    assert torch.equal(model.weight, before) and not hasattr(model.weight, "ds_tensor")
+    return str(error.value)
+
+
+ON = {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ds_config(ON, zero={"stage": 2, "offload_param": None}), "stage is 2. Set it to 3, or"),
+        (ds_config(ON, zero={"stage": 0, "offload_param": None}), "stage is 0. Set it to 3, or"),
+        (
+            ds_config(ON, optimizer={"type": "Adam", "params": {"lr": 1e-3}}),
+            "an optimizer was given",
+        ),
+        (
+            ds_config(ON, zero={"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}),
+            "NVMe offload is not done yet. Set it to 'cpu', or set finepage.enabled to false",
+        ),
+        (ds_config(ON, zero={"offload_param": None}), "offload_param.device is 'none'"),
+        (ds_config(ON, zero={"zero_quantized_weights": True}), "quantized"),
+        (ds_config({"enabled": True, "device_bugdet": 1}), "Did you mean 'device_budget'?"),
+        (ds_config({"enable": True}), "Did you mean 'enabled'?"),
+        ({**ds_config(), "finepages": ON}, "Did you mean 'finepage'?"),
+        (ds_config({**ON, "device_budget": "40%"}), "ambiguous"),
+        (ds_config({**ON, "device_budget": "6 gigs"}), "cannot read"),
+        (ds_config({**ON, "device_budget": "1000TiB"}), "the device has"),
+        (ds_config({**ON, "policy": "finepag"}), "Did you mean 'finepage'?"),
+        (ds_config(["enabled"]), "is not an object"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_work_is_refused(
+    initialize: Initialize, config: dict[str, Any], message: str
+) -> None:
+    assert message in refused(initialize, config)
+
+
+def test_an_optimizer_object_is_refused(initialize: Initialize) -> None:
+    message = refused(
+        initialize, ds_config(ON), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    assert "an optimizer was given" in message
+
+
+def test_more_than_one_rank_is_refused(
+    deepspeed: Any, initialize: Initialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda *_, **__: 2)
+    assert "runs on one rank so far; there are 2. Start with --num_gpus 1" in refused(
+        initialize, ds_config(ON)
+    )
+
+
+def test_fp16_where_the_device_has_none_is_refused(
+    initialize: Initialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    assert '"bf16": {"enabled": true}' in refused(
+        initialize, ds_config(ON, fp16={"enabled": True})
+    )
+
+
+# Installing.
+
+
+def test_install_and_uninstall_may_be_repeated(initialize: Initialize) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def is_installed() -> bool:
+        return hasattr(DeepSpeedEngine._configure_zero_optimizer, "__finepage__")
+
+    assert is_installed()
+    wrapped = DeepSpeedEngine._configure_zero_optimizer
+    ds_finepage.install()
+    assert DeepSpeedEngine._configure_zero_optimizer is wrapped
+    try:
+        ds_finepage.uninstall()
+        ds_finepage.uninstall()
+        assert not is_installed()
+        assert is_stock(initialize(torch.nn.Linear(8, 8), ds_config(ON)))
+    finally:
+        ds_finepage.install()
+    assert is_installed()
+
+
+ORDERS = {
+    "ours first": "import ds_finepage, deepspeed",
+    "ours last": "import deepspeed, ds_finepage",
+    "twice": "import ds_finepage; ds_finepage.install(); import deepspeed; ds_finepage.install()",
+    "back again": (
+        "import ds_finepage; ds_finepage.uninstall(); import deepspeed; ds_finepage.install()"
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_imports_does_not_matter(order: str) -> None:
+    assert imports(ORDERS[order]) == "True"
+
+
+def test_uninstalled_before_deepspeed_is_imported_nothing_happens() -> None:
+    assert imports("import ds_finepage; ds_finepage.uninstall(); import deepspeed") == "False"
+
+
+def imports(code: str) -> str:
+    """Run imports in a fresh interpreter; say whether the seam is in."""
+    code += (
+        "\nfrom deepspeed.runtime.engine import DeepSpeedEngine"
+        "\nprint(hasattr(DeepSpeedEngine._configure_zero_optimizer, '__finepage__'))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_the_defaults_leave_it_off() -> None:
+    assert not FinepageConfig.from_ds_config({}, policies=("finepage",)).enabled
