@@ -187,15 +187,21 @@ class _Weights:
         sizes = {b: aligned(graph.buffers[b].nbytes, alignment) for b in order}
         largest = max(sizes.values(), default=0)
         times_used = uses(graph)
+        divisible = {d.buffer: d for d in divisible_weights(graph)} if may_split else {}
+        # A bias would be used by every slice, and stand in the way of those behind it.
+        shared = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
         streamable = [
-            b for b in order if len(times_used[b]) == 1 and sizes[b] > FIXED_SHARE * largest
+            b
+            for b in order
+            if b in divisible
+            or (len(times_used[b]) == 1 and sizes[b] > FIXED_SHARE * largest and b not in shared)
         ]
         return cls(
             graph=graph,
             alignment=alignment,
             sizes=sizes,
             order=streamable,
-            divisible={d.buffer: d for d in divisible_weights(graph)} if may_split else {},
+            divisible=divisible,
             fixed_bytes=sum(sizes[b] for b in order) - sum(sizes[b] for b in streamable),
         )
 

@@ -152,8 +152,10 @@ def test_stock_hooks_do_not_come_back(planned: Any, plain: dict[str, torch.Tenso
     assert planned.optimizer.finepage is not None
     planned.optimizer._register_deepspeed_module(planned.module)
     planned.optimizer._register_hooks_recursively(planned.module)
-    assert not any(m._forward_pre_hooks and "pre_forward_module" in str(m._forward_pre_hooks)
-                   for m in planned.module.modules())
+    assert not any(
+        m._forward_pre_hooks and "pre_forward_module" in str(m._forward_pre_hooks)
+        for m in planned.module.modules()
+    )
     assert torch.equal(planned(PROMPT).logits, plain["logits"])
 
 
@@ -271,9 +273,7 @@ def test_destroy_frees_the_model(deepspeed: Any) -> None:
     torch.nn.functional.linear = linear
 
 
-def test_two_engines_side_by_side(
-    initialize: Initialize, plain: dict[str, torch.Tensor]
-) -> None:
+def test_two_engines_side_by_side(initialize: Initialize, plain: dict[str, torch.Tensor]) -> None:
     ours = initialize(make_model("llama"), planned_config())
     stock = initialize(make_model("llama"), ds_config({"enabled": False}))
     assert is_stock(stock) and not is_stock(ours)
@@ -344,9 +344,7 @@ def test_what_cannot_work_is_refused(
 
 
 def test_an_optimizer_object_is_refused(initialize: Initialize) -> None:
-    message = refused(
-        initialize, ds_config(ON), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
-    )
+    message = refused(initialize, ds_config(ON), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     assert "an optimizer was given" in message
 
 
@@ -365,9 +363,7 @@ def test_fp16_where_the_device_has_none_is_refused(
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
-    assert '"bf16": {"enabled": true}' in refused(
-        initialize, ds_config(ON, fp16={"enabled": True})
-    )
+    assert '"bf16": {"enabled": true}' in refused(initialize, ds_config(ON, fp16={"enabled": True}))
 
 
 # Installing.

@@ -34,7 +34,9 @@ class _Draft:
         nbytes = self.draw(st.sampled_from(self.sizes))
         payload = bytes(nbytes) if kind is BufferKind.CONSTANT else None
         number = len(self.buffers)
-        self.buffers.append(Buffer(number, kind, nbytes, f"{kind.value}{number}", payload))
+        # Weights are named after the modules that some tasks belong to, though others read them too.
+        module = f"layer{number}." if kind is BufferKind.WEIGHT else ""
+        self.buffers.append(Buffer(number, kind, nbytes, f"{module}{kind.value}{number}", payload))
         return number
 
     def some(self, of: list[int], least: int, most: int) -> list[int]:
