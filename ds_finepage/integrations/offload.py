@@ -6,6 +6,7 @@ Imported only once DeepSpeed's engine is loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,18 +48,14 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             plain = PlainParameters(module)
             plain.update(parameters)
             module._parameters = plain
-        patched = torch.nn.functional.linear
-        # zero.Init leaves its own autograd function here, which rounds otherwise.
-        torch.nn.functional.linear = getattr(
-            InsertPostInitMethodToModuleSubClasses, "linear_bk", patched
-        )
-        self._patched_linear = patched
         self.finepage = attach(
             self.module,
             self.finepage_config,
             device=get_accelerator().current_device_name(),
             weights=weights_of_zero(self.module),
         )
+        # Detaching puts back what was here before both.
+        self.module._compiled_call_impl = _with_plain_linear(self.module._compiled_call_impl)
 
     def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
         """Do nothing: libraries call this to bring stock hooks back."""
@@ -89,7 +86,25 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
         self.finepage = None
         for module, parameters in self._zero_parameters:
             module._parameters = parameters
-        torch.nn.functional.linear = self._patched_linear
+
+
+def _with_plain_linear(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a call torch's own ``linear``.
+
+    Each stock engine leaves its own autograd function in torch's place for good, which rounds
+    otherwise; engines of both kinds may live side by side.
+    """
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        found = torch.nn.functional.linear
+        plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", found)
+        torch.nn.functional.linear = plain
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.nn.functional.linear = found
+
+    return wrapper
 
 
 def offload_class(config: FinepageConfig) -> type[FinepageOffload]:

@@ -34,7 +34,7 @@ class _Draft:
         nbytes = self.draw(st.sampled_from(self.sizes))
         payload = bytes(nbytes) if kind is BufferKind.CONSTANT else None
         number = len(self.buffers)
-        # Weights are named after the modules that some tasks belong to, though others read them too.
+        # Weights are named after modules of which some run tasks; others read them too.
         module = f"layer{number}." if kind is BufferKind.WEIGHT else ""
         self.buffers.append(Buffer(number, kind, nbytes, f"{module}{kind.value}{number}", payload))
         return number

@@ -42,7 +42,7 @@ def _from_labels(graph: TaskGraph) -> tuple[ModuleCall, ...]:
 
 
 def _called_on_the_way_to(label: str) -> list[str]:
-    """List the modules from the root to a label: ``a.2.b`` gives the root, ``a.2`` and ``a.2.b``."""
+    """List the modules on the way to a label: ``a.2.b`` has the root, ``a.2`` and itself."""
     parts = label.split(".") if label else []
     found = [""]
     for i in range(1, len(parts) + 1):

@@ -154,10 +154,11 @@ class _Static:
         from scipy.optimize import linprog
 
         n = self.num_batches
-        weights = sum(map(self._nbytes, self._weights))
         layers = [self._nbytes(w) for w in self._weights]
-        two_layers = max((a + b for a, b in zip(layers, layers[1:], strict=False)), default=0)
-        two_layers = min(max(two_layers, *layers, 0), weights) if layers else 0
+        streamed = sum(layers)  # one that two layers read, a tied one, is streamed twice
+        resident = self._nbytes(sorted({b for w in self._weights for b in w}))
+        pairs = [a + b for a, b in zip(layers, [*layers[1:], layers[0]], strict=True)]
+        two_layers = min(max(pairs), resident)
         handed = [self._nbytes(self._crossing(start)) for start in self._starts[1:]]
         handed_sum, handed_max = n * sum(handed), n * max(handed, default=0)
         h2d = self._profile.h2d_bytes_per_s if self._profile else 1.0
@@ -169,13 +170,13 @@ class _Static:
             [-RESIDENT_BONUS, -RESIDENT_BONUS, 1.0],
             A_ub=[
                 [0.0, 0.0, -1.0],
-                [-weights / h2d, -handed_sum / h2d, -1.0],
+                [-streamed / h2d, -handed_sum / h2d, -1.0],
                 [0.0, -handed_sum / d2h, -1.0],
-                [float(weights - two_layers), float(handed_max), 0.0],
+                [float(resident - two_layers), float(handed_max), 0.0],
             ],
             b_ub=[
                 -n * self._compute_seconds,
-                -(weights + handed_sum) / h2d,
+                -(streamed + handed_sum) / h2d,
                 -handed_sum / d2h,
                 float(room - two_layers),
             ],

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import BufferKind, Ref, TaskGraph
 from ds_finepage.planning.baselines.modules import module_calls
 from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 
@@ -89,9 +89,11 @@ def _hidden_size(graph: TaskGraph) -> int:
     """Return the length of the first embedding's rows; 0 where nothing is looked up."""
     for task in graph.tasks:
         if task.op == "aten.embedding.default":
-            table = graph.tensors[task.args[0].tensor]
-            if graph.buffers[table.buffer].kind is BufferKind.WEIGHT:
-                return table.shape[-1]
+            table = task.args[0]
+            assert isinstance(table, Ref)
+            view = graph.tensors[table.tensor]
+            if graph.buffers[view.buffer].kind is BufferKind.WEIGHT:
+                return view.shape[-1]
     return 0
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ds_finepage.errors import InvalidPlanError
-from ds_finepage.graph.checker import Fault, check, violations
+from ds_finepage.graph.checker import check, violations
+from ds_finepage.graph.faults import Fault
 from ds_finepage.graph.memgraph import (
     Edge,
     EdgeKind,

@@ -1,0 +1,254 @@
+"""The simulated ZeRO-Inference against the real one: bytes gathered and most bytes live, equal.
+
+DeepSpeed runs in this process, on the CPU and with one rank, where a fetch copies nothing; but its
+coordinator decides as it does anywhere, and what it fetches and releases when can be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+)
+
+from ds_finepage.capture.from_config import capture_config
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.baselines.zero import (
+    EVERY_PARAMETER,
+    ZeroSettings,
+    authors_settings,
+    plan_zero_with,
+    simulate_coordinator,
+)
+from ds_finepage.planning.liveness import ample_arena_bytes
+from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+
+HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_LENGTH = 64, 4, 500, 5
+NUM_FORWARDS = 4  # the first records, the second is the first with a trace
+LIKE_LLAMA: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 160,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**LIKE_LLAMA),
+    "tied llama": lambda: LlamaConfig(**LIKE_LLAMA, tie_word_embeddings=True),
+    "gpt2": lambda: GPT2Config(
+        n_embd=HIDDEN, n_layer=NUM_LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=64
+    ),
+    "opt": lambda: OPTConfig(
+        hidden_size=HIDDEN,
+        word_embed_proj_dim=HIDDEN,
+        ffn_dim=160,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+    ),
+    "mixtral": lambda: MixtralConfig(**LIKE_LLAMA, num_local_experts=4),  # has leaf modules
+}
+# The two thresholds, both limits and the bucket: each out of the way, and each in it.
+SETTINGS: dict[str, dict[str, int]] = {
+    "defaults": {},
+    "neither prefetch nor persistence": {
+        "prefetch_bucket_size": 0,
+        "param_persistence_threshold": 0,
+    },
+    "a small bucket": {"prefetch_bucket_size": 5_000, "param_persistence_threshold": 100},
+    "a larger bucket": {"prefetch_bucket_size": 15_000, "param_persistence_threshold": 0},
+    "the authors'": {
+        "prefetch_bucket_size": 2 * HIDDEN * HIDDEN,
+        "param_persistence_threshold": HIDDEN,
+        "max_live_parameters": 2 * HIDDEN * HIDDEN,
+    },
+    "few live parameters": {
+        "prefetch_bucket_size": 50_000,
+        "param_persistence_threshold": 1_000,
+        "max_live_parameters": 60_000,
+    },
+    "persistence knob": {
+        "prefetch_bucket_size": 10_000,
+        "param_persistence_threshold": EVERY_PARAMETER,
+        "model_persistence_threshold": 90_000,
+    },
+    "persistence knob, few live parameters": {
+        "prefetch_bucket_size": 2 * HIDDEN * HIDDEN,
+        "param_persistence_threshold": EVERY_PARAMETER,
+        "model_persistence_threshold": 120_000,
+        "max_live_parameters": 2 * HIDDEN * HIDDEN,
+    },
+    "no reuse": {
+        "prefetch_bucket_size": 20_000,
+        "param_persistence_threshold": 0,
+        "max_reuse_distance": 0,
+    },
+    "some reuse": {
+        "prefetch_bucket_size": 30_000,
+        "param_persistence_threshold": 0,
+        "max_reuse_distance": 100_000,
+    },
+}
+CASES = [
+    *((model, setting) for model in ("llama", "gpt2") for setting in SETTINGS),
+    *(("tied llama", s) for s in ("no reuse", "some reuse", "few live parameters")),
+    *(("opt", s) for s in ("a larger bucket", "persistence knob")),
+    *(("mixtral", s) for s in ("a small bucket", "few live parameters", "persistence knob")),
+]
+
+
+class Counter:
+    """Watches a coordinator: what was not there before a fetch and is behind it was gathered."""
+
+    def __init__(self, coordinator: Any, parameters: list[Any]) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self._absent = ZeroParamStatus.NOT_AVAILABLE
+        self._parameters = parameters
+        self._fetch = coordinator.fetch_sub_module
+        coordinator.fetch_sub_module = self._counting_fetch
+        self.begin()
+
+    def begin(self) -> None:
+        self.gathered_bytes = self.peak_live_bytes = 0
+
+    def _live(self) -> list[Any]:
+        return [p for p in self._parameters if p.ds_status != self._absent]
+
+    def _counting_fetch(self, module: torch.nn.Module, forward: bool) -> None:
+        before = {id(p) for p in self._live()}
+        self._fetch(module, forward=forward)
+        live = self._live()
+        self.gathered_bytes += sum(_nbytes(p) for p in live if id(p) not in before)
+        self.peak_live_bytes = max(self.peak_live_bytes, sum(map(_nbytes, live)))
+
+
+def _nbytes(parameter: Any) -> int:
+    return int(parameter.ds_numel * parameter.element_size())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> Iterator[Any]:
+    """DeepSpeed with one process on the CPU, whatever else this machine has."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ONE_PROCESS, "DS_ACCELERATOR": "cpu"}.items():
+            patch.setenv(name, value)
+        import deepspeed
+
+        patch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, False)
+        yield deepspeed
+        deepspeed.comm.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+
+
+@pytest.fixture
+def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """``start(model name, settings)`` returns a model that stock ZeRO runs, and its counter."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    engines = []
+
+    def make(name: str, settings: dict[str, int]) -> tuple[Any, Counter]:
+        # It counts over all models of a process, and would stop at the threshold of one.
+        monkeypatch.setattr(Init, "num_persisted_elements", 0)
+        model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32).eval()
+        zero = {f"stage3_{key}": value for key, value in settings.items()}
+        offload = {"device": "cpu", "pin_memory": False}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "offload_param": offload, **zero},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        engines.append(engine)
+        coordinator = engine.optimizer.get_param_coordinator()
+        return engine.module, Counter(coordinator, list(model.parameters()))
+
+    yield make
+    for engine in engines:
+        engine.destroy()
+
+
+@cache
+def captured(name: str, phase: str, seq: int) -> TaskGraph:
+    return capture_config(MODELS[name](), phase=phase, batch=1, seq=seq, dtype="float32")
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (1, PROMPT_LENGTH))
+
+
+@pytest.mark.parametrize(("model_name", "setting"), CASES)
+def test_a_steady_forward_gathers_what_is_simulated(
+    start: Callable[..., Any], model_name: str, setting: str
+) -> None:
+    model, counter = start(model_name, SETTINGS[setting])
+    with torch.no_grad():
+        for _ in range(NUM_FORWARDS):
+            counter.begin()
+            model(prompt())
+    graph = captured(model_name, "prefill", PROMPT_LENGTH)
+    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
+    assert counter.gathered_bytes == simulated.gathered_bytes
+    assert counter.peak_live_bytes == simulated.peak_live_bytes
+
+
+def test_decode_gathers_what_is_simulated(start: Callable[..., Any]) -> None:
+    model, counter = start("llama", SETTINGS["a small bucket"])
+    before = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        counter.begin()
+        return before(*args, **kwargs)
+
+    model.forward = forward
+    with torch.no_grad():
+        model.generate(prompt(), max_new_tokens=4, do_sample=False)
+    graph = captured("llama", "decode", PROMPT_LENGTH + 3)
+    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS["a small bucket"]))
+    # The model's own parameters, if it had any, would be fetched before the counter begins.
+    assert counter.gathered_bytes == simulated.gathered_bytes
+    assert counter.peak_live_bytes == simulated.peak_live_bytes
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_plan_reloads_what_is_gathered(setting: str) -> None:
+    graph = captured("gpt2", "prefill", PROMPT_LENGTH)
+    settings = ZeroSettings(**SETTINGS[setting])
+    arena_bytes = ample_arena_bytes(graph, 64)
+    memgraph = check(plan_zero_with(graph, settings, arena_bytes=arena_bytes, alignment=64))
+    simulated = simulate_coordinator(graph, settings)
+    assert memgraph.reloaded_bytes == simulated.gathered_bytes
+    assert memgraph.offloaded_bytes == 0
+    assert {r.buffer for r in memgraph.entry} == set(simulated.resident)
+
+
+def test_the_authors_settings_follow_from_the_hidden_size() -> None:
+    for name in MODELS:
+        graph = captured(name, "prefill", PROMPT_LENGTH)
+        assert authors_settings(graph) == ZeroSettings(**SETTINGS["the authors'"])
+
+
+def test_the_defaults_are_deepspeeds() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    theirs, ours = DeepSpeedZeroConfig(), ZeroSettings()
+    for name in SETTINGS["few live parameters"] | SETTINGS["persistence knob"]:
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.max_reuse_distance == theirs.max_reuse_distance
+    leaves = [path.rpartition(".")[2] for path in theirs.leaf_module.classes]
+    assert list(ours.leaf_classes) == leaves
