@@ -15,7 +15,7 @@ import runpy
 import sys
 
 import ds_finepage
-from ds_finepage.errors import ConfigError
+from ds_finepage.errors import ConfigError, FinepageError
 
 USAGE = "usage: python -m ds_finepage.run SCRIPT.py [ARGUMENT ...]"
 
@@ -72,5 +72,6 @@ def prepare_one_process() -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ConfigError as error:
-        sys.exit(f"ds_finepage: {error}")
+    except FinepageError as error:
+        sys.stderr.write(f"ds_finepage: {error}\n")
+        sys.exit(error.exit_status)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.external_utils import wrap_inline
 from torch.fx import GraphModule
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
@@ -249,16 +250,14 @@ class Handle:
         self._weights.install()
         for handle in hook_modules(module, self._weights, self._on_unplanned_module):
             self._undo.append(handle.remove)
-        before = module._compiled_call_impl
-        compiled = torch.compile(module._call_impl, backend=self._backend)
+        compiled = torch.compile(_captured_call(module, self._weights), backend=self._backend)
+        self._undo.append(_attribute_restorer(module, "_compiled_call_impl"))
         module._compiled_call_impl = self._enter(compiled)
-        self._undo.append(lambda: setattr(module, "_compiled_call_impl", before))
         self._undo.append(_allow_recompiles())
         generation = getattr(module, "generation_config", None)
         if generation is not None:  # transformers would compile a compiled call once more
-            was = getattr(generation, "disable_compile", None)
+            self._undo.append(_attribute_restorer(generation, "disable_compile"))
             generation.disable_compile = True
-            self._undo.append(lambda: setattr(generation, "disable_compile", was))
 
     def _enter(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -275,12 +274,21 @@ class Handle:
         return call
 
     def _backend(self, module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one of Dynamo's graphs: a Dynamo backend."""
-        index, self._num_graphs = self._num_graphs, self._num_graphs + 1
-        graph = DynamoGraph(module, example_args, self._weights.names, f"graph {index}")
+        """Compile one of Dynamo's graphs: a Dynamo backend.
+
+        Weights are arguments of the graph, and where a graph is the forward of one module, Dynamo
+        runs it for other modules of the same make too. Each choice of weights is a graph of ours.
+        """
+        positions = [i for i, a in enumerate(example_args) if isinstance(a, torch.nn.Parameter)]
+        graphs: dict[tuple[int, ...], tuple[int, DynamoGraph]] = {}
 
         def run(*args: Any) -> Any:
-            return self._run(index, graph, args)
+            chosen = tuple(id(args[i]) for i in positions)
+            if chosen not in graphs:
+                index, self._num_graphs = self._num_graphs, self._num_graphs + 1
+                name = f"graph {index}"
+                graphs[chosen] = index, DynamoGraph(module, args, self._weights.names, name)
+            return self._run(*graphs[chosen], args)
 
         return run
 
@@ -460,6 +468,27 @@ class Handle:
     def _warn_unplanned(self, reason: str) -> None:
         logger.warning("running without a plan: %s", reason)
         self.stats.unplanned_reasons.append(reason)
+
+
+def _captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[..., Any]:
+    """Return what Dynamo is to capture: the call of a module with its hooks.
+
+    Dynamo does not look at ``_call_impl`` itself, but at the forward that it calls. That leaves
+    out hooks, which matter where the module has weights of its own, and it leaves out everything
+    where forward is one of torch's own (``Sequential``). An outer frame brings both in.
+    """
+    has_own = any(p in weights for p in module.parameters(recurse=False))
+    if has_own or torch._dynamo.trace_rules.check(module.forward):
+        return wrap_inline(module._call_impl)
+    return module._call_impl
+
+
+def _attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
+    """Return what gives an object's own attribute back, or its absence."""
+    if name not in vars(owner):
+        return lambda: delattr(owner, name)
+    before = vars(owner)[name]
+    return lambda: setattr(owner, name, before)
 
 
 def _allow_recompiles() -> Callable[[], None]:

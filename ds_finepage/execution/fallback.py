@@ -7,14 +7,21 @@ between two graphs (a graph break) runs in eager PyTorch, and a hook on each mod
 module's own parameters for the time of its forward. Both are counted. Activations are then
 PyTorch's, so the budget cannot be promised; the arena is given back first, so that they have its
 room.
+
+A hook that Dynamo traces as part of a graph does nothing: the plan brings the weights. It must not
+become a graph of its own, though, because what it belongs to may then run without one. Hence
+``skip_code``: such a frame runs as it is, while tracing into it is not affected. What it calls is
+kept from Dynamo altogether.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.hooks import RemovableHandle
 
@@ -64,8 +71,11 @@ def hook_modules(
     for owner in module.modules():
         own = [p for p in owner.parameters(recurse=False) if p in weights]
         if own:
-            handles.append(owner.register_forward_pre_hook(_filler(own, weights, on_use)))
-            handles.append(owner.register_forward_hook(_emptier(own, weights), always_call=True))
+            fill, empty = _filler(own, weights, on_use), _emptier(own, weights)
+            for hook in (fill, empty):
+                skip_code(hook.__code__)
+            handles.append(owner.register_forward_pre_hook(fill))
+            handles.append(owner.register_forward_hook(empty, always_call=True))
     return handles
 
 
@@ -73,22 +83,30 @@ def _filler(
     own: list[torch.nn.Parameter],
     weights: WeightTable,
     on_use: Callable[[torch.nn.Module], None],
-) -> Callable[..., None]:
-    def fill(module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # in a graph the plan brings the weights
+) -> FunctionType:
+    def bring_in(module: torch.nn.Module) -> None:
         on_use(module)
         for parameter in own:
             weights.fill(parameter)
 
-    return fill
+    aside = torch._dynamo.disable(bring_in)
+
+    def fill(module: torch.nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            aside(module)
+
+    return cast(FunctionType, fill)
 
 
-def _emptier(own: list[torch.nn.Parameter], weights: WeightTable) -> Callable[..., None]:
-    def empty(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+def _emptier(own: list[torch.nn.Parameter], weights: WeightTable) -> FunctionType:
+    def take_away() -> None:
         for parameter in own:
             weights.empty(parameter)
 
-    return empty
+    aside = torch._dynamo.disable(take_away)
+
+    def empty(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            aside()
+
+    return cast(FunctionType, empty)

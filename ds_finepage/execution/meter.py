@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch.autograd.profiler import profile
 
 _running: ContextVar[DeviceMeter | None] = ContextVar("finepage_meter", default=None)
@@ -49,7 +50,7 @@ class DeviceMeter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self._at_start = torch.cuda.memory_allocated(self._device)
-        elif torch.autograd._profiler_enabled():
+        elif _profiler_enabled():
             raise RuntimeError("torch's profiler, or another meter, is on; end that one first")
         self._listen()
         _running.set(self)
@@ -75,7 +76,7 @@ class DeviceMeter:
         self._profiler.__enter__()
         # Allocations are all that is wanted. And a region that is entered under one profile and
         # left under the next, as in free_profiler, would be written to where it no longer is.
-        torch.autograd._enable_record_function(False)
+        _enable_record_function(False)
 
     def _take(self) -> None:
         """Stop to listen, and count what was heard."""
@@ -87,8 +88,8 @@ class DeviceMeter:
             return
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
-        torch.autograd._enable_record_function(True)
-        if not torch.autograd._profiler_enabled():
+        _enable_record_function(True)
+        if not _profiler_enabled():
             raise RuntimeError("somebody else used torch's profiler and ended this meter's")
         profiler.__exit__(None, None, None)
         for address, nbytes in _allocations(profiler):
@@ -119,6 +120,7 @@ def free_profiler() -> Iterator[None]:
 
 def _allocations(profiler: profile) -> Iterator[tuple[int, int]]:
     """Go over the allocator's events of a finished profile as (address, signed bytes)."""
+    assert profiler.kineto_results is not None
     found: list[tuple[int, int, int]] = []
     left: list[Any] = list(reversed(profiler.kineto_results.experimental_event_tree()))
     while left:

@@ -130,13 +130,18 @@ def weights_of_module(module: torch.nn.Module, device: torch.device) -> list[Hos
     """Take the masters from a plain module: its own data where that is in host memory already.
 
     Raises:
-        StoreError: A parameter has no data (it is on the meta device).
+        StoreError: A parameter has no data (it is on the meta device, or was taken over already).
     """
     found = []
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise StoreError(
                 f"parameter {name} is on the meta device and has no data; load the weights first"
+            )
+        if parameter.numel() and not parameter.untyped_storage().nbytes():
+            raise StoreError(
+                f"parameter {name} has a shape and no data. If ds_finepage is attached to the "
+                f"model already, detach it first."
             )
         before = parameter.data
         data = before.cpu()

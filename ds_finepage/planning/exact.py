@@ -2,7 +2,8 @@
 
 For a pass of a few tasks the sets of buffers that may be resident during each task can be gone
 through one by one. The cheapest sequence of sets that ends as it began says who is resident when;
-the stays are then placed offline. Where no layout of the cheapest sequence is found, the next cheapest are tried.
+the stays are then placed offline. Where no layout of the cheapest sequence is found, the next
+cheapest are tried.
 """
 
 from __future__ import annotations

@@ -218,9 +218,12 @@ class _Weights:
             yield from sorted(sizes)
             return
         sizes = {aligned(max(least, int(missing * f)), self.alignment) for f in RING_SHARES}
-        first = aligned(max(least, int(missing * RING_SHARES[0])), self.alignment)
+        # Half of the largest weight is plenty, and less than who never cuts has to keep free.
+        plenty = max(self.sizes[b] for b in self.divisible) // 2
+        share = min(int(missing * RING_SHARES[0]), plenty)
+        first = aligned(max(least, share), self.alignment)
         yield first
-        yield from sorted((sizes | {least}) - {first})
+        yield from sorted((sizes | {least}) - {first}, reverse=True)
 
     def missing_bytes(self, room: int) -> int:
         """Count the bytes that cannot all be kept in ``room``."""

@@ -2,8 +2,8 @@
 
 A linear program chooses which share of the weights stays on the device for good. The rest streams:
 while one layer computes, the weights of the next are copied in, never more than one ahead, and the
-first layer's are copied in behind the last. Within a layer whole weights are assigned by their
-position, so that the share that comes out is not quite the one that was asked for.
+first layer's are copied in behind the last. Weights are assigned whole, the last ones of a layer to
+the device.
 
 ``static`` is the row order: one batch goes through all layers. ``static-zigzag`` lets several
 batches go through a layer before it is replaced, so that its weights are copied in once for all of
@@ -13,12 +13,14 @@ device or wait in host memory, by the second share of the linear program; its KV
 device and is paid for out of the arena. With one batch there is nothing to choose between orders.
 
 Source: "FlexGen" (arXiv 2303.06865), section 4 and its cost model, with the KV cache not paged.
-Kinder than its code in two ways: layers are joined by one wait and not by one a batch, and the copy
-of a layer is spread over all batches of the one before.
+Kinder than its code in three ways: layers are joined by one wait and not by one a batch, the copy
+of a layer is spread over all batches of the one before, and what rounding to whole weights leaves
+over in one layer goes to the next.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -212,8 +214,10 @@ class _Static:
     @cached_property
     def _reserved_bytes(self) -> int:
         """What the further batches take on the device outside the arena."""
-        one = around_bytes(self._graph, self._alignment)
-        return around_bytes(self._unrolled.graph, self._alignment) - one
+        one = dataclasses.replace(self._graph, tasks=())
+        all_of_them = unroll(one, [0], self.num_batches).graph
+        before, after = (around_bytes(g, self._alignment) for g in (one, all_of_them))
+        return after - before
 
     def _crossing(self, start: int) -> list[int]:
         """List the activations that are made before a task and used by it or behind it."""
@@ -264,7 +268,7 @@ class _Static:
             percent: Share of each layer's weights to keep.
             num_waiting: Batches, the last ones, whose activations wait in host memory.
         """
-        kept = {b for layer in self._weights for b in _kept_of(self._graph, layer, percent)}
+        kept = _kept(self._graph, self._weights, percent)
         streamed = [[b for b in layer if b not in kept] for layer in self._weights]
         n, num_layers = self.num_batches, len(streamed)
         steps: list[Step] = []
@@ -310,13 +314,15 @@ def _stretches(graph: TaskGraph) -> list[int]:
     return [0, *starts]
 
 
-def _kept_of(graph: TaskGraph, layer: list[int], percent: int) -> list[int]:
-    """Choose the weights of a layer to keep: those whose middle lies in its last ``percent``."""
-    total = sum(graph.buffers[b].nbytes for b in layer)
-    found, before = [], 0
-    for buffer in layer:
-        nbytes = graph.buffers[buffer].nbytes
-        if (2 * before + nbytes) * 100 >= (100 - percent) * 2 * total:
-            found.append(buffer)
-        before += nbytes
-    return found
+def _kept(graph: TaskGraph, layers: list[list[int]], percent: int) -> set[int]:
+    """Choose weights to keep: of each layer the last ones, and in all ``percent`` of the bytes."""
+    kept: set[int] = set()
+    due = 0  # bytes to keep that no layer has taken yet, times 100
+    for layer in layers:
+        new = [b for b in layer if b not in kept]
+        due += percent * sum(graph.buffers[b].nbytes for b in new)
+        for buffer in reversed(new):
+            if due >= 100 * graph.buffers[buffer].nbytes:
+                due -= 100 * graph.buffers[buffer].nbytes
+                kept.add(buffer)
+    return kept

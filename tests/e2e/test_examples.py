@@ -1,0 +1,136 @@
+"""Every example and every command of the README, each in a process of its own, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+PROMPT = "The planner never sees torch"
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> Run:
+    """``run(*words)`` runs a command in the repository and returns what it printed."""
+
+    def start(*words: str | Path) -> str:
+        done = subprocess.run(
+            list(map(str, words)),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return start
+
+
+@pytest.fixture
+def launcher() -> list[str]:
+    """Return DeepSpeed's launcher on a port that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ["deepspeed", "--num_gpus", "1", "--master_port", str(port)]
+
+
+@pytest.fixture
+def ds_config(tmp_path: Path) -> Path:
+    """configs/finepage_cpu.json with a budget that a tiny model can have."""
+    config = json.loads((ROOT / "configs" / "finepage_cpu.json").read_text())
+    config["finepage"]["device_budget"] = "80%weights"
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_generate_with_plain_python_and_with_the_launcher(
+    run: Run, launcher: list[str], checkpoint: Path, ds_config: Path, tmp_path: Path
+) -> None:
+    given = ["examples/generate.py", "--model", checkpoint, "--prompt", PROMPT, "--new-tokens", 8]
+    deepspeed = ["--deepspeed", "--deepspeed_config"]
+    stock = ROOT / "configs" / "zero_inference_cpu.json"
+    tokens = []
+    for name, before, options in (
+        ("plain", [sys.executable], []),
+        ("stock", [sys.executable], [*deepspeed, stock]),
+        ("planned", [sys.executable], [*deepspeed, ds_config]),
+        ("launched", launcher, [*deepspeed, ds_config]),
+    ):
+        output = tmp_path / f"{name}.json"
+        printed = run(*before, *given, "--json", output, *options)
+        assert "8 new tokens in " in printed
+        found = json.loads(output.read_text())
+        assert len(found["seconds"]) == 1
+        tokens.append(found["tokens"])
+    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+    assert len(set(tokens[0][-8:])) > 1  # greedy tokens vary
+
+
+def test_a_script_that_knows_nothing_of_us(
+    run: Run, launcher: list[str], checkpoint: Path, ds_config: Path
+) -> None:
+    script = ["examples/their_script.py", "--model", checkpoint, "--deepspeed_config", ds_config]
+    planned = run(*launcher, "--module", "ds_finepage.run", *script)
+    assert "ConfiguredFinepageOffload" in planned
+    alone = run(sys.executable, "-m", "ds_finepage.run", *script)
+    assert "ConfiguredFinepageOffload" in alone
+    assert text_of(alone) == text_of(planned)
+
+
+def text_of(printed: str) -> str:
+    """Return what followed the name of the engine's optimizer, without the launcher's lines."""
+    text = printed.partition("ConfiguredFinepageOffload\n")[2]
+    return re.sub(r"\[\d{4}-.*\n?", "", text).strip()
+
+
+def test_pipeline(run: Run, checkpoint: Path, ds_config: Path) -> None:
+    printed = run(
+        sys.executable,
+        "examples/pipeline.py",
+        "--model",
+        checkpoint,
+        "--deepspeed_config",
+        ds_config,
+    )
+    assert "A model that is larger than the memory" in printed
+    assert re.search(r"graph 1: \d+ tasks, 15 runs, .* no plan could do with less than", printed)
+
+
+def test_attach(run: Run) -> None:
+    printed = run(sys.executable, "examples/attach.py")
+    assert "weights 16.03 MiB, budget 6.41 MiB" in printed
+    assert "'aten.addmm.default': 32" in printed
+
+
+def test_each_example_is_run_here() -> None:
+    text = Path(__file__).read_text()
+    assert [name for name in EXAMPLES if f"examples/{name}" not in text] == []
+
+
+def test_the_readme_names_files_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"\b((?:examples|configs|docs|benchmarks)/[\w./-]+\.\w+)", readme))
+    assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    commands = [line.strip() for line in readme.splitlines() if line.startswith("    deepspeed ")]
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        assert words[:3] == ["deepspeed", "--num_gpus", "1"]
+        assert "--deepspeed_config" in words

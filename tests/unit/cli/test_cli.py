@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_finepage import __version__, cli
+from ds_finepage.errors import (
+    BudgetExceededError,
+    CaptureError,
+    ConfigError,
+    FinepageError,
+    PlanInfeasibleError,
+)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A subcommand ``fake`` whose ``run`` a test sets."""
+    module = SimpleNamespace(
+        __doc__="Do a thing.\n\nAnd more.",
+        add_arguments=lambda parser: parser.add_argument("--number", type=int, default=0),
+        run=lambda arguments: arguments.number,
+    )
+    monkeypatch.setitem(sys.modules, "ds_finepage.cli.fake", module)
+    monkeypatch.setattr(cli, "COMMANDS", ("fake",))
+    return module
+
+
+def test_the_exit_status_is_the_commands(command: SimpleNamespace) -> None:
+    assert cli.main(["fake"]) == 0
+    assert cli.main(["fake", "--number", "3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("no"), 2),
+        (PlanInfeasibleError("no"), 2),
+        (FinepageError("no"), 1),
+        (CaptureError("no"), 1),
+        (BudgetExceededError("no"), 1),
+    ],
+)
+def test_errors_become_messages(
+    command: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
+    error: FinepageError,
+    status: int,
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    command.run = run
+    assert cli.main(["fake"]) == status == error.exit_status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "ds-finepage: no\n")
+
+
+def test_an_interrupt_is_no_error(
+    command: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command.run = run
+    assert cli.main(["fake"]) == 130
+    assert capsys.readouterr().err == "ds-finepage: interrupted\n"
+
+
+def test_our_own_mistakes_are_not_hidden(command: SimpleNamespace) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise AssertionError("a bug")
+
+    command.run = run
+    with pytest.raises(AssertionError, match="a bug"):
+        cli.main(["fake"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["demo", "--no-such-option"]])
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: ds-finepage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_modules_docstring_is_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    text = import_module(f"ds_finepage.cli.{name}").__doc__
+    assert text is not None
+    assert text.strip() in capsys.readouterr().out
+
+
+def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert f"\n    {name} " in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_help_starts_without_anything_heavy() -> None:
+    code = (
+        "import sys; from ds_finepage.cli import make_parser; make_parser(); "
+        "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "40%"], "finepage.device_budget: '40%' is ambiguous"),
+        (["--budget", "lots"], "finepage.device_budget: cannot read 'lots'"),
+        (["--policy", "finepag"], "Did you mean 'finepage'?"),
+        (["--new-tokens", "3"], "--new-tokens: 3 is too few"),
+        (["--keep", __file__], "is not an empty folder. Name a new one."),
+    ],
+)
+def test_the_demo_refuses_at_once(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_demo_names_the_process_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_finepage.cli import demo
+
+    class Broken(demo.Demo):
+        def run(self, shape: Any) -> Any:
+            self._python("broken", "-c", "print('first'); raise SystemExit('the reason')")
+
+    monkeypatch.setattr(demo, "Demo", Broken)
+    assert cli.main(["demo"]) == 1
+    error = capsys.readouterr().err
+    assert "the process 'broken' ended with status 1: the reason (With --keep DIR" in error
