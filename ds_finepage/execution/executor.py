@@ -137,7 +137,7 @@ class Executor:
         for patch in self._patches:
             patch.container[patch.key] = external[patch.tensor]
         try:
-            self._lanes.run(program, self._actions(external))
+            self._lanes.run(program, self._actions(program, external))
         finally:
             for patch in self._patches:
                 patch.container[patch.key] = None
@@ -315,7 +315,7 @@ class Executor:
 
     # Hooks and measurement, which cost nothing while nobody asks for them.
 
-    def _actions(self, external: dict[int, torch.Tensor]) -> dict[int, Action]:
+    def _actions(self, program: Program, external: dict[int, torch.Tensor]) -> dict[int, Action]:
         if not self._hooks and self.spans is None:
             return self.actions
         actions = dict(self.actions)
@@ -323,7 +323,6 @@ class Executor:
             if self._hooks and node.kind is NodeKind.COMPUTE:
                 actions[node.id] = self._hooked(node, actions[node.id], external)
         if self.spans is not None:
-            program = lower(self.memgraph, poison=self._poison)
             self.spans.clear()
             origin = time.perf_counter_ns()
             for step in program.merged:

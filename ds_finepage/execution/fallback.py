@@ -25,6 +25,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.hooks import RemovableHandle
 
+from ds_finepage.errors import StoreError
 from ds_finepage.execution.stores import WeightTable
 
 
@@ -34,6 +35,7 @@ class _FetchingInterpreter(Interpreter):
     def __init__(self, module: GraphModule, weights: WeightTable) -> None:
         super().__init__(module)
         self._weights = weights
+        self._fetched: list[tuple[torch.Tensor, int]] = []  # by the node that runs, and versions
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -48,7 +50,19 @@ class _FetchingInterpreter(Interpreter):
 
         if n.op == "output":
             return args, kwargs
-        return torch.utils._pytree.tree_map(replace, (args, kwargs))
+        replaced = torch.utils._pytree.tree_map(replace, (args, kwargs))
+        self._fetched = [(t, t._version) for t in fetched.values()]
+        return replaced
+
+    def run_node(self, n: Node) -> Any:
+        self._fetched = []
+        result = super().run_node(n)
+        if any(tensor._version != version for tensor, version in self._fetched):
+            raise StoreError(
+                f"{n.name} changes a weight, and host masters are read-only. Detach finepage for "
+                f"a model that changes its weights in forward."
+            )
+        return result
 
 
 def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable) -> Any:

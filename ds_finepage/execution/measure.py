@@ -29,7 +29,7 @@ REPEAT_BELOW_NS = 2_000_000
 class OpCost:
     """What one op takes."""
 
-    time_ns: int
+    time_ns: int | None  # None: it could not be run on scratch tensors
     workspace_bytes: int
 
 
@@ -89,7 +89,10 @@ class OpMeter:
         return dataclasses.replace(graph, tasks=tasks)
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        # Ops that draw random numbers must not draw them from the program's own sequence.
+        devices = [self._device] if self._device.type == "cuda" else []
+        fork = torch.random.fork_rng(devices)
+        with torch.inference_mode(False), torch.no_grad(), fork:
             if self._device.type == "cuda":
                 self._measure_on_cuda(graph, tasks)
             else:
@@ -100,7 +103,11 @@ class OpMeter:
         at_start = torch.cuda.memory_allocated(device)
         for signature, task in tasks.items():
             bound = _on_scratch(graph, task, device)
-            bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
+            try:
+                bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
+            except RuntimeError:
+                self._costs[signature] = _unmeasured(graph, task)
+                continue
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
@@ -120,16 +127,27 @@ class OpMeter:
     def _measure_on_cpu(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Kineto announces every start and stop on stderr at lower levels.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        times: list[int] = []
+        times: list[int | None] = []
         with profile(use_kineto=False, profile_memory=True) as profiler:
             for index, task in enumerate(tasks.values()):
                 bound = _on_scratch(graph, task, self._device)
                 with record_function(f"{_MARK}{index}"):
-                    best = _time(bound)
-                times.append(best)
+                    try:
+                        times.append(_time(bound))
+                    except RuntimeError:
+                        times.append(None)
         peaks = _peaks(profiler)
-        for index, signature in enumerate(tasks):
-            self._costs[signature] = OpCost(times[index], peaks.get(index, 0))
+        for index, (signature, task) in enumerate(tasks.items()):
+            took = times[index]
+            self._costs[signature] = (
+                _unmeasured(graph, task) if took is None else OpCost(took, peaks.get(index, 0))
+            )
+
+
+def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
+    """Estimate an op that refuses zeros, such as a draw from a distribution."""
+    results = sum(_result_bytes(graph, r) for r in task.results if r is not None)
+    return OpCost(time_ns=None, workspace_bytes=results)
 
 
 _MARK = "finepage::"

@@ -66,7 +66,7 @@ class WeightTable:
             weight.restore()
 
     def disturbed(self) -> list[str]:
-        """Empty the parameters that somebody else filled or resized; return their names.
+        """Empty the parameters that somebody else resized; return their names.
 
         ``GatheredParameters`` leaves a parameter without its shape, and may have changed it.
         """

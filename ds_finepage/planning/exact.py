@@ -20,9 +20,9 @@ from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.layout import Tenancy, first_fit
 from ds_finepage.planning.liveness import aligned, uses
 
-MAX_TASKS = 12
-MAX_BUFFERS = 20
-MAX_WEIGHTS = 8
+MAX_TASKS = 8
+MAX_BUFFERS = 14
+MAX_WEIGHTS = 6
 NUM_PATHS = 12
 NUM_SEQUENCES = 400
 """How many ways to the same residency, and how many whole sequences, are tried to be placed."""

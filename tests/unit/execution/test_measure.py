@@ -248,9 +248,6 @@ def test_measuring_works_in_inference_mode() -> None:
         assert len(measured(draft)) == 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="measuring draws from the program's own generator, so the next draw differs"
-)
 def test_measuring_leaves_the_random_generator_alone() -> None:
     draft = Draft()
     x = draft.tensor(ACTIVATION, 8)
@@ -260,14 +257,12 @@ def test_measuring_leaves_the_random_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="an op that refuses zeros ends the user's forward pass"
-)
 def test_an_op_that_refuses_zeros_does_not_end_the_pass() -> None:
     draft = Draft()
     x, y = draft.tensor(INPUT, 2, 8), draft.tensor(ACTIVATION, 2, 1, dtype="int64")
     draft.task("aten.multinomial.default", x, 1, out=(y,))
-    measured(draft)
+    (task,) = OpMeter(CPU).with_costs(draft.graph()).tasks
+    assert task.time_ns is None and task.workspace_bytes == 2 * 8
 
 
 # --- estimates -------------------------------------------------------------------------------

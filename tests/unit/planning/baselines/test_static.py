@@ -1,0 +1,191 @@
+"""Policies static*: shares, one layer ahead, row and zig-zag order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph import codec
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
+from ds_finepage.planning.baselines.unroll import unroll
+from ds_finepage.planning.simulator import simulate
+from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
+from tests.unit.planning.sketches import sketch
+
+
+def row(graph: TaskGraph, units: int) -> MemGraph:
+    found = plan_static(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
+    return check(found)
+
+
+def zigzag(graph: TaskGraph, units: int) -> MemGraph:
+    found = plan_static_zigzag(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
+    return check(found)
+
+
+# Row order.
+
+
+def test_a_layer_is_brought_in_while_the_one_before_computes() -> None:
+    """And the first one while the last does."""
+    assert moved(row(layered(2), 6), NodeKind.RELOAD, NodeKind.DROP) == [
+        *("reload layers.0.lin0", "reload layers.0.lin1", "embed", "drop embed"),
+        *("reload layers.1.lin0", "reload layers.1.lin1", "layers.0.lin0", "layers.0.lin1"),
+        *("drop layers.0.lin0", "drop layers.0.lin1"),
+        *("reload head", "layers.1.lin0", "layers.1.lin1"),
+        *("drop layers.1.lin0", "drop layers.1.lin1"),
+        *("reload embed", "head", "drop head"),
+    ]
+
+
+def test_never_more_than_one_layer_ahead() -> None:
+    """However fast the link: the copies for layer i + 1 wait for layer i - 1."""
+    fast = dataclasses.replace(CARD, h2d_bytes_per_s=1e15)
+    memgraph = row(layered(6, task_ns=1000), 6)
+    spans = {s.name: s for s in simulate(memgraph, fast).spans}
+    for i in range(4):
+        reload = spans[f"reload layers.{i + 2}.lin0.weight"]
+        assert reload.start_ns >= spans[f"task {2 + 2 * i} test.linear (layers.{i}.lin1)"].end_ns
+
+
+@pytest.mark.parametrize("units", range(6, 21))
+def test_more_room_keeps_more(units: int) -> None:
+    graph = layered(7, weights_a_layer=2)
+    memgraph = row(graph, units)
+    assert memgraph.entry == memgraph.exit
+    assert memgraph.offloaded_bytes == 0
+    assert memgraph.reloaded_bytes <= row(graph, units - 1).reloaded_bytes if units > 6 else True
+    # Two layers and two activations are beside the share that is kept.
+    assert memgraph.reloaded_bytes <= max(0, 16 - (units - 6) + 3) * UNIT
+
+
+def test_all_that_fits_is_kept() -> None:
+    assert row(layered(3), 10).reloaded_bytes == 0
+    assert row(layered(3), 9).reloaded_bytes > 0
+
+
+def test_a_tied_weight_is_brought_in_for_both_its_layers() -> None:
+    memgraph = row(layered(4, is_tied=True), 6)
+    reloaded = [n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD]
+    assert memgraph.entry == memgraph.exit
+    assert set(reloaded) == set(range(9))
+
+
+def test_less_than_two_layers_is_refused() -> None:
+    row(layered(3, weights_a_layer=4), 10)
+    with pytest.raises(PlanInfeasibleError) as caught:
+        row(layered(3, weights_a_layer=4), 9)
+    assert "policy 'static' holds" in str(caught.value) and "(640 bytes)" in str(caught.value)
+
+
+def test_a_model_without_layers_is_brought_in_as_its_labels_change() -> None:
+    graph = sketch(
+        "w0:64 w1:64 w2:64 w3:64 a:64", "w0 -> a", "w1 a -> a", "w2 a -> a", "w3 a -> a"
+    )
+    memgraph = row(graph, 3)
+    assert memgraph.reloaded_bytes == 4 * UNIT
+    assert memgraph.peak_bytes == 3 * UNIT
+
+
+# Zig-zag order.
+
+
+def resized(graph: TaskGraph, **units: int) -> TaskGraph:
+    """Change the size of all buffers of a kind."""
+    buffers = tuple(
+        dataclasses.replace(b, nbytes=units.get(b.kind.value, 1) * UNIT) for b in graph.buffers
+    )
+    return dataclasses.replace(graph, buffers=buffers)
+
+
+def test_several_batches_share_what_is_brought_in() -> None:
+    graph = resized(layered(4), weight=400)
+    units = 4 * 400 + 200
+    one, several = row(graph, units), zigzag(graph, units)
+    num_batches = several.graph.num_batches
+    assert num_batches == 8
+    assert len(several.graph.tasks) == 8 * len(graph.tasks)
+    assert several.reloaded_bytes == one.reloaded_bytes == graph.weight_bytes
+    assert simulate(several, CARD).total_ns < 1.01 * simulate(one, CARD).total_ns
+    assert several.offloaded_bytes == 0
+
+
+def test_one_batch_will_do_where_all_fits() -> None:
+    memgraph = zigzag(layered(4), 60)
+    assert memgraph.reloaded_bytes == 0
+    assert memgraph.graph.num_batches == 1
+
+
+def test_batches_take_turns_in_each_layer() -> None:
+    memgraph = zigzag(resized(layered(4), weight=400), 4 * 400 + 200)
+    labels = [task.label for task in memgraph.graph.tasks]
+    assert labels[:8] == ["embed"] * 8
+    assert labels[8:24] == ["layers.0.lin0", "layers.0.lin1"] * 8
+
+
+def test_further_kv_caches_are_paid_for() -> None:
+    """With large caches one batch is all that fits, and the orders are one."""
+    graph = resized(layered(4), state=100)
+    alone, together = row(graph, 8), zigzag(graph, 8)
+    assert together.graph.num_batches == 1
+    assert dataclasses.replace(together, policy="static") == alone
+
+
+def test_what_does_not_fit_of_the_activations_waits_in_host_memory() -> None:
+    """Weights that are dear to bring in and activations that are not small."""
+    graph = resized(layered(3), weight=400, activation=40)
+    memgraph = zigzag(graph, 4 * 400 + 2 * 40 + 200)
+    assert memgraph.graph.num_batches == 8
+    assert memgraph.offloaded_bytes > 0
+    assert memgraph.reloaded_bytes < 8 * graph.weight_bytes
+
+
+# Unrolling.
+
+
+def test_unrolled_batches_share_weights_and_nothing_else() -> None:
+    graph = layered(2)
+    found = unroll(graph, [0, 1, 3, 5], 3)
+    assert found.graph.num_batches == 3
+    assert found.graph.weight_bytes == graph.weight_bytes
+    for kind in (BufferKind.STATE, BufferKind.INPUT, BufferKind.ACTIVATION, BufferKind.OUTPUT):
+        before, after = (sum(b.kind is kind for b in g.buffers) for g in (graph, found.graph))
+        assert after == 3 * before
+    own = [set(ids.values()) for ids in found.buffers]
+    weights = {b.id for b in graph.buffers if b.kind is BufferKind.WEIGHT}
+    assert own[0] & own[1] == own[1] & own[2] == weights
+    assert codec.loads(codec.dumps(found.graph), TaskGraph) == found.graph
+
+
+def test_each_unrolled_batch_does_what_the_one_did() -> None:
+    graph = layered(2)
+    found = unroll(graph, [0, 1, 3, 5], 3)
+    for ids in found.buffers:
+        mine = [t for t in found.graph.tasks if set(t.writes) <= set(ids.values())]
+        back = {new: old for old, new in ids.items()}
+        assert [t.label for t in mine] == [t.label for t in graph.tasks]
+        for copy, task in zip(mine, graph.tasks, strict=True):
+            assert tuple(back[b] for b in copy.reads) == task.reads
+            assert tuple(back[b] for b in copy.writes) == task.writes
+            (result,) = copy.results
+            assert back[found.graph.tensors[result].buffer] == task.writes[-1]
+
+
+def test_unrolled_inputs_and_outputs_have_positions_of_their_own() -> None:
+    graph = layered(2)
+    found = unroll(graph, [0], 2).graph
+    positions = [i.position for i in found.inputs]
+    assert len(positions) == len(set(positions))
+    assert [o.position for o in found.outputs] == [None, 0, None, len(graph.inputs)]
+    assert len({o.tensor for o in found.outputs if o.tensor is not None}) == 2
+
+
+def test_one_batch_unrolled_is_the_pass() -> None:
+    graph = layered(2)
+    found = unroll(graph, [0, 3], 1)
+    assert found.graph.tasks == graph.tasks and found.graph.buffers == graph.buffers
