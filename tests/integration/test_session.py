@@ -511,6 +511,35 @@ def test_layers_that_share_a_graph_have_weights_of_their_own() -> None:
     handle.detach()
 
 
+class Counts(nn.Module):
+    """Changes its weights while it runs, one of them through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.table = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        row = self.table[1]
+        row.add_(self.calls)
+        return x + self.calls + self.table.sum(0) + row
+
+
+def test_a_weight_that_forward_changes_stays_changed() -> None:
+    torch._dynamo.reset()
+    x, model, plain = torch.randn(4), Counts(), Counts()
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    for _ in range(3):
+        assert torch.equal(model(x), plain(x))
+    assert handle.stats.num_unplanned_graphs == 3
+    assert "writes to weight" in handle.stats.unplanned_reasons[0]
+    handle.detach()
+    assert torch.equal(model.calls, plain.calls)
+    assert torch.equal(model.table, plain.table)
+    assert torch.equal(model(x), plain(x))
+
+
 def test_behind_the_recompile_limit_a_model_still_runs() -> None:
     torch._dynamo.reset()
     model = Broken("").eval()

@@ -34,6 +34,7 @@ from ds_finepage.graph.taskgraph import (
     BufferKind,
     GraphInput,
     GraphOutput,
+    ModuleCall,
     Ref,
     Symbol,
     Task,
@@ -90,6 +91,12 @@ def make_graph() -> TaskGraph:
             GraphOutput(),
         ),
         versions=VERSIONS,
+        calls=(
+            ModuleCall("", "Model", 0, 0, 2),
+            ModuleCall("layers.0", "Linear", 1, 0, 1),
+            ModuleCall("drop", "Dropout", 1, 2, 2),
+        ),
+        num_batches=3,
     )
 
 
@@ -250,7 +257,7 @@ def test_bytes_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
 def test_text_is_ascii_with_one_row_a_line() -> None:
     text = codec.dumps(GRAPH)
     assert text.isascii() and text.endswith("}\n")
-    assert sum(line.startswith("[") for line in text.splitlines()) == 5 + 4 + 2 + 1 + 4
+    assert sum(line.startswith("[") for line in text.splitlines()) == 5 + 4 + 2 + 1 + 4 + 3
 
 
 def test_large_graph_in_a_second() -> None:
@@ -497,6 +504,12 @@ WRONG_GRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (cell("outputs", 1, "position", "0"), r"outputs\[1\]\.position must be an integer"),
     (cell("outputs", 2, "host", -1), r"outputs\[2\]\.host is -1"),
     (cell("outputs", 1, "host", 0), r"outputs\[1\] is more than one of tensor, position, host"),
+    (cell("calls", 1, "name", None), r"calls\[1\]\.name must be a string"),
+    (cell("calls", 1, "class_name", 1), r"calls\[1\]\.class_name must be a string"),
+    (cell("calls", 1, "depth", -1), r"calls\[1\]\.depth is -1"),
+    (cell("calls", 0, "end", 3), r"calls\[0\] runs tasks \[0, 3\), not inside 0\.\.2"),
+    (cell("calls", 2, "begin", 3), r"calls\[2\] runs tasks \[3, 2\), not inside 0\.\.2"),
+    (field("num_batches", -1), "num_batches is -1"),
 ]
 
 

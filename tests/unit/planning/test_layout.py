@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ds_finepage.graph.memgraph import Extent
-from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
+from ds_finepage.planning.layout import LiveBuffer, Tenancy, first_fit, place, top_of
 
 
 def random_live(seed: int) -> list[LiveBuffer]:
@@ -42,6 +42,24 @@ def test_the_result_does_not_depend_on_the_order_of_the_input(seed: int) -> None
 def test_a_chain_of_two_sizes_needs_what_is_live_at_most() -> None:
     chain = [LiveBuffer(i, 64 * (1 + i % 2), i, i + 1) for i in range(50)]
     assert top_of(place(chain)) == 64 * 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_items_may_live_in_several_stretches(seed: int) -> None:
+    """As one does that lives across the end of a pass."""
+    rng = random.Random(seed)
+    items = [
+        (64 * rng.randint(1, 9), sorted(rng.sample(range(20), rng.randint(1, 12))))
+        for _ in range(25)
+    ]
+    placed = first_fit(items)
+    for i, (_, tasks) in enumerate(items):
+        beside = [
+            p for p, (_, others) in zip(placed, items[:i], strict=False) if {*tasks} & {*others}
+        ]
+        assert not any(placed[i].overlaps(p) for p in beside)
+        lower = [e.end for e in beside if e.end <= placed[i].offset]
+        assert placed[i].offset in [0, *lower]
 
 
 def test_nothing_needs_nothing() -> None:
