@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of all subcommands."""
-    parser = argparse.ArgumentParser(prog="ds-finepage", description=ds_finepage.__doc__)
+    purpose = (ds_finepage.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="ds-finepage", description=purpose)
     parser.add_argument("--version", action="version", version=ds_finepage.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for name in COMMANDS:

@@ -235,14 +235,15 @@ class Demo:
             self._python("checkpoint", "-m", "ds_finepage.cli.checkpoint", self._model, shape_json)
             for name in ENGINES:
                 self._write_config(name)
-        with (
-            self._step("plain transformers for reference; both engines with a memory meter"),
-            ThreadPoolExecutor(max_workers=2) as pool,  # nothing is timed here
-        ):
-            plain = pool.submit(self._generate, "plain")
-            metered = {name: pool.submit(self._meter, name) for name in ENGINES}
-            expected = plain.result()["tokens"]
-            readings = {name: future.result() for name, future in metered.items()}
+        pool = ThreadPoolExecutor(max_workers=2)  # nothing is timed here
+        with self._step("plain transformers for reference; both engines with a memory meter"):
+            try:
+                plain = pool.submit(self._generate, "plain")
+                metered = {name: pool.submit(self._meter, name) for name in ENGINES}
+                expected = plain.result()["tokens"]
+                readings = {name: future.result() for name, future in metered.items()}
+            finally:
+                pool.shutdown(cancel_futures=True)
         engines = {}
         for name, title in ENGINES.items():
             with self._step(title):
@@ -311,6 +312,7 @@ class Demo:
         with log.open("w") as stream:
             done = subprocess.run(
                 [sys.executable, *arguments],
+                cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

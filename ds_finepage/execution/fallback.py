@@ -17,7 +17,6 @@ kept from Dynamo altogether.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
 
@@ -31,67 +30,46 @@ from ds_finepage.execution.stores import WeightTable
 
 
 class _FetchingInterpreter(Interpreter):
-    """Runs a torch-level graph; a weight is on the device only while an op uses it.
-
-    A copy that an op returned a view of stays until the end, and what ops change in a weight goes
-    back into its master.
-    """
+    """Runs a torch-level graph; a weight is on the device only while an op uses it."""
 
     def __init__(self, module: GraphModule, weights: WeightTable) -> None:
         super().__init__(module)
         self._weights = weights
-        self._kept: dict[int, _Copy] = {}  # id(parameter) -> its copy
-        self._used: dict[int, _Copy] = {}  # those of the present op
-
-    def run(self, *args: Any) -> Any:
-        result = super().run(*args)
-        self._store(self._kept)
-        return result
-
-    def run_node(self, n: Node) -> Any:
-        self._used = {}
-        result = super().run_node(n)
-        storages = {
-            t.untyped_storage()._cdata
-            for t in torch.utils._pytree.tree_leaves(result)
-            if isinstance(t, torch.Tensor)
-        }
-        for key, copy in list(self._used.items()):
-            if copy.full.untyped_storage()._cdata in storages:
-                self._kept[key] = self._used.pop(key)
-        self._store(self._used)
-        return result
+        self._fetched: list[tuple[torch.Tensor, int]] = []  # by the node that runs, and versions
+        self._viewed: list[tuple[torch.Tensor, int]] = []  # those that there are views of
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
+        fetched: dict[int, torch.Tensor] = {}
+
+        def replace(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value not in self._weights:
+                return value
+            if id(value) not in fetched:
+                fetched[id(value)] = self._weights.fetch(value)
+            return fetched[id(value)]
+
         if n.op == "output":
             return args, kwargs
-        return torch.utils._pytree.tree_map(self._replace, (args, kwargs))
+        replaced = torch.utils._pytree.tree_map(replace, (args, kwargs))
+        self._fetched = [(t, t._version) for t in fetched.values()]
+        return replaced
 
-    def _replace(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value not in self._weights:
-            return value
-        key = id(value)
-        if key in self._kept:
-            return self._kept[key].full
-        if key not in self._used:
-            full = self._weights.fetch(value)
-            self._used[key] = _Copy(value, full, full._version)
-        return self._used[key].full
-
-    def _store(self, copies: dict[int, _Copy]) -> None:
-        for copy in copies.values():
-            if copy.full._version != copy.version:
-                self._weights.store(copy.parameter, copy.full)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A weight on the device, and its version when it was fetched."""
-
-    parameter: torch.Tensor
-    full: torch.Tensor
-    version: int
+    def run_node(self, n: Node) -> Any:
+        self._fetched = []
+        result = super().run_node(n)
+        if any(tensor._version != version for tensor, version in self._fetched + self._viewed):
+            raise StoreError(
+                f"{n.name} changes a weight, and host masters are read-only. Detach finepage for "
+                f"a model that changes its weights in forward."
+            )
+        storages = [
+            t.untyped_storage()._cdata
+            for t in torch.utils._pytree.tree_leaves(result)
+            if isinstance(t, torch.Tensor)
+        ]
+        self._viewed += [f for f in self._fetched if f[0].untyped_storage()._cdata in storages]
+        return result
 
 
 def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable) -> Any:

@@ -82,18 +82,9 @@ class WeightTable:
 
     def fetch(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a full copy of a weight on the device, outside any plan."""
-        return _materialize(self._of(parameter), self._device)
-
-    def store(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
-        """Take over what has become of a copy; whoever holds other copies must drop them."""
-        weight = self._of(parameter)
-        with torch.inference_mode(False), torch.no_grad():
-            weight.master.copy_(_bytes_of(full, weight))
-
-    def _of(self, parameter: torch.Tensor) -> HostWeight:
         for weight in self._weights:
             if weight.parameter is parameter:
-                return weight
+                return _materialize(weight, self._device)
         raise StoreError("a parameter that was not there when the model was attached")
 
     def __contains__(self, parameter: object) -> bool:
@@ -106,7 +97,9 @@ class WeightTable:
 
     def empty(self, parameter: torch.nn.Parameter) -> None:
         """Take the bytes of one parameter away again."""
-        self._empty(self._of(parameter))
+        for weight in self._weights:
+            if weight.parameter is parameter:
+                self._empty(weight)
 
     def _empty(self, weight: HostWeight) -> None:
         with torch.inference_mode(False):
@@ -120,14 +113,10 @@ class WeightTable:
 def _materialize(weight: HostWeight, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         full = torch.empty_strided(weight.shape, weight.stride, dtype=weight.dtype, device=device)
-        _bytes_of(full, weight).copy_(weight.master)
+        full.as_strided((weight.master.numel() // weight.dtype.itemsize,), (1,)).view(
+            torch.uint8
+        ).copy_(weight.master)
     return full
-
-
-def _bytes_of(full: torch.Tensor, weight: HostWeight) -> torch.Tensor:
-    """Return the bytes of a full copy in the order in which the master has them."""
-    num_elements = weight.master.numel() // weight.dtype.itemsize
-    return full.as_strided((num_elements,), (1,)).view(torch.uint8)
 
 
 def _num_elements(shape: tuple[int, ...]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +150,22 @@ def test_a_kept_folder_is_not_overwritten(
 ) -> None:
     assert main(["demo", "--keep", str(kept[0])]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it(tmp_path: Path, environment: dict[str, str]) -> None:
+    """As from a terminal: the whole process group gets the signal."""
+    code = "import sys; from ds_finepage.cli import main; sys.exit(main(['demo', '--tiny']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**environment, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("making a Llama checkpoint")
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "ds-finepage: interrupted\n")
+    assert list(tmp_path.glob("ds-finepage-demo-*")) == []
