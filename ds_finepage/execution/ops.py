@@ -100,41 +100,49 @@ def bind(
     if task.op == JOIN:
         return BoundTask(_nothing, [], {})
     op = resolve_op(task.op)
-
-    def place(container: Any, key: Any, ref: Ref) -> torch.Tensor | None:
-        found = tensor(ref.tensor)
-        if found is None:
-            patches.append(Patch(container, key, ref.tensor))
-        return found
-
-    def decode(container: Any, key: Any, value: Any) -> Any:
-        if isinstance(value, Ref):
-            return place(container, key, value)
-        if isinstance(value, Symbol):
-            return _symbol(value)
-        if isinstance(value, tuple):
-            items: list[Any] = [None] * len(value)
-            for i, item in enumerate(value):
-                items[i] = decode(items, i, item)
-            return items
-        return value
-
     args: list[Any] = [None] * len(task.args)
     for i, value in enumerate(task.args):
-        args[i] = decode(args, i, value)
+        args[i] = _decode(args, i, value, tensor, patches)
     kwargs: dict[str, Any] = {}
     for name, value in task.kwargs:
-        kwargs[name] = decode(kwargs, name, value)
+        kwargs[name] = _decode(kwargs, name, value, tensor, patches)
     outs: list[Any] = [None] * len(task.results)
     for i, result in enumerate(task.results):
         if result is not None:
-            outs[i] = place(outs, i, Ref(result))
+            outs[i] = _decode(outs, i, Ref(result), tensor, patches)
     bound = _choose(op, args, kwargs, outs, patches)
     if bound.call is run_and_copy:
         for i, result in enumerate(task.results):
             if result in unused:
                 outs[i] = None
     return bound
+
+
+def _decode(
+    container: Any,
+    key: Any,
+    value: Any,
+    tensor: Callable[[int], torch.Tensor | None],
+    patches: list[Patch],
+) -> Any:
+    """Turn a written-down argument, to be put into ``container[key]``, into the real one.
+
+    Not a closure: one that calls itself is a reference cycle, and would keep the tensors, and so
+    the arena, until the garbage collector comes by.
+    """
+    if isinstance(value, Ref):
+        found = tensor(value.tensor)
+        if found is None:
+            patches.append(Patch(container, key, value.tensor))
+        return found
+    if isinstance(value, Symbol):
+        return _symbol(value)
+    if isinstance(value, tuple):
+        items: list[Any] = [None] * len(value)
+        for i, item in enumerate(value):
+            items[i] = _decode(items, i, item, tensor, patches)
+        return items
+    return value
 
 
 def _choose(

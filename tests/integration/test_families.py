@@ -76,7 +76,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     gc.collect()
     gc.freeze()  # Dynamo leaves much behind, and planning would make the collector go over it
     yield plain
-    gc.unfreeze()
     plain.handle.detach()
     assert torch.equal(logits(model, PROMPT), plain.logits)
 

@@ -1,0 +1,25 @@
+"""Keeps what one file does to torch away from the next, and the collector off what is old."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+LINEAR = torch.nn.functional.linear
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plain_linear() -> Iterator[None]:
+    """Take DeepSpeed's own function out again, which ``zero.Init`` leaves in place."""
+    yield
+    torch.nn.functional.linear = LINEAR
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_heap() -> None:
+    """Take what is there by now out of later collections; it is large, and each goes over it."""
+    gc.collect()
+    gc.freeze()
