@@ -43,9 +43,10 @@ from ds_finepage.planning.liveness import (
     needed_arena_bytes,
     require_feasible,
 )
-from ds_finepage.planning.policies import CAN_SPLIT, plan_steady
+from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, plan_steady
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
+from ds_finepage.planning.standing import Standing, standing_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,14 @@ class _Pass:
     stats: PassStats
     memgraph: MemGraph | None = None
     executor: Executor | None = None
+    num_entries: int = 0  # runs that followed another pass
+    neighbour: _Pass | None = None  # the pass whose kept weights this one leaves in place
     extra_workspace_bytes: int = 0  # beyond that of the captured tasks, where plans cut them
+
+    @property
+    def is_visitor(self) -> bool:
+        """True where most runs followed another pass."""
+        return 2 * self.num_entries > self.stats.num_runs
 
 
 class Handle:
@@ -153,6 +161,7 @@ class Handle:
         self._costs = OpMeter(device)
         self._arena: Arena | None = None
         self._arena_limit = budget_bytes  # only ever shrinks
+        self._last: _Pass | None = None
         self._residents: Residents = {}
         self._passes: dict[tuple[int, tuple[Any, ...]], _Pass | None] = {}
         self._num_graphs = 0
@@ -303,10 +312,28 @@ class Handle:
             self.stats.num_unplanned_graphs += 1
             self._release_arena()
             return run_unplanned(graph.module, args, self._weights)
+        self._visit(found)
         executor = self._executor(found)
         result = executor.run(args, graph.host_outputs(args), self._residents)
         self._count(found.stats, executor)
         return result
+
+    def _visit(self, found: _Pass) -> None:
+        """Note that a pass runs next; let it make way if it keeps following another one.
+
+        A decode step comes again and again, a prefill comes between decode steps: what the prefill
+        keeps for itself is gone each time, so it had better leave the decode step's weights alone.
+        """
+        before, self._last = self._last, found
+        if before is found:
+            return
+        may_adapt = found.is_visitor and self._policy in CYCLIC
+        found.num_entries += 1
+        if before is None or before.memgraph is None or not may_adapt:
+            return
+        if found.neighbour is not before and before.neighbour is not found:
+            found.neighbour = before
+            found.memgraph = found.executor = None
 
     def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> _Pass | None:
         """Capture a shape; None where it has to run without a plan."""
@@ -410,7 +437,15 @@ class Handle:
     def _plan(self, found: _Pass, arena_bytes: int) -> MemGraph:
         graph = found.graph
         path = None
-        if self._plan_dir is not None and not self._split:  # a plan of a cut graph is planned anew
+        standing: tuple[Standing, ...] = ()
+        if found.neighbour is not None:
+            kept = found.neighbour.memgraph
+            if kept is None or kept.arena_bytes != arena_bytes:
+                found.neighbour = None  # it will be planned anew, and then this pass again
+            else:
+                standing = standing_of(kept)
+        # A plan of a cut graph, or one that depends on another plan, is planned anew.
+        if self._plan_dir is not None and not self._split and not standing:
             name = f"{fingerprint(graph)[:16]}-{self._policy}-{arena_bytes}.json"
             path = self._plan_dir / name
         if path is not None and path.exists():
@@ -423,6 +458,7 @@ class Handle:
                 alignment=self._alignment,
                 profile=self.profile,
                 split=self._split,
+                standing=standing,
             )
             self.stats.num_plans += 1
             if path is not None:

@@ -13,18 +13,25 @@ looks farther ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.exact import is_tiny, plan_exact
-from ds_finepage.planning.keeping import candidates, plan_keeping, weights_by_first_use
+from ds_finepage.planning.keeping import (
+    STREAM_FACTORS,
+    candidates,
+    least_lower_bytes,
+    plan_keeping,
+    weights_by_first_use,
+)
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible, uses
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import Divisible, cut_weights, divisible_weights, gather_rows
+from ds_finepage.planning.standing import Standing, spread_order, stack_down
 from ds_finepage.planning.stream import StreamPlanner, place_activations
 
 RING_SHARES = (0.012, 0.018, 0.006, 0.03)
@@ -50,6 +57,7 @@ class _Chosen:
 
     graph: TaskGraph
     streamed: list[int]
+    standing: Mapping[int, Extent] = field(default_factory=dict)  # kept, at these places
 
 
 def plan_finepage(
@@ -59,6 +67,7 @@ def plan_finepage(
     alignment: int,
     profile: HardwareProfile | None = None,
     split: bool = False,
+    standing: Sequence[Standing] = (),
 ) -> MemGraph:
     """Plan a cyclic pass: the fastest, and of equally fast plans the one with fewest bytes.
 
@@ -69,11 +78,18 @@ def plan_finepage(
         profile: Rates to predict the time with. Without one, bytes alone decide.
         split: Cut matrix products along their output features, and bring in the rows of
             an embedding instead of its table. The plan's taskgraph is then another one.
+        standing: What the pass that comes before and after this one keeps in the same arena,
+            uppermost first. It is left in place as far as there is room, and nothing else is kept
+            that would have to be brought in each time.
 
     Raises:
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
     search = _Search(arena_bytes, alignment, profile)
+    if standing:
+        search.try_standing(gather_rows(graph) if split else graph, standing, may_split=split)
+        if search.best is not None:
+            return search.best
     if split:
         search.try_resident(graph)
         if search.best is None:
@@ -95,6 +111,7 @@ class _Search:
 
     def __init__(self, arena_bytes: int, alignment: int, profile: HardwareProfile | None) -> None:
         self._arena_bytes, self._alignment = arena_bytes, alignment
+        self._top = arena_bytes // alignment * alignment
         self._profile = profile
         self._total_ns = self._moved = 0
         self.best: MemGraph | None = None
@@ -146,6 +163,17 @@ class _Search:
     def _plan_streaming(
         self, chosen: _Chosen, placed: dict[int, Extent], ring_bytes: int
     ) -> MemGraph | None:
+        graph = chosen.graph
+        kept = [
+            b
+            for b in weights_by_first_use(graph)
+            if b not in set(chosen.streamed) and b not in chosen.standing
+        ]
+        sizes = {b: aligned(graph.buffers[b].nbytes, self._alignment) for b in kept}
+        small = FIXED_SHARE * max(sizes.values(), default=0)
+        top = min((e.offset for e in chosen.standing.values()), default=self._top)
+        order = [b for b in kept if sizes[b] <= small]
+        order += spread_order([b for b in kept if sizes[b] > small])
         # Cutting appends tasks, so live ranges shift, but their order and so the layout stand.
         return StreamPlanner(
             chosen.graph,
@@ -155,7 +183,35 @@ class _Search:
             activations=placed,
             activation_bytes=top_of(placed),
             ring_bytes=ring_bytes,
+            residents={**chosen.standing, **stack_down(order, sizes, top)},
         ).plan()
+
+    # Leaving in place what another pass keeps.
+
+    def try_standing(
+        self, graph: TaskGraph, standing: Sequence[Standing], *, may_split: bool
+    ) -> None:
+        placed = place_activations(graph, self._alignment)
+        weights = _Weights.of(graph, self._alignment, may_split=may_split)
+        room = self._arena_bytes - top_of(placed)
+        for ring_bytes in weights.ring_sizes(room):
+            chosen = weights.choose_standing(standing, top_of(placed), ring_bytes, self._top)
+            if chosen is not None and self._offer(self._plan_streaming(chosen, placed, ring_bytes)):
+                return
+        if not may_split and len(graph.tasks) <= MAX_TASKS_FOR_HORIZON:
+            self._try_keeping_standing(graph, standing)
+
+    def _try_keeping_standing(self, graph: TaskGraph, standing: Sequence[Standing]) -> None:
+        weights = weights_by_first_use(graph)
+        mine = {graph.buffers[b].key: b for b in weights}
+        at = {mine[s.buffer.key]: s.extent for s in standing if s.buffer.key in mine}
+        least = least_lower_bytes(graph, at.keys(), self._alignment)
+        tried = set()
+        for lower_bytes in (0, *(int(least * factor) for factor in STREAM_FACTORS)):
+            kept = {b: e for b, e in at.items() if e.offset >= lower_bytes}
+            if frozenset(kept) not in tried:
+                tried.add(frozenset(kept))
+                self._offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
 
     def try_exact(self, graph: TaskGraph) -> None:
         self._offer(plan_exact(graph, arena_bytes=self._arena_bytes, alignment=self._alignment))
@@ -164,7 +220,10 @@ class _Search:
 
     def try_keeping(self, graph: TaskGraph) -> None:
         weights = weights_by_first_use(graph)
-        for kept in candidates(graph, weights, self._arena_bytes, self._alignment):
+        sizes = {b: aligned(graph.buffers[b].nbytes, self._alignment) for b in weights}
+        for chosen in candidates(graph, weights, self._arena_bytes, self._alignment):
+            order = spread_order([b for b in weights if b in chosen])
+            kept = stack_down(order, sizes, self._top)
             self._offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
             if self.moves_nothing():
                 return
@@ -248,11 +307,9 @@ class _Weights:
             return None
         rest = [b for b in self.order if b not in set(always)]
         total = sum(self.sizes[b] for b in rest)
-        cuts: dict[int, list[int]] = {}
         kept: set[int] = set(always)
         kept_rows: dict[int, int] = {}
         due = 0  # bytes to keep that rounding has left over, in units of 1/total
-        head = 0  # where in the ring the next slice will lie
         for buffer in rest:
             due += self.sizes[buffer] * min(left, total)
             if buffer in self.divisible:
@@ -261,14 +318,82 @@ class _Weights:
                 rows = max(0, min(due // unit * _quantum(weight), weight.num_rows))
                 due -= rows * weight.row_bytes * total
                 kept_rows[buffer] = rows
-                cuts[buffer], head = self._slices(weight, rows, head, ring_bytes)
             elif due >= self.sizes[buffer] * total:
                 due -= self.sizes[buffer] * total
                 kept.add(buffer)
-            else:
+        return _Chosen(*self._cut(kept_rows, kept, ring_bytes))
+
+    def choose_standing(
+        self, standing: Sequence[Standing], lower: int, ring_bytes: int, top: int
+    ) -> _Chosen | None:
+        """Choose to keep just what stands above activations and ring, and what must be kept.
+
+        Args:
+            standing: What there is to keep, uppermost first.
+            lower: Bytes of the activations.
+            ring_bytes: Size of the ring.
+            top: Upper end of the arena.
+
+        Returns:
+            None where it cannot be done.
+        """
+        streamable = set(self.order)
+        must = {
+            b
+            for b in self.sizes
+            if b not in streamable or (b not in self.divisible and self.sizes[b] > ring_bytes)
+        }
+        names = {self.graph.buffers[b].name: b for b in self.sizes}
+        kept: dict[int, Standing] = {}
+        need = sum(self.sizes[b] for b in must)
+        for piece in standing:
+            buffer = names.get(piece.buffer.name)
+            if buffer is None or not self._can_keep(buffer, piece):
+                continue
+            still = need - self.sizes[buffer] if buffer in must else need
+            if piece.extent.offset - still < lower + ring_bytes:
+                break
+            kept[buffer], need, top = piece, still, piece.extent.offset
+        if top - need < lower + ring_bytes:
+            return None
+        rows = {
+            b: kept[b].buffer.nbytes // self.divisible[b].row_bytes if b in kept else 0
+            for b in self.order
+            if b in self.divisible
+        }
+        cut, streamed = self._cut(rows, must | kept.keys(), ring_bytes)
+        extents = {s.buffer.key: s.extent for s in kept.values()}
+        return _Chosen(
+            cut,
+            streamed,
+            {b.id: extents[b.key] for b in cut.buffers if b.key in extents},
+        )
+
+    def _can_keep(self, buffer: int, piece: Standing) -> bool:
+        """Tell whether another pass's piece of a weight is one that this pass can keep."""
+        whole = self.graph.buffers[buffer]
+        if piece.buffer.offset or piece.buffer.gather is not None or whole.gather is not None:
+            return False
+        if piece.buffer.nbytes == whole.nbytes:
+            return True
+        return buffer in self.divisible and not piece.buffer.nbytes % (
+            _quantum(self.divisible[buffer]) * self.divisible[buffer].row_bytes
+        )
+
+    def _cut(
+        self, kept_rows: dict[int, int], kept: set[int], ring_bytes: int
+    ) -> tuple[TaskGraph, list[int]]:
+        """Cut all divisible weights, each behind the rows of it that are kept."""
+        cuts, head = {}, 0
+        for buffer in self.order:
+            if buffer in kept_rows:
+                cuts[buffer], head = self._slices(
+                    self.divisible[buffer], kept_rows[buffer], head, ring_bytes
+                )
+            elif buffer not in kept:
                 head = self.sizes[buffer] + (head if head + self.sizes[buffer] <= ring_bytes else 0)
         cut = cut_weights(self.graph, cuts)
-        return _Chosen(cut, self._streamed(cut, kept, kept_rows))
+        return cut, self._streamed(cut, kept - kept_rows.keys(), kept_rows)
 
     def _slices(
         self, weight: Divisible, kept_rows: int, head: int, ring_bytes: int

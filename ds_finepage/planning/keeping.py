@@ -7,6 +7,8 @@ by the published algorithm, streamed weights being dropped after their last use 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
@@ -42,7 +44,7 @@ def candidates(
     for limit in sorted(set(sizes.values()), reverse=True)[:4]:
         always = [b for b in weights if sizes[b] > limit or times_used[b] > 1]
         rest = [b for b in weights if b not in set(always)]
-        least = _least_lower_bytes(graph, set(always), alignment)
+        least = least_lower_bytes(graph, set(always), alignment)
         for factor in STREAM_FACTORS:
             room = arena_bytes - int(least * factor) - sum(sizes[b] for b in always)
             if room >= 0:
@@ -51,7 +53,7 @@ def candidates(
     return list(found)
 
 
-def _least_lower_bytes(graph: TaskGraph, kept: set[int], alignment: int) -> int:
+def least_lower_bytes(graph: TaskGraph, kept: Set[int], alignment: int) -> int:
     """Count the bytes of the largest working set, without the weights that are kept."""
     return max(
         sum(aligned(graph.buffers[b].nbytes, alignment) for b in graph.paged(task) if b not in kept)
@@ -83,27 +85,29 @@ def spread(weights: list[int], sizes: dict[int, int], room: int) -> frozenset[in
 def plan_keeping(
     graph: TaskGraph,
     weights: list[int],
-    kept: frozenset[int],
+    kept: Mapping[int, Extent],
     arena_bytes: int,
     alignment: int,
 ) -> MemGraph | None:
-    """Plan with some weights kept for good; None where they leave too little room."""
-    entry, top = [], arena_bytes // alignment * alignment
-    for buffer in weights:
-        if buffer in kept:
-            size = aligned(graph.buffers[buffer].nbytes, alignment)
-            top -= size
-            entry.append(Residency(buffer, Extent(top, size)))
-    if top < 0:
+    """Plan with some weights kept for good; None where they leave too little room.
+
+    Args:
+        graph: The pass.
+        weights: Those that may be kept, as :func:`weights_by_first_use` lists them.
+        kept: Those that are, and where they lie.
+        arena_bytes: Size of the arena.
+        alignment: Of extents, in bytes.
+    """
+    if any(extent.offset < 0 for extent in kept.values()):
         return None
     planner = HorizonPlanner(
         graph,
         arena_bytes=arena_bytes,
         alignment=alignment,
         policy="finepage",
-        entry=tuple(sorted(entry, key=lambda r: r.buffer)),
-        streamed=frozenset(weights) - kept,
-        pinned=kept,
+        entry=tuple(Residency(b, e) for b, e in sorted(kept.items())),
+        streamed=frozenset(weights) - kept.keys(),
+        pinned=frozenset(kept),
     )
     try:
         return planner.plan_working_set()

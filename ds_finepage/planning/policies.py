@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
@@ -18,6 +18,7 @@ from ds_finepage.planning.baselines.zero import (
 )
 from ds_finepage.planning.finepage import plan_finepage
 from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
+from ds_finepage.planning.standing import Standing
 
 MAX_STEADY_ROUNDS = 8
 """Passes to plan before taking a plan whose exit differs from its entry."""
@@ -60,6 +61,7 @@ def plan(
     entry: tuple[Residency, ...] = (),
     profile: HardwareProfile | None = None,
     split: bool = False,
+    standing: Sequence[Standing] = (),
 ) -> MemGraph:
     """Plan one pass.
 
@@ -71,6 +73,7 @@ def plan(
         entry: Weights that are resident before the pass; cyclic policies choose their own.
         profile: Rates for policies that plan for time.
         split: Let a policy that can do so cut weights; its plan's taskgraph is then another one.
+        standing: What the pass before and after this one keeps; see ``plan_finepage``.
 
     Raises:
         ConfigError: Unknown policy.
@@ -83,7 +86,12 @@ def plan(
         )
     if policy in CYCLIC:
         return CYCLIC[policy](
-            graph, arena_bytes=arena_bytes, alignment=alignment, profile=profile, split=split
+            graph,
+            arena_bytes=arena_bytes,
+            alignment=alignment,
+            profile=profile,
+            split=split,
+            standing=standing,
         )
     if policy in CARRYING:
         return CARRYING[policy](graph, arena_bytes=arena_bytes, alignment=alignment, entry=entry)
@@ -98,6 +106,7 @@ def plan_steady(
     alignment: int = 64,
     profile: HardwareProfile | None = None,
     split: bool = False,
+    standing: Sequence[Standing] = (),
 ) -> MemGraph:
     """Plan the pass that comes again and again.
 
@@ -111,6 +120,7 @@ def plan_steady(
         alignment=alignment,
         profile=profile,
         split=split,
+        standing=standing,
     )
     for _ in range(MAX_STEADY_ROUNDS if policy in CARRYING else 0):
         if set(found.entry) == set(found.exit):

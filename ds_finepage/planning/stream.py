@@ -4,14 +4,14 @@
 
 Activations are placed offline. Streamed weights follow each other through the ring, first in, first
 out, so reload k waits for nothing but the task that used the bytes a ring's length earlier: the
-transfer lane runs as far ahead as the ring is long. Residents never move. Every pass begins and
-ends with just the residents in place.
+transfer lane runs as far ahead as the ring is long. Residents never move, and are given from
+outside. Every pass begins and ends with just the residents in place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
@@ -80,6 +80,7 @@ class StreamPlanner:
         activations: dict[int, Extent],
         activation_bytes: int,
         ring_bytes: int,
+        residents: Mapping[int, Extent],
     ) -> None:
         """Lay the regions out.
 
@@ -91,24 +92,24 @@ class StreamPlanner:
             activations: Where the activations lie, from offset 0.
             activation_bytes: Size of their region.
             ring_bytes: Size of the ring.
+            residents: Where the weights lie that are kept, between the ring and the arena's end.
         """
         self._graph, self._alignment = graph, alignment
         self._waiting = deque(streamed)
         self._streamed = frozenset(streamed)
+        self._residents = residents
         self._activations = activations
         self._ring = Ring(activation_bytes, ring_bytes)
         self._tenancy = Tenancy()
         self._builder = MemGraphBuilder(graph, "finepage", arena_bytes, alignment)
         self._last_use = [found[-1] if found else -1 for found in uses(graph)]
-        self._residents_begin = activation_bytes + ring_bytes
-        self._arena_bytes = arena_bytes
+        self._lower_bytes = activation_bytes + ring_bytes
 
     def plan(self) -> MemGraph | None:
         """Write the memgraph; None where residents or a streamed weight do not fit."""
-        entry = self._lay_residents()
-        if entry is None:
+        if any(extent.offset < self._lower_bytes for extent in self._residents.values()):
             return None
-        self._builder.begin(entry)
+        self._builder.begin(tuple(Residency(b, e) for b, e in sorted(self._residents.items())))
         for rows in self._graph.buffers:
             if rows.gather is not None and rows.id in self._activations:
                 self._alloc(rows.id, self._activations[rows.id])
@@ -126,16 +127,6 @@ class StreamPlanner:
                 if self._last_use[buffer] == task.index:
                     self._drop(buffer)
         return self._builder.finish()
-
-    def _lay_residents(self) -> tuple[Residency, ...] | None:
-        offset, entry = self._residents_begin, []
-        for buffer in self._graph.buffers:
-            is_kept = buffer.id not in self._streamed and buffer.id not in self._activations
-            if buffer.kind is BufferKind.WEIGHT and is_kept and self._last_use[buffer.id] >= 0:
-                extent = Extent(offset, aligned(buffer.nbytes, self._alignment))
-                entry.append(Residency(buffer.id, extent))
-                offset = extent.end
-        return tuple(entry) if offset <= self._arena_bytes else None
 
     def _alloc(self, buffer: int, extent: Extent) -> None:
         self._builder.alloc(buffer, extent, self._tenancy.vacators(extent))

@@ -180,6 +180,29 @@ def test_replanning_goes_on_under_another_policy_and_budget(attached: Any) -> No
                 assert timeline.total_ns > 0
 
 
+def test_a_prefill_that_comes_again_leaves_the_decode_steps_weights_alone() -> None:
+    model = make_model("llama")
+    prompt, plain = token_ids(40), tokens(model, token_ids(40), 6)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    try:
+        tokens(model, prompt, 6)
+        middle = (handle.stats.min_budget_bytes + handle.stats.needed_budget_bytes) // 2
+        handle.replan(budget_bytes=middle, debug=DEBUG)
+        moved = []
+        for _ in range(4):
+            before = handle.stats.reloaded_bytes
+            assert torch.equal(tokens(model, prompt, 6), plain)
+            moved.append(handle.stats.reloaded_bytes - before)
+        prefill = min(handle.stats.passes, key=lambda p: p.num_runs)
+        assert prefill.last_entry_reloaded_bytes == 0
+        assert moved[-1] == moved[-2] < moved[0]
+        num_plans = handle.stats.num_plans
+        tokens(model, prompt, 6)
+        assert handle.stats.num_plans == num_plans  # it is settled
+    finally:
+        handle.detach()
+
+
 def test_a_budget_below_one_op_names_the_op_and_both_numbers_and_more_works() -> None:
     model, x = tiny(), torch.randn(3, 16)
     with torch.no_grad():
