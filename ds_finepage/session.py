@@ -19,9 +19,9 @@ import torch
 from torch._dynamo.external_utils import wrap_inline
 from torch.fx import GraphModule
 
-from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.capture.dynamo_graph import DynamoGraph, Recording
 from ds_finepage.config import DebugConfig
-from ds_finepage.errors import CaptureError
+from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, OpHook, Residents
 from ds_finepage.execution.fallback import hook_modules, run_unplanned
@@ -55,6 +55,10 @@ ALIGNMENT = {"cpu": 64, "cuda": 512}
 
 MIN_RECOMPILES = 64
 """Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
+
+
+MAX_RECORDINGS = 8
+"""Recordings of one graph for ranges of sizes; beyond, each shape is captured by itself."""
 
 
 @dataclass
@@ -101,7 +105,7 @@ class Stats:
 
     @property
     def min_budget_bytes(self) -> int:
-        """The smallest budget under which every pass so far can run."""
+        """A budget under which every pass so far can run; lengths count as rounded up."""
         return max((p.min_budget_bytes for p in self.passes), default=0)
 
     @property
@@ -163,7 +167,8 @@ class Handle:
         self._arena_limit = budget_bytes  # only ever shrinks
         self._last: _Pass | None = None
         self._residents: Residents = {}
-        self._passes: dict[tuple[int, tuple[Any, ...]], _Pass | None] = {}
+        self._passes: dict[tuple[Any, ...], _Pass | None] = {}
+        self._recordings: dict[int, list[Recording]] = {}
         self._num_graphs = 0
         self._unplanned_modules: list[torch.nn.Module] = []
         self._hooks: list[OpHook] = []
@@ -304,16 +309,16 @@ class Handle:
     # Running.
 
     def _run(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Any:
-        key = (index, graph.key_of(args))
-        if key not in self._passes:
-            self._passes[key] = self._capture(graph, args)
-        found = self._passes[key]
+        found = self._find(index, graph, args)
         if found is None:
             self.stats.num_unplanned_graphs += 1
             self._release_arena()
             return run_unplanned(graph.module, args, self._weights)
         self._visit(found)
         executor = self._executor(found)
+        if not executor.set_sizes(args):
+            self._passes[index, graph.key_of(args)] = self._capture(graph, args)
+            return self._run(index, graph, args)
         result = executor.run(args, graph.host_outputs(args), self._residents)
         self._count(found.stats, executor)
         return result
@@ -335,6 +340,45 @@ class Handle:
             found.neighbour = before
             found.memgraph = found.executor = None
 
+    def _find(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> _Pass | None:
+        """Return the pass of a call, captured if it is new; None where it runs without a plan."""
+        key: tuple[Any, ...] = (index, graph.key_of(args))
+        if key in self._passes:
+            return self._passes[key]
+        recording = None if self._split else self._recording(index, graph, args)
+        if recording is None:
+            self._passes[key] = self._capture(graph, args)
+            return self._passes[key]
+        sizes = recording.upper_end(recording.values_of(args))
+        deciding = tuple(v for n, v in sizes.items() if n in recording.deciding)
+        key_of_many = (index, id(recording), deciding, graph.fixed_key_of(args))
+        if key_of_many not in self._passes:
+            try:
+                taskgraph = recording.at(sizes)
+                self._require_room(taskgraph)  # before measuring, which needs room itself
+                self._passes[key_of_many] = self._prepare(taskgraph)
+            except PlanInfeasibleError:  # there may be room for this very call
+                self._passes[key] = self._capture(graph, args)
+                return self._passes[key]
+        return self._passes[key_of_many]
+
+    def _recording(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Recording | None:
+        """Return a recording that holds for a call's sizes and others; None where none does."""
+        recordings = self._recordings.setdefault(index, [])
+        for recording in recordings:
+            if recording.admits(recording.values_of(args)):
+                return recording
+        if len(recordings) >= MAX_RECORDINGS:
+            return None
+        try:
+            found = graph.record_lengths(args)
+        except CaptureError:
+            return None
+        if found is not None:
+            recordings.append(found)
+            self.stats.num_captures += 1
+        return found
+
     def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> _Pass | None:
         """Capture a shape; None where it has to run without a plan."""
         try:
@@ -342,6 +386,12 @@ class Handle:
         except CaptureError as error:
             self._warn_unplanned(str(error))
             return None
+        found = self._prepare(taskgraph)
+        self.stats.num_captures += 1
+        return found
+
+    def _prepare(self, taskgraph: TaskGraph) -> _Pass:
+        """Measure a captured pass, and find out what it needs."""
         taskgraph = self._with_costs(taskgraph)
         # Rows that stand in for an embedding table need their numbers beside them.
         planned = gather_rows(taskgraph) if self._split else taskgraph
@@ -356,12 +406,16 @@ class Handle:
             needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
         )
         if not self._split:  # cutting may make room yet
-            require_feasible(
-                taskgraph, self.stats.budget_bytes - around, self._alignment, around_bytes=around
-            )
-        self.stats.num_captures += 1
+            self._require_room(taskgraph)
         self.stats.passes.append(stats)
         return _Pass(taskgraph, stats)
+
+    def _require_room(self, graph: TaskGraph) -> None:
+        """Refuse a graph with a task that needs more than the budget leaves."""
+        around = around_bytes(graph, self._alignment) + self._costs.library_bytes
+        require_feasible(
+            graph, self.stats.budget_bytes - around, self._alignment, around_bytes=around
+        )
 
     def _with_costs(self, graph: TaskGraph) -> TaskGraph:
         """Return a taskgraph with what its ops take, measured where that is not known yet."""
@@ -370,7 +424,8 @@ class Handle:
         self._release_arena()  # the scratch tensors need its room
         before = self._costs.library_bytes
         with free_profiler():
-            measured = self._costs.with_costs(graph)
+            around = around_bytes(graph, self._alignment) + before
+            measured = self._costs.with_costs(graph, room_bytes=self.stats.budget_bytes - around)
         for found in self._passes.values():
             if found is not None:
                 found.stats.add_around(self._costs.library_bytes - before)

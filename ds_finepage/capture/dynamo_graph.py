@@ -8,7 +8,9 @@ tensors depend on becomes a taskgraph of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from ds_finepage.capture.lengths import SymbolicSizes, size_of, upper_end
 from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
@@ -71,6 +74,14 @@ class DynamoGraph:
         """
         return tuple(args[i] for i in self.key_positions)
 
+    def fixed_key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the part of :meth:`key_of` that no symbol stands for."""
+        return tuple(
+            args[i]
+            for i in self.key_positions
+            if not isinstance(self._placeholders[i].meta.get("example_value"), torch.SymInt)
+        )
+
     def host_outputs(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Compute the returned Python numbers of a call."""
         if self._host_module is None:
@@ -86,10 +97,27 @@ class DynamoGraph:
             CaptureError: The graph cannot be written down as a taskgraph: a size or a branch
                 depends on data, a weight is changed or returned.
         """
+        return self._record(args, None).at({})
+
+    def record_lengths(self, args: Sequence[Any]) -> Recording | None:
+        """Capture the call with the sizes that differ from call to call as symbols.
+
+        Returns:
+            None where there are no such sizes.
+
+        Raises:
+            CaptureError: As :meth:`record`.
+        """
+        sizes = SymbolicSizes(self._placeholders, args)
+        return self._record(args, sizes) if sizes else None
+
+    def _record(self, args: Sequence[Any], sizes: SymbolicSizes | None) -> Recording:
         recorder = Recorder()
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = FakeTensorMode(
+            allow_non_fake_inputs=True, shape_env=None if sizes is None else sizes.env
+        )
         with torch.inference_mode(False), torch.no_grad(), mode:
-            fakes, inputs = self._fake_args(args, recorder)
+            fakes, inputs = self._fake_args(args, recorder, sizes)
             try:
                 with recorder:
                     returned = _Labeller(self.module, recorder).run(*fakes)
@@ -98,27 +126,33 @@ class DynamoGraph:
             except Exception as error:
                 raise CaptureError(f"{self.name}: {type(error).__name__}: {error}") from error
             outputs = self._describe_outputs(returned, fakes, recorder)
-        return finish(recorder, self.name, inputs, outputs, versions())
+        return Recording(self.name, recorder, inputs, outputs, sizes)
 
     def _fake_args(
-        self, args: Sequence[Any], recorder: Recorder
+        self, args: Sequence[Any], recorder: Recorder, sizes: SymbolicSizes | None
     ) -> tuple[list[Any], tuple[GraphInput, ...]]:
         fakes: list[Any] = []
         inputs = []
         for position, arg in enumerate(args):
+            example = self._placeholders[position].meta.get("example_value")
             if not isinstance(arg, torch.Tensor):
-                fakes.append(arg)
+                varies = sizes is not None and isinstance(example, torch.SymInt)
+                fakes.append(sizes.of(example) if sizes is not None and varies else arg)
                 continue
-            fake = torch.empty_strided(
-                tuple(arg.shape), arg.stride(), dtype=arg.dtype, device=arg.device
-            )
+            shape, stride = tuple(arg.shape), arg.stride()
+            varies = False
+            if sizes is not None and isinstance(example, torch.Tensor):
+                shape, stride = sizes.all(example.shape), sizes.all(example.stride())
+                varies = any(isinstance(n, torch.SymInt) for n in (*shape, *stride))
+            fake = torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device)
+            nbytes = fake.untyped_storage().nbytes()
             if position in self.weights:
                 kind, name = BufferKind.WEIGHT, self.weights[position][1]
-                nbytes = fake.untyped_storage().nbytes()
             else:
                 kind, name = BufferKind.INPUT, self._placeholders[position].name
-                nbytes = arg.untyped_storage().nbytes()
-            recorder.add_buffer(fake, kind, int(nbytes), name)
+                if not varies:
+                    nbytes = arg.untyped_storage().nbytes()
+            recorder.add_buffer(fake, kind, size_of(nbytes), name)
             inputs.append(GraphInput(position, recorder.tensor_id(fake)))
             fakes.append(fake)
         return fakes, tuple(inputs)
@@ -189,6 +223,53 @@ class DynamoGraph:
             )
         )
         return GraphModule(self.module, graph)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A captured call, to be had as the taskgraph of any sizes that it admits."""
+
+    name: str
+    recorder: Recorder
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    sizes: SymbolicSizes | None
+
+    def values_of(self, args: Sequence[Any]) -> dict[str, int]:
+        """Return what a call passes for the symbols."""
+        assert self.sizes is not None
+        return {name: args[position] for name, position in self.sizes.positions.items()}
+
+    @cached_property
+    def deciding(self) -> frozenset[str]:
+        """The symbols that any buffer or view is as large as; others are but counted with."""
+        sizes: list[Any] = [buffer.nbytes for buffer in self.recorder.buffers]
+        for view in self.recorder.tensors:
+            sizes += [*view.shape, *view.stride, view.offset]
+        expressions = {s for s in sizes if not isinstance(s, int)}
+        return frozenset(str(symbol) for e in expressions for symbol in e.free_symbols)
+
+    def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Return the sizes to plan for; symbols that are but counted with stay as they are."""
+        deciding = {name: value for name, value in values.items() if name in self.deciding}
+        return {**values, **upper_end(deciding)}
+
+    def admits(self, values: Mapping[str, int]) -> bool:
+        """Tell whether the recording is that of a call with these sizes too."""
+        return self.sizes is not None and self.sizes.admits(values)
+
+    def at(self, values: Mapping[str, int]) -> TaskGraph:
+        """Return the taskgraph with buffers as large as these sizes need them."""
+        positions = {} if self.sizes is None else self.sizes.positions
+        return finish(
+            self.recorder,
+            self.name,
+            self.inputs,
+            self.outputs,
+            versions(),
+            values=values,
+            symbols=tuple(positions.items()),
+        )
 
 
 class _Labeller(Interpreter):

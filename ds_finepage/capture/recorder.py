@@ -12,15 +12,17 @@ being run, which is where the module names come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
+from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import (
     Buffer,
@@ -85,11 +87,18 @@ FLOP_COUNTS: dict[str, Callable[..., int]] = {
 """How to count an op's arithmetic, by the name of its overload packet."""
 
 
+@dataclass(frozen=True)
+class _Formula:
+    """Stands for a size in a task's arguments that differs from call to call."""
+
+    size: Any
+
+
 @dataclass
 class _BufferDraft:
     storage: torch.UntypedStorage  # kept alive, so that its identity is not given away again
     kind: BufferKind
-    nbytes: int
+    nbytes: Size
     name: str = ""
     payload: bytes | None = None
     is_written: bool = False
@@ -104,8 +113,8 @@ class _TaskDraft:
     results: tuple[int | None, ...]
     reads: set[int]
     writes: set[int]
-    flops: int
-    moved_bytes: int
+    flops: Size
+    moved_bytes: Size
 
 
 @dataclass
@@ -148,12 +157,12 @@ class Recorder(TorchDispatchMode):
         self._open_calls.pop().end = len(self.tasks)
         self.label = self._open_calls[-1].name if self._open_calls else ""
 
-    def add_buffer(self, tensor: torch.Tensor, kind: BufferKind, nbytes: int, name: str) -> int:
+    def add_buffer(self, tensor: torch.Tensor, kind: BufferKind, nbytes: Size, name: str) -> int:
         """Register a storage that exists before the first op."""
         return self._new_buffer(tensor, kind, nbytes, name)
 
     def _new_buffer(
-        self, tensor: torch.Tensor, kind: BufferKind, nbytes: int, name: str = ""
+        self, tensor: torch.Tensor, kind: BufferKind, nbytes: Size, name: str = ""
     ) -> int:
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = len(self.buffers)
@@ -173,9 +182,9 @@ class Recorder(TorchDispatchMode):
         key = (
             buffer,
             str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
+            sizes_of(tensor.shape),
+            sizes_of(tensor.stride()),
+            size_of(tensor.storage_offset()),
         )
         if key not in self._tensors:
             self._tensors[key] = len(self.tensors)
@@ -204,6 +213,9 @@ class Recorder(TorchDispatchMode):
             return tuple(self._encode(v) for v in value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
+        if isinstance(value, torch.SymInt) and not has_free_unbacked_symbols(value):
+            found = size_of(value)
+            return found if isinstance(found, int) else _Formula(found)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise CaptureError("a size depends on data, so the op cannot be planned")
         for kind in ("dtype", "layout", "memory_format", "device"):
@@ -250,7 +262,7 @@ class Recorder(TorchDispatchMode):
                 self._constant(value)  # lift_fresh of a literal and the like
             elif value.untyped_storage()._cdata not in self._storages:
                 nbytes = value.untyped_storage().nbytes()
-                fresh.add(self._new_buffer(value, BufferKind.ACTIVATION, int(nbytes)))
+                fresh.add(self._new_buffer(value, BufferKind.ACTIVATION, size_of(nbytes)))
         if not written and not fresh:
             return  # a view
         self._add_task(func, args, kwargs, flat_args, flat_results, written, fresh)
@@ -288,8 +300,8 @@ class Recorder(TorchDispatchMode):
                 ),
                 reads=reads,
                 writes=written | fresh,
-                flops=int(count(*args, **kwargs, out_val=_one(flat_results))) if count else 0,
-                moved_bytes=_moved_bytes(str(func.overloadpacket), tensors, made),
+                flops=size_of(count(*args, **kwargs, out_val=_one(flat_results))) if count else 0,
+                moved_bytes=size_of(_moved_bytes(str(func.overloadpacket), tensors, made)),
             )
         )
 
@@ -324,7 +336,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     """Count the bytes of a view; a dimension that is expanded lies there once."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numel *= int(size) if stride or not size else 1
+        numel *= size if stride or not size else 1
     return numel * tensor.element_size()
 
 
@@ -346,8 +358,22 @@ def finish(
     inputs: tuple[GraphInput, ...],
     outputs: tuple[GraphOutput, ...],
     versions: tuple[tuple[str, str], ...],
+    *,
+    values: Mapping[str, int] | None = None,
+    symbols: tuple[tuple[str, int], ...] = (),
 ) -> TaskGraph:
-    """Turn a recording into a taskgraph, without the tasks whose results nobody uses."""
+    """Turn a recording into a taskgraph, without the tasks whose results nobody uses.
+
+    Args:
+        recorder: What was recorded.
+        name: Of the graph.
+        inputs: Which call argument carries which tensor.
+        outputs: What is returned.
+        versions: Of the packages that the capture depends on.
+        values: What to take the symbols of a recording for that has any.
+        symbols: Their names, and the call position that carries each.
+    """
+    size = Evaluator(values or {})
     drafts = recorder.buffers
     returned = {recorder.tensors[o.tensor].buffer for o in outputs if o.tensor is not None}
     kept: list[_TaskDraft] = []
@@ -368,7 +394,7 @@ def finish(
         Buffer(
             renumber[b],
             _final_kind(drafts[b], b in returned),
-            drafts[b].nbytes,
+            size(drafts[b].nbytes),
             drafts[b].name,
             drafts[b].payload,
         )
@@ -384,9 +410,9 @@ def finish(
                     len(tensors),
                     renumber[view.buffer],
                     view.dtype,
-                    view.shape,
-                    view.stride,
-                    view.offset,
+                    size.all(view.shape),
+                    size.all(view.stride),
+                    size(view.offset),
                 )
             )
     return TaskGraph(
@@ -398,13 +424,13 @@ def finish(
                 index=i,
                 op=t.op,
                 label=t.label,
-                args=_renumber(t.args, tensor_ids),
-                kwargs=tuple((k, _renumber(v, tensor_ids)) for k, v in t.kwargs),
+                args=_renumber(t.args, tensor_ids, size),
+                kwargs=tuple((k, _renumber(v, tensor_ids, size)) for k, v in t.kwargs),
                 results=tuple(None if r is None else tensor_ids[r] for r in t.results),
                 reads=tuple(sorted(renumber[b] for b in t.reads)),
                 writes=tuple(sorted(renumber[b] for b in t.writes)),
-                flops=t.flops,
-                moved_bytes=t.moved_bytes,
+                flops=int(size(t.flops)),
+                moved_bytes=int(size(t.moved_bytes)),
             )
             for i, t in enumerate(kept)
         ),
@@ -423,6 +449,7 @@ def finish(
             )
             for c in recorder.calls
         ),
+        symbols=symbols,
     )
 
 
@@ -434,9 +461,11 @@ def _final_kind(draft: _BufferDraft, is_returned: bool) -> BufferKind:
     return draft.kind
 
 
-def _renumber(value: Any, ids: dict[int, int]) -> Any:
+def _renumber(value: Any, ids: dict[int, int], size: Evaluator) -> Any:
     if isinstance(value, Ref):
         return Ref(ids[value.tensor])
     if isinstance(value, tuple):
-        return tuple(_renumber(v, ids) for v in value)
+        return tuple(_renumber(v, ids, size) for v in value)
+    if isinstance(value, _Formula):
+        return size(value.size)
     return value

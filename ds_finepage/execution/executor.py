@@ -18,10 +18,11 @@ import torch
 from ds_finepage.errors import StoreError, TaskMismatchError
 from ds_finepage.execution.arena import POISON, Arena, HostPool, view_of
 from ds_finepage.execution.lanes import Action, Lanes
+from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
-from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph, TensorView
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.graph.timeline import Span
 
 Residents = dict[str, Extent]
@@ -98,7 +99,8 @@ class Executor:
         self._masters = masters
         self._poison = poison
         self._hooks = hooks
-        self._patches: list[Patch] = []
+        self._patches: list[Patch] = []  # of tensors outside the arena: filled for one pass
+        self._moving = MovingViews(self._graph)
         self._gathers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._constants = self._make_constants()
         self._unused = _unused_results(self._graph)
@@ -109,14 +111,19 @@ class Executor:
             for node in memgraph.nodes
             if (action := self._bind_node(node)) is not None
         }
+        self._external = self._external_tensors()
         self._steady = lower(memgraph, poison=poison)
         self.counters = PassCounters()
         self.spans: list[Span] | None = None
 
     # One pass.
 
+    def set_sizes(self, args: Sequence[Any]) -> bool:
+        """Prepare for the sizes of a call; False where the plan has no room for them."""
+        return self._moving.set_sizes(args)
+
     def run(self, args: Sequence[Any], host_outputs: Sequence[Any], residents: Residents) -> Any:
-        """Run a pass.
+        """Run a pass, for whose sizes :meth:`set_sizes` has prepared.
 
         Args:
             args: The call's arguments, as Dynamo passes them.
@@ -135,6 +142,7 @@ class Executor:
         self._gather(args)
         external = self._bind_external(args)
         for patch in self._patches:
+            assert patch.tensor is not None
             patch.container[patch.key] = external[patch.tensor]
         try:
             self._lanes.run(program, self._actions(program, external))
@@ -167,7 +175,7 @@ class Executor:
         """Return this call's tensors outside the arena, by tensor id; outputs are made here."""
         bases: dict[int, tuple[torch.Tensor, int]] = {}
         for given in self._graph.inputs:
-            view = self._graph.tensors[given.tensor]
+            view = self._moving.views[given.tensor]
             if self._graph.buffers[view.buffer].kind is BufferKind.WEIGHT:
                 continue
             arg = args[given.position]
@@ -181,20 +189,19 @@ class Executor:
         device = self._arena.bytes.device
         for buffer in self._graph.buffers:
             if buffer.kind is BufferKind.OUTPUT:
-                bases[buffer.id] = (torch.empty(buffer.nbytes, dtype=torch.uint8, device=device), 0)
+                nbytes = self._moving.nbytes(buffer)
+                bases[buffer.id] = (torch.empty(nbytes, dtype=torch.uint8, device=device), 0)
         found = {}
-        for tensor in self._external_tensors():
+        for index in self._external:
+            tensor = self._moving.views[index]
             base = bases.get(tensor.buffer)
             if base is not None:
-                found[tensor.id] = view_of(base[0], tensor, base[1])
+                found[index] = view_of(base[0], tensor, base[1])
         return found
 
-    def _external_tensors(self) -> list[TensorView]:
-        if not hasattr(self, "_external"):
-            wanted = {p.tensor for p in self._patches}
-            wanted |= {o.tensor for o in self._graph.outputs if o.tensor is not None}
-            self._external = [self._graph.tensors[t] for t in sorted(wanted)]
-        return self._external
+    def _external_tensors(self) -> list[int]:
+        wanted = {p.tensor for p in self._patches if p.tensor is not None}
+        return sorted(wanted | {o.tensor for o in self._graph.outputs if o.tensor is not None})
 
     def _output(
         self, output: Any, args: Sequence[Any], host: Sequence[Any], external: dict[int, Any]
@@ -220,7 +227,7 @@ class Executor:
             }
 
     def _constant_view(self, tensor: int) -> torch.Tensor:
-        view = self._graph.tensors[tensor]
+        view = self._moving.views[tensor]
         return view_of(self._constants[view.buffer], view)
 
     # Nodes.
@@ -242,13 +249,26 @@ class Executor:
 
         def tensor(index: int) -> torch.Tensor | None:
             view = self._graph.tensors[index]
+            if self._moving.varies(index):
+                return None
             if view.buffer in places:
                 return self._arena.view(view, places[view.buffer])
             if view.buffer in self._constants:
                 return self._constant_view(index)
             return None
 
-        bound = bind(self._graph.tasks[node.task], tensor, self._patches, self._unused)
+        patches: list[Patch] = []
+        bound = bind(self._graph.tasks[node.task], tensor, patches, self._unused)
+        for patch in patches:
+            buffer = None if patch.tensor is None else self._graph.tensors[patch.tensor].buffer
+            if buffer is None:
+                self._moving.add(patch)
+            elif buffer in places:
+                self._moving.add(patch, self._arena.bytes, places[buffer].offset)
+            elif buffer in self._constants:
+                self._moving.add(patch, self._constants[buffer])
+            else:
+                self._patches.append(patch)
         self._tasks[node.id] = bound
         call, args, kwargs = bound.call, bound.args, bound.kwargs
 
@@ -337,7 +357,7 @@ class Executor:
         places = self.memgraph.placements[node.id]
 
         def tensor(index: int) -> torch.Tensor:
-            view = self._graph.tensors[index]
+            view = self._moving.views[index]
             if view.buffer in places:
                 return self._arena.view(view, places[view.buffer])
             return external[index] if index in external else self._constant_view(index)

@@ -76,10 +76,21 @@ class OpMeter:
         """Tell whether every op of a graph has been measured already."""
         return all(_signature(graph, t) in self._costs for t in graph.tasks)
 
-    def with_costs(self, graph: TaskGraph) -> TaskGraph:
-        """Return the taskgraph with measured ``time_ns`` and ``workspace_bytes``."""
+    def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
+        """Return the taskgraph with measured ``time_ns`` and ``workspace_bytes``.
+
+        Args:
+            graph: The pass.
+            room_bytes: What there is for scratch tensors; the workspace of an op that needs more
+                (one on a large KV cache, say) is estimated.
+        """
         signatures = [_signature(graph, t) for t in graph.tasks]
         new = {s: t for s, t in zip(signatures, graph.tasks, strict=True) if s not in self._costs}
+        for signature, task in list(new.items()):
+            scratch = sum(max(1, _reach(graph, task, b)) for b in task.buffers)
+            if room_bytes is not None and scratch > room_bytes:
+                self._costs[signature] = _unmeasured(graph, task)
+                del new[signature]
         if new:
             self._measure(graph, new)
         tasks = tuple(
@@ -107,6 +118,7 @@ class OpMeter:
                 bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
             except RuntimeError:
                 self._costs[signature] = _unmeasured(graph, task)
+                del bound
                 continue
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -136,6 +148,7 @@ class OpMeter:
                         times.append(_time(bound))
                     except RuntimeError:
                         times.append(None)
+                del bound  # before the scratch tensors of the next are made
         peaks = _peaks(profiler)
         for index, (signature, task) in enumerate(tasks.items()):
             took = times[index]

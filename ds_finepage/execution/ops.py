@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import TaskMismatchError
-from ds_finepage.graph.taskgraph import JOIN, Ref, Symbol, Task
+from ds_finepage.graph.taskgraph import JOIN, Length, Ref, Symbol, Task
 
 COPIES = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"})
 FILLS = {"aten::zeros": 0, "aten::new_zeros": 0, "aten::zeros_like": 0, "aten::ones": 1}
@@ -38,11 +38,12 @@ class BoundTask:
 
 @dataclass(slots=True)
 class Patch:
-    """A place in a bound task's arguments that holds a tensor given anew by each call."""
+    """A place in a bound task's arguments that each call fills anew: a tensor, or a size."""
 
     container: Any  # list or dict
     key: Any
-    tensor: int
+    tensor: int | None
+    size: Length | None = None
 
 
 def resolve_op(name: str) -> Any:
@@ -115,6 +116,7 @@ def bind(
         for i, result in enumerate(task.results):
             if result in unused:
                 outs[i] = None
+                patches[:] = [p for p in patches if p.container is not outs or p.key != i]
     return bound
 
 
@@ -135,6 +137,9 @@ def _decode(
         if found is None:
             patches.append(Patch(container, key, value.tensor))
         return found
+    if isinstance(value, Length):
+        patches.append(Patch(container, key, None, value))
+        return int(value)
     if isinstance(value, Symbol):
         return _symbol(value)
     if isinstance(value, tuple):

@@ -28,6 +28,26 @@ class BufferKind(str, enum.Enum):
         return self in (BufferKind.WEIGHT, BufferKind.ACTIVATION)
 
 
+class Length(int):
+    """A size that follows from the sizes of a call; as an integer, what it is planned for.
+
+    Attributes:
+        formula: Python arithmetic over ``TaskGraph.symbols``. Derived integers do not have one, and
+            no file has: a taskgraph that was written down is of one size.
+    """
+
+    formula: str
+
+    def __new__(cls, value: int, formula: str) -> Length:
+        """Make the integer ``value`` that ``formula`` gives for the planned sizes."""
+        found = super().__new__(cls, value)
+        found.formula = formula
+        return found
+
+    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]
+        return int(self), self.formula
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """The bytes of one torch storage, or a slice of a weight's: the unit that is paged.
@@ -162,7 +182,9 @@ class TaskGraph:
 
     ``calls`` says which module ran what, for policies that work module by module; it is empty
     where capture cannot tell, and then the tasks' labels have to do. ``num_batches`` is how many
-    calls of the model are unrolled side by side; only a policy makes it more than one.
+    calls of the model are unrolled side by side; only a policy makes it more than one. ``symbols``
+    are sizes that differ from call to call, and the call position that carries each: buffers are
+    as large as for the largest call planned for, and those sizes that follow are :class:`Length`.
     """
 
     name: str
@@ -174,6 +196,7 @@ class TaskGraph:
     versions: tuple[tuple[str, str], ...] = field(default=())  # ("torch", "2.13.0"), ...
     calls: tuple[ModuleCall, ...] = ()
     num_batches: int = 1
+    symbols: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -64,7 +64,7 @@ def test_captures_do_not_grow_with_the_tokens(counted: Counted) -> None:
 
 
 def test_a_generation_of_another_length_captures_its_own_shapes_once(counted: Counted) -> None:
-    assert 1 <= counted.generate(30, 64) <= 2
+    assert counted.generate(30, 64) <= 2
     assert counted.generate(30, 64) == 0
 
 

@@ -1,0 +1,157 @@
+"""Sizes that differ from call to call: captured as symbols, evaluated where they are needed.
+
+A cache that grows by a row a step would otherwise need a capture a step. Dynamo passes each size
+that has changed before as an integer of its own; here those integers become symbols of a shape
+environment of ours, the pass is recorded once, and every size in the recording is an expression
+in them. What the recording took for granted about them (its guards) is kept, and asked before it
+is used for other sizes.
+"""
+
+# Floor 2.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from ds_finepage.graph.taskgraph import Length
+
+MIN_BUCKET = 16
+"""Calls with fewer rows are planned for this many."""
+
+FORMULA_NAMES: dict[str, Any] = {"__builtins__": {"min": min, "max": max}, "math": math}
+"""What a formula may name beside symbols. Formulas are written here and never read from files."""
+
+Size: TypeAlias = "int | sympy.Expr"
+
+
+def size_of(value: int | torch.SymInt) -> Size:
+    """Return a size as a number, or as an expression in the symbols that it depends on."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    expression = value.node.expr
+    return int(expression) if expression.is_number else expression
+
+
+def sizes_of(values: Sequence[int | torch.SymInt]) -> tuple[Any, ...]:
+    """Return several sizes; see :func:`size_of`."""
+    return tuple(map(size_of, values))
+
+
+def upper_end(values: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes to plan for, at least as large as those of a call.
+
+    The largest is rounded up to a power of two, so that a growing cache needs one plan for each
+    doubling. Sizes of the same kind (a cache's length, and that of a mask one longer) move by the
+    same amount, which keeps what the ops take for granted; others (a batch) stay.
+    """
+    largest = max(values.values(), default=0)
+    if largest <= 1:
+        return dict(values)
+    bucket = max(MIN_BUCKET, 1 << (largest - 1).bit_length())
+    return {n: v + bucket - largest if 2 * v > largest else v for n, v in values.items()}
+
+
+class Evaluator:
+    """Turns the sizes of a recording into integers, those that vary into :class:`Length`."""
+
+    def __init__(self, values: Mapping[str, int]) -> None:
+        """Evaluate at these values of the symbols."""
+        self._values = dict(values)
+        self._printer = PythonPrinter()
+        self._known: dict[sympy.Expr, Length] = {}
+
+    def __call__(self, size: Size) -> int:
+        """Return the value of a size."""
+        if isinstance(size, int):
+            return size
+        if size not in self._known:
+            text = self._printer.doprint(size)
+            self._known[size] = Length(evaluate(text, self._values), text)
+        return self._known[size]
+
+    def all(self, sizes: Sequence[Size]) -> tuple[int, ...]:
+        """Return the values of several sizes."""
+        return tuple(self(s) for s in sizes)
+
+
+def evaluate(text: str, values: Mapping[str, int]) -> int:
+    """Return the value of a formula that :class:`Evaluator` wrote."""
+    return int(eval(text, FORMULA_NAMES, dict(values)))
+
+
+class SymbolicSizes:
+    """The symbols of one call of a Dynamo graph.
+
+    Attributes:
+        env: The shape environment that fake tensors and guards belong to.
+        positions: Symbol -> call position of the integer that carries it.
+        values: Symbol -> what this call passes.
+    """
+
+    def __init__(self, placeholders: Sequence[Node], args: Sequence[Any]) -> None:
+        """Make a symbol for each integer argument that Dynamo calls by a symbol of its own."""
+        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+        self.positions: dict[str, int] = {}
+        self.values: dict[str, int] = {}
+        self._nodes: dict[sympy.Symbol, torch.SymInt] = {}
+        for position, node in enumerate(placeholders):
+            example = node.meta.get("example_value")
+            if not isinstance(example, torch.SymInt) or type(args[position]) is not int:
+                continue
+            symbol = example.node.expr
+            if isinstance(symbol, sympy.Symbol) and symbol not in self._nodes:
+                self._nodes[symbol] = self._make(example, args[position], position)
+
+    def _make(self, example: torch.SymInt, value: int, position: int) -> torch.SymInt:
+        source = ConstantSource(f"call_{position}")
+        theirs = example.node.shape_env.var_to_range.get(
+            example.node.expr, ValueRanges.unknown_int()
+        )
+        symbol = self.env.create_symbol(
+            value,
+            source,
+            dynamic_dim=DimDynamic.DYNAMIC,
+            constraint_dim=None,
+            positive=None,
+            do_not_specialize_zero_one=True,
+        )
+        self.env.var_to_range[symbol] = theirs
+        self.positions[str(symbol)] = position
+        self.values[str(symbol)] = value
+        return self.env.create_symintnode(symbol, hint=value, source=source)
+
+    def __bool__(self) -> bool:
+        """True where any size varies."""
+        return bool(self._nodes)
+
+    def of(self, value: Any) -> Any:
+        """Return an integer of Dynamo's graph in terms of our symbols."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = value.node.expr
+        if expression.is_number:
+            return int(expression)
+        return sympy_interp(PythonReferenceAnalysis, self._nodes, expression)
+
+    def all(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return several of them."""
+        return tuple(self.of(v) for v in values)
+
+    def admits(self, values: Mapping[str, int]) -> bool:
+        """Tell whether what the recording took for granted holds for other sizes too."""
+        guards = [g.expr for g in self.env.guards]
+        symbols = {s for guard in guards for s in guard.free_symbols}
+        at = {s: sympy.Integer(values[str(s)]) for s in symbols}
+        return all(guard.xreplace(at) == sympy.true for guard in guards)

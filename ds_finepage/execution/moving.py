@@ -1,0 +1,121 @@
+"""Tensors and arguments whose sizes follow from the sizes of a call (floor 2).
+
+A plan is made for the largest call of its kind, so extents stand; what a smaller call uses of them
+is a view of another shape. All formulas of a graph are one compiled function, and nothing is done
+as long as the sizes stay the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ds_finepage.execution.arena import view_of
+from ds_finepage.execution.ops import Patch
+from ds_finepage.graph.taskgraph import Buffer, Length, TaskGraph, TensorView
+
+
+@dataclass(slots=True)
+class _Place:
+    """A place in a bound task's arguments, and where the bytes begin that belong there."""
+
+    patch: Patch
+    storage_of: torch.Tensor | None
+    offset_bytes: int
+
+
+class MovingViews:
+    """The tensors of a graph as they are for the sizes of the present call.
+
+    Attributes:
+        views: By tensor id.
+    """
+
+    def __init__(self, graph: TaskGraph) -> None:
+        """Compile the formulas of a graph, if it has any."""
+        self.views: list[TensorView] = list(graph.tensors)
+        self._positions = [position for _, position in graph.symbols]
+        self._varying = [t.id for t in graph.tensors if any(_lengths(t))]
+        self._is_varying = frozenset(self._varying)
+        self._sizes: tuple[int, ...] | None = None
+        self._places: list[_Place] = []
+        self._buffers = [b.id for b in graph.buffers if isinstance(b.nbytes, Length)]
+        self._planned = {b: int(graph.buffers[b].nbytes) for b in self._buffers}
+        self._nbytes = dict(self._planned)
+        self._names = [name for name, _ in graph.symbols]
+        self._shapes = self._compile(
+            [_text(graph.tensors[t]) for t in self._varying]
+            + [graph.buffers[b].nbytes.formula for b in self._buffers]  # type: ignore[attr-defined]
+        )
+        self._arguments: Callable[..., tuple[Any, ...]] | None = None
+
+    def varies(self, tensor: int) -> bool:
+        """Tell whether a tensor's shape, strides or offset follow from the call."""
+        return tensor in self._is_varying
+
+    def nbytes(self, buffer: Buffer) -> int:
+        """Return the bytes of a buffer in the present call."""
+        return self._nbytes.get(buffer.id, buffer.nbytes)
+
+    def add(
+        self, patch: Patch, storage_of: torch.Tensor | None = None, offset_bytes: int = 0
+    ) -> None:
+        """Take charge of a place: of a size, or of a tensor that begins there in a storage."""
+        self._places.append(_Place(patch, storage_of, offset_bytes))
+
+    def set_sizes(self, args: Sequence[Any]) -> bool:
+        """Fill all places for the sizes of a call; False where a buffer is too small for them."""
+        sizes = tuple(args[position] for position in self._positions)
+        if sizes == self._sizes or not self._positions:
+            return True
+        found = self._shapes(*sizes)
+        nbytes = dict(zip(self._buffers, found[len(self._varying) :], strict=True))
+        if any(nbytes[b] > self._planned[b] for b in self._buffers):
+            return False
+        for tensor, (shape, stride, offset) in zip(self._varying, found, strict=False):
+            self.views[tensor] = replace(
+                self.views[tensor], shape=shape, stride=stride, offset=offset
+            )
+        self._nbytes = nbytes
+        if self._arguments is None:
+            texts = [p.patch.size.formula for p in self._places if p.patch.size is not None]
+            self._arguments = self._compile(texts)
+        arguments = iter(self._arguments(*sizes))
+        for place in self._places:
+            patch = place.patch
+            if patch.tensor is None:
+                patch.container[patch.key] = next(arguments)
+            else:
+                assert place.storage_of is not None
+                patch.container[patch.key] = view_of(
+                    place.storage_of, self.views[patch.tensor], place.offset_bytes
+                )
+        self._sizes = sizes
+        return True
+
+    def _compile(self, texts: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+        body = "".join(f"{text}, " for text in texts)
+        names = {"__builtins__": {"min": min, "max": max}, "math": math}
+        found: Callable[..., tuple[Any, ...]] = eval(
+            f"lambda {', '.join(self._names)}: ({body})", names
+        )
+        return found
+
+
+def _lengths(view: TensorView) -> list[bool]:
+    return [isinstance(n, Length) for n in (*view.shape, *view.stride, view.offset)]
+
+
+def _text(view: TensorView) -> str:
+    def tuple_text(values: tuple[int, ...]) -> str:
+        return "(" + "".join(f"{_formula(v)}, " for v in values) + ")"
+
+    return f"({tuple_text(view.shape)}, {tuple_text(view.stride)}, {_formula(view.offset)})"
+
+
+def _formula(value: int) -> str:
+    return f"({value.formula})" if isinstance(value, Length) else str(value)
