@@ -410,7 +410,7 @@ class Handle:
     def _plan(self, found: _Pass, arena_bytes: int) -> MemGraph:
         graph = found.graph
         path = None
-        if self._plan_dir is not None and not self._split:  # a plan of a cut graph is planned anew
+        if self._plan_dir is not None and not self._split:
             name = f"{fingerprint(graph)[:16]}-{self._policy}-{arena_bytes}.json"
             path = self._plan_dir / name
         if path is not None and path.exists():
@@ -425,7 +425,8 @@ class Handle:
                 split=self._split,
             )
             self.stats.num_plans += 1
-            if path is not None:
+            # A plan of another taskgraph than the captured one is planned anew.
+            if path is not None and memgraph.graph is graph:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 save(memgraph, path)
         check(memgraph)

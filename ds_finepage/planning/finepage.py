@@ -9,20 +9,29 @@ are spread evenly hide behind compute, a resident head with a streamed tail does
 every weight that can be cut keeps the same share of its rows; without it, whole weights are chosen
 evenly over the pass. How long the ring is, is found by trying: a short one keeps more, a long one
 looks farther ahead.
+
+Where not all weights fit, the pass in which masks and the like are made again instead of being held
+(``recompute``) is tried too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.exact import is_tiny, plan_exact
-from ds_finepage.planning.keeping import candidates, plan_keeping, weights_by_first_use
+from ds_finepage.planning.keeping import (
+    FIXED_SHARE,
+    candidates,
+    plan_keeping,
+    weights_by_first_use,
+)
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible, uses
+from ds_finepage.planning.recompute import recompute
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import Divisible, cut_weights, divisible_weights, gather_rows
 from ds_finepage.planning.stream import StreamPlanner, place_activations
@@ -36,9 +45,6 @@ RING_WEIGHTS = (1.0, 2.0, 1.5, 3.0, 4.0)
 SLICES_IN_RING = 4
 GOOD_ENOUGH = 1.02
 """A plan this close to its lower bound of time ends the search."""
-
-FIXED_SHARE = 0.001
-"""Weights below this share of the largest (norms, biases) are kept without asking."""
 
 MAX_TASKS_FOR_HORIZON = 400
 """Beyond this the two-horizon search, which costs seconds then, is the last resort."""
@@ -75,17 +81,10 @@ def plan_finepage(
     """
     search = _Search(arena_bytes, alignment, profile)
     if split:
-        search.try_resident(graph)
-        if search.best is None:
-            search.try_streaming(gather_rows(graph), may_split=True)
+        search.try_with_and_without_recomputing(graph, search.try_cutting)
     if search.best is None:
         require_feasible(graph, arena_bytes, alignment)
-        search.try_streaming(graph, may_split=False)
-        is_small = len(graph.tasks) <= MAX_TASKS_FOR_HORIZON
-        if search.best is None or (is_small and not search.moves_nothing()):
-            search.try_keeping(graph)
-        if is_tiny(graph) and not search.moves_nothing():
-            search.try_exact(graph)
+        search.try_with_and_without_recomputing(graph, search.try_whole)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
 
@@ -123,6 +122,40 @@ class _Search:
             return True
         return total_ns * 100 <= self._total_ns * 101 and moved < self._moved
 
+    def try_with_and_without_recomputing(
+        self, graph: TaskGraph, attempt: Callable[[TaskGraph], bool]
+    ) -> None:
+        """Try the pass as it is, and where something moves, with cheap tasks run again.
+
+        Args:
+            graph: The pass.
+            attempt: Offers plans of a taskgraph; returns whether it has room for a stream.
+        """
+        has_room = attempt(graph)
+        if self.moves_nothing():
+            return
+        # Where activations leave no room for a ring, room is what counts, whatever it costs.
+        again = recompute(graph, self._alignment, self._profile if has_room else None)
+        if again is not graph:
+            attempt(again)
+
+    def try_cutting(self, graph: TaskGraph) -> bool:
+        """Offer plans that cut weights, unless all of them have room as they are."""
+        self.try_resident(graph)
+        if not self.moves_nothing():
+            return self.try_streaming(gather_rows(graph), may_split=True)
+        return True
+
+    def try_whole(self, graph: TaskGraph) -> bool:
+        """Offer plans that leave weights in one piece."""
+        has_room = self.try_streaming(graph, may_split=False)
+        is_small = len(graph.tasks) <= MAX_TASKS_FOR_HORIZON
+        if self.best is None or (is_small and not self.moves_nothing()):
+            self.try_keeping(graph)
+        if is_tiny(graph) and not self.moves_nothing():
+            self.try_exact(graph)
+        return has_room
+
     # Streaming through a ring.
 
     def try_resident(self, graph: TaskGraph) -> None:
@@ -132,16 +165,21 @@ class _Search:
         if weights.missing_bytes(self._arena_bytes - top_of(placed)) <= 0:
             self._offer(self._plan_streaming(_Chosen(graph, []), placed, 0))
 
-    def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> None:
+    def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> bool:
+        """Offer plans with a ring; return whether there is room for one."""
         placed = place_activations(graph, self._alignment)
         room = self._arena_bytes - top_of(placed)
         weights = _Weights.of(graph, self._alignment, may_split=may_split)
+        has_room = False
         for ring_bytes in weights.ring_sizes(room):
             chosen = weights.choose(room, ring_bytes)
             if chosen is None:
                 continue
-            if self._offer(self._plan_streaming(chosen, placed, ring_bytes)):
-                return
+            plan = self._plan_streaming(chosen, placed, ring_bytes)
+            has_room = has_room or plan is not None
+            if self._offer(plan):
+                break
+        return has_room
 
     def _plan_streaming(
         self, chosen: _Chosen, placed: dict[int, Extent], ring_bytes: int
@@ -315,11 +353,14 @@ class _Weights:
 
 def min_split_arena_bytes(graph: TaskGraph, alignment: int) -> int:
     """Return the smallest arena in which ``plan_finepage(..., split=True)`` finds a plan."""
-    gathered = gather_rows(graph)
-    weights = _Weights.of(gathered, alignment, may_split=True)
-    ring_bytes = weights.least_ring_bytes() if weights.order else 0
-    split_bytes = top_of(place_activations(gathered, alignment)) + weights.fixed_bytes + ring_bytes
-    return min(split_bytes, min_arena_bytes(graph, alignment))
+    least = min_arena_bytes(graph, alignment)
+    for candidate in (graph, recompute(graph, alignment)):
+        gathered = gather_rows(candidate)
+        weights = _Weights.of(gathered, alignment, may_split=True)
+        ring_bytes = weights.least_ring_bytes() if weights.order else 0
+        placed = place_activations(gathered, alignment)
+        least = min(least, top_of(placed) + weights.fixed_bytes + ring_bytes)
+    return least
 
 
 def _quantum(weight: Divisible) -> int:
