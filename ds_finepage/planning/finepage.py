@@ -74,17 +74,22 @@ def plan_finepage(
         alignment: Of extents, in bytes.
         profile: Rates to predict the time with. Without one, bytes alone decide.
         split: Cut matrix products along their output features, and bring in the rows of
-            an embedding instead of its table. The plan's taskgraph is then another one.
+            an embedding instead of its table.
+
+    Returns:
+        The plan. Its taskgraph is another one where weights are cut or cheap tasks run again.
 
     Raises:
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
     search = _Search(arena_bytes, alignment, profile)
-    if split:
-        search.try_with_and_without_recomputing(graph, search.try_cutting)
+    has_room = split and search.try_with_and_without_recomputing(graph, search.try_cutting)
     if search.best is None:
         require_feasible(graph, arena_bytes, alignment)
-        search.try_with_and_without_recomputing(graph, search.try_whole)
+    if not has_room and (search.best is None or min_arena_bytes(graph, alignment) <= arena_bytes):
+        whole = _Search(arena_bytes, alignment, profile)
+        whole.try_with_and_without_recomputing(graph, whole.try_whole)
+        search.offer(whole.best)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
 
@@ -101,7 +106,7 @@ class _Search:
     def moves_nothing(self) -> bool:
         return self.best is not None and _moved_bytes(self.best) == 0
 
-    def _offer(self, plan: MemGraph | None) -> bool:
+    def offer(self, plan: MemGraph | None) -> bool:
         """Take a plan if it is the best so far; return whether it ends the search."""
         if plan is None:
             return False
@@ -124,20 +129,24 @@ class _Search:
 
     def try_with_and_without_recomputing(
         self, graph: TaskGraph, attempt: Callable[[TaskGraph], bool]
-    ) -> None:
+    ) -> bool:
         """Try the pass as it is, and where something moves, with cheap tasks run again.
 
         Args:
             graph: The pass.
-            attempt: Offers plans of a taskgraph; returns whether it has room for a stream.
+            attempt: Offers plans of a taskgraph; returns whether weights can stream through it.
+
+        Returns:
+            What it returned for the pass as it is.
         """
         has_room = attempt(graph)
         if self.moves_nothing():
-            return
+            return has_room
         # Where activations leave no room for a ring, room is what counts, whatever it costs.
         again = recompute(graph, self._alignment, self._profile if has_room else None)
         if again is not graph:
             attempt(again)
+        return has_room
 
     def try_cutting(self, graph: TaskGraph) -> bool:
         """Offer plans that cut weights, unless all of them have room as they are."""
@@ -163,7 +172,7 @@ class _Search:
         placed = place_activations(graph, self._alignment)
         weights = _Weights.of(graph, self._alignment, may_split=False)
         if weights.missing_bytes(self._arena_bytes - top_of(placed)) <= 0:
-            self._offer(self._plan_streaming(_Chosen(graph, []), placed, 0))
+            self.offer(self._plan_streaming(_Chosen(graph, []), placed, 0))
 
     def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> bool:
         """Offer plans with a ring; return whether there is room for one."""
@@ -177,7 +186,7 @@ class _Search:
                 continue
             plan = self._plan_streaming(chosen, placed, ring_bytes)
             has_room = has_room or plan is not None
-            if self._offer(plan):
+            if self.offer(plan):
                 break
         return has_room
 
@@ -196,14 +205,14 @@ class _Search:
         ).plan()
 
     def try_exact(self, graph: TaskGraph) -> None:
-        self._offer(plan_exact(graph, arena_bytes=self._arena_bytes, alignment=self._alignment))
+        self.offer(plan_exact(graph, arena_bytes=self._arena_bytes, alignment=self._alignment))
 
     # Sharing bytes between activations and streamed weights.
 
     def try_keeping(self, graph: TaskGraph) -> None:
         weights = weights_by_first_use(graph)
         for kept in candidates(graph, weights, self._arena_bytes, self._alignment):
-            self._offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
+            self.offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
             if self.moves_nothing():
                 return
 

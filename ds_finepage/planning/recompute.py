@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
 from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.profiles import require_usable
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.clones import Clone, insert_clones
 from ds_finepage.planning.keeping import FIXED_SHARE
@@ -65,10 +66,11 @@ def recompute(
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.
     """
+    if profile is not None:
+        require_usable(profile)
     values = _Values(graph)
     live = _LiveBytes(graph, values, [aligned(b.nbytes, alignment) for b in graph.buffers])
-    start, _ = live.highest()
-    most_ns = None if profile is None else _copy_ns(start - live.floor(), profile)
+    (start, _), floor = live.highest(), live.floor()
     found: list[Clone] = []
     num_taken = spent_ns = 0
     best: float = 0
@@ -80,10 +82,10 @@ def recompute(
         clone = live.lower(peak, task)
         if clone is None:
             break
-        if profile is not None and most_ns is not None:
+        if profile is not None:
             spent_ns += sum(task_time_ns(graph, graph.tasks[t], profile) for t in clone.tasks)
-            if spent_ns >= most_ns:
-                break
+            if spent_ns >= _copy_ns(start - floor, profile):
+                break  # that no more could save
         found.append(clone)
     return insert_clones(graph, found[:num_taken])
 

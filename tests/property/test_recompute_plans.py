@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
+from ds_finepage.planning import finepage
 from ds_finepage.planning.finepage import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import (
     ample_arena_bytes,
@@ -20,6 +21,7 @@ from ds_finepage.planning.liveness import (
     min_arena_bytes,
 )
 from ds_finepage.planning.recompute import recompute
+from ds_finepage.planning.simulator import simulate
 from tests.property.strategies import taskgraphs
 from tests.property.test_memgraphs import modest
 from tests.property.token_interpreter import run_random_order
@@ -106,6 +108,31 @@ def test_any_order_reads_the_right_tokens(seed: int, split: bool) -> None:
             assert values_at_end(found.graph) == values_at_end(graph)
             for _ in range(3):
                 run_random_order(found, rng)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("split", [False, True])
+def test_a_plan_is_never_worse_for_it(
+    seed: int, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    graph = layered(rng, rng.randint(5, 40))
+    least, ample = min_arena_bytes(graph, ALIGNMENT), ample_arena_bytes(graph, ALIGNMENT)
+    profile = rng.choice([None, load_profile("v100-16gb")])
+    figures = []
+    for arena_bytes in [least] + [rng.randint(least, ample) for _ in range(3)]:
+        for function in (recompute, lambda graph, *_: graph):
+            monkeypatch.setattr(finepage, "recompute", function)
+            plan = plan_finepage(
+                graph, arena_bytes=arena_bytes, alignment=ALIGNMENT, profile=profile, split=split
+            )
+            total_ns = 0 if profile is None else simulate(plan, profile).total_ns
+            figures.append((total_ns, plan.reloaded_bytes + plan.offloaded_bytes))
+    for (total_ns, moved), (total_without_ns, moved_without) in zip(
+        figures[::2], figures[1::2], strict=True
+    ):
+        assert total_ns * 100 <= total_without_ns * 101
+        assert total_ns < total_without_ns or moved <= moved_without
 
 
 @modest

@@ -338,8 +338,8 @@ def test_the_steps_that_do_not_pay_are_taken_back() -> None:
 
 
 def test_rates_that_cannot_be_computed_with_are_refused() -> None:
-    with pytest.raises(ConfigError, match="launch_ns is -1"):
-        recompute(MASKED, UNIT, dataclasses.replace(machine(h2d=1e9), launch_ns=-1))
+    with pytest.raises(ConfigError, match="h2d_bytes_per_s is 0"):
+        recompute(MASKED, UNIT, machine(h2d=0))
 
 
 # In a plan.
