@@ -516,7 +516,8 @@ class Handle:
                 standing=standing,
             )
             self.stats.num_plans += 1
-            if path is not None:
+            # A plan of another taskgraph than the captured one is planned anew.
+            if path is not None and memgraph.graph is graph:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 save(memgraph, path)
         check(memgraph)

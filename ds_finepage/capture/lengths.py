@@ -130,7 +130,9 @@ class SymbolicSizes:
         self.env.var_to_range[symbol] = theirs
         self.positions[str(symbol)] = position
         self.values[str(symbol)] = value
-        return self.env.create_symintnode(symbol, hint=value, source=source)
+        found = self.env.create_symintnode(symbol, hint=value, source=source)
+        assert isinstance(found, torch.SymInt)
+        return found
 
     def __bool__(self) -> bool:
         """True where any size varies."""

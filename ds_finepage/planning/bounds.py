@@ -32,7 +32,9 @@ def lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int
        ``used - sum(kept)``.
     2. While a task runs, the arena holds *at one time* the activations and weights that the task
        itself names, and the kept bytes of all other weights. (Other live activations may have been
-       offloaded, so they are not counted.) With ``spare`` the arena less all that the task names::
+       offloaded, or may be made again by running their tasks once more, so they are not counted; a
+       task that runs twice names as many bytes each time.) With ``spare`` the arena less all that
+       the task names::
 
            sum(kept) - sum(kept[w] for w that the task reads) <= spare         for every task
 
@@ -81,7 +83,7 @@ def divisible_lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: i
     The argument of :func:`lower_bound_bytes` with less to go on: a task has to have its activations
     in the arena, of a weight perhaps only a few bytes at a time, and of an embedding table only the
     rows that it looks up. So at most ``arena - max(activations that one task names)`` bytes of
-    weights are kept, and the others are reloaded.
+    weights are kept, and the others are reloaded. It holds for schedules that run tasks twice too.
 
     Args:
         graph: The pass.

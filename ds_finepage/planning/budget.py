@@ -12,8 +12,8 @@ def around_bytes(graph: TaskGraph, alignment: int) -> int:
 
     They are its inputs, outputs, KV cache and constants, the largest op workspace, and what the
     program that calls the model makes of them: token ids and masks (what is given as integers or
-    booleans) about as large as those of the call a few times over, and one row of logits in float32 with two copies (what ``generate`` does;
-    the meter in the tests holds it to that).
+    booleans) about as large as those of the call a few times over, and one row of logits in
+    float32 with two copies (what ``generate`` does; the meter in the tests holds it to that).
     """
     external = callers = row = 0
     returned = {graph.tensors[o.tensor] for o in graph.outputs if o.tensor is not None}

@@ -9,11 +9,14 @@ are spread evenly hide behind compute, a resident head with a streamed tail does
 every weight that can be cut keeps the same share of its rows; without it, whole weights are chosen
 evenly over the pass. How long the ring is, is found by trying: a short one keeps more, a long one
 looks farther ahead.
+
+Where not all weights fit, the pass in which masks and the like are made again instead of being held
+(``recompute``) is tried too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_finepage.graph.hardware import HardwareProfile
@@ -21,6 +24,7 @@ from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.exact import is_tiny, plan_exact
 from ds_finepage.planning.keeping import (
+    FIXED_SHARE,
     STREAM_FACTORS,
     candidates,
     least_lower_bytes,
@@ -29,6 +33,7 @@ from ds_finepage.planning.keeping import (
 )
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible, uses
+from ds_finepage.planning.recompute import recompute
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import Divisible, cut_weights, divisible_weights, gather_rows
 from ds_finepage.planning.standing import Standing, spread_order, stack_down
@@ -43,9 +48,6 @@ RING_WEIGHTS = (1.0, 2.0, 1.5, 3.0, 4.0)
 SLICES_IN_RING = 4
 GOOD_ENOUGH = 1.02
 """A plan this close to its lower bound of time ends the search."""
-
-FIXED_SHARE = 0.001
-"""Weights below this share of the largest (norms, biases) are kept without asking."""
 
 MAX_TASKS_FOR_HORIZON = 400
 """Beyond this the two-horizon search, which costs seconds then, is the last resort."""
@@ -77,31 +79,34 @@ def plan_finepage(
         alignment: Of extents, in bytes.
         profile: Rates to predict the time with. Without one, bytes alone decide.
         split: Cut matrix products along their output features, and bring in the rows of
-            an embedding instead of its table. The plan's taskgraph is then another one.
+            an embedding instead of its table.
         standing: What the pass that comes before and after this one keeps in the same arena,
             uppermost first. It is left in place as far as there is room, and nothing else is kept
             that would have to be brought in each time.
+
+    Returns:
+        The plan. Its taskgraph is another one where weights are cut or cheap tasks run again.
 
     Raises:
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
     search = _Search(arena_bytes, alignment, profile)
     if standing:
-        search.try_standing(gather_rows(graph) if split else graph, standing, may_split=split)
+        search.try_with_and_without_recomputing(
+            graph,
+            lambda g: search.try_standing(
+                gather_rows(g) if split else g, standing, may_split=split
+            ),
+        )
         if search.best is not None:
             return search.best
-    if split:
-        search.try_resident(graph)
-        if search.best is None:
-            search.try_streaming(gather_rows(graph), may_split=True)
+    has_room = split and search.try_with_and_without_recomputing(graph, search.try_cutting)
     if search.best is None:
         require_feasible(graph, arena_bytes, alignment)
-        search.try_streaming(graph, may_split=False)
-        is_small = len(graph.tasks) <= MAX_TASKS_FOR_HORIZON
-        if search.best is None or (is_small and not search.moves_nothing()):
-            search.try_keeping(graph)
-        if is_tiny(graph) and not search.moves_nothing():
-            search.try_exact(graph)
+    if not has_room and (search.best is None or min_arena_bytes(graph, alignment) <= arena_bytes):
+        whole = _Search(arena_bytes, alignment, profile)
+        whole.try_with_and_without_recomputing(graph, whole.try_whole)
+        search.offer(whole.best)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
 
@@ -119,7 +124,7 @@ class _Search:
     def moves_nothing(self) -> bool:
         return self.best is not None and _moved_bytes(self.best) == 0
 
-    def _offer(self, plan: MemGraph | None) -> bool:
+    def offer(self, plan: MemGraph | None) -> bool:
         """Take a plan if it is the best so far; return whether it ends the search."""
         if plan is None:
             return False
@@ -140,6 +145,44 @@ class _Search:
             return True
         return total_ns * 100 <= self._total_ns * 101 and moved < self._moved
 
+    def try_with_and_without_recomputing(
+        self, graph: TaskGraph, attempt: Callable[[TaskGraph], bool]
+    ) -> bool:
+        """Try the pass as it is, and where something moves, with cheap tasks run again.
+
+        Args:
+            graph: The pass.
+            attempt: Offers plans of a taskgraph; returns whether weights can stream through it.
+
+        Returns:
+            What it returned for the pass as it is.
+        """
+        has_room = attempt(graph)
+        if self.moves_nothing():
+            return has_room
+        # Where activations leave no room for a ring, room is what counts, whatever it costs.
+        again = recompute(graph, self._alignment, self._profile if has_room else None)
+        if again is not graph:
+            attempt(again)
+        return has_room
+
+    def try_cutting(self, graph: TaskGraph) -> bool:
+        """Offer plans that cut weights, unless all of them have room as they are."""
+        self.try_resident(graph)
+        if not self.moves_nothing():
+            return self.try_streaming(gather_rows(graph), may_split=True)
+        return True
+
+    def try_whole(self, graph: TaskGraph) -> bool:
+        """Offer plans that leave weights in one piece."""
+        has_room = self.try_streaming(graph, may_split=False)
+        is_small = len(graph.tasks) <= MAX_TASKS_FOR_HORIZON
+        if self.best is None or (is_small and not self.moves_nothing()):
+            self.try_keeping(graph)
+        if is_tiny(graph) and not self.moves_nothing():
+            self.try_exact(graph)
+        return has_room
+
     # Streaming through a ring.
 
     def try_resident(self, graph: TaskGraph) -> None:
@@ -147,28 +190,29 @@ class _Search:
         placed = place_activations(graph, self._alignment)
         weights = _Weights.of(graph, self._alignment, may_split=False)
         if weights.missing_bytes(self._arena_bytes - top_of(placed)) <= 0:
-            self._offer(self._plan_streaming(_Chosen(graph, []), placed, 0))
+            self.offer(self._plan_streaming(_Chosen(graph, []), placed, 0))
 
-    def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> None:
+    def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> bool:
+        """Offer plans with a ring; return whether there is room for one."""
         placed = place_activations(graph, self._alignment)
         room = self._arena_bytes - top_of(placed)
         weights = _Weights.of(graph, self._alignment, may_split=may_split)
+        has_room = False
         for ring_bytes in weights.ring_sizes(room):
             chosen = weights.choose(room, ring_bytes)
             if chosen is None:
                 continue
-            if self._offer(self._plan_streaming(chosen, placed, ring_bytes)):
-                return
+            plan = self._plan_streaming(chosen, placed, ring_bytes)
+            has_room = has_room or plan is not None
+            if self.offer(plan):
+                break
+        return has_room
 
     def _plan_streaming(
         self, chosen: _Chosen, placed: dict[int, Extent], ring_bytes: int
     ) -> MemGraph | None:
-        graph = chosen.graph
-        kept = [
-            b
-            for b in weights_by_first_use(graph)
-            if b not in set(chosen.streamed) and b not in chosen.standing
-        ]
+        graph, elsewhere = chosen.graph, {*chosen.streamed, *chosen.standing}
+        kept = [b for b in weights_by_first_use(graph) if b not in elsewhere]
         sizes = {b: aligned(graph.buffers[b].nbytes, self._alignment) for b in kept}
         small = FIXED_SHARE * max(sizes.values(), default=0)
         top = min((e.offset for e in chosen.standing.values()), default=self._top)
@@ -190,16 +234,22 @@ class _Search:
 
     def try_standing(
         self, graph: TaskGraph, standing: Sequence[Standing], *, may_split: bool
-    ) -> None:
+    ) -> bool:
+        """Offer plans that keep nothing else; return whether there is room for a ring."""
         placed = place_activations(graph, self._alignment)
         weights = _Weights.of(graph, self._alignment, may_split=may_split)
-        room = self._arena_bytes - top_of(placed)
+        room, has_room = self._arena_bytes - top_of(placed), False
         for ring_bytes in weights.ring_sizes(room):
             chosen = weights.choose_standing(standing, top_of(placed), ring_bytes, self._top)
-            if chosen is not None and self._offer(self._plan_streaming(chosen, placed, ring_bytes)):
-                return
+            if chosen is None:
+                continue
+            plan = self._plan_streaming(chosen, placed, ring_bytes)
+            has_room = has_room or plan is not None
+            if self.offer(plan):
+                return True
         if not may_split and len(graph.tasks) <= MAX_TASKS_FOR_HORIZON:
             self._try_keeping_standing(graph, standing)
+        return has_room
 
     def _try_keeping_standing(self, graph: TaskGraph, standing: Sequence[Standing]) -> None:
         weights = weights_by_first_use(graph)
@@ -211,10 +261,10 @@ class _Search:
             kept = {b: e for b, e in at.items() if e.offset >= lower_bytes}
             if frozenset(kept) not in tried:
                 tried.add(frozenset(kept))
-                self._offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
+                self.offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
 
     def try_exact(self, graph: TaskGraph) -> None:
-        self._offer(plan_exact(graph, arena_bytes=self._arena_bytes, alignment=self._alignment))
+        self.offer(plan_exact(graph, arena_bytes=self._arena_bytes, alignment=self._alignment))
 
     # Sharing bytes between activations and streamed weights.
 
@@ -224,7 +274,7 @@ class _Search:
         for chosen in candidates(graph, weights, self._arena_bytes, self._alignment):
             order = spread_order([b for b in weights if b in chosen])
             kept = stack_down(order, sizes, self._top)
-            self._offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
+            self.offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
             if self.moves_nothing():
                 return
 
@@ -440,11 +490,14 @@ class _Weights:
 
 def min_split_arena_bytes(graph: TaskGraph, alignment: int) -> int:
     """Return the smallest arena in which ``plan_finepage(..., split=True)`` finds a plan."""
-    gathered = gather_rows(graph)
-    weights = _Weights.of(gathered, alignment, may_split=True)
-    ring_bytes = weights.least_ring_bytes() if weights.order else 0
-    split_bytes = top_of(place_activations(gathered, alignment)) + weights.fixed_bytes + ring_bytes
-    return min(split_bytes, min_arena_bytes(graph, alignment))
+    least = min_arena_bytes(graph, alignment)
+    for candidate in (graph, recompute(graph, alignment)):
+        gathered = gather_rows(candidate)
+        weights = _Weights.of(gathered, alignment, may_split=True)
+        ring_bytes = weights.least_ring_bytes() if weights.order else 0
+        placed = place_activations(gathered, alignment)
+        least = min(least, top_of(placed) + weights.fixed_bytes + ring_bytes)
+    return least
 
 
 def _quantum(weight: Divisible) -> int:

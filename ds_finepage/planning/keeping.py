@@ -18,6 +18,10 @@ STREAM_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Sizes of the lower end to try, in units of the least that every task can run in."""
 
 
+FIXED_SHARE = 0.001
+"""Weights below this share of the largest (norms, biases) are kept without asking."""
+
+
 def weights_by_first_use(graph: TaskGraph) -> list[int]:
     """List the weights that can be kept and are used, in the order of their first use.
 

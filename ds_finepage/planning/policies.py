@@ -73,6 +73,7 @@ def plan(
         entry: Weights that are resident before the pass; cyclic policies choose their own.
         profile: Rates for policies that plan for time.
         split: Let a policy that can do so cut weights; its plan's taskgraph is then another one.
+            So it may be without, where ``finepage`` runs cheap tasks again.
         standing: What the pass before and after this one keeps; see ``plan_finepage``.
 
     Raises:
