@@ -295,7 +295,7 @@ class Executor:
         if buffer.id not in self._gathers:
             assert buffer.gather is not None
             num_rows = math.prod(self._graph.tensors[buffer.gather].shape)
-            staging = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=self._pool.pinned)
+            staging = _host_bytes(buffer.nbytes, pinned=self._pool.pinned)
             row_bytes = buffer.nbytes // num_rows
             self._gathers[buffer.id] = (master.view(-1, row_bytes), staging.view(-1, row_bytes))
         return self._gathers[buffer.id][1].view(-1)
@@ -383,6 +383,14 @@ def _unused_results(graph: TaskGraph) -> frozenset[int]:
         for t in graph.tensors
         if times_named[t.buffer] == 1 and graph.buffers[t.buffer].kind is BufferKind.ACTIVATION
     )
+
+
+def _host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Make host memory; where the device is the CPU, not by torch, which would count it there."""
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    with torch.inference_mode(False):
+        return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
 
 
 def _fill_poison(vacated: torch.Tensor) -> None:
