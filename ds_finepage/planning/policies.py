@@ -18,6 +18,8 @@ from ds_finepage.planning.baselines.zero import (
 )
 from ds_finepage.planning.finepage import plan_finepage
 from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
+from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
+from ds_finepage.planning.split import gather_rows
 from ds_finepage.planning.standing import Standing
 
 MAX_STEADY_ROUNDS = 8
@@ -99,6 +101,24 @@ def plan(
     raise ConfigError(f"unknown policy {policy!r}. {did_you_mean(policy, POLICIES)}")
 
 
+def with_tables_that_fit(
+    graph: TaskGraph, *, arena_bytes: int, policy: str, alignment: int
+) -> TaskGraph:
+    """Replace embedding tables by the rows that are looked up, where the tables are in the way.
+
+    Nothing is cut, so results stay the same, bit by bit. A policy that keeps what it can has more
+    room without a table as soon as not everything fits; the others are given the rows where they
+    could not run at all. What other systems do is left as it is.
+    """
+    if policy not in PAGING:
+        return graph
+    if min_arena_bytes(graph, alignment) > arena_bytes:
+        return gather_rows(graph)
+    if policy in CYCLIC and needed_arena_bytes(graph, alignment) > arena_bytes:
+        return gather_rows(graph, whole_tables=True)
+    return graph
+
+
 def plan_steady(
     graph: TaskGraph,
     *,
@@ -111,9 +131,15 @@ def plan_steady(
 ) -> MemGraph:
     """Plan the pass that comes again and again.
 
+    The plan's taskgraph is another one where ``split`` cuts, or an embedding table does not fit.
+
     A policy that carries residency over is planned on its own exit until entry and exit agree. If
     they never do, the last plan stands, and whoever runs it has to reload the difference.
     """
+    if not split or policy not in CAN_SPLIT:
+        graph = with_tables_that_fit(
+            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
+        )
     found = plan(
         graph,
         arena_bytes=arena_bytes,

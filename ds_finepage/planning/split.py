@@ -208,14 +208,20 @@ class _Rewriter:
         )
 
 
-def gather_rows(graph: TaskGraph) -> TaskGraph:
+def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
     """Replace embedding tables by the rows that the call looks up.
 
     Only lookups by indices that the caller gives can be served, for the host has to know them
     before the pass; the table stays in host memory for good. Where the rows are not fewer bytes
     than the table, nothing is replaced.
+
+    Args:
+        graph: The pass.
+        whole_tables: Leave a table that another op (a tied product) or a second lookup uses: it
+            has to be brought in all the same.
     """
     given = {i.tensor for i in graph.inputs}
+    used = uses(graph)
     buffers, tensors, tasks = list(graph.buffers), list(graph.tensors), list(graph.tasks)
     for task in graph.tasks:
         if task.op != EMBEDDING or len(task.args) < 2:
@@ -225,11 +231,20 @@ def gather_rows(graph: TaskGraph) -> TaskGraph:
             continue
         table, ids = graph.tensors[weight.tensor], graph.tensors[indices.tensor]
         buffer = graph.buffers[table.buffer]
-        num_rows = _numel(ids.shape)
-        is_whole = table.offset == 0 and table.stride == (table.shape[1], 1)
+        num_rows = int(_numel(ids.shape))
+        itemsize = ITEMSIZE.get(table.dtype, 0)
+        is_whole = (
+            table.offset == 0
+            and table.stride == (table.shape[1], 1)
+            and buffer.nbytes == _numel(table.shape) * itemsize
+        )
         if buffer.kind is not BufferKind.WEIGHT or not is_whole or indices.tensor not in given:
             continue
-        if num_rows >= table.shape[0]:
+        if graph.buffers[ids.buffer].kind is not BufferKind.INPUT:
+            continue  # the pass changes them
+        if whole_tables and len(used[buffer.id]) > 1:
+            continue
+        if not 0 < num_rows < table.shape[0]:
             continue
         rows = Buffer(
             id=len(buffers),
@@ -244,6 +259,7 @@ def gather_rows(graph: TaskGraph) -> TaskGraph:
             nbytes=8 * num_rows,
             payload=struct.pack(f"={num_rows}q", *range(num_rows)),
         )
+        # A shorter call uses a corner of the numbers, so their strides stay those planned for.
         buffers += [rows, numbers]
         tensors += [
             TensorView(

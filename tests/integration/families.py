@@ -1,4 +1,4 @@
-"""Tiny random models of seven families, and the token ids to call them with.
+"""Tiny random models of many families, and the token ids to call them with.
 
 Sizes are chosen so that a quarter of what a model needs is enough to run any of its ops: a small
 vocabulary, no weight that is much larger than the others, and as few layers as that allows.
@@ -53,6 +53,41 @@ FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {
     "phi": lambda **k: hf.PhiForCausalLM(hf.PhiConfig(**{**_GATED, **k})),
 }
 
+_EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts_per_tok": 2}
+_WINDOWED: dict[str, Any] = {
+    **_GROUPED,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": SLIDING_WINDOW,
+}
+
+MORE_FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {
+    "gpt_neox": lambda **k: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**{**_GATED, **k})),
+    "bloom": lambda **k: hf.BloomForCausalLM(
+        hf.BloomConfig(**{**_COMMON, "n_head": 4, "n_layer": 2, **k})
+    ),
+    "falcon": lambda **k: hf.FalconForCausalLM(
+        hf.FalconConfig(**{**_COMMON, "ffn_hidden_size": 2 * HIDDEN, **k})
+    ),
+    "qwen2": lambda **k: hf.Qwen2ForCausalLM(hf.Qwen2Config(**{**_GROUPED, **k})),
+    "qwen3_moe": lambda **k: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(
+            **{**_EXPERTS, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64, **k}
+        )
+    ),
+    "mixtral": lambda **k: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**{**_EXPERTS, "num_local_experts": 4, **k})
+    ),
+    "gemma2": lambda **k: hf.Gemma2ForCausalLM(hf.Gemma2Config(**{**_WINDOWED, **k})),
+    "gemma3": lambda **k: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(
+            **{**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"], **k}
+        )
+    ),
+    "phi3": lambda **k: hf.Phi3ForCausalLM(hf.Phi3Config(**{**_GROUPED, **k})),
+}
+"""Families beside those that every test of equality goes over."""
+
 
 def make_model(
     family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **config: Any
@@ -62,7 +97,7 @@ def make_model(
     Its ``generate`` never stops early, so that two runs have equally many tokens.
     """
     torch.manual_seed(seed)
-    model = FAMILIES[family](**config).eval().to(dtype)
+    model = {**FAMILIES, **MORE_FAMILIES}[family](**config).eval().to(dtype)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model

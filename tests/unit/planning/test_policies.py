@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ds_finepage.errors import ConfigError
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import Extent, Residency
+from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.policies import (
     BASELINES,
     CARRYING,
@@ -16,7 +17,10 @@ from ds_finepage.planning.policies import (
     RUNNABLE,
     plan,
     plan_steady,
+    with_tables_that_fit,
 )
+from ds_finepage.planning.split import gather_rows
+from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.sketches import chain, sketch
 
 HORIZONS = ("horizon", "horizon-outputs")
@@ -118,3 +122,25 @@ def test_the_same_input_gives_the_same_steady_plan(policy: str) -> None:
     units = 5 if policy in PAGING else 10
     twice = [plan_steady(chain(9), arena_bytes=units * 64, policy=policy) for _ in range(2)]
     assert twice[0] == twice[1]
+
+
+@every_policy
+def test_rows_stand_in_for_a_table_that_is_in_the_way(policy: str) -> None:
+    graph = matmul_chain([16, 16, 16], num_rows=2, vocabulary=256)
+    rows = gather_rows(graph)
+    assert rows != graph
+    needed = needed_arena_bytes(graph, 64)
+    cases = [(needed, graph), (needed - 64, graph), (min_arena_bytes(graph, 64) - 64, graph)]
+    if policy in CYCLIC:
+        cases[1] = needed - 64, rows
+    if policy in PAGING:
+        cases[2] = cases[2][0], rows
+    for arena_bytes, expected in cases:
+        found = with_tables_that_fit(graph, arena_bytes=arena_bytes, policy=policy, alignment=64)
+        assert found == expected
+    if policy in PAGING:
+        least = min_arena_bytes(rows, 64)
+        memgraph = check(plan_steady(graph, arena_bytes=least, policy=policy))
+        assert memgraph.graph == rows
+        with pytest.raises(PlanInfeasibleError, match="needs"):
+            plan_steady(graph, arena_bytes=least - 64, policy=policy)

@@ -114,3 +114,35 @@ def test_a_table_that_a_product_uses_too_stays_for_the_product() -> None:
     found = gather_rows(graph)
     assert found.buffers[1].kind is BufferKind.WEIGHT
     assert found.buffers[1].nbytes == graph.buffers[1].nbytes
+
+
+def test_indices_that_the_pass_changes_are_not_known_before_it() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    (ids,) = (b for b in graph.buffers if b.kind is BufferKind.INPUT)
+    buffers = list(graph.buffers)
+    buffers[ids.id] = dataclasses.replace(ids, kind=BufferKind.STATE)
+    graph = dataclasses.replace(graph, buffers=tuple(buffers))
+    assert gather_rows(graph) == graph
+
+
+def test_rows_of_a_part_of_a_table_are_left_to_the_table() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    table = graph.tensors[graph.tasks[0].args[0].tensor]
+    tensors = list(graph.tensors)
+    tensors[table.id] = dataclasses.replace(table, shape=(table.shape[0] // 2, table.shape[1]))
+    graph = dataclasses.replace(graph, tensors=tuple(tensors))
+    assert gather_rows(graph) == graph
+
+
+def test_no_index_is_nothing_to_gather() -> None:
+    graph = matmul_chain([8, 16], num_rows=0)
+    assert gather_rows(graph) == graph
+
+
+def test_a_table_with_another_use_can_be_left_whole() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    assert gather_rows(graph, whole_tables=True) == gather_rows(graph)
+    again = dataclasses.replace(graph.tasks[0], index=len(graph.tasks))
+    graph = dataclasses.replace(graph, tasks=(*graph.tasks, again))
+    assert gather_rows(graph, whole_tables=True) == graph
+    assert gather_rows(graph) != graph

@@ -1,0 +1,66 @@
+"""Holds an attached model against itself without ds_finepage, at several budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_finepage.api import attach
+from ds_finepage.config import DebugConfig
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.session import Stats
+
+BUDGETS = ("min", "50%", "100%")
+AMPLE = "1GiB"
+POOL_BYTES = 8 << 20
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Compare nested results; tensors bit by bit."""
+    if isinstance(expected, torch.Tensor):
+        return isinstance(found, torch.Tensor) and torch.equal(found, expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    return bool(found == expected)
+
+
+def same_at_every_budget(
+    model: torch.nn.Module, run: Callable[[], Any], *, budgets: tuple[str, ...] = BUDGETS
+) -> Stats:
+    """Run without ds_finepage, then with it; every graph has to be planned, every peak in budget.
+
+    Args:
+        model: What to attach to.
+        run: Makes the results to compare; called once for each budget and three times more.
+        budgets: ``"min"``, or shares of what the model needs to run unpaged.
+
+    Returns:
+        The counters.
+    """
+    torch._dynamo.reset()
+    plain = run()
+    handle = attach(model, device_budget=AMPLE, device="cpu")
+    try:
+        assert equal(run(), plain)
+        handle._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
+        stats = handle.stats
+        least_bytes, needed_bytes = stats.min_budget_bytes, stats.needed_budget_bytes
+        for seed, budget in enumerate(budgets):
+            share_bytes = 0 if budget == "min" else needed_bytes * int(budget.rstrip("%")) // 100
+            budget_bytes = max(least_bytes, share_bytes)
+            debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
+            handle.replan(budget_bytes=budget_bytes, debug=debug)
+            with DeviceMeter(torch.device("cpu")) as meter:
+                found = run()
+            assert equal(found, plain), f"budget {budget}"
+            assert meter.peak_bytes <= budget_bytes, f"budget {budget}"
+        assert handle._pool.bytes.numel() == POOL_BYTES
+        assert stats.min_budget_bytes == least_bytes, "every shape was captured in the first run"
+        assert not stats.unplanned_reasons
+        assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
+    finally:
+        handle.detach()
+    assert equal(run(), plain)
+    return stats
