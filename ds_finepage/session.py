@@ -8,43 +8,33 @@ before it runs it.
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule, skip_code
-from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.eval_frame import skip_code
 from torch.fx import GraphModule
 
-from ds_finepage.capture.dynamo_graph import DynamoGraph, Recording
+from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.captures import Captures, Pass
 from ds_finepage.config import DebugConfig
-from ds_finepage.errors import CaptureError, PlanInfeasibleError
+from ds_finepage.entries import allow_recompiles, attribute_restorer, captured_call, entries
 from ds_finepage.execution.arena import Arena, HostPool
-from ds_finepage.execution.executor import Executor, OpHook, Residents
+from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import hook_modules, run_unplanned
 from ds_finepage.execution.lanes import Lanes, make_lanes
 from ds_finepage.execution.measure import OpMeter
-from ds_finepage.execution.meter import free_profiler
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
-from ds_finepage.planning.budget import around_bytes
-from ds_finepage.planning.finepage import min_split_arena_bytes
-from ds_finepage.planning.liveness import (
-    min_arena_bytes,
-    needed_arena_bytes,
-    require_feasible,
-)
+from ds_finepage.planning.liveness import require_feasible
 from ds_finepage.planning.policies import (
     CAN_SPLIT,
     CYCLIC,
@@ -54,89 +44,10 @@ from ds_finepage.planning.policies import (
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
 from ds_finepage.planning.standing import Standing, standing_of
-
-logger = logging.getLogger(__name__)
+from ds_finepage.stats import PassStats, Stats
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """What torch's own allocators give, so that kernels choose the same code paths."""
-
-MIN_RECOMPILES = 64
-"""Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
-
-
-MAX_RECORDINGS = 8
-"""Recordings of one graph for ranges of sizes; beyond, each shape is captured by itself."""
-
-
-@dataclass
-class PassStats:
-    """Counters of one captured pass."""
-
-    name: str
-    num_tasks: int
-    arena_bytes: int
-    around_bytes: int
-    min_budget_bytes: int
-    needed_budget_bytes: int
-    lower_bound_bytes: int = 0
-    num_runs: int = 0
-    last_reloaded_bytes: int = 0
-    last_entry_reloaded_bytes: int = 0
-    last_offloaded_bytes: int = 0
-
-    def add_around(self, nbytes: int) -> None:
-        """Count device bytes around the arena that were not known before."""
-        self.around_bytes += nbytes
-        self.min_budget_bytes += nbytes
-        self.needed_budget_bytes += nbytes
-
-
-@dataclass
-class Stats:
-    """Counters of an attached model, readable at any time.
-
-    ``num_captures`` counts taskgraphs, ``num_unplanned_graphs`` calls of graphs that ran without a
-    plan, ``num_unplanned_modules`` module calls outside any graph.
-    """
-
-    budget_bytes: int
-    weight_bytes: int
-    num_captures: int = 0
-    num_plans: int = 0
-    num_unplanned_graphs: int = 0
-    num_unplanned_modules: int = 0
-    reloaded_bytes: int = 0
-    offloaded_bytes: int = 0
-    passes: list[PassStats] = field(default_factory=list)
-    unplanned_reasons: list[str] = field(default_factory=list)
-
-    @property
-    def min_budget_bytes(self) -> int:
-        """A budget under which every pass so far can run; lengths count as rounded up."""
-        return max((p.min_budget_bytes for p in self.passes), default=0)
-
-    @property
-    def needed_budget_bytes(self) -> int:
-        """The budget under which every pass so far runs with all weights resident."""
-        return max((p.needed_budget_bytes for p in self.passes), default=0)
-
-
-@dataclass
-class _Pass:
-    """One captured shape: its plan, and its executor while the arena it was built on exists."""
-
-    graph: TaskGraph
-    stats: PassStats
-    memgraph: MemGraph | None = None
-    executor: Executor | None = None
-    num_entries: int = 0  # runs that followed another pass
-    neighbour: _Pass | None = None  # the pass whose kept weights this one leaves in place
-    extra_workspace_bytes: int = 0  # beyond that of the captured tasks, where plans cut them
-
-    @property
-    def is_visitor(self) -> bool:
-        """True where most runs followed another pass."""
-        return 2 * self.num_entries > self.stats.num_runs
 
 
 class Handle:
@@ -169,13 +80,18 @@ class Handle:
         self._lock = threading.RLock()
         self._lanes = self._make_lanes()
         self._pool = HostPool(pinned=device.type == "cuda")
-        self._costs = OpMeter(device)
         self._arena: Arena | None = None
         self._arena_limit = budget_bytes  # only ever shrinks
-        self._last: _Pass | None = None
+        self._last: Pass | None = None
         self._residents: Residents = {}
-        self._passes: dict[tuple[Any, ...], _Pass | None] = {}
-        self._recordings: dict[int, list[Recording]] = {}
+        self._is_aside = False
+        self._captures = Captures(
+            self.stats,
+            OpMeter(device),
+            alignment=self._alignment,
+            may_cut=lambda: self._split,
+            make_room=self._make_room,
+        )
         self._num_graphs = 0
         self._unplanned_modules: list[torch.nn.Module] = []
         self._hooks: list[OpHook] = []
@@ -218,7 +134,7 @@ class Handle:
             debug: The new checks.
         """
         with self._lock:
-            self._release_arena()
+            self._make_room()
             if budget_bytes is not None:
                 self.stats.budget_bytes = budget_bytes
             self._policy = policy or self._policy
@@ -227,9 +143,8 @@ class Handle:
                 self._lanes.close()
                 self._lanes = self._make_lanes()
             self._arena_limit = self.stats.budget_bytes
-            for found in self._passes.values():
-                if found is not None:
-                    found.memgraph = None
+            for found in self._captures.planned():
+                found.memgraph = found.neighbour = None
 
     def detach(self) -> None:
         """Give the model back as it was; a second call does nothing."""
@@ -252,8 +167,8 @@ class Handle:
         """Return the plan of every captured pass with its predicted timeline."""
         return [
             (p.memgraph, simulate(p.memgraph, self.profile))
-            for p in self._passes.values()
-            if p is not None and p.memgraph is not None
+            for p in self._captures.planned()
+            if p.memgraph is not None
         ]
 
     @property
@@ -274,13 +189,13 @@ class Handle:
         self._weights.install()
         for handle in hook_modules(module, self._weights, self._on_unplanned_module):
             self._undo.append(handle.remove)
-        for part in _entries(module, self._weights):
-            self._undo.append(_attribute_restorer(part, "_compiled_call_impl"))
+        for part in entries(module, self._weights):
+            self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
             part._compiled_call_impl = self._enter(part)
-        self._undo.append(_allow_recompiles())
+        self._undo.append(allow_recompiles())
         generation = getattr(module, "generation_config", None)
         if generation is not None:  # transformers would compile a compiled call once more
-            self._undo.append(_attribute_restorer(generation, "disable_compile"))
+            self._undo.append(attribute_restorer(generation, "disable_compile"))
             generation.disable_compile = True
 
     def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:
@@ -300,9 +215,10 @@ class Handle:
                     return module._call_impl(*args, **kwargs)
                 if compiled is None:
                     compiled = torch.compile(
-                        _captured_call(module, self._weights), backend=self._backend
+                        captured_call(module, self._weights), backend=self._backend
                     )
                 if self._weights.disturbed():
+                    self._end_aside()
                     self._residents.clear()  # whoever filled a parameter may have changed it
                 num_graphs = self._num_graphs
                 self._is_running = True
@@ -339,21 +255,57 @@ class Handle:
     # Running.
 
     def _run(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Any:
-        found = self._find(index, graph, args)
+        found = self._captures.find(index, graph, args)
+        if found is not None and self._may_step_aside(found):
+            return self._run_aside(graph, args, found)
+        self._end_aside()
+        if found is not None:
+            self._visit(found)
+            executor = self._executor(found)
+            if not executor.set_sizes(args):
+                found = self._captures.find_exact(index, graph, args)
+                executor = executor if found is None else self._executor(found)
         if found is None:
             self.stats.num_unplanned_graphs += 1
             self._release_arena()
             return run_unplanned(graph.module, args, self._weights)
-        self._visit(found)
-        executor = self._executor(found)
-        if not executor.set_sizes(args):
-            self._passes[index, graph.key_of(args)] = self._capture(graph, args)
-            return self._run(index, graph, args)
+        executor.set_sizes(args)
         result = executor.run(args, graph.host_outputs(args), self._residents)
-        self._count(found.stats, executor)
+        self._count(found.stats, executor.counters)
         return result
 
-    def _visit(self, found: _Pass) -> None:
+    def _may_step_aside(self, found: Pass) -> bool:
+        """Tell whether the whole model may be on the device, and nobody wants to see the ops."""
+        return (
+            found.resident_bytes <= self.stats.budget_bytes
+            and self._policy in CYCLIC
+            and not self._hooks
+            and not self._debug.poison_vacated
+            and self._debug.lane_delay_seed is None
+        )
+
+    def _run_aside(self, graph: DynamoGraph, args: Sequence[Any], found: Pass) -> Any:
+        """Let PyTorch run a pass by itself, with all weights on the device for good."""
+        entry_bytes = 0
+        if not self._is_aside:
+            self._executor(found)  # for its figures: it is what the plan would do
+            self._release_arena()
+            self._weights.fill_all()
+            self._is_aside = True
+            entry_bytes = self._weights.nbytes
+        with torch.no_grad():
+            result = graph.module(*args)
+        self.stats.num_aside_runs += 1
+        self._count(found.stats, PassCounters(entry_bytes, entry_bytes))
+        return result
+
+    def _end_aside(self) -> None:
+        """Take the weights off the device again."""
+        if self._is_aside:
+            self._is_aside = False
+            self._weights.install()
+
+    def _visit(self, found: Pass) -> None:
         """Note that a pass runs next; let it make way if it keeps following another one.
 
         A decode step comes again and again, a prefill comes between decode steps: what the prefill
@@ -370,102 +322,7 @@ class Handle:
             found.neighbour = before
             found.memgraph = found.executor = None
 
-    def _find(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> _Pass | None:
-        """Return the pass of a call, captured if it is new; None where it runs without a plan."""
-        key: tuple[Any, ...] = (index, graph.key_of(args))
-        if key in self._passes:
-            return self._passes[key]
-        recording = None if self._split else self._recording(index, graph, args)
-        if recording is None:
-            self._passes[key] = self._capture(graph, args)
-            return self._passes[key]
-        sizes = recording.upper_end(recording.values_of(args))
-        deciding = tuple(v for n, v in sizes.items() if n in recording.deciding)
-        key_of_many = (index, id(recording), deciding, graph.fixed_key_of(args))
-        if key_of_many not in self._passes:
-            try:
-                taskgraph = recording.at(sizes)
-                # Before measuring, which needs room itself.
-                self._require_room(gather_rows(taskgraph))
-                self._passes[key_of_many] = self._prepare(taskgraph)
-            except PlanInfeasibleError:  # there may be room for this very call
-                self._passes[key] = self._capture(graph, args)
-                return self._passes[key]
-        return self._passes[key_of_many]
-
-    def _recording(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Recording | None:
-        """Return a recording that holds for a call's sizes and others; None where none does."""
-        recordings = self._recordings.setdefault(index, [])
-        for recording in recordings:
-            if recording.admits(recording.values_of(args)):
-                return recording
-        if len(recordings) >= MAX_RECORDINGS:
-            return None
-        try:
-            found = graph.record_lengths(args)
-        except CaptureError:
-            return None
-        if found is not None:
-            recordings.append(found)
-            self.stats.num_captures += 1
-        return found
-
-    def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> _Pass | None:
-        """Capture a shape; None where it has to run without a plan."""
-        try:
-            taskgraph = graph.record(args)
-        except CaptureError as error:
-            self._warn_unplanned(str(error))
-            return None
-        found = self._prepare(taskgraph)
-        self.stats.num_captures += 1
-        return found
-
-    def _prepare(self, taskgraph: TaskGraph) -> _Pass:
-        """Measure a captured pass, and find out what it needs."""
-        taskgraph = self._with_costs(taskgraph)
-        # Rows that stand in for an embedding table need their numbers beside them.
-        smallest = gather_rows(taskgraph)
-        around = around_bytes(smallest, self._alignment) + self._costs.library_bytes
-        if self._split:
-            least_bytes = min_split_arena_bytes(taskgraph, self._alignment)
-        else:
-            least_bytes = min_arena_bytes(smallest, self._alignment)
-        stats = PassStats(
-            name=taskgraph.name,
-            num_tasks=len(taskgraph.tasks),
-            arena_bytes=0,
-            around_bytes=around,
-            min_budget_bytes=around + least_bytes,
-            needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
-        )
-        if not self._split:  # cutting may make room yet
-            self._require_room(smallest)
-        self.stats.passes.append(stats)
-        return _Pass(taskgraph, stats)
-
-    def _require_room(self, graph: TaskGraph) -> None:
-        """Refuse a graph with a task that needs more than the budget leaves."""
-        around = around_bytes(graph, self._alignment) + self._costs.library_bytes
-        require_feasible(
-            graph, self.stats.budget_bytes - around, self._alignment, around_bytes=around
-        )
-
-    def _with_costs(self, graph: TaskGraph) -> TaskGraph:
-        """Return a taskgraph with what its ops take, measured where that is not known yet."""
-        if self._costs.knows_all(graph):
-            return self._costs.with_costs(graph)
-        self._release_arena()  # the scratch tensors need its room
-        before = self._costs.library_bytes
-        with free_profiler():
-            around = around_bytes(graph, self._alignment) + before
-            measured = self._costs.with_costs(graph, room_bytes=self.stats.budget_bytes - around)
-        for found in self._passes.values():
-            if found is not None:
-                found.stats.add_around(self._costs.library_bytes - before)
-        return measured
-
-    def _executor(self, found: _Pass) -> Executor:
+    def _executor(self, found: Pass) -> Executor:
         """Return a pass's executor on the present arena, planning where that is new."""
         if found.executor is not None:
             return found.executor
@@ -480,9 +337,8 @@ class Handle:
             self._arena = Arena(arena_bytes, self._device)
         if found.memgraph.host_bytes > self._pool.bytes.numel():
             self._pool.reserve(found.memgraph.host_bytes)
-            for other in self._passes.values():
-                if other is not None:
-                    other.executor = None  # it points into the old pool
+            for other in self._captures.planned():
+                other.executor = None  # it points into the old pool
         found.executor = Executor(
             found.memgraph,
             arena=self._arena,
@@ -494,10 +350,10 @@ class Handle:
         )
         return found.executor
 
-    def _needs_more_workspace(self, found: _Pass) -> bool:
+    def _needs_more_workspace(self, found: Pass) -> bool:
         """Measure the tasks of a changed graph; make room where one takes more than before."""
         assert found.memgraph is not None
-        measured = self._with_costs(found.memgraph.graph)
+        measured = self._captures.with_costs(found.memgraph.graph)
         more = measured.workspace_bytes - found.graph.workspace_bytes - found.extra_workspace_bytes
         if more <= 0:
             return False
@@ -506,7 +362,7 @@ class Handle:
         found.memgraph = None
         return True
 
-    def _arena_bytes(self, found: _Pass) -> int:
+    def _arena_bytes(self, found: Pass) -> int:
         """Return the size of the arena that a pass runs in.
 
         All passes share one, so that weights stay resident from pass to pass: what is left by the
@@ -526,7 +382,7 @@ class Handle:
         self._arena_limit = min(self._arena_limit, allowed)
         return allowed if need > self._arena_limit else self._arena_limit
 
-    def _plan(self, found: _Pass, arena_bytes: int) -> MemGraph:
+    def _plan(self, found: Pass, arena_bytes: int) -> MemGraph:
         graph = found.graph
         if not self._split:
             graph = with_tables_that_fit(
@@ -567,8 +423,7 @@ class Handle:
         found.stats.lower_bound_bytes = bound(graph, arena_bytes, self._alignment)
         return memgraph
 
-    def _count(self, stats: PassStats, executor: Executor) -> None:
-        counted = executor.counters
+    def _count(self, stats: PassStats, counted: PassCounters) -> None:
         stats.num_runs += 1
         stats.last_reloaded_bytes = counted.reloaded_bytes
         stats.last_entry_reloaded_bytes = counted.entry_reloaded_bytes
@@ -576,13 +431,16 @@ class Handle:
         self.stats.reloaded_bytes += counted.reloaded_bytes
         self.stats.offloaded_bytes += counted.offloaded_bytes
 
+    def _make_room(self) -> None:
+        self._end_aside()
+        self._release_arena()
+
     def _release_arena(self) -> None:
         """Give the arena's bytes back; what was resident is reloaded when it is needed."""
         if self._arena is None:
             return
-        for found in self._passes.values():
-            if found is not None:
-                found.executor = None  # its views hold the arena
+        for found in self._captures.planned():
+            found.executor = None  # its views hold the arena
         # Whoever still holds a view, if only in a cycle of dead objects, must not hold the bytes.
         self._arena.bytes.untyped_storage().resize_(0)
         self._arena = None
@@ -595,61 +453,8 @@ class Handle:
         if module not in self._unplanned_modules:
             self._unplanned_modules.append(module)
             name = next((n for n, m in self._module.named_modules() if m is module), "")
-            self._warn_unplanned(f"module {name or 'at the root'} is called outside any graph")
+            self._captures.warn_unplanned(
+                f"module {name or 'at the root'} is called outside any graph"
+            )
+        self._end_aside()
         self._release_arena()
-
-    def _warn_unplanned(self, reason: str) -> None:
-        logger.warning("running without a plan: %s", reason)
-        self.stats.unplanned_reasons.append(reason)
-
-
-def _entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Module]:
-    """List the modules whose call from outside is captured: the root, and parts that hold others.
-
-    ``generate`` calls an encoder by itself. A part with weights of its own is mostly a single op,
-    for which a plan does no more than the fallback.
-    """
-    found = [module]
-    for part in module.modules():
-        own = list(part.parameters(recurse=False))
-        # Dynamo's wrapper passes on what is set on it.
-        if part is module or any(p in weights for p in own) or isinstance(part, OptimizedModule):
-            continue
-        if any(p in weights for p in part.parameters()):
-            found.append(part)
-    return found
-
-
-def _captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[..., Any]:
-    """Return what Dynamo is to capture: the call of a module with its hooks.
-
-    Dynamo does not look at ``_call_impl`` itself, but at the forward that it calls. That leaves
-    out hooks, which matter where the module has weights of its own, and it leaves out everything
-    where forward is one of torch's own (``Sequential``). An outer frame brings both in.
-    """
-    has_own = any(p in weights for p in module.parameters(recurse=False))
-    if has_own or torch._dynamo.trace_rules.check(module.forward):
-        return wrap_inline(module._call_impl)
-    return module._call_impl
-
-
-def _attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
-    """Return what gives an object's own attribute back, or its absence."""
-    if name not in vars(owner):
-        return lambda: delattr(owner, name)
-    before = vars(owner)[name]
-    return lambda: setattr(owner, name, before)
-
-
-def _allow_recompiles() -> Callable[[], None]:
-    """Raise Dynamo's recompile limit; return what restores it."""
-    config = torch._dynamo.config
-    before = config.recompile_limit
-    if before >= MIN_RECOMPILES:
-        return lambda: None
-    config.recompile_limit = MIN_RECOMPILES
-
-    def restore() -> None:
-        config.recompile_limit = before
-
-    return restore

@@ -101,6 +101,11 @@ class WeightTable:
             if weight.parameter is parameter:
                 self._empty(weight)
 
+    def fill_all(self) -> None:
+        """Give every parameter its bytes on the device, until :meth:`install` frees them."""
+        for weight in self._weights:
+            weight.parameter.data = _materialize(weight, self._device)
+
     def _empty(self, weight: HostWeight) -> None:
         with torch.inference_mode(False):
             stand_in = torch.empty_strided(

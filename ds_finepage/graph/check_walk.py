@@ -177,7 +177,7 @@ class Walk:
             if offset < 0 or slot.end > self.memgraph.host_bytes:
                 text += f"is not inside {self.memgraph.host_bytes} bytes"
                 self.wrong(Fault.HOST_SLOT_OUTSIDE, None, text)
-            elif offset < end:
+            elif offset < end and slot.nbytes:
                 self.wrong(Fault.HOST_SLOT_OVERLAP, None, text + "overlaps the one before it")
             end = max(end, slot.end)
 

@@ -112,10 +112,8 @@ class Attached:
         """Make all captures be made, and all ops be measured, once more."""
         self.model._previous_max_cache_length = -1  # what transformers remembers of the longest
         self.handle._release_arena()
-        self.handle._passes.clear()
-        self.handle._recordings.clear()
-        self.handle._costs = OpMeter(CPU)
-        self.handle.stats.passes.clear()
+        self.handle._captures.forget()
+        self.handle._captures.costs = OpMeter(CPU)
 
     def budget_bytes(self, work: str, share: str) -> int:
         if share == "min":

@@ -1,0 +1,231 @@
+"""From the calls of Dynamo's graphs to the passes that are planned (floor 3)."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_finepage.capture.dynamo_graph import DynamoGraph, Recording
+from ds_finepage.errors import CaptureError, PlanInfeasibleError
+from ds_finepage.execution.executor import Executor
+from ds_finepage.execution.measure import OpMeter
+from ds_finepage.execution.meter import free_profiler
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.finepage import min_split_arena_bytes
+from ds_finepage.planning.liveness import (
+    min_arena_bytes,
+    needed_arena_bytes,
+    require_feasible,
+)
+from ds_finepage.planning.split import gather_rows
+from ds_finepage.stats import PassStats, Stats
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDINGS = 8
+"""Recordings of one graph for ranges of sizes; beyond, each shape is captured by itself."""
+
+UNPLANNED_SHARE = 2
+"""Activations that nobody places: at most this many times those that are live at once. PyTorch
+frees what a composite op made when the op returns, a plan when it was used last."""
+
+MAX_PASSES = 128
+"""Passes that are remembered; beyond, the one that was not used for longest is forgotten."""
+
+
+@dataclass
+class Pass:
+    """One captured shape: its plan, and its executor while the arena it was built on exists."""
+
+    graph: TaskGraph
+    stats: PassStats
+    memgraph: MemGraph | None = None
+    executor: Executor | None = None
+    num_entries: int = 0  # runs that followed another pass
+    neighbour: Pass | None = None  # the pass whose kept weights this one leaves in place
+    resident_bytes: int = 0  # under a budget of this, all of the model may be on the device
+    extra_workspace_bytes: int = 0  # beyond that of the captured tasks, where plans cut them
+
+    @property
+    def is_visitor(self) -> bool:
+        """True where most runs followed another pass."""
+        return 2 * self.num_entries > self.stats.num_runs
+
+
+class Captures:
+    """The passes of an attached model, captured as calls come.
+
+    Attributes:
+        costs: What ops take on this device.
+        passes: By what selects them, the one that was used last at the end; None where a call has
+            to run without a plan.
+    """
+
+    def __init__(
+        self,
+        stats: Stats,
+        costs: OpMeter,
+        *,
+        alignment: int,
+        may_cut: Callable[[], bool],
+        make_room: Callable[[], None],
+    ) -> None:
+        """Start with nothing captured.
+
+        Args:
+            stats: Counters to keep.
+            costs: What ops take on this device.
+            alignment: Of extents, in bytes.
+            may_cut: Tells whether plans may cut weights now.
+            make_room: Gives the arena back, before something is measured.
+        """
+        self.costs = costs
+        self.passes: OrderedDict[tuple[Any, ...], Pass | None] = OrderedDict()
+        self._recordings: dict[int, list[Recording]] = {}
+        self._stats = stats
+        self._alignment = alignment
+        self._may_cut = may_cut
+        self._make_room = make_room
+
+    def planned(self) -> list[Pass]:
+        """List the passes that have a plan or will."""
+        return [p for p in self.passes.values() if p is not None]
+
+    def forget(self) -> None:
+        """Forget everything but what ops take."""
+        self.passes.clear()
+        self._recordings.clear()
+        self._stats.passes.clear()
+
+    def warn_unplanned(self, reason: str) -> None:
+        """Say that something runs without a plan, and why."""
+        logger.warning("running without a plan: %s", reason)
+        self._stats.unplanned_reasons.append(reason)
+
+    def find(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Pass | None:
+        """Return the pass of a call, captured if it is new; None where it runs without a plan."""
+        key = (index, graph.key_of(args))
+        if key in self.passes:
+            self.passes.move_to_end(key)
+            return self.passes[key]
+        recording = None if self._may_cut() else self._recording(index, graph, args)
+        if recording is not None:
+            sizes = recording.upper_end(recording.values_of(args))
+            deciding = tuple(v for n, v in sizes.items() if n in recording.deciding)
+            key_of_many = (index, id(recording), deciding, graph.fixed_key_of(args))
+            if key_of_many in self.passes:
+                self.passes.move_to_end(key_of_many)
+                return self.passes[key_of_many]
+            try:
+                taskgraph = recording.at(sizes)
+                # Before measuring, which needs room itself.
+                self._require_room(gather_rows(taskgraph))
+                return self._remember(key_of_many, self._prepare(taskgraph))
+            except PlanInfeasibleError:
+                pass  # there may be room for this very call
+        return self._remember(key, self._capture(graph, args))
+
+    def find_exact(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Pass | None:
+        """Capture a call by itself, where the pass that :meth:`find` gave has no room for it."""
+        return self._remember((index, graph.key_of(args)), self._capture(graph, args))
+
+    def _remember(self, key: tuple[Any, ...], found: Pass | None) -> Pass | None:
+        self.passes[key] = found
+        while len(self.passes) > MAX_PASSES:
+            _, oldest = self.passes.popitem(last=False)
+            for other in self.planned():
+                if other.neighbour is oldest:
+                    other.neighbour = None
+            if oldest is not None:
+                self._stats.passes.remove(oldest.stats)
+                self._stats.num_forgotten += 1
+        return found
+
+    def _recording(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Recording | None:
+        """Return a recording that holds for a call's sizes and others; None where none does."""
+        recordings = self._recordings.setdefault(index, [])
+        for recording in recordings:
+            if recording.admits(recording.values_of(args)):
+                return recording
+        if len(recordings) >= MAX_RECORDINGS:
+            return None
+        try:
+            found = graph.record_lengths(args)
+        except CaptureError:
+            return None
+        if found is not None:
+            recordings.append(found)
+            self._stats.num_captures += 1
+        return found
+
+    def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> Pass | None:
+        """Capture a shape; None where it has to run without a plan."""
+        try:
+            taskgraph = graph.record(args)
+        except CaptureError as error:
+            self.warn_unplanned(str(error))
+            return None
+        found = self._prepare(taskgraph)
+        self._stats.num_captures += 1
+        return found
+
+    def _prepare(self, taskgraph: TaskGraph) -> Pass:
+        """Measure a captured pass, and find out what it needs."""
+        taskgraph = self.with_costs(taskgraph)
+        # Rows that stand in for an embedding table need their numbers beside them.
+        smallest = gather_rows(taskgraph)
+        around = around_bytes(smallest, self._alignment) + self.costs.library_bytes
+        if self._may_cut():
+            least_bytes = min_split_arena_bytes(taskgraph, self._alignment)
+        else:
+            least_bytes = min_arena_bytes(smallest, self._alignment)
+        stats = PassStats(
+            name=taskgraph.name,
+            num_tasks=len(taskgraph.tasks),
+            arena_bytes=0,
+            around_bytes=around,
+            min_budget_bytes=around + least_bytes,
+            needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
+        )
+        if not self._may_cut():  # cutting may make room yet
+            self._require_room(smallest)
+        self._stats.passes.append(stats)
+        mine = sum(
+            -(-b.nbytes // self._alignment) * self._alignment
+            for b in taskgraph.buffers
+            if b.kind is BufferKind.WEIGHT
+        )
+        activations = stats.needed_budget_bytes - around - mine
+        return Pass(
+            taskgraph,
+            stats,
+            resident_bytes=around + self._stats.weight_bytes + UNPLANNED_SHARE * activations,
+        )
+
+    def _require_room(self, graph: TaskGraph) -> None:
+        """Refuse a graph with a task that needs more than the budget leaves."""
+        around = around_bytes(graph, self._alignment) + self.costs.library_bytes
+        require_feasible(
+            graph, self._stats.budget_bytes - around, self._alignment, around_bytes=around
+        )
+
+    def with_costs(self, graph: TaskGraph) -> TaskGraph:
+        """Return a taskgraph with what its ops take, measured where that is not known yet."""
+        if self.costs.knows_all(graph):
+            return self.costs.with_costs(graph)
+        self._make_room()  # the scratch tensors need its room
+        before = self.costs.library_bytes
+        with free_profiler():
+            around = around_bytes(graph, self._alignment) + before
+            outputs = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.OUTPUT)
+            room_bytes = self._stats.budget_bytes - around + outputs  # which are not there yet
+            measured = self.costs.with_costs(graph, room_bytes=room_bytes)
+        for found in self.passes.values():
+            if found is not None:
+                found.stats.add_around(self.costs.library_bytes - before)
+        return measured
