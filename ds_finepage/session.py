@@ -22,9 +22,17 @@ from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.captures import Captures, Pass
 from ds_finepage.config import DebugConfig
 from ds_finepage.entries import allow_recompiles, attribute_restorer, captured_call, entries
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import hook_modules, run_unplanned
+from ds_finepage.execution.host_cache import (
+    caches_among,
+    host_layers,
+    move_to_host,
+    require_fitting,
+    with_cache,
+)
 from ds_finepage.execution.lanes import Lanes, make_lanes
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
@@ -38,6 +46,7 @@ from ds_finepage.planning.liveness import require_feasible
 from ds_finepage.planning.policies import (
     CAN_SPLIT,
     CYCLIC,
+    PAGING,
     plan_steady,
     with_tables_that_fit,
 )
@@ -224,7 +233,7 @@ class Handle:
                 self._is_running = True
                 try:
                     with self.around_call():
-                        return compiled(*args, **kwargs)
+                        return self._call(compiled, module, args, kwargs)
                 finally:
                     self._is_running = False
                     if self._num_graphs != num_graphs:
@@ -232,6 +241,41 @@ class Handle:
 
         skip_code(call.__code__)  # between two graphs it must not become one itself
         return call
+
+    def _call(
+        self,
+        compiled: Callable[..., Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a captured call; where there is no room for its KV cache, with that in host memory.
+
+        Weights have made way for the cache before that: the arena is what it leaves.
+        """
+        require_fitting(module, kwargs)
+        layers = host_layers((*args, *kwargs.values()))
+        for layer in layers:
+            layer.prepare()
+        try:
+            try:
+                result = compiled(*args, **kwargs)
+            except PlanInfeasibleError:
+                kwargs = with_cache(module, args, kwargs)
+                caches = caches_among((*args, *kwargs.values()))
+                pinned = self._device.type == "cuda"
+                moved = [move_to_host(cache, pinned=pinned) for cache in caches]
+                if self._policy not in PAGING or not any(moved):
+                    raise
+                self.stats.num_caches_on_host += sum(moved)
+                result = compiled(*args, **kwargs)
+        except BaseException:
+            for layer in host_layers((*args, *kwargs.values())):
+                layer.forget_new()
+            raise
+        for layer in host_layers((*args, *kwargs.values())):
+            layer.settle()
+        return result
 
     def _backend(self, module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs: a Dynamo backend.

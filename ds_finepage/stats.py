@@ -35,7 +35,8 @@ class Stats:
     ``num_captures`` counts recordings, each of which serves all calls of its kind; ``num_plans``
     plans; ``num_forgotten`` passes that made way for others; ``num_aside_runs`` runs for which the
     engine stepped aside, because everything fits; ``num_unplanned_graphs`` calls of graphs that ran
-    without a plan; ``num_unplanned_modules`` module calls outside any graph.
+    without a plan; ``num_unplanned_modules`` module calls outside any graph;
+    ``num_caches_on_host`` KV caches that had no room on the device.
     """
 
     budget_bytes: int
@@ -44,6 +45,7 @@ class Stats:
     num_plans: int = 0
     num_forgotten: int = 0
     num_aside_runs: int = 0
+    num_caches_on_host: int = 0
     num_unplanned_graphs: int = 0
     num_unplanned_modules: int = 0
     reloaded_bytes: int = 0

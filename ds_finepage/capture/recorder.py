@@ -13,7 +13,7 @@ being run, which is where the module names come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import (
+    TO_DEVICE,
+    TO_HOST,
     Buffer,
     BufferKind,
     GraphInput,
@@ -102,6 +104,7 @@ class _BufferDraft:
     name: str = ""
     payload: bytes | None = None
     is_written: bool = False
+    handed: int | None = None  # tensor in host memory that it is a copy of
 
 
 @dataclass
@@ -234,8 +237,22 @@ class Recorder(TorchDispatchMode):
         if not any(isinstance(r, torch.Tensor) for r in tree_flatten(result)[0]):
             if not func._schema.is_mutable:
                 return result  # a query such as sym_size
-        self._record(func, args, kwargs, flat_args, list(flat_results))
+        if str(func) == TO_DEVICE:
+            self._hand_over(args[0], result)
+        else:
+            self._record(func, args, kwargs, flat_args, list(flat_results))
         return result
+
+    def _hand_over(self, rows: torch.Tensor, result: torch.Tensor) -> None:
+        """Note that a tensor which the call brings in host memory is to be on the device."""
+        given = self.tensor_id(rows)
+        draft = self.buffers[self.tensors[given].buffer]
+        if draft.kind not in (BufferKind.INPUT, BufferKind.HOST) or not rows.is_contiguous():
+            raise CaptureError("only what the caller brings in host memory can be brought in")
+        draft.kind = BufferKind.HOST
+        nbytes = size_of(result.untyped_storage().nbytes())
+        buffer = self._new_buffer(result, BufferKind.WEIGHT, nbytes, f"{draft.name} on the device")
+        self.buffers[buffer].handed = given
 
     def _record(
         self, func: Any, args: Any, kwargs: Any, flat_args: list[Any], results: list[Any]
@@ -262,7 +279,8 @@ class Recorder(TorchDispatchMode):
                 self._constant(value)  # lift_fresh of a literal and the like
             elif value.untyped_storage()._cdata not in self._storages:
                 nbytes = value.untyped_storage().nbytes()
-                fresh.add(self._new_buffer(value, BufferKind.ACTIVATION, size_of(nbytes)))
+                kind = BufferKind.HOST if str(func) == TO_HOST else BufferKind.ACTIVATION
+                fresh.add(self._new_buffer(value, kind, size_of(nbytes)))
         if not written and not fresh:
             return  # a view
         self._add_task(func, args, kwargs, flat_args, flat_results, written, fresh)
@@ -415,9 +433,10 @@ def finish(
                     size(view.offset),
                 )
             )
+    handed = {renumber[b]: tensor_ids[t] for b in order if (t := drafts[b].handed) is not None}
     return TaskGraph(
         name=name,
-        buffers=buffers,
+        buffers=tuple(replace(b, gather=handed.get(b.id)) for b in buffers),
         tensors=tuple(tensors),
         tasks=tuple(
             Task(

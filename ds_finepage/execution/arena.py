@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.taskgraph import TensorView
 
@@ -74,7 +75,7 @@ class HostPool:
         """Make room for ``nbytes``; what was in the pool is lost."""
         if nbytes > self.bytes.numel():
             with torch.inference_mode(False):
-                self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+                self.bytes = host_bytes(nbytes, pinned=self.pinned)
 
     def slice(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a slot as a 1-d uint8 tensor."""

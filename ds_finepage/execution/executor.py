@@ -17,6 +17,7 @@ import torch
 
 from ds_finepage.errors import StoreError, TaskMismatchError
 from ds_finepage.execution.arena import POISON, Arena, HostPool, view_of
+from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.execution.lanes import Action, Lanes
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind
@@ -102,6 +103,7 @@ class Executor:
         self._patches: list[Patch] = []  # of tensors outside the arena: filled for one pass
         self._moving = MovingViews(self._graph)
         self._gathers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._given: dict[int, list[torch.Tensor]] = {}  # tensor in host memory -> its bytes
         self._constants = self._make_constants()
         self._unused = _unused_results(self._graph)
         self._slots = dict(memgraph.host_slots)
@@ -141,6 +143,9 @@ class Executor:
             program = lower(self.memgraph, missing=missing, poison=self._poison)
         self._gather(args)
         external = self._bind_external(args)
+        for given in self._graph.inputs:
+            if given.tensor in self._given:
+                self._given[given.tensor][:] = [byte_view(args[given.position])]
         for patch in self._patches:
             assert patch.tensor is not None
             patch.container[patch.key] = external[patch.tensor]
@@ -149,6 +154,8 @@ class Executor:
         finally:
             for patch in self._patches:
                 patch.container[patch.key] = None
+            for held in self._given.values():
+                held.clear()
         self._count(missing)
         for residency in self.memgraph.exit:
             residents[self._graph.buffers[residency.buffer].key] = residency.extent
@@ -191,6 +198,9 @@ class Executor:
             if buffer.kind is BufferKind.OUTPUT:
                 nbytes = self._moving.nbytes(buffer)
                 bases[buffer.id] = (torch.empty(nbytes, dtype=torch.uint8, device=device), 0)
+            elif buffer.kind is BufferKind.HOST and buffer.id not in bases:
+                nbytes = self._moving.nbytes(buffer)
+                bases[buffer.id] = (host_bytes(nbytes, pinned=self._pool.pinned), 0)
         found = {}
         for index in self._external:
             tensor = self._moving.views[index]
@@ -281,6 +291,8 @@ class Executor:
         assert node.buffer is not None and node.extent is not None
         buffer = self._graph.buffers[node.buffer]
         on_device = self._arena.slice(node.extent, buffer.nbytes)
+        if self._graph.is_handed(buffer):
+            return self._bind_handed(buffer, on_device)
         if buffer.kind is BufferKind.WEIGHT:
             on_host = self._master(buffer)
         else:
@@ -295,6 +307,17 @@ class Executor:
                 _fill_poison(vacated)
 
         return offload
+
+    def _bind_handed(self, buffer: Buffer, on_device: torch.Tensor) -> Action:
+        """Bind a reload of what the call brings, which may be less than was planned for."""
+        assert buffer.gather is not None
+        given = self._given.setdefault(buffer.gather, [])
+
+        def reload() -> None:
+            (on_host,) = given
+            copy_master(on_device[: on_host.numel()], on_host)
+
+        return reload
 
     def _master(self, buffer: Buffer) -> torch.Tensor:
         master = self._masters.get(buffer.name)
@@ -315,7 +338,7 @@ class Executor:
         if buffer.id not in self._gathers:
             assert buffer.gather is not None
             num_rows = math.prod(self._graph.tensors[buffer.gather].shape)
-            staging = _host_bytes(buffer.nbytes, pinned=self._pool.pinned)
+            staging = host_bytes(buffer.nbytes, pinned=self._pool.pinned)
             row_bytes = buffer.nbytes // num_rows
             self._gathers[buffer.id] = (master.view(-1, row_bytes), staging.view(-1, row_bytes))
         return self._gathers[buffer.id][1].view(-1)
@@ -409,14 +432,6 @@ def _unused_results(graph: TaskGraph) -> frozenset[int]:
         for t in graph.tensors
         if times_named[t.buffer] == 1 and graph.buffers[t.buffer].kind is BufferKind.ACTIVATION
     )
-
-
-def _host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Make host memory; where the device is the CPU, not by torch, which would count it there."""
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    with torch.inference_mode(False):
-        return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
 
 
 def _fill_poison(vacated: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import TaskMismatchError
-from ds_finepage.graph.taskgraph import JOIN, Length, Ref, Symbol, Task
+from ds_finepage.graph.taskgraph import JOIN, TO_HOST, Length, Ref, Symbol, Task
 
 COPIES = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"})
 FILLS = {"aten::zeros": 0, "aten::new_zeros": 0, "aten::zeros_like": 0, "aten::ones": 1}
@@ -161,6 +161,8 @@ def _choose(
         return BoundTask(run_and_copy, [op, args, kwargs, outs], {})  # makes tensors as well
     if name in COPIES:
         return BoundTask(_copy, [outs, args], {})
+    if str(op) == TO_HOST:
+        return BoundTask(_copy_to_host, [outs, args], {})
     if name in EMPTIES:
         return BoundTask(_nothing, [], {})
     if name in FILLS:
@@ -193,6 +195,10 @@ def _nothing() -> None:
 
 def _copy(outs: list[torch.Tensor], args: list[Any]) -> None:
     outs[0].copy_(args[0])
+
+
+def _copy_to_host(outs: list[torch.Tensor], args: list[Any]) -> None:
+    outs[0].copy_(args[0], non_blocking=True)
 
 
 def _fill(outs: list[torch.Tensor], value: int) -> None:

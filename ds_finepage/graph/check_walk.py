@@ -106,7 +106,7 @@ class Walk:
             if self.graph.buffers[buffer].kind is not BufferKind.WEIGHT:
                 self.wrong(Fault.ENTRY_MISMATCH, node.id, "is not a weight")
             if self.graph.buffers[buffer].gather is not None:
-                self.wrong(Fault.GATHER_KEPT, node.id, "holds rows that the last call chose")
+                self.wrong(Fault.GATHER_KEPT, node.id, "holds what the last call brought")
             if buffer in self.lives:
                 self.wrong(Fault.ALREADY_LIVE, node.id, "is resident twice")
                 continue

@@ -21,6 +21,7 @@ class BufferKind(str, enum.Enum):
     INPUT = "input"  # given by the caller for one pass
     OUTPUT = "output"  # made in the pass, handed to the caller
     CONSTANT = "constant"  # tiny, lifted out of the program text
+    HOST = "host"  # in host memory, given by the caller or handed to the caller
 
     @property
     def is_paged(self) -> bool:
@@ -61,7 +62,7 @@ class Buffer:
     name: str = ""  # weight: the parameter's qualified name; else free text
     payload: bytes | None = None  # CONSTANT only: its contents
     offset: int = 0  # WEIGHT only: where its bytes begin in the master called ``name``
-    gather: int | None = None  # WEIGHT only: tensor with the indices of the rows that it holds
+    gather: int | None = None  # WEIGHT only: what each call brings; see ``TaskGraph.is_handed``
 
     @property
     def key(self) -> str:
@@ -138,6 +139,9 @@ class Task:
 
 
 JOIN = "finepage.join"
+TO_DEVICE = "finepage.to_device.default"
+TO_HOST = "finepage.to_host.default"
+"""Ops by which a cache in host memory says where its rows are; see ``execution/host_ops.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +215,19 @@ class TaskGraph:
     @cached_property
     def external_bytes(self) -> int:
         """Bytes that are on the device for the pass but outside the arena."""
-        return sum(b.nbytes for b in self.buffers if not b.kind.is_paged)
+        return sum(
+            b.nbytes for b in self.buffers if not b.kind.is_paged and b.kind is not BufferKind.HOST
+        )
+
+    def is_handed(self, buffer: Buffer) -> bool:
+        """Tell whether a buffer's contents are a tensor that the call brings in host memory.
+
+        ``gather`` is that tensor then. Else it is the tensor of the indices, and the contents are
+        those rows of the weight called ``name``.
+        """
+        if buffer.gather is None:
+            return False
+        return self.buffers[self.tensors[buffer.gather].buffer].kind is BufferKind.HOST
 
     def paged(self, task: Task) -> tuple[int, ...]:
         """The buffers of a task that live in the arena, sorted."""

@@ -19,7 +19,7 @@ def around_bytes(graph: TaskGraph, alignment: int) -> int:
     returned = {graph.tensors[o.tensor] for o in graph.outputs if o.tensor is not None}
     counted = {t.buffer for t in graph.tensors if t.dtype == "bool" or "int" in t.dtype}
     for buffer in graph.buffers:
-        if not buffer.kind.is_paged:
+        if not buffer.kind.is_paged and buffer.kind is not BufferKind.HOST:
             external += -(-buffer.nbytes // alignment) * alignment
         if buffer.kind is BufferKind.INPUT and buffer.id in counted:
             callers += buffer.nbytes

@@ -288,11 +288,13 @@ class _Weights:
     sizes: dict[int, int]
     order: list[int]  # that may be streamed, by use
     divisible: dict[int, Divisible]
+    handed: frozenset[int]  # that each call brings anew, and so are always streamed
     fixed_bytes: int  # of the others, which are always kept
 
     @classmethod
     def of(cls, graph: TaskGraph, alignment: int, *, may_split: bool) -> _Weights:
-        order = weights_by_first_use(graph)
+        order = weights_by_first_use(graph, handed=True)
+        handed = frozenset(b for b in order if graph.buffers[b].gather is not None)
         sizes = {b: aligned(graph.buffers[b].nbytes, alignment) for b in order}
         largest = max(sizes.values(), default=0)
         times_used = uses(graph)
@@ -303,6 +305,7 @@ class _Weights:
             b
             for b in order
             if b in divisible
+            or b in handed
             or (len(times_used[b]) == 1 and sizes[b] > FIXED_SHARE * largest and b not in shared)
         ]
         return cls(
@@ -311,6 +314,7 @@ class _Weights:
             sizes=sizes,
             order=streamable,
             divisible=divisible,
+            handed=handed,
             fixed_bytes=sum(sizes[b] for b in order) - sum(sizes[b] for b in streamable),
         )
 
@@ -336,7 +340,8 @@ class _Weights:
 
     def missing_bytes(self, room: int) -> int:
         """Count the bytes that cannot all be kept in ``room``."""
-        return sum(self.sizes[b] for b in self.order) + self.fixed_bytes - room
+        missing = sum(self.sizes[b] for b in self.order) + self.fixed_bytes - room
+        return max(missing, sum(self.sizes[b] for b in self.handed))
 
     def least_ring_bytes(self) -> int:
         """Return the shortest ring through which all weights that may be streamed can go."""
@@ -352,10 +357,12 @@ class _Weights:
         if ring_bytes == 0:
             return _Chosen(self.graph, [])
         always = [b for b in self.order if b not in self.divisible and self.sizes[b] > ring_bytes]
+        if not self.handed.isdisjoint(always):
+            return None
         left -= sum(self.sizes[b] for b in always)
         if left < 0:
             return None
-        rest = [b for b in self.order if b not in set(always)]
+        rest = [b for b in self.order if b not in set(always) and b not in self.handed]
         total = sum(self.sizes[b] for b in rest)
         kept: set[int] = set(always)
         kept_rows: dict[int, int] = {}
@@ -393,7 +400,9 @@ class _Weights:
             for b in self.sizes
             if b not in streamable or (b not in self.divisible and self.sizes[b] > ring_bytes)
         }
-        names = {self.graph.buffers[b].name: b for b in self.sizes}
+        if not self.handed.isdisjoint(must):
+            return None
+        names = {self.graph.buffers[b].name: b for b in self.sizes if b not in self.handed}
         kept: dict[int, Standing] = {}
         need = sum(self.sizes[b] for b in must)
         for piece in standing:
@@ -478,7 +487,7 @@ class _Weights:
         }
         may_stream = set(self.order)
         found = []
-        for buffer in weights_by_first_use(cut):
+        for buffer in weights_by_first_use(cut, handed=True):
             part = cut.buffers[buffer]
             if part.name in kept_bytes:
                 if part.offset >= kept_bytes[part.name]:

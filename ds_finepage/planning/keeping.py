@@ -22,16 +22,19 @@ FIXED_SHARE = 0.001
 """Weights below this share of the largest (norms, biases) are kept without asking."""
 
 
-def weights_by_first_use(graph: TaskGraph) -> list[int]:
+def weights_by_first_use(graph: TaskGraph, *, handed: bool = False) -> list[int]:
     """List the weights that can be kept and are used, in the order of their first use.
 
-    The rows of an embedding are others in each call, so they cannot.
+    The rows of an embedding are others in each call, so they cannot; nor can what the call hands
+    over from host memory, which is listed too if ``handed`` is true.
     """
     found = uses(graph)
     used = [
         b.id
         for b in graph.buffers
-        if b.kind is BufferKind.WEIGHT and b.gather is None and found[b.id]
+        if b.kind is BufferKind.WEIGHT
+        and found[b.id]
+        and (b.gather is None or (handed and graph.is_handed(b)))
     ]
     return sorted(used, key=lambda b: (found[b][0], b))
 

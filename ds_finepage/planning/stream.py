@@ -28,7 +28,7 @@ def place_activations(graph: TaskGraph, alignment: int) -> dict[int, Extent]:
     """
     live = []
     for buffer, found in zip(graph.buffers, uses(graph), strict=True):
-        is_gathered = buffer.gather is not None
+        is_gathered = buffer.gather is not None and not graph.is_handed(buffer)
         if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):
             begin = 0 if is_gathered else found[0]
             live.append(LiveBuffer(buffer.id, aligned(buffer.nbytes, alignment), begin, found[-1]))
