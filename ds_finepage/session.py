@@ -36,6 +36,7 @@ from ds_finepage.execution.host_cache import (
 from ds_finepage.execution.lanes import Lanes, make_lanes
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
+from ds_finepage.generation import watched_generate
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.hardware import HardwareProfile
@@ -206,6 +207,11 @@ class Handle:
         if generation is not None:  # transformers would compile a compiled call once more
             self._undo.append(attribute_restorer(generation, "disable_compile"))
             generation.disable_compile = True
+        if generation is not None and hasattr(module, "generate"):
+            self._undo.append(attribute_restorer(module, "generate"))
+            generate: Any = module.generate
+            watched: Any = watched_generate(module, generate, lambda: self.stats.budget_bytes)
+            module.generate = watched
 
     def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return what a call of a module is to do; see :func:`_entries`.

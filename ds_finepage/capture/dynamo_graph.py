@@ -148,6 +148,9 @@ class DynamoGraph:
             nbytes = fake.untyped_storage().nbytes()
             if position in self.weights:
                 kind, name = BufferKind.WEIGHT, self.weights[position][1]
+                # A product with a weight that asks for gradients is folded to two dimensions, and
+                # its last bits are others than those of a batch of products.
+                fake.requires_grad_(arg.requires_grad)
             else:
                 kind, name = BufferKind.INPUT, self._placeholders[position].name
                 if not varies:

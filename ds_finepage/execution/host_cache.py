@@ -58,6 +58,19 @@ class HostRows:
             self._room[before:after].copy_(rows)
             self.live = self._room[:after]
 
+    def select(self, sequences: torch.Tensor) -> None:
+        """Keep the live rows of these sequences of the batch, in this order, perhaps repeated."""
+        before = self.live
+        if before is None:
+            return
+        self.live = self._room = None
+        shape = (len(before), len(sequences), *before.shape[2:])
+        self._grow(shape, before.dtype, len(before))
+        assert self._room is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self.live = self._room[: len(before)]
+            torch.index_select(before, 1, sequences, out=self.live)
+
     def _grow(self, shape: Sequence[int], dtype: torch.dtype, num_rows: int) -> None:
         capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length() if num_rows else 0)
         numel = capacity
@@ -136,9 +149,25 @@ class HostLayer(DynamicLayer):
             left = max(0, len(self.live_keys) - abs(tokens_to_remove))
             self.live_keys, self.live_values = self.live_keys[:left], self.live_values[:left]
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put the sequences of the batch into another order, as beam search does."""
+        self._select(beam_idx)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some sequences of the batch."""
-        super().batch_select_indices(indices.to("cpu"))
+        if self.live_keys is not None:
+            self._select(torch.arange(self.live_keys.shape[1])[indices.to("cpu")])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        if self.live_keys is not None:
+            self._select(torch.arange(self.live_keys.shape[1]).repeat_interleave(repeats))
+
+    def _select(self, sequences: torch.Tensor) -> None:
+        self.prepare()
+        self._keys.select(sequences.to("cpu"))
+        self._values.select(sequences.to("cpu"))
+        self.live_keys, self.live_values = self._keys.live, self._values.live
 
     # Between two calls.
 

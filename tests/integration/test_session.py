@@ -180,6 +180,17 @@ def test_replanning_goes_on_under_another_policy_and_budget(attached: Any) -> No
                 assert timeline.total_ns > 0
 
 
+def test_the_last_row_of_a_batch_is_that_of_plain_transformers() -> None:
+    model, ids = make_model("llama"), token_ids(100, batch=6)
+    last: dict[str, Any] = {"logits_to_keep": 1}  # a slice: its product is folded, or it is not
+    plain = logits(model, ids, **last)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    handle.register_op_hook()  # the engine does not step aside
+    assert torch.equal(logits(model, ids, **last), plain)
+    assert handle.stats.num_aside_runs == 0
+    handle.detach()
+
+
 def test_a_prefill_that_comes_again_leaves_the_decode_steps_weights_alone() -> None:
     model = make_model("llama")
     prompt, plain = token_ids(40), tokens(model, token_ids(40), 6)

@@ -24,6 +24,7 @@ FLOORS = {
     "reporting": 2,
     "api": 3,
     "forecast": 3,
+    "generation": 3,
     "captures": 3,
     "entries": 3,
     "session": 3,

@@ -1,0 +1,362 @@
+"""Generation as people call it: default caches, any decoding, tokens of plain transformers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import DynamicCache
+
+from ds_finepage.api import attach
+from ds_finepage.config import DebugConfig
+from ds_finepage.errors import ConfigError, PlanInfeasibleError, StoreError
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.generation import Longest, kv_bytes, longest_of, require_memory
+from ds_finepage.session import Handle
+from tests.integration.families import (
+    DTYPES,
+    FAMILIES,
+    left_padded,
+    make_model,
+    token_ids,
+    tokens,
+)
+
+NUM_TOKENS = 64
+PROMPTS = (5, 40, 150)
+NUM_SEEDS = 50
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+def budgets(handle: Handle) -> list[int]:
+    """From the least budget to all that the model needs."""
+    least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
+    return [least, max(least, needed // 2), needed]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_cache_gives_the_tokens_of_plain_transformers(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = make_model(family, dtype)
+    plain = [tokens(model, token_ids(n), NUM_TOKENS, cache=None) for n in PROMPTS]
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    for length, expected in zip(PROMPTS, plain, strict=True):
+        assert torch.equal(tokens(model, token_ids(length), NUM_TOKENS, cache=None), expected)
+    for budget in budgets(handle):
+        handle.replan(budget_bytes=budget)
+        for length, expected in zip(PROMPTS, plain, strict=True):
+            assert torch.equal(tokens(model, token_ids(length), NUM_TOKENS, cache=None), expected)
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    handle.detach()
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.got: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.reshape(-1).clone())
+
+    def end(self) -> None:
+        pass
+
+
+def seeded(model: Any, **settings: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    return model.generate(
+        token_ids(9), max_new_tokens=10, do_sample=True, top_k=20, top_p=0.9, **settings
+    )
+
+
+def streamed(model: Any) -> torch.Tensor:
+    streamer = Streamer()
+    model.generate(token_ids(9), max_new_tokens=6, do_sample=False, streamer=streamer)
+    return torch.cat(streamer.got)
+
+
+def chat(model: Any) -> torch.Tensor:
+    """Go on with the cache of the turn before."""
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    turn = model.generate(token_ids(9), return_dict_in_generate=True, **settings)
+    longer = torch.cat([turn.sequences, token_ids(4, seed=9)], dim=1)
+    return model.generate(longer, past_key_values=turn.past_key_values, **settings)
+
+
+def greedy(model: Any, **settings: Any) -> torch.Tensor:
+    inputs = {"input_ids": token_ids(9)} if "input_ids" not in settings else {}
+    return model.generate(
+        **inputs, **{"max_new_tokens": 10, "do_sample": False, "use_cache": True, **settings}
+    )
+
+
+def assisted(model: Any) -> torch.Tensor:
+    draft = make_model(model.config.model_type, model.dtype, seed=3)
+    return greedy(model, assistant_model=draft)
+
+
+DECODINGS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "greedy": greedy,
+    "left-padded": lambda m: greedy(m, **left_padded(12, 4)),
+    "sampled": seeded,
+    "three samples": lambda m: seeded(m, num_return_sequences=3),
+    "beams": lambda m: greedy(m, num_beams=3),
+    "beams, left-padded": lambda m: greedy(
+        m, num_beams=2, num_return_sequences=2, **left_padded(12, 4)
+    ),
+    "streamed": streamed,
+    "assisted": assisted,
+    "prompt lookup": lambda m: greedy(m, prompt_lookup_num_tokens=3),
+    "chat": chat,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)], ids=str
+)
+def test_any_decoding_is_that_of_plain_transformers(family: str, dtype: torch.dtype) -> None:
+    model = make_model(family, dtype)
+    plain = {name: decode(model) for name, decode in DECODINGS.items()}
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    for name, decode in DECODINGS.items():
+        assert torch.equal(decode(model), plain[name]), name
+    for budget in budgets(handle)[:2]:
+        handle.replan(budget_bytes=budget)
+        num_captures = handle.stats.num_captures
+        for name, decode in DECODINGS.items():
+            assert torch.equal(decode(model), plain[name]), name
+        assert handle.stats.num_captures == num_captures
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    handle.detach()
+
+
+@pytest.mark.parametrize("family", ("llama", "opt"))
+def test_delays_and_poison_change_nothing(family: str) -> None:
+    model = make_model(family)
+    plain = tokens(model, token_ids(13), 8, cache=None)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    tokens(model, token_ids(13), 8, cache=None)
+    three = budgets(handle)
+    for seed in range(NUM_SEEDS):
+        debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
+        handle.replan(budget_bytes=three[seed % 3], debug=debug)
+        assert torch.equal(tokens(model, token_ids(13), 8, cache=None), plain), seed
+    handle.detach()
+
+
+def test_a_thousand_tokens_need_a_plan_for_each_doubling_and_no_more_captures() -> None:
+    model = make_model("llama", max_position_embeddings=2048, hidden_size=64, intermediate_size=64)
+    plain = tokens(model, token_ids(5), 1000, cache=None)
+    handle = attach(model, device_budget="8MiB", device="cpu", policy="horizon")
+    assert torch.equal(tokens(model, token_ids(5), 1000, cache=None), plain)
+    num_buckets = handle.stats.num_plans - 2  # but for the prefill and the first step
+    assert num_buckets <= 10  # log2 of the length
+    assert handle.stats.num_captures <= 2 + num_buckets
+    assert handle.stats.num_captures == 3
+    handle.detach()
+
+
+# A cache that has no room.
+
+
+@dataclass
+class Large:
+    """A model whose KV cache is larger than the budget, and what plain transformers generated."""
+
+    model: Any
+    handle: Handle
+    budget_bytes: int
+    cache_bytes: int
+
+
+BATCH, LENGTH, NEW = 6, 100, 12
+LAST: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Large]:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    model = make_model("llama", num_hidden_layers=10)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    longest = Longest(BATCH, LENGTH + NEW, LENGTH)
+    cache_bytes = kv_bytes(model.config, model.dtype, longest)
+    assert cache_bytes is not None
+    yield Large(model, handle, cache_bytes * 9 // 10, cache_bytes)
+    handle.detach()
+
+
+PAGED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "greedy": lambda m: greedy(m, input_ids=token_ids(LENGTH, batch=BATCH), max_new_tokens=NEW),
+    "beams": lambda m: greedy(
+        m, input_ids=token_ids(LENGTH, batch=2), num_beams=3, max_new_tokens=NEW
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_cache_larger_than_the_budget_goes_to_host_memory(large: Large, name: str) -> None:
+    model, handle = large.model, large.handle
+    handle.replan(budget_bytes=64 << 20)
+    plain = PAGED[name](model)  # held against plain transformers by the tests above
+    handle.replan(budget_bytes=large.budget_bytes)
+    before = handle.stats.num_caches_on_host
+    for _ in range(2):
+        with DeviceMeter(torch.device("cpu")) as meter:
+            assert torch.equal(PAGED[name](model), plain)
+        assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
+    assert handle.stats.num_caches_on_host > before
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    assert handle.stats.budget_bytes < large.cache_bytes
+
+
+def test_a_cache_in_host_memory_can_be_cut_and_gone_on_with(large: Large) -> None:
+    model, handle = large.model, large.handle
+    ids = token_ids(LENGTH, batch=BATCH)
+
+    def steps() -> list[torch.Tensor]:
+        found = []
+        with torch.no_grad():
+            out = model(ids, **LAST)
+            cache = out.past_key_values
+            for step in range(4):
+                new = token_ids(3, batch=BATCH, seed=step)
+                out = model(new, past_key_values=cache, **LAST)
+                found.append(out.logits)
+                cache.crop(-2)
+                cache.batch_repeat_interleave(2)
+                cache.batch_select_indices(torch.arange(0, 2 * BATCH, 2))
+                assert cache.get_seq_length() == LENGTH + step + 1
+        return found
+
+    handle.replan(budget_bytes=64 << 20)
+    plain = steps()
+    handle.replan(budget_bytes=large.budget_bytes)
+    before = handle.stats.num_caches_on_host
+    for a, b in zip(steps(), plain, strict=True):
+        assert torch.equal(a, b)
+    assert handle.stats.num_caches_on_host == before + 1
+
+
+def test_an_error_leaves_the_cache_in_host_memory_as_it_was(large: Large) -> None:
+    model, handle = large.model, large.handle
+    ids, new = token_ids(LENGTH, batch=BATCH), token_ids(1, batch=BATCH)
+    handle.replan(budget_bytes=large.budget_bytes)
+    with torch.no_grad():
+        cache = model(ids, **LAST).past_key_values
+        failing = iter([RuntimeError("stop")])
+
+        def fail(*_: Any) -> None:
+            for error in failing:
+                raise error
+
+        remove = handle.register_op_hook(after=fail)
+        with pytest.raises(RuntimeError, match="stop"):
+            model(new, past_key_values=cache, **LAST)
+        remove()
+        assert cache.get_seq_length() == LENGTH
+        once = model(new, past_key_values=cache, **LAST).logits
+    assert cache.get_seq_length() == LENGTH + 1
+    handle.replan(budget_bytes=64 << 20)
+    with torch.no_grad():
+        cache = model(ids, **LAST).past_key_values
+        assert torch.equal(model(new, past_key_values=cache, **LAST).logits, once)
+
+
+# Bad input.
+
+
+def test_a_prompt_longer_than_the_positions_is_refused() -> None:
+    model = make_model("gpt2")
+    plain = tokens(model, token_ids(6), 3)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    with pytest.raises(ConfigError, match="prompt has 300 tokens, and the model knows 256"):
+        model.generate(token_ids(300), max_new_tokens=3)
+    assert torch.equal(tokens(model, token_ids(6), 3), plain)
+    handle.detach()
+    assert "generate" not in vars(model)
+
+
+def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama")
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    settings = {"max_new_tokens": 2000, "num_beams": 8}
+    need = 2 * 2 * (2006 * 8) * 64 * 4
+    with pytest.raises(PlanInfeasibleError, match=f"{need} bytes.*1048576.*1000 bytes of host"):
+        model.generate(token_ids(6), **settings)
+    assert handle.stats.num_captures == 0
+    handle.detach()
+
+
+def test_what_a_generation_needs_at_its_longest() -> None:
+    model = make_model("mistral")
+    ids = token_ids(6, batch=3)
+    assert longest_of(model, (ids,), {"max_new_tokens": 4}) == Longest(3, 10, 6)
+    assert longest_of(model, (), {"input_ids": ids, "max_length": 30}) == Longest(3, 30, 6)
+    many = {"inputs": ids, "max_new_tokens": 1, "num_beams": 2, "num_return_sequences": 4}
+    assert longest_of(model, (), many) == Longest(12, 7, 6)
+    assert longest_of(model, (), {"max_new_tokens": 4}) is None
+    window = kv_bytes(model.config, torch.bfloat16, Longest(3, 100, 6))
+    assert window == 2 * 2 * 16 * 3 * 64 * 2  # layers, keys and values, rows, batch, width, bytes
+    require_memory(100, 60, 40, Longest(1, 1, 1))
+
+
+@pytest.mark.parametrize("change", ({"num_hidden_layers": 3}, {"num_key_value_heads": 4}))
+def test_the_cache_of_another_model_is_refused(change: dict[str, int]) -> None:
+    model, other = make_model("llama"), make_model("llama", **change)
+    cache = DynamicCache(config=other.config)
+    with torch.no_grad():
+        other(token_ids(4), past_key_values=cache, **LAST)
+        handle = attach(model, device_budget="64MiB", device="cpu")
+        with pytest.raises(StoreError, match="cache of another model"):
+            model(token_ids(1), past_key_values=cache, **LAST)
+        model(token_ids(1), use_cache=True)
+    handle.detach()
+
+
+def test_generate_goes_on_after_detach() -> None:
+    model = make_model("llama")
+    plain = tokens(model, token_ids(6), 4, cache=None)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    assert torch.equal(tokens(model, token_ids(6), 4, cache=None), plain)
+    handle.detach()
+    assert torch.equal(tokens(model, token_ids(6), 4, cache=None), plain)
+
+
+# What stays behind.
+
+
+def num_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+
+def test_memory_does_not_grow_over_many_calls() -> None:
+    model = make_model("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    for length in (20, 30, 60):
+        tokens(model, token_ids(length), 8, cache=None)
+    handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+    process, seen = psutil.Process(), []
+    for call in range(500):
+        tokens(model, token_ids(3 + call % 50), 1 + call % 7, cache=None)
+        if call in (249, 499):
+            seen.append((num_tensors(), process.memory_info().rss))
+    (tensors_before, rss_before), (tensors_after, rss_after) = seen
+    assert tensors_after == tensors_before
+    assert rss_after - rss_before <= 4 << 20
+    handle.detach()
