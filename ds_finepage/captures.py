@@ -72,6 +72,7 @@ class Captures:
         costs: OpMeter,
         *,
         alignment: int,
+        all_weights_bytes: int,
         may_cut: Callable[[], bool],
         make_room: Callable[[], None],
     ) -> None:
@@ -81,6 +82,7 @@ class Captures:
             stats: Counters to keep.
             costs: What ops take on this device.
             alignment: Of extents, in bytes.
+            all_weights_bytes: What the whole model takes on the device.
             may_cut: Tells whether plans may cut weights now.
             make_room: Gives the arena back, before something is measured.
         """
@@ -89,6 +91,7 @@ class Captures:
         self._recordings: dict[int, list[Recording]] = {}
         self._stats = stats
         self._alignment = alignment
+        self._all_weights_bytes = all_weights_bytes
         self._may_cut = may_cut
         self._make_room = make_room
 
@@ -204,7 +207,7 @@ class Captures:
         return Pass(
             taskgraph,
             stats,
-            resident_bytes=around + self._stats.weight_bytes + UNPLANNED_SHARE * activations,
+            resident_bytes=around + self._all_weights_bytes + UNPLANNED_SHARE * activations,
         )
 
     def _require_room(self, graph: TaskGraph) -> None:

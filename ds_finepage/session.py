@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -95,10 +96,12 @@ class Handle:
         self._last: Pass | None = None
         self._residents: Residents = {}
         self._is_aside = False
+        self._known_caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._captures = Captures(
             self.stats,
             OpMeter(device),
             alignment=self._alignment,
+            all_weights_bytes=weights.block_bytes,
             may_cut=lambda: self._split,
             make_room=self._make_room,
         )
@@ -259,9 +262,11 @@ class Handle:
 
         Weights have made way for the cache before that: the arena is what it leaves.
         """
-        require_fitting(module, kwargs)
-        layers = host_layers((*args, *kwargs.values()))
-        for layer in layers:
+        for cache in caches_among(kwargs.values()):
+            if cache not in self._known_caches:
+                require_fitting(module, cache)
+                self._known_caches.add(cache)
+        for layer in host_layers((*args, *kwargs.values())):
             layer.prepare()
         try:
             try:

@@ -33,6 +33,9 @@ MIN_BUCKET = 16
 FORMULA_NAMES: dict[str, Any] = {"__builtins__": {"min": min, "max": max}, "math": math}
 """What a formula may name beside symbols. Formulas are written here and never read from files."""
 
+MAX_ANSWERS = 4096
+"""Sizes for which it is remembered whether a recording holds."""
+
 Size: TypeAlias = "int | sympy.Expr"
 
 
@@ -106,6 +109,8 @@ class SymbolicSizes:
         self.positions: dict[str, int] = {}
         self.values: dict[str, int] = {}
         self._nodes: dict[sympy.Symbol, torch.SymInt] = {}
+        self._guards: tuple[sympy.Expr, ...] | None = None  # once the recording is done
+        self._asked: dict[tuple[int, ...], bool] = {}
         for position, node in enumerate(placeholders):
             example = node.meta.get("example_value")
             if not isinstance(example, torch.SymInt) or type(args[position]) is not int:
@@ -153,7 +158,16 @@ class SymbolicSizes:
 
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether what the recording took for granted holds for other sizes too."""
-        guards = [g.expr for g in self.env.guards]
-        symbols = {s for guard in guards for s in guard.free_symbols}
-        at = {s: sympy.Integer(values[str(s)]) for s in symbols}
-        return all(guard.xreplace(at) == sympy.true for guard in guards)
+        if self._guards is None:
+            self._guards = tuple(g.expr for g in self.env.guards)
+        if not self._guards:
+            return True
+        asked = tuple(values.values())
+        if asked not in self._asked:
+            if len(self._asked) >= MAX_ANSWERS:
+                self._asked.clear()
+            symbols = {s for guard in self._guards for s in guard.free_symbols}
+            at = {s: sympy.Integer(values[str(s)]) for s in symbols}
+            holds = all(guard.xreplace(at) == sympy.true for guard in self._guards)
+            self._asked[asked] = holds
+        return self._asked[asked]

@@ -9,7 +9,7 @@ ones, and hands back nothing but the new ones; between two calls they are copied
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -282,34 +282,35 @@ def with_cache(
     return {**kwargs, "past_key_values": DynamicCache(config=config)}
 
 
-def require_fitting(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
     """Refuse a cache that cannot be one of this model's.
 
     Raises:
         StoreError: It has more layers than the model, or other heads.
     """
     config = getattr(module, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
+    if config is None or not hasattr(config, "get_text_config") or config.is_encoder_decoder:
         return
     text = config.get_text_config(decoder=True)
     num_layers = getattr(text, "num_hidden_layers", None)
-    for cache in caches_among(kwargs.values()):
-        held = [la for la in cache.layers if getattr(la, "is_initialized", False)]
-        if num_layers is not None and len(held) > num_layers:
+    held = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    if num_layers is not None and len(held) > num_layers:
+        raise StoreError(
+            f"past_key_values has {len(held)} layers and the model {num_layers}: it is the cache "
+            f"of another model"
+        )
+    if hasattr(text, "kv_lora_rank"):
+        return  # its keys are made of parts, and have other widths than the config's heads
+    shared = getattr(text, "num_key_value_heads", None)
+    width = getattr(text, "head_dim", None)
+    for layer in held:
+        keys = getattr(layer, "keys", None)
+        if keys is None or keys.dim() != 4 or not isinstance(shared, int):
+            continue
+        if keys.shape[1] != shared or (isinstance(width, int) and keys.shape[3] != width):
             raise StoreError(
-                f"past_key_values has {len(held)} layers and the model {num_layers}: it is the "
-                f"cache of another model"
+                f"past_key_values has keys of shape {tuple(keys.shape)}, and the model has "
+                f"{shared} heads for keys"
+                + (f" of width {width}" if isinstance(width, int) else "")
+                + ": it is the cache of another model"
             )
-        shared = getattr(text, "num_key_value_heads", None)
-        width = getattr(text, "head_dim", None)
-        for layer in held:
-            keys = getattr(layer, "keys", None)
-            if keys is None or keys.dim() != 4 or not isinstance(shared, int):
-                continue
-            if keys.shape[1] != shared or (isinstance(width, int) and keys.shape[3] != width):
-                raise StoreError(
-                    f"past_key_values has keys of shape {tuple(keys.shape)}, and the model has "
-                    f"{shared} heads for keys"
-                    + (f" of width {width}" if isinstance(width, int) else "")
-                    + ": it is the cache of another model"
-                )

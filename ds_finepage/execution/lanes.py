@@ -21,6 +21,9 @@ from ds_finepage.graph.memgraph import Lane
 
 Action = Callable[[], None]
 
+SMALL_TRANSFER_BYTES = 256 << 10
+"""Copies smaller than this take less time than handing them to another thread."""
+
 
 class Lanes(Protocol):
     """Runs programs. After an exception no step of the program is under way any more."""
@@ -92,6 +95,8 @@ class _Worker:
 class CpuLanes:
     """Compute on the calling thread, a worker thread for each transfer lane.
 
+    Where transfers are small the calling thread does everything, in the order of the plan.
+
     Args of the constructor: ``delay_seed`` switches random delays of up to ``max_delay_us`` on, at
     every seam of every lane; races then show as wrong results.
     """
@@ -108,6 +113,11 @@ class CpuLanes:
         Raises:
             BaseException: Whatever an action, or Ctrl-C, raised; all lanes are idle by then.
         """
+        if self._random is None and program.mean_transfer_bytes < SMALL_TRANSFER_BYTES:
+            with torch.no_grad():
+                for step in program.merged:
+                    actions[step.node.id]()
+            return
         clock = _Clock()
         errors: list[BaseException] = []
         busy: list[threading.Event] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
 
@@ -36,6 +37,13 @@ class Program:
 
     lanes: dict[Lane, tuple[Step, ...]]
     merged: tuple[Step, ...]
+
+    @cached_property
+    def mean_transfer_bytes(self) -> int:
+        """Bytes of a transfer, on average; 0 where there is none."""
+        steps = self.lanes[Lane.H2D] + self.lanes[Lane.D2H]
+        total = sum(0 if s.node.extent is None else s.node.extent.nbytes for s in steps)
+        return total // len(steps) if steps else 0
 
 
 def lower(

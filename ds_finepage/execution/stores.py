@@ -14,6 +14,8 @@ import torch
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.executor import byte_view
 
+BLOCK_ALIGNMENT = 512
+
 
 @dataclass(frozen=True, slots=True)
 class HostWeight:
@@ -54,6 +56,11 @@ class WeightTable:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(w.master.numel() for w in self._weights)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all weights on the device at once, as :meth:`fill_all` places them."""
+        return sum(-(-w.master.numel() // BLOCK_ALIGNMENT) for w in self._weights) * BLOCK_ALIGNMENT
 
     def install(self) -> None:
         """Give every parameter its full shape on the device, without bytes."""
@@ -102,9 +109,23 @@ class WeightTable:
                 self._empty(weight)
 
     def fill_all(self) -> None:
-        """Give every parameter its bytes on the device, until :meth:`install` frees them."""
-        for weight in self._weights:
-            weight.parameter.data = _materialize(weight, self._device)
+        """Give every parameter its bytes on the device, until :meth:`install` frees them.
+
+        They lie in one block, whose pages an operating system can make large ones.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            starts, end = [], 0
+            for weight in self._weights:
+                starts.append(end)
+                end += -(-weight.master.numel() // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+            block = torch.empty(end, dtype=torch.uint8, device=self._device)
+            for weight, start in zip(self._weights, starts, strict=True):
+                part = block[start : start + weight.master.numel()]
+                part.copy_(weight.master, non_blocking=True)
+                flat = part.view(weight.dtype)
+                weight.parameter.data = flat.as_strided(
+                    weight.shape, weight.stride, flat.storage_offset()
+                )
 
     def _empty(self, weight: HostWeight) -> None:
         with torch.inference_mode(False):

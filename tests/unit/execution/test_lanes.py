@@ -71,6 +71,11 @@ def lanes() -> Iterator[CpuLanes]:
     made.close()
 
 
+@pytest.fixture(autouse=True)
+def _every_transfer_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "SMALL_TRANSFER_BYTES", 0)
+
+
 def assert_reusable(lanes: CpuLanes) -> None:
     """A program that goes through all lanes and back runs as if nothing had been before."""
     program = program_of("h2d r", "compute t <r", "d2h o <t", "compute u <o", "h2d q <u")
@@ -194,6 +199,27 @@ def test_compute_is_the_callers_thread_and_transfers_have_their_own(lanes: CpuLa
         1: "finepage-h2d",
         2: "finepage-d2h",
     }
+
+
+def test_small_transfers_are_made_by_the_calling_thread(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of("h2d r1", "compute t1 <r1", "d2h o1 <t1", "compute t2 <o1")
+    assert program.mean_transfer_bytes == 0  # its nodes have no extents
+    monkeypatch.setattr(lanes_module, "SMALL_TRANSFER_BYTES", 1)
+    threads: list[int] = []
+    order: list[int] = []
+
+    def action(node: int) -> Callable[[], None]:
+        def run() -> None:
+            threads.append(threading.get_ident())
+            order.append(node)
+
+        return run
+
+    lanes.run(program, {s.node.id: action(s.node.id) for s in program.merged})
+    assert set(threads) == {threading.get_ident()}
+    assert order == [s.node.id for s in program.merged]
 
 
 def test_transfers_build_no_autograd_graph(lanes: CpuLanes) -> None:
