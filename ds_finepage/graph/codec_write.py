@@ -30,7 +30,7 @@ from ds_finepage.graph.codec_form import (
 )
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, Node, Residency
-from ds_finepage.graph.taskgraph import Ref, Symbol, Task, TaskGraph
+from ds_finepage.graph.taskgraph import Length, Ref, Symbol, Task, TaskGraph
 from ds_finepage.graph.timeline import Timeline
 
 # --- writing ---------------------------------------------------------------------------------
@@ -130,6 +130,8 @@ def _plain(value: Any) -> Any:
     kind = type(value)  # not isinstance: a subclass would come back as something else
     if value is None or kind in (bool, int, str):
         return value
+    if kind is Length:
+        return int(value)  # a file is of one size
     if kind is Ref:
         return {"ref": value.tensor}
     if kind is tuple:

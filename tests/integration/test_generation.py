@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -165,6 +166,18 @@ def test_a_thousand_tokens_need_a_plan_for_each_doubling_and_no_more_captures() 
     assert handle.stats.num_captures <= 2 + num_buckets
     assert handle.stats.num_captures == 3
     handle.detach()
+
+
+def test_plans_of_a_generation_are_kept_and_found_again(tmp_path: Path) -> None:
+    model = make_model("mistral")  # counts its tokens, so that sizes are arguments of ops too
+    plain = tokens(model, token_ids(6), 30, cache=None)
+    settings = {"device_budget": "400KiB", "policy": "horizon", "plan_dir": str(tmp_path)}
+    for is_first in (True, False):
+        torch._dynamo.reset()
+        handle = attach(model, device="cpu", **settings)
+        assert torch.equal(tokens(model, token_ids(6), 30, cache=None), plain)
+        assert (handle.stats.num_plans > 0) is is_first
+        handle.detach()
 
 
 # A cache that has no room.
