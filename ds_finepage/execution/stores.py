@@ -49,6 +49,7 @@ class WeightTable:
         self._num_elements = [_num_elements(w.shape) for w in self._weights]
         self.names = {id(w.parameter): w.name for w in self._weights}
         self.masters = {w.name: w.master for w in self._weights}
+        self._is_full = False
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +58,7 @@ class WeightTable:
 
     def install(self) -> None:
         """Give every parameter its full shape on the device, without bytes."""
+        self._is_full = False
         for weight in self._weights:
             self._empty(weight)
 
@@ -96,15 +98,22 @@ class WeightTable:
         parameter.data = self.fetch(parameter)
 
     def empty(self, parameter: torch.nn.Parameter) -> None:
-        """Take the bytes of one parameter away again."""
+        """Take the bytes of one parameter away again, unless all are to have theirs."""
+        if self._is_full:  # graphs in the module's forward filled them, and others rely on that
+            return
         for weight in self._weights:
             if weight.parameter is parameter:
                 self._empty(weight)
 
     def fill_all(self) -> None:
         """Give every parameter its bytes on the device, until :meth:`install` frees them."""
-        for weight in self._weights:
-            weight.parameter.data = _materialize(weight, self._device)
+        try:
+            for weight in self._weights:
+                weight.parameter.data = _materialize(weight, self._device)
+        except BaseException:
+            self.install()  # the plans count on their room
+            raise
+        self._is_full = True
 
     def _empty(self, weight: HostWeight) -> None:
         with torch.inference_mode(False):
