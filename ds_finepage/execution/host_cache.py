@@ -76,10 +76,11 @@ class HostRows:
         numel = capacity
         for size in shape[1:]:
             numel *= size
-        room = host_bytes(numel * dtype.itemsize, pinned=self._pinned)
-        room = room.view(dtype).view(capacity, *shape[1:])
-        if self.live is not None:
-            room[: len(self.live)].copy_(self.live)
+        with torch.inference_mode(False), torch.no_grad():  # later callers may not be in it
+            room = host_bytes(numel * dtype.itemsize, pinned=self._pinned)
+            room = room.view(dtype).view(capacity, *shape[1:])
+            if self.live is not None:
+                room[: len(self.live)].copy_(self.live)
         self._room = room
 
 
@@ -132,6 +133,8 @@ class HostLayer(DynamicLayer):
             values = torch.cat([old_values, value_states], dim=-2)
         self.new_keys = to_host(key_states.permute(TOKENS_FIRST))
         self.new_values = to_host(value_states.permute(TOKENS_FIRST))
+        if not torch.compiler.is_compiling():  # perhaps a model that settles nothing by itself
+            self.settle()
         return keys, values
 
     def get_seq_length(self) -> int:

@@ -34,7 +34,7 @@ def _(rows: torch.Tensor) -> torch.Tensor:
 
 def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Make host memory; where the device is the CPU, not by torch, which would count it there."""
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     with torch.inference_mode(False):
+        if pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(bytearray(max(1, nbytes)), dtype=torch.uint8)[:nbytes]

@@ -51,6 +51,7 @@ class WeightTable:
         self._num_elements = [_num_elements(w.shape) for w in self._weights]
         self.names = {id(w.parameter): w.name for w in self._weights}
         self.masters = {w.name: w.master for w in self._weights}
+        self._is_full = False
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +65,7 @@ class WeightTable:
 
     def install(self) -> None:
         """Give every parameter its full shape on the device, without bytes."""
+        self._is_full = False
         for weight in self._weights:
             self._empty(weight)
 
@@ -103,7 +105,9 @@ class WeightTable:
         parameter.data = self.fetch(parameter)
 
     def empty(self, parameter: torch.nn.Parameter) -> None:
-        """Take the bytes of one parameter away again."""
+        """Take the bytes of one parameter away again, unless all are to have theirs."""
+        if self._is_full:  # graphs in the module's forward filled them, and others rely on that
+            return
         for weight in self._weights:
             if weight.parameter is parameter:
                 self._empty(weight)
@@ -113,19 +117,26 @@ class WeightTable:
 
         They lie in one block, whose pages an operating system can make large ones.
         """
+        try:
+            self._fill_block()
+        except BaseException:
+            self.install()  # the plans count on their room
+            raise
+        self._is_full = True
+
+    def _fill_block(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            starts, end = [], 0
+            block = torch.empty(self.block_bytes, dtype=torch.uint8, device=self._device)
+            end = 0
             for weight in self._weights:
-                starts.append(end)
-                end += -(-weight.master.numel() // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-            block = torch.empty(end, dtype=torch.uint8, device=self._device)
-            for weight, start in zip(self._weights, starts, strict=True):
-                part = block[start : start + weight.master.numel()]
+                nbytes = weight.master.numel()
+                part = block[end : end + nbytes]
                 part.copy_(weight.master, non_blocking=True)
                 flat = part.view(weight.dtype)
                 weight.parameter.data = flat.as_strided(
                     weight.shape, weight.stride, flat.storage_offset()
                 )
+                end += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
     def _empty(self, weight: HostWeight) -> None:
         with torch.inference_mode(False):

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import ConfigError, PlanInfeasibleError, StoreError
+from ds_finepage.execution.host_cache import move_to_host
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.generation import Longest, kv_bytes, longest_of, require_memory
 from ds_finepage.session import Handle
@@ -260,6 +261,27 @@ def test_a_cache_in_host_memory_can_be_cut_and_gone_on_with(large: Large) -> Non
     for a, b in zip(steps(), plain, strict=True):
         assert torch.equal(a, b)
     assert handle.stats.num_caches_on_host == before + 1
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_a_cache_in_host_memory_goes_on_with_a_model_that_is_not_attached(mode: Any) -> None:
+    model = make_model("llama")
+
+    def steps(*, on_host: bool) -> list[torch.Tensor]:
+        with mode():
+            cache = model(token_ids(9, batch=2), **LAST).past_key_values
+            if on_host:
+                assert move_to_host(cache, pinned=False)
+        found = []
+        with torch.no_grad():
+            for seed in range(3):
+                new = token_ids(1, batch=2, seed=seed)
+                found.append(model(new, past_key_values=cache, **LAST).logits)
+        assert cache.get_seq_length() == 9 + 3
+        return found
+
+    plain = steps(on_host=False)
+    assert all(map(torch.equal, steps(on_host=True), plain))
 
 
 def test_an_error_leaves_the_cache_in_host_memory_as_it_was(large: Large) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import InvalidPlanError, PlanInfeasibleError, StoreError
+from ds_finepage.execution import stores
 from ds_finepage.graph.memgraph import NodeKind
 from ds_finepage.graph.taskgraph import Task
 from ds_finepage.session import Handle
@@ -756,3 +757,52 @@ def test_a_plan_that_does_not_fit_is_refused_by_name(bad: str, tmp_path: Path) -
     assert torch.equal(model(x), plain)
     path.unlink()
     assert saved(model, folder, x).stats.num_plans == 1
+
+
+class SharesWithABreak(nn.Module):
+    """A module that breaks has its weight in common with one that is part of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = BreaksInside(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_a_module_outside_any_graph_leaves_weights_to_graphs_that_run_by_themselves() -> None:
+    torch._dynamo.reset()
+    model, x = SharesWithABreak().eval(), torch.randn(4, 16)
+    with torch.no_grad():
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        assert all(torch.equal(model(x), plain) for _ in range(3))
+    assert handle.stats.num_aside_runs and handle.stats.num_unplanned_modules
+    handle.detach()
+
+
+def test_weights_that_do_not_all_get_their_bytes_give_back_those_that_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    model, x = with_module(nn.Linear(16, 16)), torch.randn(4, 16)
+    with torch.no_grad():
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        made = iter(range(3))
+        real = stores._materialize
+
+        def fails(*args: Any) -> torch.Tensor:
+            if next(made) == 2:
+                raise RuntimeError("no memory")
+            return real(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(stores, "_materialize", fails)
+            with pytest.raises(RuntimeError, match="no memory"):
+                model(x)
+        assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+        assert torch.equal(model(x), plain)
+    handle.detach()
