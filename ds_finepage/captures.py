@@ -89,6 +89,7 @@ class Captures:
         self.costs = costs
         self.passes: OrderedDict[tuple[Any, ...], Pass | None] = OrderedDict()
         self._recordings: dict[int, list[Recording]] = {}
+        self._of_one_size: set[int] = set()  # graphs that cannot be recorded with symbols
         self._stats = stats
         self._alignment = alignment
         self._all_weights_bytes = all_weights_bytes
@@ -103,6 +104,7 @@ class Captures:
         """Forget everything but what ops take."""
         self.passes.clear()
         self._recordings.clear()
+        self._of_one_size.clear()
         self._stats.passes.clear()
 
     def warn_unplanned(self, reason: str) -> None:
@@ -155,15 +157,18 @@ class Captures:
         for recording in recordings:
             if recording.admits(recording.values_of(args)):
                 return recording
-        if len(recordings) >= MAX_RECORDINGS:
+        if len(recordings) >= MAX_RECORDINGS or index in self._of_one_size:
             return None
         try:
             found = graph.record_lengths(args)
-        except CaptureError:
+        except CaptureError as error:
+            logger.info("each size of %s is captured by itself: %s", graph.name, error)
+            found = None
+        if found is None:
+            self._of_one_size.add(index)
             return None
-        if found is not None:
-            recordings.append(found)
-            self._stats.num_captures += 1
+        recordings.append(found)
+        self._stats.num_captures += 1
         return found
 
     def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> Pass | None:

@@ -32,6 +32,8 @@ from ds_finepage.execution.host_cache import (
     host_layers,
     move_to_host,
     require_fitting,
+    seen_lengths,
+    take_back,
     with_cache,
 )
 from ds_finepage.execution.lanes import Lanes, make_lanes
@@ -268,15 +270,19 @@ class Handle:
                 self._known_caches.add(cache)
         for layer in host_layers((*args, *kwargs.values())):
             layer.prepare()
+        before = seen_lengths((*args, *kwargs.values()))
         try:
             try:
                 result = compiled(*args, **kwargs)
             except PlanInfeasibleError:
+                # Behind a graph break a part of the forward may have been run already.
+                if not take_back(before) or self._policy not in PAGING:
+                    raise
                 kwargs = with_cache(module, args, kwargs)
-                caches = caches_among((*args, *kwargs.values()))
+                caches = caches_among((*args, *kwargs.values()), growing=True)
                 pinned = self._device.type == "cuda"
                 moved = [move_to_host(cache, pinned=pinned) for cache in caches]
-                if self._policy not in PAGING or not any(moved):
+                if not any(moved):
                     raise
                 self.stats.num_caches_on_host += sum(moved)
                 result = compiled(*args, **kwargs)

@@ -7,6 +7,7 @@ tensors depend on becomes a taskgraph of its own.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ds_finepage.capture.lengths import SymbolicSizes, size_of, upper_end
 from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
+
+fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class DynamoGraph:
@@ -109,7 +112,15 @@ class DynamoGraph:
             CaptureError: As :meth:`record`.
         """
         sizes = SymbolicSizes(self._placeholders, args)
-        return self._record(args, sizes) if sizes else None
+        if not sizes:
+            return None
+        # An op whose shapes torch cannot work out with symbols is no error here, but torch says so.
+        level = fake_tensor_logger.level
+        fake_tensor_logger.setLevel(logging.CRITICAL)
+        try:
+            return self._record(args, sizes)
+        finally:
+            fake_tensor_logger.setLevel(level)
 
     def _record(self, args: Sequence[Any], sizes: SymbolicSizes | None) -> Recording:
         recorder = Recorder()

@@ -30,6 +30,9 @@ from ds_finepage.graph.taskgraph import Length
 MIN_BUCKET = 16
 """Calls with fewer rows are planned for this many."""
 
+NEAR = 2
+SMALL = 8
+
 FORMULA_NAMES: dict[str, Any] = {"__builtins__": {"min": min, "max": max}, "math": math}
 """What a formula may name beside symbols. Formulas are written here and never read from files."""
 
@@ -56,14 +59,24 @@ def upper_end(values: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes to plan for, at least as large as those of a call.
 
     The largest is rounded up to a power of two, so that a growing cache needs one plan for each
-    doubling. Sizes of the same kind (a cache's length, and that of a mask one longer) move by the
-    same amount, which keeps what the ops take for granted; others (a batch) stay.
+    doubling. Sizes next to it (a cache's length, and that of a mask one longer) move by the same
+    amount, which keeps what the ops take for granted. The others are rounded by themselves, but
+    for small ones (a batch).
     """
     largest = max(values.values(), default=0)
     if largest <= 1:
         return dict(values)
-    bucket = max(MIN_BUCKET, 1 << (largest - 1).bit_length())
-    return {n: v + bucket - largest if 2 * v > largest else v for n, v in values.items()}
+    bucket = max(MIN_BUCKET, _power_above(largest))
+    return {
+        name: value + bucket - largest
+        if largest - value <= NEAR
+        else (_power_above(value) if value > SMALL else value)
+        for name, value in values.items()
+    }
+
+
+def _power_above(value: int) -> int:
+    return 1 << (value - 1).bit_length()
 
 
 class Evaluator:

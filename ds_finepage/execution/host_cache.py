@@ -148,6 +148,8 @@ class HostLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; ``tokens_to_remove`` is not positive, as transformers has it."""
+        if tokens_to_remove > 0:
+            super().crop(tokens_to_remove)  # which says what it thinks of that
         if tokens_to_remove and self.live_keys is not None and self.live_values is not None:
             left = max(0, len(self.live_keys) - abs(tokens_to_remove))
             self.live_keys, self.live_values = self.live_keys[:left], self.live_values[:left]
@@ -220,12 +222,44 @@ def host_layers(values: Iterable[Any]) -> list[HostLayer]:
     ]
 
 
-def caches_among(values: Iterable[Any]) -> list[Cache]:
-    """List the caches among a call's arguments, those of a decoder with an encoder too."""
+def seen_lengths(values: Iterable[Any]) -> list[tuple[Any, int]]:
+    """List the layers of the caches among a call's arguments, with their lengths."""
+    return [
+        (layer, layer.get_seq_length())
+        for cache in caches_among(values)
+        for layer in cache.layers
+        if hasattr(layer, "get_seq_length")
+    ]
+
+
+def take_back(before: list[tuple[Any, int]]) -> bool:
+    """Take back the rows that a forward which failed has added; False where that cannot be."""
+    for layer, length in before:
+        extra = layer.get_seq_length() - length
+        if extra == 0:
+            continue
+        if not isinstance(layer, DynamicLayer) or layer.is_sliding:
+            return False
+        if length:
+            layer.crop(-extra)
+        else:
+            layer.reset()
+    return True
+
+
+def caches_among(values: Iterable[Any], *, growing: bool = False) -> list[Cache]:
+    """List the caches among a call's arguments, those of a decoder with an encoder too.
+
+    Args:
+        values: The arguments.
+        growing: Leave out those that are filled once, from the encoder's output.
+    """
     found: list[Cache] = []
     for value in values:
         if isinstance(value, EncoderDecoderCache):
-            found += [value.self_attention_cache, value.cross_attention_cache]
+            found.append(value.self_attention_cache)
+            if not growing:
+                found.append(value.cross_attention_cache)
         elif isinstance(value, Cache):
             found.append(value)
     return found

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import ConfigError, PlanInfeasibleError, StoreError
-from ds_finepage.execution.host_cache import move_to_host
+from ds_finepage.execution.host_cache import move_to_host, seen_lengths, take_back
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.generation import Longest, kv_bytes, longest_of, require_memory
 from ds_finepage.session import Handle
@@ -169,6 +169,22 @@ def test_a_thousand_tokens_need_a_plan_for_each_doubling_and_no_more_captures() 
     handle.detach()
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")
+def test_what_cannot_be_captured_with_symbols_is_captured_size_by_size(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model("bloom")  # the shapes of its baddbmm cannot be worked out with symbols
+    plain = [tokens(model, token_ids(n), 3, cache=None) for n in (5, 9, 12)]
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    with caplog.at_level("INFO", logger="ds_finepage"):
+        for length, expected in zip((5, 9, 12), plain, strict=True):
+            assert torch.equal(tokens(model, token_ids(length), 3, cache=None), expected)
+    said = [r for r in caplog.records if "is captured by itself" in r.message]
+    assert len(said) <= handle.stats.num_captures
+    assert "failed while attempting" not in capfd.readouterr().err
+    handle.detach()
+
+
 def test_plans_of_a_generation_are_kept_and_found_again(tmp_path: Path) -> None:
     model = make_model("mistral")  # counts its tokens, so that sizes are arguments of ops too
     plain = tokens(model, token_ids(6), 30, cache=None)
@@ -282,6 +298,27 @@ def test_a_cache_in_host_memory_goes_on_with_a_model_that_is_not_attached(mode: 
 
     plain = steps(on_host=False)
     assert all(map(torch.equal, steps(on_host=True), plain))
+
+
+def test_what_a_failed_forward_has_added_is_taken_back() -> None:
+    model = make_model("llama")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(token_ids(5), past_key_values=cache, use_cache=True)
+        before = seen_lengths([cache])
+        cache.layers[0].update(*(torch.zeros(1, 2, 3, 32) for _ in range(2)))
+    assert [layer.get_seq_length() for layer in cache.layers] == [8, 5]
+    assert take_back(before)
+    assert [layer.get_seq_length() for layer in cache.layers] == [5, 5]
+    empty = DynamicCache(config=model.config)
+    before = seen_lengths([empty])
+    empty.layers[1].update(*(torch.zeros(1, 2, 3, 32) for _ in range(2)))
+    assert take_back(before)
+    assert empty.get_seq_length() == 0
+    window = DynamicCache(config=make_model("mistral").config)
+    before = seen_lengths([window])
+    window.layers[0].update(*(torch.zeros(1, 2, 3, 32) for _ in range(2)))
+    assert not take_back(before)  # what slid out of it is gone
 
 
 def test_an_error_leaves_the_cache_in_host_memory_as_it_was(large: Large) -> None:

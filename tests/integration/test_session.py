@@ -791,16 +791,14 @@ def test_weights_that_do_not_all_get_their_bytes_give_back_those_that_did(
     with torch.no_grad():
         plain = model(x)
         handle = attach(model, device_budget="1MiB", device="cpu")
-        made = iter(range(3))
-        real = stores._materialize
+        fill = stores.WeightTable._fill_block
 
-        def fails(*args: Any) -> torch.Tensor:
-            if next(made) == 2:
-                raise RuntimeError("no memory")
-            return real(*args)
+        def fails(table: stores.WeightTable) -> None:
+            fill(table)
+            raise RuntimeError("no memory")
 
         with monkeypatch.context() as patched:
-            patched.setattr(stores, "_materialize", fails)
+            patched.setattr(stores.WeightTable, "_fill_block", fails)
             with pytest.raises(RuntimeError, match="no memory"):
                 model(x)
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
