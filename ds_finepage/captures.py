@@ -64,6 +64,8 @@ class Captures:
         costs: What ops take on this device.
         passes: By what selects them, the one that was used last at the end; None where a call has
             to run without a plan.
+        most_resident_bytes: Budget under which, for every pass so far, all of the model may be on
+            the device.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Captures:
         self.costs = costs
         self.passes: OrderedDict[tuple[Any, ...], Pass | None] = OrderedDict()
         self._recordings: dict[int, list[Recording]] = {}
+        self.most_resident_bytes = 0
         self._of_one_size: set[int] = set()  # graphs that cannot be recorded with symbols
         self._stats = stats
         self._alignment = alignment
@@ -105,6 +108,7 @@ class Captures:
         self.passes.clear()
         self._recordings.clear()
         self._of_one_size.clear()
+        self.most_resident_bytes = 0
         self._stats.passes.clear()
 
     def warn_unplanned(self, reason: str) -> None:
@@ -209,11 +213,9 @@ class Captures:
             if b.kind is BufferKind.WEIGHT
         )
         activations = stats.needed_budget_bytes - around - mine
-        return Pass(
-            taskgraph,
-            stats,
-            resident_bytes=around + self._all_weights_bytes + UNPLANNED_SHARE * activations,
-        )
+        resident = around + self._all_weights_bytes + UNPLANNED_SHARE * activations
+        self.most_resident_bytes = max(self.most_resident_bytes, resident)
+        return Pass(taskgraph, stats, resident_bytes=resident)
 
     def _require_room(self, graph: TaskGraph) -> None:
         """Refuse a graph with a task that needs more than the budget leaves."""

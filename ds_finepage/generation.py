@@ -94,12 +94,21 @@ def require_positions(module: torch.nn.Module, longest: Longest) -> None:
             )
 
 
-def require_memory(need_bytes: int, budget_bytes: int, host_bytes: int, longest: Longest) -> None:
-    """Refuse a KV cache for which there is no room anywhere.
+def require_memory(
+    need_bytes: int, layer_bytes: int, budget_bytes: int, host_bytes: int, longest: Longest
+) -> None:
+    """Refuse a KV cache for which there is no room anywhere, or that of one layer on the device.
 
     Raises:
-        PlanInfeasibleError: Device and host together have less.
+        PlanInfeasibleError: Device and host together have less, or the device has less than one
+            layer's attention reads.
     """
+    if layer_bytes > budget_bytes:
+        raise PlanInfeasibleError(
+            f"attention over {longest.num_sequences} sequences of {longest.num_tokens} tokens "
+            f"reads {format_bytes(layer_bytes)} ({layer_bytes} bytes) of KV cache in one layer; "
+            f"device_budget is {budget_bytes} bytes. Lower the batch, the beams or max_new_tokens."
+        )
     if need_bytes <= budget_bytes + host_bytes:
         return
     raise PlanInfeasibleError(
@@ -123,7 +132,8 @@ def watched_generate(
             need = kv_bytes(module.config, module.dtype, longest)
             if need is not None and _keeps_a_cache(module, kwargs):
                 free = psutil.virtual_memory().available
-                require_memory(need, budget_bytes(), free, longest)
+                layers = module.config.get_text_config(decoder=True).num_hidden_layers
+                require_memory(need, need // layers, budget_bytes(), free, longest)
         return generate(*args, **kwargs)
 
     return watched

@@ -219,7 +219,7 @@ class Handle:
             module.generate = watched
 
     def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """Return what a call of a module is to do; see :func:`_entries`.
+        """Return what a call of a module is to do; see :func:`entries`.
 
         Inside another call, be it one that Dynamo is tracing or the code between two of its graphs,
         a part is called as ever.
@@ -337,8 +337,10 @@ class Handle:
 
     def _may_step_aside(self, found: Pass) -> bool:
         """Tell whether the whole model may be on the device, and nobody wants to see the ops."""
+        # Were it so for some passes only, the weights would come and go with every change of pass.
+        most = max(found.resident_bytes, self._captures.most_resident_bytes)
         return (
-            found.resident_bytes <= self.stats.budget_bytes
+            most <= self.stats.budget_bytes
             and self._policy in CYCLIC
             and not self._hooks
             and not self._debug.poison_vacated

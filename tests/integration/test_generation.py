@@ -366,10 +366,19 @@ def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
     model = make_model("llama")
     handle = attach(model, device_budget="1MiB", device="cpu")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    settings = {"max_new_tokens": 2000, "num_beams": 8}
-    need = 2 * 2 * (2006 * 8) * 64 * 4
+    settings = {"max_new_tokens": 200, "num_beams": 8}
+    need = 2 * 2 * (206 * 8) * 64 * 4
     with pytest.raises(PlanInfeasibleError, match=f"{need} bytes.*1048576.*1000 bytes of host"):
         model.generate(token_ids(6), **settings)
+    assert handle.stats.num_captures == 0
+    handle.detach()
+
+
+def test_a_layer_whose_cache_is_larger_than_the_device_is_refused_at_once() -> None:
+    model = make_model("llama")
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    with pytest.raises(PlanInfeasibleError, match="of KV cache in one layer; device_budget is"):
+        model.generate(token_ids(6), max_new_tokens=2100)
     assert handle.stats.num_captures == 0
     handle.detach()
 
@@ -384,7 +393,7 @@ def test_what_a_generation_needs_at_its_longest() -> None:
     assert longest_of(model, (), {"max_new_tokens": 4}) is None
     window = kv_bytes(model.config, torch.bfloat16, Longest(3, 100, 6))
     assert window == 2 * 2 * 16 * 3 * 64 * 2  # layers, keys and values, rows, batch, width, bytes
-    require_memory(100, 60, 40, Longest(1, 1, 1))
+    require_memory(100, 60, 60, 40, Longest(1, 1, 1))
 
 
 @pytest.mark.parametrize("change", ({"num_hidden_layers": 3}, {"num_key_value_heads": 4}))
