@@ -1,0 +1,51 @@
+"""Plans of models with published dimensions stay close to the bounds; nothing is run.
+
+The whole table, LLaMA-65B and Llama-2-70B included, is benchmarks/planner_bounds.py's.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.forecast import CapturedModel, capture_model, plan_captured
+from ds_finepage.graph.profiles import load_profile
+
+BUDGETS = (10, 25, 50, 75, 90)
+HARDWARE = ("t4", "v100-16gb", "h200")
+
+
+@pytest.fixture(scope="module", params=("decode", "prefill"))
+def captured(request: pytest.FixtureRequest) -> CapturedModel:
+    profile = load_profile("v100-16gb")
+    return capture_model("llama-7b", phase=request.param, batch=1, seq=2048, profile=profile)
+
+
+@pytest.mark.parametrize("percent", BUDGETS)
+@pytest.mark.parametrize("hardware", HARDWARE)
+def test_bytes_time_and_layout_stay_close_to_the_bounds(
+    captured: CapturedModel, hardware: str, percent: int
+) -> None:
+    budget_bytes = captured.graph.weight_bytes * percent // 100
+    found = plan_captured(captured, budget_bytes=budget_bytes, profile=load_profile(hardware))
+    figures = found.figures
+    assert figures.lower_bound_bytes <= figures.reloaded_bytes <= 1.02 * figures.lower_bound_bytes
+    assert figures.lower_bound_ns <= figures.predicted_ns <= 1.05 * figures.lower_bound_ns
+    assert figures.offloaded_bytes == 0
+    assert 1 <= figures.layout_overhead <= 1.02
+    assert figures.peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("percent", (25, 90))
+def test_horizon_never_does_with_less(captured: CapturedModel, percent: int) -> None:
+    budget_bytes = captured.graph.weight_bytes * percent // 100
+    profile = load_profile("v100-16gb")
+    ours = plan_captured(captured, budget_bytes=budget_bytes, profile=profile).figures
+    try:
+        other = plan_captured(
+            captured, budget_bytes=budget_bytes, profile=profile, policy="horizon"
+        ).figures
+    except PlanInfeasibleError:
+        return  # some whole weight does not fit
+    assert other.reloaded_bytes + other.offloaded_bytes >= ours.reloaded_bytes
+    assert other.predicted_ns >= ours.predicted_ns
