@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import ds_finepage
+from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.session import Handle
 from tests.integration.families import FAMILIES, make_model, token_ids
@@ -67,7 +69,16 @@ def attach_twice(family: str, dtype: torch.dtype, ids: torch.Tensor) -> Handle:
     return handle
 
 
-def test_the_host_never_waits_inside_a_pass(family: str) -> None:
+def test_the_host_never_waits_inside_a_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = Executor._gather
+
+    def gather_before_the_pass(executor: Executor, args: Sequence[Any]) -> None:
+        """Let the host have the indices of an embedding, which it waits for before a pass."""
+        torch.cuda.set_sync_debug_mode("default")
+        gather(executor, args)
+        torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(Executor, "_gather", gather_before_the_pass)
     ids = token_ids(7).cuda()
     model = make_model(family, torch.bfloat16)
     handle = ds_finepage.attach(model, device_budget="2GiB", device="cuda")
@@ -82,4 +93,35 @@ def test_the_host_never_waits_inside_a_pass(family: str) -> None:
             model(ids)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    handle.detach()
+
+
+def grow(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    found = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_that_grows_and_one_in_host_memory_give_the_same_tokens(
+    dtype: torch.dtype,
+) -> None:
+    torch._dynamo.reset()
+    device, ids = torch.device("cuda"), token_ids(100, batch=6).cuda()
+    plain = make_model("llama", dtype, num_hidden_layers=10).to(device)
+    plain.generation_config.disable_compile = True
+    tokens = grow(plain, ids)
+    del plain
+    model = make_model("llama", dtype, num_hidden_layers=10)
+    handle = ds_finepage.attach(model, device_budget="2GiB", device=device)
+    assert torch.equal(grow(model, ids), tokens)
+    assert handle.stats.num_aside_runs
+    handle.register_op_hook()  # planned from here on
+    assert torch.equal(grow(model, ids), tokens)
+    held = 2 * 10 * 6 * (100 + NEW_TOKENS) * 64 * dtype.itemsize
+    overhead = handle.stats.min_budget_bytes - 2 * held  # what libraries take, among others
+    handle.replan(budget_bytes=max(held, overhead))
+    with DeviceMeter(device) as meter:
+        assert torch.equal(grow(model, ids), tokens)
+    assert meter.peak_bytes <= handle.stats.budget_bytes
     handle.detach()
