@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph, Recording
+from ds_finepage.counters import PassStats, Stats
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.measure import OpMeter
@@ -23,7 +24,6 @@ from ds_finepage.planning.liveness import (
     require_feasible,
 )
 from ds_finepage.planning.split import gather_rows
-from ds_finepage.stats import PassStats, Stats
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.captures import Captures, Pass
 from ds_finepage.config import DebugConfig
+from ds_finepage.counters import PassStats, Stats
 from ds_finepage.entries import allow_recompiles, attribute_restorer, captured_call, entries
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import Arena, HostPool
@@ -57,7 +58,6 @@ from ds_finepage.planning.policies import (
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
 from ds_finepage.planning.standing import Standing, standing_of
-from ds_finepage.stats import PassStats, Stats
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """What torch's own allocators give, so that kernels choose the same code paths."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_finepage.counters import Stats
 from ds_finepage.errors import ConfigError
 from ds_finepage.session import Handle
-from ds_finepage.stats import Stats
 
 
 def handle_of(engine: Any) -> Handle:

@@ -28,7 +28,7 @@ FLOORS = {
     "captures": 3,
     "entries": 3,
     "session": 3,
-    "stats": 3,
+    "counters": 3,
     "integrations": 4,
     "cli": 5,
     "run": 5,
@@ -153,3 +153,10 @@ def test_planning_starts_without_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT.parent, check=True, capture_output=True, text=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_no_public_name_is_hidden_by_a_module() -> None:
+    """A submodule becomes an attribute of the package as soon as somebody imports it."""
+    import ds_finepage
+
+    assert not {*ds_finepage.__all__} & {*UNITS}
