@@ -22,7 +22,9 @@ from ds_finepage.execution.lanes import Action, Lanes
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind
 from ds_finepage.execution.program import Program, lower
+from ds_finepage.execution.routed import RoutedReload
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
+from ds_finepage.graph.routes import Route
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.graph.timeline import Span
 
@@ -108,11 +110,17 @@ class Executor:
         self._unused = _unused_results(self._graph)
         self._slots = dict(memgraph.host_slots)
         self._tasks: dict[int, BoundTask] = {}
+        self._routed: list[RoutedReload] = []
         self.actions: dict[int, Action] = {
             node.id: action
             for node in memgraph.nodes
             if (action := self._bind_node(node)) is not None
         }
+        self._planned_reload_bytes = sum(
+            self._graph.buffers[n.buffer].nbytes
+            for n in memgraph.nodes
+            if n.kind is NodeKind.RELOAD and n.buffer is not None
+        )
         self._external = self._external_tensors()
         self._steady = lower(memgraph, poison=poison)
         self.counters = PassCounters()
@@ -169,9 +177,10 @@ class Executor:
         )
 
     def _count(self, missing: frozenset[int]) -> None:
+        skipped = sum(reload.skipped_bytes for reload in self._routed)
         entry = sum(self._graph.buffers[b].nbytes for b in missing)
         self.counters = PassCounters(
-            reloaded_bytes=self.memgraph.reloaded_bytes + entry,
+            reloaded_bytes=self._planned_reload_bytes - skipped + entry,
             entry_reloaded_bytes=entry,
             offloaded_bytes=self.memgraph.offloaded_bytes,
         )
@@ -297,6 +306,9 @@ class Executor:
             on_host = self._master(buffer)
         else:
             on_host = self._pool.slice(self._slots[buffer.id], buffer.nbytes)
+        route = self.memgraph.routed_reloads.get(node.id)
+        if route is not None:
+            return self._bind_routed(route, on_device, on_host)
         if node.kind is not NodeKind.OFFLOAD:
             return lambda: copy_master(on_device, on_host)
         vacated = self._arena.slice(node.extent, node.extent.nbytes)
@@ -307,6 +319,24 @@ class Executor:
                 _fill_poison(vacated)
 
         return offload
+
+    def _bind_routed(
+        self, route: Route, on_device: torch.Tensor, on_host: torch.Tensor
+    ) -> RoutedReload:
+        """Bind a reload of the slices that a tensor of the pass tells."""
+        view = self._graph.tensors[route.tensor]
+        place = self._place_at(route.task, view.buffer)
+
+        def tells() -> torch.Tensor:
+            return self._arena.view(self._moving.views[view.id], place)
+
+        self._routed.append(RoutedReload(route, on_device, on_host, tells))
+        return self._routed[-1]
+
+    def _place_at(self, task: int, buffer: int) -> Extent:
+        """Return where a buffer of a task lies while it runs."""
+        (node,) = (n.id for n in self.memgraph.nodes if n.task == task)
+        return self.memgraph.placements[node][buffer]
 
     def _bind_handed(self, buffer: Buffer, on_device: torch.Tensor) -> Action:
         """Bind a reload of what the call brings, which may be less than was planned for."""

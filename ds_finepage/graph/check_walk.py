@@ -34,6 +34,8 @@ class Walk:
         self.is_published = memgraph.policy.startswith("published")
         self.found: list[Violation] = []
         self.edges = {(e.before, e.after) for e in memgraph.edges}
+        self.routed = set(memgraph.routed)
+        self.kept = {r.buffer for r in memgraph.exit}
         self.expected, self.final = program_order(graph)
         self.latest = contents_at_start(graph)  # newest contents of each buffer, wherever they are
         self.uses: list[list[Task]] = [[] for _ in graph.buffers]  # in program order, last first
@@ -252,9 +254,30 @@ class Walk:
         elif self._is_weight(buffer) and buffer not in self.started_resident:
             text = "is neither resident at the start nor has a STORED node"
             self.wrong(Fault.STORED_WRONG, node.id, text)
+        if buffer in self.routed:
+            self._route(node)
         if buffer in self.host_users:
             self.host_users[buffer].append(node.id)
         life.hold(node.id, self.host.get(buffer, UNDEFINED))
+
+    def _route(self, node: Node) -> None:
+        """A reload of the used slices: it reads what tells them, as the task will find it."""
+        route = self.memgraph.routed_reloads.get(node.id)
+        if route is None:
+            self.wrong(Fault.ROUTE_WRONG, node.id, "is routed, and nothing tells its slices")
+            return
+        if route.buffer in self.kept or route.task in self.computed:
+            self.wrong(Fault.ROUTE_WRONG, node.id, "is of use to one task, and is kept for others")
+        tells = self.graph.tensors[route.tensor].buffer
+        life = self.lives.get(tells)
+        name = title_of(self.graph, tells)
+        if life is None or life.contents != self.expected[route.task][tells]:
+            self.wrong(Fault.ROUTE_WRONG, node.id, f"finds other contents in {name} than its task")
+            return
+        self.wait(Fault.NO_DATA_EDGE, [life.holder], node.id, f"the holder of {name}")
+        life.users.append(node.id)
+        life.readers.append(node.id)
+        life.recent_readers.append(node.id)
 
     def _compute(self, node: Node) -> None:
         assert node.task is not None

@@ -44,7 +44,7 @@ TASKGRAPH_FIELDS = (
 )  # fmt: skip
 MEMGRAPH_FIELDS = (
     "taskgraph", "fingerprint", "versions", "policy", "arena_bytes", "alignment", "host_bytes",
-    "entry", "exit", "host_slots", "nodes", "edges",
+    "entry", "exit", "host_slots", "routed", "nodes", "edges",
 )  # fmt: skip
 TIMELINE_COUNTS = (
     "total_ns", "compute_ns", "transfer_ns", "stall_ns", "peak_bytes", "lower_bound_ns",

@@ -285,6 +285,7 @@ def read_memgraph(document: dict[str, Any], graph: TaskGraph) -> MemGraph:
             for i, row in enumerate(rows_of(document, "host_slots", SLOT_COLUMNS))
         ),
         host_bytes=as_count(document["host_bytes"], "host_bytes"),
+        routed=as_buffer_ids(document["routed"], "routed", num_buffers),
     )
 
 

@@ -167,6 +167,7 @@ def memgraph_fields(memgraph: MemGraph) -> _Fields:
         ("entry", _table(RESIDENCY_COLUMNS, map(_residency_row, memgraph.entry))),
         ("exit", _table(RESIDENCY_COLUMNS, map(_residency_row, memgraph.exit))),
         ("host_slots", _table(SLOT_COLUMNS, map(_json, memgraph.host_slots))),
+        ("routed", _json(memgraph.routed)),
         ("nodes", _table(NODE_COLUMNS, map(_node_row, memgraph.nodes))),
         (
             "edges",

@@ -47,6 +47,7 @@ class Fault(str, enum.Enum):
     RELOAD_OVERWRITES = "reload_overwrites"  # reloaded over contents that are already there
     OFFLOAD_UNDEFINED = "offload_undefined"  # nothing was put there yet
     WEIGHT_OFFLOADED = "weight_offloaded"  # a weight is clean: drop it
+    ROUTE_WRONG = "route_wrong"  # a part is brought in, and not by what tells which part is used
     STORED_WRONG = "stored_wrong"  # not a weight, repeated, or missing for a reload
 
     # Host memory.

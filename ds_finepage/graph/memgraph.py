@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 from functools import cached_property
 
+from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
 
 
@@ -110,7 +111,8 @@ class MemGraph:
 
     Invariant: edges are sorted, point from lower to higher ids and are free of repeats. ``exit``
     lists weights only, as does ``entry``. ``host_slots`` gives every offloaded buffer the one
-    offset in the pinned pool that it has for the whole pass.
+    offset in the pinned pool that it has for the whole pass. ``routed`` lists the weights, sorted,
+    of which the one reload brings in just the slices that the pass uses.
     """
 
     graph: TaskGraph
@@ -123,6 +125,7 @@ class MemGraph:
     exit: tuple[Residency, ...]
     host_slots: tuple[tuple[int, int], ...] = ()  # (buffer, offset in bytes)
     host_bytes: int = 0
+    routed: tuple[int, ...] = ()
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -152,13 +155,29 @@ class MemGraph:
                 found[node.id] = {b: where[b] for b in self.graph.paged(task) if b in where}
         return found
 
-    def bytes_of(self, kind: NodeKind) -> int:
-        """Bytes of all buffers that nodes of one kind move or free in a pass."""
-        return sum(
-            self.graph.buffers[n.buffer].nbytes
+    @cached_property
+    def routed_reloads(self) -> dict[int, Route]:
+        """The RELOAD nodes, by id, of the weights in ``routed``."""
+        if not self.routed:
+            return {}
+        known = routes(self.graph)
+        wanted = {b: known[b] for b in self.routed if b in known}
+        return {
+            n.id: wanted[n.buffer]
             for n in self.nodes
-            if n.kind is kind and n.buffer is not None
-        )
+            if n.kind is NodeKind.RELOAD and n.buffer in wanted
+        }
+
+    def bytes_at(self, node: Node) -> int:
+        """Bytes that a node moves or frees; of slices that a pass chooses, as many as may be."""
+        assert node.buffer is not None
+        nbytes = self.graph.buffers[node.buffer].nbytes
+        route = self.routed_reloads.get(node.id)
+        return nbytes if route is None else route.most_bytes(nbytes)
+
+    def bytes_of(self, kind: NodeKind) -> int:
+        """Bytes that all nodes of one kind move or free in a pass."""
+        return sum(self.bytes_at(n) for n in self.nodes if n.kind is kind and n.buffer is not None)
 
     @property
     def reloaded_bytes(self) -> int:

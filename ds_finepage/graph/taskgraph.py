@@ -138,6 +138,9 @@ class Task:
         return f"task {self.index} {self.op}" + (f" ({self.label})" if self.label else "")
 
 
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Bytes of an element, of the dtypes that weights have."""
+
 JOIN = "finepage.join"
 TO_DEVICE = "finepage.to_device.default"
 TO_HOST = "finepage.to_host.default"

@@ -6,7 +6,9 @@ Computed from the taskgraph alone, and by code that shares nothing with the poli
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
+from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 
 
@@ -73,8 +75,8 @@ def lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int
                 weights=tuple(b.id for b in weights),
             )
         )
-    used_bytes = sum(graph.buffers[b].nbytes for b in used)
-    return used_bytes - _most_kept_bytes(rooms, used_bytes)
+    sizes = {b: graph.buffers[b].nbytes for b in used}
+    return _reloaded_bytes(graph, sizes, 0, _most_kept_bytes(rooms, sum(sizes.values())))
 
 
 def divisible_lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int:
@@ -105,12 +107,32 @@ def divisible_lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: i
             looked_up_bytes += min(rows, sum(w.nbytes for w in weights))
         else:
             needed.update({w.id: w.nbytes for w in weights})
-    used_bytes = sum(needed.values()) + looked_up_bytes
     kept_bytes = _in_units(arena_bytes, alignment) - most_activation_bytes
-    return used_bytes - max(0, min(used_bytes, kept_bytes))
+    return _reloaded_bytes(graph, needed, looked_up_bytes, max(0, kept_bytes))
 
 
 _EMBEDDING = "aten.embedding.default"
+
+
+def _reloaded_bytes(
+    graph: TaskGraph, sizes: dict[int, int], others_bytes: int, kept_bytes: int
+) -> int:
+    """Return what is left to reload when so many bytes are kept, those that save most first.
+
+    Of a weight whose slices the pass chooses (experts), as many are counted as it uses at most, so
+    a byte of it that is kept saves but a share of a byte; a pass in which tokens agree on experts
+    may move less yet.
+    """
+    known = routes(graph)
+    whole = sum(n for b, n in sizes.items() if b not in known) + others_bytes
+    reloaded = max(0, whole - kept_bytes)
+    kept_bytes = max(0, kept_bytes - whole)
+    shares = [(known[b].most_bytes(n), n) for b, n in sizes.items() if b in known]
+    for used, nbytes in sorted(shares, key=lambda s: Fraction(*s), reverse=True):
+        kept = min(kept_bytes, nbytes)
+        kept_bytes -= kept
+        reloaded += used - used * kept // nbytes - bool(used * kept % nbytes)
+    return reloaded
 
 
 def _in_units(nbytes: int, alignment: int) -> int:

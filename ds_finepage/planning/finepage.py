@@ -33,6 +33,7 @@ from ds_finepage.planning.keeping import (
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible
 from ds_finepage.planning.recompute import recompute
+from ds_finepage.planning.routing import wait_for_routes
 from ds_finepage.planning.shares import Chosen, Shares
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
@@ -109,9 +110,18 @@ class _Search:
         return self.best is not None and _moved_bytes(self.best) == 0
 
     def offer(self, plan: MemGraph | None) -> bool:
-        """Take a plan if it is the best so far; return whether it ends the search."""
+        """Take a plan, or the same with late reloads of experts, if it is the best so far.
+
+        Returns:
+            Whether it ends the search.
+        """
         if plan is None:
             return False
+        late = wait_for_routes(plan)
+        is_good = late is not plan and self._offer(late)
+        return self._offer(plan) or is_good
+
+    def _offer(self, plan: MemGraph) -> bool:
         moved = _moved_bytes(plan)
         if self._profile is None:
             total_ns, is_good = 0, moved == 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_finepage.graph.memgraph import Extent
+from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.keeping import FIXED_SHARE, weights_by_first_use
 from ds_finepage.planning.liveness import aligned, uses
@@ -40,6 +41,7 @@ class Shares:
     order: list[int]  # that may be streamed, by use
     divisible: dict[int, Divisible]
     handed: frozenset[int]  # that each call brings anew, and so are always streamed
+    routed: frozenset[int]  # of which each pass chooses the slices that it uses
     fixed_bytes: int  # of the others, which are always kept
 
     @classmethod
@@ -67,6 +69,7 @@ class Shares:
             order=streamable,
             divisible=divisible,
             handed=handed,
+            routed=frozenset(routes(graph)),
             fixed_bytes=sum(sizes[b] for b in order) - sum(sizes[b] for b in streamable),
         )
 
@@ -115,22 +118,37 @@ class Shares:
         if left < 0:
             return None
         rest = [b for b in self.order if b not in set(always) and b not in self.handed]
-        total = sum(self.sizes[b] for b in rest)
         kept: set[int] = set(always)
         kept_rows: dict[int, int] = {}
+        # A byte of experts that is kept saves a share of a byte, any other saves all of it.
+        for group in (
+            [b for b in rest if b not in self.routed],
+            [b for b in rest if b in self.routed],
+        ):
+            left = self._spread(group, left, kept, kept_rows)
+        return Chosen(*self._cut(kept_rows, kept, ring_bytes))
+
+    def _spread(
+        self, weights: list[int], room: int, kept: set[int], kept_rows: dict[int, int]
+    ) -> int:
+        """Choose what is kept of some weights, evenly over their uses; return the room left."""
+        total = sum(self.sizes[b] for b in weights)
+        left = room
         due = 0  # bytes to keep that rounding has left over, in units of 1/total
-        for buffer in rest:
-            due += self.sizes[buffer] * min(left, total)
+        for buffer in weights:
+            due += self.sizes[buffer] * min(room, total)
             if buffer in self.divisible:
                 weight = self.divisible[buffer]
                 unit = _quantum(weight) * weight.row_bytes * total
                 rows = max(0, min(due // unit * _quantum(weight), weight.num_rows))
                 due -= rows * weight.row_bytes * total
+                left -= rows * weight.row_bytes
                 kept_rows[buffer] = rows
             elif due >= self.sizes[buffer] * total:
                 due -= self.sizes[buffer] * total
+                left -= self.sizes[buffer]
                 kept.add(buffer)
-        return Chosen(*self._cut(kept_rows, kept, ring_bytes))
+        return left
 
     def choose_standing(
         self, standing: Sequence[Standing], lower: int, ring_bytes: int, top: int

@@ -110,8 +110,7 @@ def simulate(
             assert node.task is not None
             took = costs.task_ns(memgraph.graph, memgraph.graph.tasks[node.task])
         else:
-            assert node.buffer is not None
-            nbytes = memgraph.graph.buffers[node.buffer].nbytes
+            nbytes = memgraph.bytes_at(node)
             took = costs.copy_ns(lane, nbytes)
             copied[lane] += nbytes
         start = max(ready, lane_free[lane])

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from ds_finepage.graph.taskgraph import (
+    ITEMSIZE,
     JOIN,
     Buffer,
     BufferKind,
@@ -28,8 +29,6 @@ MATMULS = {"aten.mm.default": 1, "aten.addmm.default": 2}
 """Ops that can be cut, with the position of the weight among their arguments."""
 
 EMBEDDING = "aten.embedding.default"
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

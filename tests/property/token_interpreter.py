@@ -169,6 +169,7 @@ class _Interpreter:
             master = Token(buffer, CALLER) if given else None
             copy = self.host.get(buffer, master)
             assert copy is not None, f"{_title(node)} finds no copy on the host"
+            self._finds_what_tells(node)
             self._store(extent, copy)
             self.copied[node.id] = copy
         elif node.kind is NodeKind.OFFLOAD:
@@ -177,6 +178,16 @@ class _Interpreter:
         else:
             assert node.kind is NodeKind.DROP
             self._disown(extent)
+
+    def _finds_what_tells(self, node: Node) -> None:
+        """A routed reload reads what tells the slices, where its task will find it."""
+        route = self.memgraph.routed_reloads.get(node.id)
+        if route is None:
+            return
+        buffer = self.graph.tensors[route.tensor].buffer
+        (at,) = (n.id for n in self.memgraph.nodes if n.task == route.task)
+        found = self._load(node, buffer, self.memgraph.placements[at][buffer])
+        assert found == self.expected[route.task][buffer], f"{_title(node)} reads {found}"
 
     def _compute(self, node: Node) -> None:
         assert node.task is not None

@@ -467,6 +467,7 @@ CASES = [
         ),
     ),
     Case(F.WEIGHT_OFFLOADED, paging, lambda m: replace(node(m, 4, kind=OFFLOAD), **PINNED)),
+    Case(F.ROUTE_WRONG, paging, lambda m: replace(m, routed=(1,))),
     Case(F.STORED_WRONG, paging, lambda m: without(m, 1)),
     Case(F.STORED_WRONG, paging, lambda m: insert(m, Node(0, STORED, 2), "")),
     Case(F.STORED_WRONG, paging, lambda m: insert(m, Node(0, STORED, 1), "")),

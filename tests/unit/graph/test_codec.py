@@ -546,6 +546,7 @@ WRONG_MEMGRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (cell("edges", 0, "kind", "why"), r"edges\[0\]\.kind is 'why'; expected one of data"),
     (cell("entry", 0, "buffer", 9), r"entry\[0\]\.buffer is 9"),
     (cell("exit", 0, "offset", None), r"exit\[0\]\.offset must be an integer, not null"),
+    (field("routed", [1, 0]), "routed must be sorted"),
     (cell("host_slots", 0, "buffer", 9), r"host_slots\[0\]\.buffer is 9"),
     (cell("host_slots", 0, "offset", -1), r"host_slots\[0\]\.offset is -1"),
 ]

@@ -1,0 +1,82 @@
+"""Reloads of experts: just the slices of a weight that the pass has chosen (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ds_finepage.graph.routes import Route
+
+
+class RoutedReload:
+    """An action of the h2d lane that looks which slices are used, and copies these.
+
+    On CUDA that is a wait of the host: the router's choice has to be known before a copy can be
+    issued. Plans take it where the bytes saved are worth more than having asked for all in advance.
+
+    Attributes:
+        skipped_bytes: Bytes that the last call left out.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        on_device: torch.Tensor,
+        on_host: torch.Tensor,
+        tells: Callable[[], torch.Tensor],
+    ) -> None:
+        """Bind a reload.
+
+        Args:
+            route: Which weight, and how its used slices are told.
+            on_device: The weight's extent, 1-d uint8.
+            on_host: Its master, 1-d uint8, as long.
+            tells: Returns the tensor that tells the slices, where it lies in this call.
+        """
+        self._route = route
+        self._on_device, self._on_host = on_device, on_host
+        self._tells = tells
+        self._slice_bytes = on_host.numel() // route.num_slices
+        self.skipped_bytes = 0
+
+    def __call__(self) -> None:
+        """Copy the used slices, neighbours at once."""
+        values = self._tells().tolist()
+        used = set(_groups_with_rows(values) if self._route.is_ends else _flat(values))
+        copied = 0
+        for begin, end in _runs(sorted(i % self._route.num_slices for i in used)):
+            first, last = begin * self._slice_bytes, end * self._slice_bytes
+            self._on_device[first:last].copy_(self._on_host[first:last], non_blocking=True)
+            copied += last - first
+        self.skipped_bytes = self._on_host.numel() - copied
+
+
+def _groups_with_rows(ends: Sequence[int]) -> Iterator[int]:
+    before = 0
+    for group, end in enumerate(ends):
+        if end > before:
+            yield group
+        before = end
+
+
+def _flat(values: int | list[int] | list[list[int]]) -> Iterator[int]:
+    if isinstance(values, int):
+        yield values
+        return
+    for value in values:
+        yield from _flat(value)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield ``[begin, end)`` for each run of neighbours among ascending numbers."""
+    begin = end = -1
+    for number in numbers:
+        if number == end:
+            end += 1
+            continue
+        if end > begin:
+            yield begin, end
+        begin, end = number, number + 1
+    if end > begin:
+        yield begin, end
