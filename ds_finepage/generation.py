@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,22 @@ from typing import Any
 import psutil
 import torch
 
-from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.capture.from_config import DTYPES, capture_config
+from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
+from ds_finepage.execution.host_ops import to_device
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.finepage import min_split_arena_bytes
+from ds_finepage.planning.liveness import require_feasible
+from ds_finepage.planning.split import gather_rows
 from ds_finepage.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+FEW_LAYERS = 128
+"""What grows with the length is, in one op, less than the KV cache of so many layers: keys and
+values, old and new, each repeated for up to 16 heads of the query, twice over. A budget above that
+has room for any length if it has room for the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +134,107 @@ def require_memory(
     )
 
 
-def watched_generate(
-    module: Any, generate: Callable[..., Any], budget_bytes: Callable[[], int]
-) -> Callable[..., Any]:
+class LookAhead:
+    """What is asked before a generation begins, of one model."""
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        alignment: int,
+        budget_bytes: Callable[[], int],
+        may_cut: Callable[[], bool],
+    ) -> None:
+        """Start without having looked.
+
+        Args:
+            module: The model.
+            alignment: Of extents, in bytes.
+            budget_bytes: Tells the device budget of now.
+            may_cut: Tells whether plans may cut weights now.
+        """
+        self._module = module
+        self._alignment = alignment
+        self._budget_bytes = budget_bytes
+        self._may_cut = may_cut
+        self._steps: dict[Longest, TaskGraph | None] = {}
+
+    def require(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a generation that is known to end for want of memory.
+
+        Args:
+            args: The arguments of ``generate``.
+            kwargs: Its named arguments.
+
+        Raises:
+            ConfigError: The prompt is longer than a table of positions.
+            PlanInfeasibleError: The KV cache fits nowhere, or the last step cannot be planned.
+        """
+        module, longest = self._module, longest_of(self._module, args, kwargs)
+        if longest is None:
+            return
+        require_positions(module, longest)
+        need = kv_bytes(module.config, module.dtype, longest)
+        if need is None or not _keeps_a_cache(module, kwargs):
+            return
+        free = psutil.virtual_memory().available
+        layers = module.config.get_text_config(decoder=True).num_hidden_layers
+        require_memory(need, need // layers, self._budget_bytes(), free, longest)
+        if FEW_LAYERS * (need // layers) <= self._budget_bytes():
+            return
+        step = self._last_step(longest)
+        if step is not None:
+            self._require_step(step, longest)
+
+    def _last_step(self, longest: Longest) -> TaskGraph | None:
+        """Return the last step of a generation; None where the model's config does not tell."""
+        if longest not in self._steps:
+            self._steps.clear()  # the next call is mostly as long
+            self._steps[longest] = self._capture(longest)
+        return self._steps[longest]
+
+    def _capture(self, longest: Longest) -> TaskGraph | None:
+        seq = longest.num_tokens - 1  # what is generated last is never looked at
+        dtype = str(self._module.dtype).removeprefix("torch.")
+        if seq <= longest.prompt_tokens or dtype not in DTYPES:
+            return None
+        try:
+            return capture_config(
+                self._module.config,
+                phase="decode",
+                batch=longest.num_sequences,
+                seq=seq,
+                dtype=dtype,
+                to_device=to_device,
+            )
+        except (CaptureError, ConfigError) as error:
+            logger.info("the last step is not known before it comes: %s", error)
+            return None
+
+    def _require_step(self, step: TaskGraph, longest: Longest) -> None:
+        """Refuse a last step that cannot run with its KV cache in host memory.
+
+        It is counted without the workspaces of its ops, which are known when they are measured.
+        """
+        smallest = gather_rows(step)
+        around = around_bytes(smallest, self._alignment)
+        room = self._budget_bytes() - around
+        try:
+            if not self._may_cut() or min_split_arena_bytes(step, self._alignment) > room:
+                require_feasible(smallest, room, self._alignment, around_bytes=around)
+        except PlanInfeasibleError as error:
+            raise PlanInfeasibleError(
+                f"the last step of {longest.num_sequences} sequences of {longest.num_tokens} "
+                f"tokens has no room, even with their KV cache in host memory: {error}"
+            ) from None
+
+
+def watched_generate(generate: Callable[..., Any], ahead: LookAhead) -> Callable[..., Any]:
     """Return ``generate`` with a look ahead in front of it."""
 
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        longest = longest_of(module, args, kwargs)
-        if longest is not None:
-            require_positions(module, longest)
-            need = kv_bytes(module.config, module.dtype, longest)
-            if need is not None and _keeps_a_cache(module, kwargs):
-                free = psutil.virtual_memory().available
-                layers = module.config.get_text_config(decoder=True).num_hidden_layers
-                require_memory(need, need // layers, budget_bytes(), free, longest)
+        ahead.require(args, kwargs)
         return generate(*args, **kwargs)
 
     return watched

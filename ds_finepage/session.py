@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,28 +18,19 @@ import torch
 from torch._dynamo.eval_frame import skip_code
 from torch.fx import GraphModule
 
+from ds_finepage.cached_calls import CachedCalls
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.captures import Captures, Pass
 from ds_finepage.config import DebugConfig
 from ds_finepage.counters import PassStats, Stats
 from ds_finepage.entries import allow_recompiles, attribute_restorer, captured_call, entries
-from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import hook_modules, run_unplanned
-from ds_finepage.execution.host_cache import (
-    caches_among,
-    host_layers,
-    move_to_host,
-    require_fitting,
-    seen_lengths,
-    take_back,
-    with_cache,
-)
 from ds_finepage.execution.lanes import Lanes, make_lanes
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
-from ds_finepage.generation import watched_generate
+from ds_finepage.generation import LookAhead, watched_generate
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.hardware import HardwareProfile
@@ -98,7 +88,11 @@ class Handle:
         self._last: Pass | None = None
         self._residents: Residents = {}
         self._is_aside = False
-        self._known_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._cached_calls = CachedCalls(
+            self.stats,
+            pinned=device.type == "cuda",
+            may_move=lambda: self._policy in PAGING,
+        )
         self._captures = Captures(
             self.stats,
             OpMeter(device),
@@ -215,7 +209,13 @@ class Handle:
         if generation is not None and hasattr(module, "generate"):
             self._undo.append(attribute_restorer(module, "generate"))
             generate: Any = module.generate
-            watched: Any = watched_generate(module, generate, lambda: self.stats.budget_bytes)
+            ahead = LookAhead(
+                module,
+                alignment=self._alignment,
+                budget_bytes=lambda: self.stats.budget_bytes,
+                may_cut=lambda: self._split,
+            )
+            watched: Any = watched_generate(generate, ahead)
             module.generate = watched
 
     def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:
@@ -244,7 +244,7 @@ class Handle:
                 self._is_running = True
                 try:
                     with self.around_call():
-                        return self._call(compiled, module, args, kwargs)
+                        return self._cached_calls.call(compiled, module, args, kwargs)
                 finally:
                     self._is_running = False
                     if self._num_graphs != num_graphs:
@@ -252,47 +252,6 @@ class Handle:
 
         skip_code(call.__code__)  # between two graphs it must not become one itself
         return call
-
-    def _call(
-        self,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a captured call; where there is no room for its KV cache, with that in host memory.
-
-        Weights have made way for the cache before that: the arena is what it leaves.
-        """
-        for cache in caches_among(kwargs.values()):
-            if cache not in self._known_caches:
-                require_fitting(module, cache)
-                self._known_caches.add(cache)
-        for layer in host_layers((*args, *kwargs.values())):
-            layer.prepare()
-        before = seen_lengths((*args, *kwargs.values()))
-        try:
-            try:
-                result = compiled(*args, **kwargs)
-            except PlanInfeasibleError:
-                # Behind a graph break a part of the forward may have been run already.
-                if not take_back(before) or self._policy not in PAGING:
-                    raise
-                kwargs = with_cache(module, args, kwargs)
-                caches = caches_among((*args, *kwargs.values()), growing=True)
-                pinned = self._device.type == "cuda"
-                moved = [move_to_host(cache, pinned=pinned) for cache in caches]
-                if not any(moved):
-                    raise
-                self.stats.num_caches_on_host += sum(moved)
-                result = compiled(*args, **kwargs)
-        except BaseException:
-            for layer in host_layers((*args, *kwargs.values())):
-                layer.forget_new()
-            raise
-        for layer in host_layers((*args, *kwargs.values())):
-            layer.settle()
-        return result
 
     def _backend(self, module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs: a Dynamo backend.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -41,6 +41,8 @@ from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 
+ToDevice = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 PHASES = ("prefill", "decode")
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -52,6 +54,7 @@ def capture_config(
     batch: int,
     seq: int,
     dtype: str = "float16",
+    to_device: ToDevice | None = None,
 ) -> TaskGraph:
     """Capture one pass of a causal language model.
 
@@ -62,6 +65,8 @@ def capture_config(
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
         dtype: Of weights, activations and KV cache: a name in ``DTYPES``.
+        to_device: The op that brings rows in from host memory. With it, layers without a window
+            keep their rows there, as :mod:`ds_finepage.execution.host_cache` does.
 
     Returns:
         The taskgraph. Weights have their qualified names, tied ones are there once. Tasks have
@@ -86,7 +91,9 @@ def capture_config(
         ids = torch.empty(batch, num_new, dtype=torch.int64)
         inputs.add(ids, BufferKind.INPUT, "input_ids")
         kwargs = _optional_arguments(model, inputs, batch, num_new)
-        cache = _StaticRows(config, inputs, num_new=num_new, num_past=seq - num_new)
+        cache = _StaticRows(
+            config, inputs, num_new=num_new, num_past=seq - num_new, to_device=to_device
+        )
         try:
             with _labelled(model, recorder), _GroupedMm(), recorder:
                 logits = model(
@@ -166,6 +173,8 @@ class _Inputs:
         """Describe all weights, and of the other inputs those that the pass looks at."""
         recorder = self._recorder
         seen = {b for task in recorder.tasks for b in task.reads | task.writes}
+        handed = (b.handed for b in recorder.buffers if b.handed is not None)
+        seen |= {recorder.tensors[tensor].buffer for tensor in handed}
         kept = [
             tensor
             for tensor, optional in self._tensors
@@ -228,7 +237,13 @@ class _StaticRows(Cache):
     """A KV cache whose rows are all live after the pass."""
 
     def __init__(
-        self, config: PretrainedConfig, inputs: _Inputs, *, num_new: int, num_past: int
+        self,
+        config: PretrainedConfig,
+        inputs: _Inputs,
+        *,
+        num_new: int,
+        num_past: int,
+        to_device: ToDevice | None,
     ) -> None:
         text = config.get_text_config(decoder=True)
         positions = torch.empty(num_new, dtype=torch.int64)
@@ -236,7 +251,11 @@ class _StaticRows(Cache):
         layers: list[Any] = []
         for index, window in enumerate(_windows(text)):
             num_rows = min(num_new + num_past, window or num_new + num_past)
-            layers.append(_LayerRows(f"cache.{index}", num_rows, num_past, positions, inputs))
+            name = f"cache.{index}"
+            if to_device is not None and window is None and num_past:
+                layers.append(_HostRows(name, num_past, positions, inputs, to_device))
+            else:
+                layers.append(_LayerRows(name, num_rows, num_past, positions, inputs))
             layers[-1].is_sliding = window is not None
         super().__init__(layers=layers)
 
@@ -300,6 +319,35 @@ class _LayerRows(CacheLayerMixin):
         return self._num_rows
 
     get_max_cache_shape = get_max_length  # its name before transformers 5
+
+
+class _HostRows(_LayerRows):
+    """Keys and values of one layer in host memory; the pass puts its own behind them."""
+
+    def __init__(
+        self,
+        name: str,
+        num_past: int,
+        positions: torch.Tensor,
+        inputs: _Inputs,
+        to_device: ToDevice,
+    ) -> None:
+        super().__init__(name, num_past, num_past, positions, inputs)
+        self._to_device = to_device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        keys = torch.cat([self._to_device(self.keys, key_states), key_states], dim=-2)
+        values = torch.cat([self._to_device(self.values, value_states), value_states], dim=-2)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return how many rows attention reads, and how many came before them."""
+        return self._num_past + self._positions.shape[0], 0
 
 
 def _windows(config: PretrainedConfig) -> list[int | None]:

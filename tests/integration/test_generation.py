@@ -12,10 +12,11 @@ import psutil
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
-from ds_finepage.errors import ConfigError, PlanInfeasibleError, StoreError
+from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError, StoreError
 from ds_finepage.execution.host_cache import move_to_host, seen_lengths, take_back
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.generation import Longest, kv_bytes, longest_of, require_memory
@@ -440,4 +441,57 @@ def test_memory_does_not_grow_over_many_calls() -> None:
     (tensors_before, rss_before), (tensors_after, rss_after) = seen
     assert tensors_after == tensors_before
     assert rss_after - rss_before <= 4 << 20
+    handle.detach()
+
+
+class Emitted(BaseStreamer):
+    """Counts the tokens that come out."""
+
+    def __init__(self) -> None:
+        self.num_tokens = -1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        self.num_tokens += 1
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_generation_that_cannot_end_does_not_begin(attention: str) -> None:
+    model = make_model("llama", num_key_value_heads=1, attn_implementation=attention)
+    ids = token_ids(6, batch=32)
+    handle = attach(model, device_budget="1GiB", device="cpu")
+    with torch.no_grad():
+        model(ids, use_cache=True)
+    least = handle.stats.min_budget_bytes
+    refused: dict[int, str] = {}
+    for percent in (100, 170, 300):
+        emitted = Emitted()
+        handle.replan(budget_bytes=least * percent // 100)
+        try:
+            tokens(model, ids, 124, cache=None, streamer=emitted)
+        except PlanInfeasibleError as error:
+            assert emitted.num_tokens == -1
+            refused[percent] = str(error)
+        else:
+            assert emitted.num_tokens == 124
+    assert any("last step of 32 sequences of 130 tokens" in text for text in refused.values())
+    assert {100, 300}.intersection(refused) == {100}
+    handle.detach()
+
+
+def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("layers of another kind")
+
+    monkeypatch.setattr("ds_finepage.generation.capture_config", refuse)
+    model = make_model("llama")
+    plain = tokens(model, token_ids(60), 4, cache=None)
+    handle = attach(model, device_budget="2MiB", device="cpu")
+    with caplog.at_level("INFO", logger="ds_finepage.generation"):
+        assert torch.equal(tokens(model, token_ids(60), 4, cache=None), plain)
+    assert "layers of another kind" in caplog.text
     handle.detach()

@@ -21,6 +21,7 @@ from ds_finepage.capture.models import (
 )
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution.arena import view_of
+from ds_finepage.execution.host_ops import to_device
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.execution.ops import bind
 from ds_finepage.graph.checker import check
@@ -448,3 +449,24 @@ def test_shipped_configs_are_no_larger_than_their_positions() -> None:
     for name in model_names():
         positions = positions_of(load_model_config(name))
         assert positions is not None and math.log2(positions) >= 11
+
+
+@pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
+def test_rows_in_host_memory_are_brought_in_by_layer(config: Any) -> None:
+    graph = capture(config, "decode", dtype="bfloat16", to_device=to_device)
+    given = nbytes(graph, BufferKind.HOST)
+    handed = [b for b in graph.buffers if graph.is_handed(b)]
+    width = config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    rows = 2 * heads * 15 * width * 2  # sequences, heads, live rows, width, bytes
+    assert given == [b.nbytes for b in handed] == [rows] * 2 * config.num_hidden_layers
+    assert not nbytes(graph, BufferKind.STATE)
+    reads = [task.op for task in graph.tasks if set(task.reads) & {b.id for b in handed}]
+    assert reads == ["aten.cat.default"] * len(handed)
+
+
+def test_a_window_stays_on_the_device() -> None:
+    config = transformers.MistralConfig(**{**LLAMA.to_dict(), "sliding_window": 4})
+    graph = capture(config, "decode", to_device=to_device)
+    assert not nbytes(graph, BufferKind.HOST)
+    assert nbytes(graph, BufferKind.STATE)

@@ -1,0 +1,93 @@
+"""Calls with KV caches: what is asked of one before, and where it goes without room (floor 3)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_finepage.counters import Stats
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.host_cache import (
+    caches_among,
+    host_layers,
+    move_to_host,
+    require_fitting,
+    seen_lengths,
+    take_back,
+    with_cache,
+)
+
+
+class CachedCalls:
+    """Runs captured calls; where there is no room for a KV cache, with that in host memory.
+
+    Weights have made way for the cache before that: the arena is what it leaves.
+    """
+
+    def __init__(self, stats: Stats, *, pinned: bool, may_move: Callable[[], bool]) -> None:
+        """Start without having seen a cache.
+
+        Args:
+            stats: Counters to keep.
+            pinned: Whether host memory is to be pinned.
+            may_move: Tells whether a cache may be moved now.
+        """
+        self._stats = stats
+        self._pinned = pinned
+        self._may_move = may_move
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def call(
+        self,
+        compiled: Callable[..., Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call.
+
+        Args:
+            compiled: The captured call.
+            module: The module that it is a call of.
+            args: Its arguments.
+            kwargs: Its named arguments.
+
+        Raises:
+            StoreError: A cache is that of another model.
+            PlanInfeasibleError: There is no room, wherever the cache is.
+        """
+        for cache in caches_among(kwargs.values()):
+            if cache not in self._known:
+                require_fitting(module, cache)
+                self._known.add(cache)
+        for layer in host_layers((*args, *kwargs.values())):
+            layer.prepare()
+        before = seen_lengths((*args, *kwargs.values()))
+        try:
+            try:
+                result = compiled(*args, **kwargs)
+            except PlanInfeasibleError:
+                # Behind a graph break a part of the forward may have been run already.
+                if not take_back(before) or not self._may_move():
+                    raise
+                kwargs = with_cache(module, args, kwargs)
+                if not self._move((*args, *kwargs.values())):
+                    raise
+                result = compiled(*args, **kwargs)
+        except BaseException:
+            for layer in host_layers((*args, *kwargs.values())):
+                layer.forget_new()
+            raise
+        for layer in host_layers((*args, *kwargs.values())):
+            layer.settle()
+        return result
+
+    def _move(self, values: tuple[Any, ...]) -> int:
+        """Move the caches among a call's arguments to host memory; return how many were moved."""
+        caches = caches_among(values, growing=True)
+        num_moved = sum(move_to_host(cache, pinned=self._pinned) for cache in caches)
+        self._stats.num_caches_on_host += num_moved
+        return num_moved
