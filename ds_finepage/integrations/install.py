@@ -1,8 +1,8 @@
-"""Installs the DeepSpeed seam without importing DeepSpeed (floor 4).
+"""Installs the seams without importing what they are put into (floor 4).
 
-DeepSpeed has no entry points. ``import ds_finepage`` is the explicit, documented act; where
-DeepSpeed is not loaded yet, a finder on ``sys.meta_path`` waits for its engine module, so that the
-order of the two imports does not matter and a program that only plans never loads torch.
+DeepSpeed and transformers have no entry points. ``import ds_finepage`` is the explicit, documented
+act; where they are not loaded yet, finders on ``sys.meta_path`` wait for the modules, so that the
+order of the imports does not matter and a program that only plans never loads torch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-ENGINE_MODULE = "deepspeed.runtime.engine"
+SEAMS = {
+    "deepspeed.runtime.engine": ("ds_finepage.integrations.seam", "DeepSpeedEngine"),
+    "transformers.modeling_utils": ("ds_finepage.integrations.loading", "PreTrainedModel"),
+}
+"""The modules, each with its seam and the class that it has once it is loaded."""
 
 
-class _EngineFinder(importlib.abc.MetaPathFinder):
-    """Finds the engine module as usual and sees to it that the seam is put in once it is loaded."""
+class _SeamFinder(importlib.abc.MetaPathFinder):
+    """Finds one module as usual and sees to it that the seam is put in once it is loaded."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != ENGINE_MODULE:
+        if fullname != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -41,25 +48,28 @@ class _SeamLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        install()
+        _seam_of(module.__name__).install(module)
+
+
+def _seam_of(name: str) -> ModuleType:
+    return importlib.import_module(SEAMS[name][0])
 
 
 def install() -> None:
-    """Put the seam in, now or when DeepSpeed's engine is imported; a second call does nothing."""
-    engine = sys.modules.get(ENGINE_MODULE)
-    if engine is not None and hasattr(engine, "DeepSpeedEngine"):
-        import ds_finepage.integrations.seam as seam
-
-        seam.install(engine)
-    elif not any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _EngineFinder())
+    """Put the seams in, now or when their modules are imported; a second call does nothing."""
+    waiting = {finder.module for finder in sys.meta_path if isinstance(finder, _SeamFinder)}
+    for name, (_, loaded_class) in SEAMS.items():
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, loaded_class):
+            _seam_of(name).install(module)
+        elif name not in waiting:
+            sys.meta_path.insert(0, _SeamFinder(name))
 
 
 def uninstall() -> None:
-    """Take the seam out again; engines that exist keep what they have."""
-    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _EngineFinder)]
-    engine = sys.modules.get(ENGINE_MODULE)
-    if engine is not None:
-        import ds_finepage.integrations.seam as seam
-
-        seam.uninstall(engine)
+    """Take the seams out again; engines that exist keep what they have."""
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _SeamFinder)]
+    for name in SEAMS:
+        module = sys.modules.get(name)
+        if module is not None:
+            _seam_of(name).uninstall(module)

@@ -1,0 +1,490 @@
+"""Checkpoints loaded straight into ZeRO's partitions, held against stock and the files' bytes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, modeling_utils
+from transformers.integrations import HfDeepSpeedConfig
+
+import ds_finepage
+from ds_finepage.errors import ConfigError
+from ds_finepage.integrations import checkpoint_files, loading
+from ds_finepage.integrations.checkpoint_files import FileTensor
+from ds_finepage.integrations.partitions import PartitionsInPlace
+from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+from tests.integration.families import logits, make_model, token_ids, tokens
+
+PROMPT = token_ids(7)
+SHARD = "200KB"
+MB = 10**6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> Iterator[Any]:
+    """DeepSpeed with one process on the CPU, whatever else this machine has."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ONE_PROCESS, "DS_ACCELERATOR": "cpu"}.items():
+            patch.setenv(name, value)
+        import deepspeed
+
+        patch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, False)
+        yield deepspeed
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+            deepspeed.comm.comm.cdb = None
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut every weight of these small models into pieces, the last of which is shorter."""
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 6000)
+
+
+def ds_config(enabled: bool = True, **changes: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": False},
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "finepage": {"enabled": enabled, "device_budget": "120%weights"},
+        **changes,
+    }
+
+
+def load(folder: Path, config: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """Load under a ds_config; the same seed each time, for what the checkpoint does not bring."""
+    keep_alive = HfDeepSpeedConfig(ds_config() if config is None else config)
+    torch.manual_seed(0)
+    try:
+        return kwargs.pop("model_class", AutoModelForCausalLM).from_pretrained(folder, **kwargs)
+    finally:
+        del keep_alive
+
+
+def masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """ZeRO's partitions, in the shapes of the parameters."""
+    parameter: Any
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.numel() == 0 and parameter.ds_tensor.device.type == "cpu"
+        found[name] = parameter.ds_tensor.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Types of the tensors that transformers was given to load, and what ZeRO gathered."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    found: dict[str, Any] = {"types": set(), "gathered": 0}
+    stock_load = modeling_utils._load_state_dict_into_zero3_model
+    stock_gather = Init._all_gather
+
+    def spy_load(model: Any, state_dict: Any, load_config: Any) -> Any:
+        found["types"] |= {type(tensor) for tensor in state_dict.values()}
+        return stock_load(model, state_dict, load_config)
+
+    def spy_gather(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        found["gathered"] += sum(p.ds_numel for p in params)
+        return stock_gather(self, params, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "_load_state_dict_into_zero3_model", spy_load)
+    monkeypatch.setattr(Init, "_all_gather", spy_gather)
+    return found
+
+
+# Bytes.
+
+MEASURE = """
+import gc, json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from ds_finepage.run import prepare_one_process
+prepare_one_process()
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+small, large, config = sys.argv[1:]
+keep_alive = HfDeepSpeedConfig(json.loads(config))
+AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16)  # imports, process group
+gc.collect()
+before = resident("VmRSS:")
+Path("/proc/self/clear_refs").write_text("5")
+model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.bfloat16)
+print(resident("VmHWM:") - before)
+"""
+
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "llama",
+        {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24},
+    ),
+    "tied": (
+        "llama",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 18,
+            "vocab_size": 32768,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 20,
+            "num_local_experts": 8,
+        },
+    ),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", LARGE)
+def test_host_bytes_stay_within_a_tenth_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    family, changes = LARGE[name]
+    make_model(family, torch.bfloat16).save_pretrained(tmp_path / "small")
+    with torch.device("meta"):
+        model = make_model(family, torch.bfloat16, **changes)
+    model.to_empty(device="cpu").tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model.save_pretrained(tmp_path / "large", max_shard_size="50MB")
+    files = list((tmp_path / "large").glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in files)
+    assert len(files) > 1 and 120 * MB < num_bytes < 160 * MB
+
+    config = json.dumps(ds_config(bf16={"enabled": True}))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "small", tmp_path / "large", config],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    peak_bytes = int(done.stdout.split()[-1])
+    assert num_bytes < 1.01 * peak_bytes  # the masters themselves were seen
+    assert peak_bytes <= 1.1 * num_bytes
+
+
+# Values.
+
+FAMILIES = {"llama": {}, "gpt2": {"tie_word_embeddings": True}, "mixtral": {}}
+
+
+@pytest.mark.parametrize("shard", [SHARD, "1GB"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masters_are_the_checkpoint(
+    family: str, shard: str, tmp_path: Path, seen: dict[str, Any]
+) -> None:
+    expected = make_model(family, **FAMILIES[family])
+    expected.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (shard == SHARD)
+    model, info = load(tmp_path, output_loading_info=True)
+    assert_same(masters(model), dict(expected.named_parameters()))
+    assert seen == {"types": {FileTensor}, "gathered": 0}
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["error_msgs"]
+    stock = load(tmp_path, ds_config(enabled=False))
+    assert_same(masters(model), masters(stock))
+    assert_same(dict(model.named_buffers()), dict(stock.named_buffers()))
+    assert not model.training
+    tied = family == "gpt2"
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
+
+
+def test_a_checkpoint_of_another_dtype_is_converted(tmp_path: Path, seen: dict[str, Any]) -> None:
+    expected = make_model("mixtral")
+    expected.save_pretrained(tmp_path, max_shard_size=SHARD)
+    model = load(tmp_path, ds_config(bf16={"enabled": True}), dtype=torch.bfloat16)
+    assert seen == {"types": {FileTensor}, "gathered": 0}
+    assert_same(masters(model), dict(expected.to(torch.bfloat16).named_parameters()))
+
+
+def test_a_base_model_fits_into_one_with_a_head(tmp_path: Path, seen: dict[str, Any]) -> None:
+    """Keys of the checkpoint lack the prefix, and the head is missing."""
+    make_model("llama").model.save_pretrained(tmp_path)
+    ours, stock = load(tmp_path), load(tmp_path, ds_config(enabled=False))
+    assert_same(masters(ours), masters(stock))
+
+
+MISSING = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_missing_key_is_initialised_and_reported_as_by_stock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    del state[MISSING]
+    save_file(state, path, metadata={"format": "pt"})
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    ours, info = load(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {MISSING} and "up_proj" in caplog.text
+    stock, stock_info = load(tmp_path, ds_config(enabled=False), output_loading_info=True)
+    assert info == stock_info
+    assert_same(masters(ours), masters(stock))
+    assert masters(ours)[MISSING].std() > 0
+
+
+def test_a_wrong_shape_is_refused_as_by_stock(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    messages = []
+    for enabled in (True, False):
+        with pytest.raises(RuntimeError) as error:
+            load(tmp_path, ds_config(enabled), num_key_value_heads=4)
+        messages.append(str(error.value))
+    assert "size mismatch" in messages[0] and messages[0] == messages[1]
+    assert_stock_names()
+
+
+class Custom(hf.PreTrainedModel):
+    """Values of its constructor, a buffer, and a hook that changes what is loaded."""
+
+    config_class = hf.LlamaConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(64, 64)
+        self.full = torch.nn.Parameter(torch.full((64,), 3.0))
+        self.written = torch.nn.Parameter(torch.empty(5, 64))
+        with torch.no_grad():
+            self.written[1:4].fill_(2.0)
+            self.written[0], self.written[4] = 1.0, 4.0
+        self.hidden = torch.nn.Parameter(torch.empty(64))
+        self.hidden.data.fill_(5.0)  # unseen by the parameter's version
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_load_state_dict_pre_hook(self._double)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        pass
+
+    @staticmethod
+    def _double(module: Any, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+        state_dict[prefix + "full"].mul_(2)
+
+
+@pytest.mark.parametrize("missing", [(), ("written", "hidden")])
+def test_a_model_of_ones_own(missing: tuple[str, ...], tmp_path: Path) -> None:
+    values = {
+        "linear.weight": torch.randn(64, 64),
+        "linear.bias": torch.randn(64),
+        "full": torch.randn(64),
+        "written": torch.randn(5, 64),
+        "hidden": torch.randn(64),
+        "mean": torch.randn(64),
+    }
+    Custom(hf.LlamaConfig()).config.save_pretrained(tmp_path)
+    saved = {name: tensor for name, tensor in values.items() if name not in missing}
+    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load(tmp_path, model_class=Custom)
+    expected = {**values, "full": values["full"] * 2}
+    if missing:
+        expected["written"] = torch.full((5, 64), 2.0)
+        expected["written"][0], expected["written"][4] = 1.0, 4.0
+        expected["hidden"] = torch.full((64,), 5.0)
+    assert torch.equal(model.mean, expected.pop("mean"))
+    assert_same(masters(model), expected)
+
+
+def test_a_model_generates_and_is_saved_as_plain_transformers_does(
+    deepspeed: Any, tmp_path: Path
+) -> None:
+    expected = make_model("llama")
+    expected.save_pretrained(tmp_path, max_shard_size=SHARD)
+    plain = {"logits": logits(expected, PROMPT), "tokens": tokens(expected, PROMPT, 6)}
+    torch._dynamo.reset()
+    config = ds_config()
+    model = load(tmp_path, config)
+    model.generation_config.eos_token_id = None
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        ds_finepage.assert_active(engine)
+        assert torch.equal(engine(PROMPT).logits, plain["logits"])
+        assert torch.equal(tokens(engine.module, PROMPT, 6), plain["tokens"])
+        assert ds_finepage.stats(engine).num_unplanned_modules == 0
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            assert_same(dict(model.named_parameters()), dict(expected.named_parameters()))
+        state = engine._zero3_consolidated_16bit_state_dict()
+        model.save_pretrained(tmp_path / "saved", state_dict=state)
+    finally:
+        engine.destroy()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same(again.state_dict(), expected.state_dict())
+
+
+# Stock stays stock.
+
+
+def assert_stock_names() -> None:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    assert deepspeed.zero.GatheredParameters is GatheredParameters
+    assert modeling_utils.load_state_dict.__module__ == "transformers.modeling_utils"
+
+
+def is_installed() -> bool:
+    wrapped = [
+        hasattr(getattr(hf.PreTrainedModel, name), "__finepage__")
+        for name in (loading.BUILD, loading.LOAD)
+    ]
+    assert len(set(wrapped)) == 1
+    return wrapped[0]
+
+
+@pytest.mark.parametrize("section", [None, {"enabled": False}])
+def test_without_finepage_loading_is_stock(
+    section: Any, tmp_path: Path, seen: dict[str, Any]
+) -> None:
+    expected = make_model("llama")
+    expected.save_pretrained(tmp_path)
+    config = ds_config()
+    del config["finepage"]
+    model = load(tmp_path, config if section is None else {**config, "finepage": section})
+    num_elements = sum(p.numel() for p in expected.parameters())
+    assert seen == {"types": {torch.Tensor}, "gathered": num_elements}
+    assert_same(masters(model), dict(expected.named_parameters()))
+
+
+def test_without_a_config_loading_is_plain(tmp_path: Path, seen: dict[str, Any]) -> None:
+    expected = make_model("llama")
+    expected.save_pretrained(tmp_path)
+    gc.collect()  # no HfDeepSpeedConfig is alive
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert seen["types"] == set()
+
+
+def test_more_than_one_rank_is_stock(
+    deepspeed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keep_alive = HfDeepSpeedConfig(ds_config())
+    deepspeed.init_distributed()
+    assert loading.is_wanted(modeling_utils)
+    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda *_, **__: 2)
+    assert not loading.is_wanted(modeling_utils)
+    del keep_alive
+
+
+def test_a_wrong_section_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="Did you mean 'device_budget'"):
+        load(tmp_path, ds_config(finepage={"enabled": True, "device_bugdet": 1}))
+
+
+def test_other_formats_are_read_as_by_stock(tmp_path: Path, seen: dict[str, Any]) -> None:
+    expected = make_model("llama")
+    expected.config.save_pretrained(tmp_path)
+    torch.save(expected.state_dict(), tmp_path / "pytorch_model.bin")
+    model = load(tmp_path)
+    assert seen == {"types": {torch.Tensor}, "gathered": 0}
+    assert_same(masters(model), dict(expected.named_parameters()))
+
+
+def test_install_and_uninstall_may_be_repeated(tmp_path: Path, seen: dict[str, Any]) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    assert is_installed()
+    wrapped = hf.PreTrainedModel._load_pretrained_model
+    ds_finepage.install()
+    assert hf.PreTrainedModel._load_pretrained_model is wrapped
+    try:
+        ds_finepage.uninstall()
+        ds_finepage.uninstall()
+        assert not is_installed()
+        load(tmp_path)
+        assert seen["types"] == {torch.Tensor}
+    finally:
+        ds_finepage.install()
+    assert is_installed()
+
+
+def test_the_seam_waits_for_transformers() -> None:
+    code = """
+import sys, ds_finepage
+assert not {"torch", "transformers", "deepspeed"} & {*sys.modules}
+import transformers
+def wrapped(): return hasattr(transformers.PreTrainedModel.get_init_context, "__finepage__")
+print(wrapped()); ds_finepage.uninstall(); print(wrapped())
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["True", "False"]
+
+
+class Older:
+    """The model class of another version."""
+
+    @classmethod
+    def get_init_context(cls) -> list[Any]:
+        return []
+
+    @classmethod
+    def _load_pretrained_model(cls) -> None:
+        pass
+
+
+@pytest.mark.parametrize("names", [{}, {**vars(modeling_utils), "PreTrainedModel": Older}])
+def test_another_transformers_stays_stock(
+    names: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=loading.__name__)
+    module = ModuleType("another")
+    vars(module).update(names)
+    members = dict(vars(Older))
+    loading.install(module)
+    assert "no PreTrainedModel" in caplog.text and "_load_pretrained_model" in caplog.text
+    loading.uninstall(module)
+    assert dict(vars(Older)) == members
+
+
+def test_partitions_are_shown_only_to_be_changed(deepspeed: Any, seen: dict[str, Any]) -> None:
+    with deepspeed.zero.Init(config_dict_or_path=ds_config()):
+        layer = torch.nn.Linear(4, 4)
+    weight: Any = layer.weight
+    with PartitionsInPlace([weight], modifier_rank=0):
+        weight.data = torch.full((4, 4), 2.0)  # other memory
+    assert torch.equal(weight.ds_tensor, torch.full((16,), 2.0)) and weight.numel() == 0
+    with PartitionsInPlace(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(3.0)
+    assert torch.equal(weight.ds_tensor, torch.full((16,), 3.0)) and weight.numel() == 0
+    assert seen["gathered"] == 0
+    with PartitionsInPlace(weight):  # to be read
+        assert torch.equal(weight, torch.full((4, 4), 3.0))
+    assert seen["gathered"] == 16 and weight.numel() == 0
+    with PartitionsInPlace([weight], modifier_rank=0, enabled=False):
+        assert weight.numel() == 0
