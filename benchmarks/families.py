@@ -337,7 +337,7 @@ def summary(cells: list[Cell], num_tokens: int) -> str:
     seconds = sum(cell.seconds for cell in cells)
     return (
         f"{len(cells) - wrong} of {len(cells)} cells are right, {wrong} wrong: {models} models, "
-        f"{num_tokens} new tokens each, {seconds / 60:.0f} minutes under budgets."
+        f"{num_tokens} new tokens each, {seconds / 60:.0f} minutes in the attached models."
     )
 
 
