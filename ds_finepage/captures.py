@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph, Recording
@@ -49,7 +50,46 @@ class Pass:
     num_entries: int = 0  # runs that followed another pass
     neighbour: Pass | None = None  # the pass whose kept weights this one leaves in place
     resident_bytes: int = 0  # under a budget of this, all of the model may be on the device
+    held_bytes: int = 0  # on the device while it runs, and not given to it
     extra_workspace_bytes: int = 0  # beyond that of the captured tasks, where plans cut them
+
+    @cached_property
+    def _seen_inputs(self) -> list[int]:
+        kinds = (BufferKind.INPUT, BufferKind.STATE)
+        return [i.position for i in self.graph.inputs if self._kind_of(i.tensor) in kinds]
+
+    @cached_property
+    def _seen_outputs(self) -> list[int]:
+        return [
+            at
+            for at, output in enumerate(self.graph.outputs)
+            if output.tensor is not None and self._kind_of(output.tensor) is BufferKind.OUTPUT
+        ]
+
+    def _kind_of(self, tensor: int) -> BufferKind:
+        return self.graph.buffers[self.graph.tensors[tensor].buffer].kind
+
+    def given(self, args: Sequence[Any]) -> list[Any]:
+        """Return the device tensors among a call's arguments, but for the weights."""
+        return [args[position] for position in self._seen_inputs]
+
+    def made(self, results: Sequence[Any]) -> list[Any]:
+        """Return the device tensors among what a call returns."""
+        return [results[at] for at in self._seen_outputs]
+
+    def leave_room(self, held_bytes: int) -> None:
+        """Leave room for what others were given or have made; it is planned anew if that is more.
+
+        Args:
+            held_bytes: Bytes that are on the device while it runs, and not given to it.
+        """
+        more = held_bytes - self.held_bytes
+        if more > 0:
+            more = max(more, self.held_bytes // 4)  # a plan for each of many is too many
+            self.held_bytes += more
+            self.resident_bytes += more
+            self.stats.add_around(more)
+            self.executor = self.memgraph = None
 
     @property
     def is_visitor(self) -> bool:

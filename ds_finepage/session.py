@@ -36,6 +36,7 @@ from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.held import Held
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.liveness import require_feasible
 from ds_finepage.planning.policies import (
@@ -86,6 +87,8 @@ class Handle:
         self._arena: Arena | None = None
         self._arena_limit = budget_bytes  # only ever shrinks
         self._last: Pass | None = None
+        self._entered: Pass | None = None
+        self._held = Held()
         self._residents: Residents = {}
         self._is_aside = False
         self._cached_calls = CachedCalls(
@@ -276,6 +279,7 @@ class Handle:
 
     def _run(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Any:
         found = self._captures.find(index, graph, args)
+        self._count_held(found, args)
         if found is not None and self._may_step_aside(found):
             return self._run_aside(graph, args, found)
         self._end_aside()
@@ -284,6 +288,7 @@ class Handle:
             executor = self._executor(found)
             if not executor.set_sizes(args):
                 found = self._captures.find_exact(index, graph, args)
+                self._count_held(found, args)
                 executor = executor if found is None else self._executor(found)
         if found is None:
             self.stats.num_unplanned_graphs += 1
@@ -291,8 +296,15 @@ class Handle:
             return run_unplanned(graph.module, args, self._weights)
         executor.set_sizes(args)
         result = executor.run(args, graph.host_outputs(args), self._residents)
+        self._held.note((*found.given(args), *found.made(result)))
         self._count(found.stats, executor.counters)
         return result
+
+    def _count_held(self, found: Pass | None, args: Sequence[Any]) -> None:
+        """Let a pass leave room for what others were given or have made, and is still alive."""
+        before, self._entered = self._entered, found
+        if found is not None and before is not found:
+            found.leave_room(self._held.bytes_beside(found.given(args)))
 
     def _may_step_aside(self, found: Pass) -> bool:
         """Tell whether the whole model may be on the device, and nobody wants to see the ops."""
@@ -317,6 +329,7 @@ class Handle:
             entry_bytes = self._weights.nbytes
         with torch.no_grad():
             result = graph.module(*args)
+        self._held.note((*found.given(args), *found.made(result)))
         self.stats.num_aside_runs += 1
         self._count(found.stats, PassCounters(entry_bytes, entry_bytes))
         return result

@@ -162,6 +162,9 @@ def test_the_meter_never_reads_more_than_the_budget(
             assert budget < attached.least[work]
             assert f"device_budget is {budget} bytes" in str(error)
             return
+        finally:  # nothing runs in less than it is said to need
+            ran = [p for p in attached.handle.stats.passes if p.num_runs]
+            assert all(p.min_budget_bytes <= budget for p in ran)
     arena = max(p.arena_bytes for p in attached.handle.stats.passes)
     reading = Reading(budget, arena, meter.peak_bytes, scratch.peak_bytes)
     assert reading.arena_bytes < reading.peak_bytes <= reading.budget_bytes
@@ -231,3 +234,17 @@ def test_meters_are_not_nested() -> None:
         with pytest.raises(RuntimeError, match="end that one first"):
             with DeviceMeter(CPU):
                 pass
+
+
+def test_the_cache_of_another_chat_counts() -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        mine = model(token_ids(200, batch=4), use_cache=True).past_key_values
+        handle = attach(model, device_budget="64MiB", device="cpu")
+        model(token_ids(30), use_cache=True)
+        alone = handle.stats.min_budget_bytes
+        mine = model(token_ids(200, batch=4), use_cache=True).past_key_values
+        model(token_ids(30), use_cache=True)
+    kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in mine.layers)
+    assert handle.stats.passes[0].min_budget_bytes >= alone + kv_bytes
+    handle.detach()

@@ -29,7 +29,7 @@ _BART_SIZES: dict[str, Any] = {
 }
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "t5": lambda: hf.T5ForConditionalGeneration(
+    "t5": lambda **sizes: hf.T5ForConditionalGeneration(
         hf.T5Config(
             vocab_size=VOCAB,
             d_model=HIDDEN,
@@ -38,23 +38,23 @@ MODELS: dict[str, Callable[[], Any]] = {
             num_layers=2,
             num_heads=4,
             decoder_start_token_id=0,
+            **sizes,
         )
     ),
-    "bart": lambda: hf.BartForConditionalGeneration(
+    "bart": lambda **sizes: hf.BartForConditionalGeneration(
         hf.BartConfig(
             vocab_size=VOCAB,
-            max_position_embeddings=128,
             forced_eos_token_id=None,
-            **_BART_SIZES,
+            **{"max_position_embeddings": 128, **_BART_SIZES, **sizes},
         )
     ),
 }
 
 
-def make(family: str) -> Any:
+def make(family: str, **sizes: int) -> Any:
     """Make a tiny random model whose ``generate`` never stops early."""
     torch.manual_seed(0)
-    model = MODELS[family]().eval()
+    model = MODELS[family](**sizes).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -78,6 +78,18 @@ def test_greedy_tokens_are_those_of_plain_transformers(family: str) -> None:
 
     stats = same_at_every_budget(model, run, budgets=("min", "100%"))
     assert stats.passes[0].num_runs >= 3  # the encoder
+
+
+def test_what_the_encoder_has_made_counts_while_the_decoder_runs() -> None:
+    """The decoder's cache outgrows what the encoder needed, and the encoder's output stays."""
+    model = make("bart", decoder_layers=6, max_position_embeddings=512)
+    ids = torch.randint(3, VOCAB, (1, 500), generator=torch.Generator().manual_seed(1))
+
+    def run() -> Any:
+        with torch.no_grad():
+            return model.generate(input_ids=ids, max_new_tokens=70, do_sample=False)
+
+    same_at_every_budget(model, run, budgets=("min", "100%"))
 
 
 @pytest.mark.parametrize("family", MODELS)

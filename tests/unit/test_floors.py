@@ -25,6 +25,7 @@ FLOORS = {
     "api": 3,
     "forecast": 3,
     "generation": 3,
+    "held": 3,
     "cached_calls": 3,
     "captures": 3,
     "entries": 3,
