@@ -122,7 +122,7 @@ class Captures:
         if key in self.passes:
             self.passes.move_to_end(key)
             return self.passes[key]
-        recording = None if self._may_cut() else self._recording(index, graph, args)
+        recording = self._recording(index, graph, args)
         if recording is not None:
             sizes = recording.upper_end(recording.values_of(args))
             deciding = tuple(v for n, v in sizes.items() if n in recording.deciding)
@@ -132,8 +132,7 @@ class Captures:
                 return self.passes[key_of_many]
             try:
                 taskgraph = recording.at(sizes)
-                # Before measuring, which needs room itself.
-                self._require_room(gather_rows(taskgraph))
+                self._require_room(taskgraph)  # before measuring, which needs room itself
                 return self._remember(key_of_many, self._prepare(taskgraph))
             except PlanInfeasibleError:
                 pass  # there may be room for this very call
@@ -205,7 +204,7 @@ class Captures:
             needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
         )
         if not self._may_cut():  # cutting may make room yet
-            self._require_room(smallest)
+            self._require_room(taskgraph)
         self._stats.passes.append(stats)
         mine = sum(
             -(-b.nbytes // self._alignment) * self._alignment
@@ -218,11 +217,15 @@ class Captures:
         return Pass(taskgraph, stats, resident_bytes=resident)
 
     def _require_room(self, graph: TaskGraph) -> None:
-        """Refuse a graph with a task that needs more than the budget leaves."""
-        around = around_bytes(graph, self._alignment) + self.costs.library_bytes
-        require_feasible(
-            graph, self._stats.budget_bytes - around, self._alignment, around_bytes=around
-        )
+        """Refuse a captured pass of which no plan has room in the budget."""
+        smallest = gather_rows(graph)
+        around = around_bytes(smallest, self._alignment) + self.costs.library_bytes
+        room = self._stats.budget_bytes - around
+        if self._may_cut():
+            if min_split_arena_bytes(graph, self._alignment) <= room:
+                return
+            smallest = graph  # whose largest working set is no smaller than what cutting needs
+        require_feasible(smallest, room, self._alignment, around_bytes=around)
 
     def with_costs(self, graph: TaskGraph) -> TaskGraph:
         """Return a taskgraph with what its ops take, measured where that is not known yet."""

@@ -272,6 +272,7 @@ class Handle:
             layer.prepare()
         before = seen_lengths((*args, *kwargs.values()))
         try:
+            moved: list[bool] = []
             try:
                 result = compiled(*args, **kwargs)
             except PlanInfeasibleError:
@@ -284,6 +285,7 @@ class Handle:
                 moved = [move_to_host(cache, pinned=pinned) for cache in caches]
                 if not any(moved):
                     raise
+            if moved:  # not while the error is there, whose frames hold what was on the device
                 self.stats.num_caches_on_host += sum(moved)
                 result = compiled(*args, **kwargs)
         except BaseException:
@@ -320,13 +322,14 @@ class Handle:
         if found is not None and self._may_step_aside(found):
             return self._run_aside(graph, args, found)
         self._end_aside()
+        executor = None
         if found is not None:
             self._visit(found)
-            executor = self._executor(found)
-            if not executor.set_sizes(args):
+            executor = self._executor_of_sizes(found, args)
+            if executor is None:
                 found = self._captures.find_exact(index, graph, args)
-                executor = executor if found is None else self._executor(found)
-        if found is None:
+                executor = None if found is None else self._executor(found)
+        if found is None or executor is None:
             self.stats.num_unplanned_graphs += 1
             self._release_arena()
             return run_unplanned(graph.module, args, self._weights)
@@ -412,6 +415,19 @@ class Handle:
             hooks=self._hooks,
         )
         return found.executor
+
+    def _executor_of_sizes(self, found: Pass, args: Sequence[Any]) -> Executor | None:
+        """Return a pass's executor, prepared for a call; None where only the call itself may fit.
+
+        A pass of many sizes is as large as the largest of them.
+        """
+        try:
+            executor = self._executor(found)
+        except PlanInfeasibleError:
+            if not found.graph.symbols:
+                raise
+            return None
+        return executor if executor.set_sizes(args) else None
 
     def _needs_more_workspace(self, found: Pass) -> bool:
         """Measure the tasks of a changed graph; make room where one takes more than before."""
