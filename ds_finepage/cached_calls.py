@@ -66,6 +66,7 @@ class CachedCalls:
         for layer in host_layers((*args, *kwargs.values())):
             layer.prepare()
         before = seen_lengths((*args, *kwargs.values()))
+        num_moved = 0
         try:
             try:
                 result = compiled(*args, **kwargs)
@@ -74,8 +75,10 @@ class CachedCalls:
                 if not take_back(before) or not self._may_move():
                     raise
                 kwargs = with_cache(module, args, kwargs)
-                if not self._move((*args, *kwargs.values())):
+                num_moved = self._move((*args, *kwargs.values()))
+                if not num_moved:
                     raise
+            if num_moved:  # not while the error is there, whose frames hold what was on the device
                 result = compiled(*args, **kwargs)
         except BaseException:
             for layer in host_layers((*args, *kwargs.values())):

@@ -17,7 +17,7 @@ from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, around_bytes
 from ds_finepage.planning.finepage import min_split_arena_bytes
 from ds_finepage.planning.liveness import (
     min_arena_bytes,
@@ -34,6 +34,9 @@ MAX_RECORDINGS = 8
 UNPLANNED_SHARE = 2
 """Activations that nobody places: at most this many times those that are live at once. PyTorch
 frees what a composite op made when the op returns, a plan when it was used last."""
+
+FEW_HELD_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
+"""What earlier passes have left on the device does not count by itself up to here."""
 
 MAX_PASSES = 128
 """Passes that are remembered; beyond, the one that was not used for longest is forgotten."""
@@ -84,7 +87,7 @@ class Pass:
             held_bytes: Bytes that are on the device while it runs, and not given to it.
         """
         more = held_bytes - self.held_bytes
-        if more > 0:
+        if more > 0 and held_bytes > FEW_HELD_BYTES:
             more = max(more, self.held_bytes // 4)  # a plan for each of many is too many
             self.held_bytes += more
             self.resident_bytes += more
@@ -162,7 +165,7 @@ class Captures:
         if key in self.passes:
             self.passes.move_to_end(key)
             return self.passes[key]
-        recording = None if self._may_cut() else self._recording(index, graph, args)
+        recording = self._recording(index, graph, args)
         if recording is not None:
             sizes = recording.upper_end(recording.values_of(args))
             deciding = tuple(v for n, v in sizes.items() if n in recording.deciding)
@@ -172,8 +175,7 @@ class Captures:
                 return self.passes[key_of_many]
             try:
                 taskgraph = recording.at(sizes)
-                # Before measuring, which needs room itself.
-                self._require_room(gather_rows(taskgraph))
+                self._require_room(taskgraph)  # before measuring, which needs room itself
                 return self._remember(key_of_many, self._prepare(taskgraph))
             except PlanInfeasibleError:
                 pass  # there may be room for this very call
@@ -245,7 +247,7 @@ class Captures:
             needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
         )
         if not self._may_cut():  # cutting may make room yet
-            self._require_room(smallest)
+            self._require_room(taskgraph)
         self._stats.passes.append(stats)
         mine = sum(
             -(-b.nbytes // self._alignment) * self._alignment
@@ -258,11 +260,15 @@ class Captures:
         return Pass(taskgraph, stats, resident_bytes=resident)
 
     def _require_room(self, graph: TaskGraph) -> None:
-        """Refuse a graph with a task that needs more than the budget leaves."""
-        around = around_bytes(graph, self._alignment) + self.costs.library_bytes
-        require_feasible(
-            graph, self._stats.budget_bytes - around, self._alignment, around_bytes=around
-        )
+        """Refuse a captured pass of which no plan has room in the budget."""
+        smallest = gather_rows(graph)
+        around = around_bytes(smallest, self._alignment) + self.costs.library_bytes
+        room = self._stats.budget_bytes - around
+        if self._may_cut():
+            if min_split_arena_bytes(graph, self._alignment) <= room:
+                return
+            smallest = graph  # whose largest working set is no smaller than what cutting needs
+        require_feasible(smallest, room, self._alignment, around_bytes=around)
 
     def with_costs(self, graph: TaskGraph) -> TaskGraph:
         """Return a taskgraph with what its ops take, measured where that is not known yet."""

@@ -24,6 +24,7 @@ from ds_finepage.captures import Captures, Pass
 from ds_finepage.config import DebugConfig
 from ds_finepage.counters import PassStats, Stats
 from ds_finepage.entries import allow_recompiles, attribute_restorer, captured_call, entries
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import hook_modules, run_unplanned
@@ -31,24 +32,15 @@ from ds_finepage.execution.lanes import Lanes, make_lanes
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.generation import LookAhead, watched_generate
-from ds_finepage.graph.checker import check
-from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.held import Held
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.liveness import require_feasible
-from ds_finepage.planning.policies import (
-    CAN_SPLIT,
-    CYCLIC,
-    PAGING,
-    plan_steady,
-    with_tables_that_fit,
-)
+from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, PAGING
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
-from ds_finepage.planning.standing import Standing, standing_of
+from ds_finepage.plans import plan_pass
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """What torch's own allocators give, so that kernels choose the same code paths."""
@@ -283,14 +275,15 @@ class Handle:
         if found is not None and self._may_step_aside(found):
             return self._run_aside(graph, args, found)
         self._end_aside()
+        executor = None
         if found is not None:
             self._visit(found)
-            executor = self._executor(found)
-            if not executor.set_sizes(args):
+            executor = self._executor_of_sizes(found, args)
+            if executor is None:
                 found = self._captures.find_exact(index, graph, args)
                 self._count_held(found, args)
-                executor = executor if found is None else self._executor(found)
-        if found is None:
+                executor = None if found is None else self._executor(found)
+        if found is None or executor is None:
             self.stats.num_unplanned_graphs += 1
             self._release_arena()
             return run_unplanned(graph.module, args, self._weights)
@@ -385,6 +378,19 @@ class Handle:
         )
         return found.executor
 
+    def _executor_of_sizes(self, found: Pass, args: Sequence[Any]) -> Executor | None:
+        """Return a pass's executor, prepared for a call; None where only the call itself may fit.
+
+        A pass of many sizes is as large as the largest of them.
+        """
+        try:
+            executor = self._executor(found)
+        except PlanInfeasibleError:
+            if not found.graph.symbols:
+                raise
+            return None
+        return executor if executor.set_sizes(args) else None
+
     def _needs_more_workspace(self, found: Pass) -> bool:
         """Measure the tasks of a changed graph; make room where one takes more than before."""
         assert found.memgraph is not None
@@ -418,45 +424,16 @@ class Handle:
         return allowed if need > self._arena_limit else self._arena_limit
 
     def _plan(self, found: Pass, arena_bytes: int) -> MemGraph:
-        graph = found.graph
-        if not self._split:
-            graph = with_tables_that_fit(
-                graph, arena_bytes=arena_bytes, policy=self._policy, alignment=self._alignment
-            )
-        path = None
-        standing: tuple[Standing, ...] = ()
-        if found.neighbour is not None:
-            kept = found.neighbour.memgraph
-            if kept is None or kept.arena_bytes != arena_bytes:
-                found.neighbour = None  # it will be planned anew, and then this pass again
-            else:
-                standing = standing_of(kept)
-        # A plan of a cut graph, or one that depends on another plan, is planned anew.
-        if self._plan_dir is not None and not self._split and not standing:
-            name = f"{fingerprint(graph)[:16]}-{self._policy}-{arena_bytes}.json"
-            path = self._plan_dir / name
-        if path is not None and path.exists():
-            memgraph = load_memgraph(path, graph)
-        else:
-            memgraph = plan_steady(
-                graph,
-                arena_bytes=arena_bytes,
-                policy=self._policy,
-                alignment=self._alignment,
-                profile=self.profile,
-                split=self._split,
-                standing=standing,
-            )
-            self.stats.num_plans += 1
-            # A plan of another taskgraph than the captured one is planned anew.
-            if path is not None and memgraph.graph is graph:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                save(memgraph, path)
-        check(memgraph)
-        found.stats.arena_bytes = arena_bytes
-        bound = divisible_lower_bound_bytes if self._split else lower_bound_bytes
-        found.stats.lower_bound_bytes = bound(graph, arena_bytes, self._alignment)
-        return memgraph
+        return plan_pass(
+            found,
+            arena_bytes,
+            stats=self.stats,
+            policy=self._policy,
+            split=self._split,
+            alignment=self._alignment,
+            profile=self.profile,
+            plan_dir=self._plan_dir,
+        )
 
     def _count(self, stats: PassStats, counted: PassCounters) -> None:
         stats.num_runs += 1

@@ -55,6 +55,19 @@ def sizes_of(values: Sequence[int | torch.SymInt]) -> tuple[Any, ...]:
     return tuple(map(size_of, values))
 
 
+def with_known_shapes(op: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return an op's arguments in a form from which torch can work out shapes with symbols.
+
+    torch expands what ``baddbmm`` adds on its own, but not to sizes that are symbols.
+    """
+    if op is torch.ops.aten.baddbmm.default:
+        added, left, right = args
+        shape = (left.shape[0], left.shape[1], right.shape[2])
+        if any(isinstance(size, torch.SymInt) for size in (*added.shape, *shape)):
+            return (added.expand(shape), left, right)
+    return args
+
+
 def upper_end(values: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes to plan for, at least as large as those of a call.
 

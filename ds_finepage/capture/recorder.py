@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
-from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of
+from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import (
     TO_DEVICE,
@@ -231,6 +231,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one op on its fake arguments and write it down if it computes."""
         kwargs = kwargs or {}
+        args = with_known_shapes(func, args)
         result = func(*args, **kwargs)
         flat_args, _ = tree_flatten((args, kwargs))
         flat_results = result if isinstance(result, (tuple, list)) else (result,)

@@ -101,8 +101,14 @@ class Shares:
     def least_ring_bytes(self) -> int:
         """Return the shortest ring through which all weights that may be streamed can go."""
         slices = [_quantum(d) * d.row_bytes for d in self.divisible.values()]
-        whole = [self.sizes[b] for b in self.order if b not in self.divisible]
-        return max([2 * aligned(max(slices, default=0), self.alignment), *whole])
+        whole = {b for b in self.order if b not in self.divisible}
+        together = [
+            [self.sizes[b] for b in self.graph.paged(task) if b in whole]
+            for task in self.graph.tasks
+        ]
+        # Of several that one task needs, the first may lie so that the next has to begin anew.
+        groups = [sum(sizes) * min(2, len(sizes)) for sizes in together]
+        return max([2 * aligned(max(slices, default=0), self.alignment), *groups])
 
     def choose(self, room: int, ring_bytes: int) -> Chosen | None:
         """Choose what is kept in ``room`` beside a ring; None where that cannot be done."""

@@ -5,6 +5,9 @@ bound by up to the largest of them, and its streaming region has to hold two of 
 matrix product can be cut along its output features: each slice of rows of the weight makes its own
 columns of the result, so the values are those of the whole product (up to the order in which a
 library sums). An embedding lookup needs its rows, not its table.
+
+Sizes that differ from call to call stay formulas: only sizes that are the same in every call are
+cut, and what is cut begins at the same place in every row.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from ds_finepage.graph.taskgraph import (
     JOIN,
     Buffer,
     BufferKind,
+    Length,
     Ref,
     Task,
     TaskGraph,
@@ -70,11 +74,37 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
             and view.stride == (1, depth)
             and buffer.nbytes == depth * rows * itemsize
             and used[buffer.id] == [task.index]
+            and not _varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
         )
-        # The result must be whole too, so that its columns are all there is to it.
-        if is_whole and out.offset == 0 and out.stride == (rows, 1) and len(task.writes) == 1:
+        if is_whole and len(task.writes) == 1 and _has_columns(graph, task, out, rows):
             found.append(Divisible(buffer.id, rows, depth * itemsize, task.index))
     return found
+
+
+def _has_columns(graph: TaskGraph, task: Task, out: TensorView, num_columns: int) -> bool:
+    """Tell whether a product's result, and its bias, can be cut at the same columns in every call.
+
+    The result must be whole, so that its columns are all there is to it.
+    """
+    if out.offset != 0 or out.stride != (num_columns, 1):
+        return False
+    if _varies(out.shape[-1], *out.stride, out.offset):
+        return False
+    if MATMULS[task.op] == 1:
+        return True
+    bias = graph.tensors[task.args[0].tensor]
+    return bias.shape[-1:] == (num_columns,) and not _varies(bias.shape[-1], bias.stride[-1])
+
+
+def _varies(*sizes: int) -> bool:
+    return any(isinstance(size, Length) for size in sizes)
+
+
+def _behind(place: int, by: int) -> int:
+    """Return the place ``by`` elements behind another one, in every call."""
+    if isinstance(place, Length):
+        return Length(place + by, f"({place.formula}) + {by}")
+    return place + by
 
 
 def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGraph:
@@ -164,7 +194,7 @@ class _Rewriter:
             self._tensor(
                 view,
                 shape=(*view.shape[:-1], end - start),
-                offset=view.offset + start * step,
+                offset=_behind(view.offset, start * step),
             )
         )
 
@@ -236,6 +266,7 @@ def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
             table.offset == 0
             and table.stride == (table.shape[1], 1)
             and buffer.nbytes == _numel(table.shape) * itemsize
+            and not _varies(*table.shape, *table.stride, table.offset)
         )
         if buffer.kind is not BufferKind.WEIGHT or not is_whole or indices.tensor not in given:
             continue

@@ -72,3 +72,20 @@ def test_a_shorter_generation_uses_the_longer_cache(counted: Counted) -> None:
     counted.generate(7, 64)
     assert counted.generate(5, 9) <= 1  # its prefill; decoding is the same step
     assert counted.generate(5, 9) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")
+@pytest.mark.parametrize("split", (False, True))
+def test_a_product_that_torch_expands_is_captured_for_all_lengths(split: bool) -> None:
+    torch._dynamo.reset()
+    model = make_model("bloom")
+    runs = ((5, 40), (9, 20), (12, 30))
+    plain = [tokens(model, token_ids(n), new, cache=None) for n, new in runs]
+    handle = attach(model, device_budget="64MiB", device="cpu", split=split)
+    for _ in range(2):
+        for (length, new), expected in zip(runs, plain, strict=True):
+            assert torch.equal(tokens(model, token_ids(length), new, cache=None), expected)
+        assert handle.stats.num_captures == 4  # prefill and step: the first, and all others
+        handle.replan(budget_bytes=handle.stats.needed_budget_bytes // 2)
+    assert handle.stats.num_unplanned_graphs == 0
+    handle.detach()

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from ds_finepage.api import attach
+from ds_finepage.capture import recorder
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError, StoreError
 from ds_finepage.execution.host_cache import move_to_host, seen_lengths, take_back
@@ -172,16 +173,20 @@ def test_a_thousand_tokens_need_a_plan_for_each_doubling_and_no_more_captures() 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")
 def test_what_cannot_be_captured_with_symbols_is_captured_size_by_size(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make_model("bloom")  # the shapes of its baddbmm cannot be worked out with symbols
+    # Without help torch cannot work out the shapes of its baddbmm with symbols.
+    monkeypatch.setattr(recorder, "with_known_shapes", lambda op, args: args)
+    model = make_model("bloom")
     plain = [tokens(model, token_ids(n), 3, cache=None) for n in (5, 9, 12)]
     handle = attach(model, device_budget="64MiB", device="cpu")
     with caplog.at_level("INFO", logger="ds_finepage"):
         for length, expected in zip((5, 9, 12), plain, strict=True):
             assert torch.equal(tokens(model, token_ids(length), 3, cache=None), expected)
     said = [r for r in caplog.records if "is captured by itself" in r.message]
-    assert len(said) <= handle.stats.num_captures
+    assert 0 < len(said) <= handle.stats.num_captures
     assert "failed while attempting" not in capfd.readouterr().err
     handle.detach()
 

@@ -26,6 +26,7 @@ FLOORS = {
     "forecast": 3,
     "generation": 3,
     "held": 3,
+    "plans": 3,
     "cached_calls": 3,
     "captures": 3,
     "entries": 3,

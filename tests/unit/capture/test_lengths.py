@@ -7,8 +7,11 @@ import pickle
 
 import pytest
 import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ds_finepage.capture.lengths import Evaluator, evaluate, upper_end
+from ds_finepage.capture.lengths import Evaluator, evaluate, upper_end, with_known_shapes
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Length, TaskGraph, TensorView
 
@@ -70,3 +73,18 @@ def test_views_follow_the_call_as_far_as_the_plan_has_room() -> None:
     assert views.nbytes(graph.buffers[0]) == 80
     assert not views.set_sizes([None, 17])
     assert views.views[0].shape == (5, 4)  # as it was
+
+
+def test_what_is_added_to_a_product_is_expanded_only_to_symbols() -> None:
+    op = torch.ops.aten.baddbmm.default
+    given = [torch.zeros(4, 1, 7), torch.zeros(4, 3, 2), torch.zeros(4, 2, 7)]
+    assert with_known_shapes(op, given) is given
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 3)
+    fakes = [mode.from_tensor(t, symbolic_context=dynamic) for t in given]
+    assert with_known_shapes(torch.ops.aten.bmm.default, fakes[1:]) == fakes[1:]
+    with mode:
+        added, left, right = with_known_shapes(op, fakes)
+    assert (left, right) == (fakes[1], fakes[2])
+    assert tuple(map(int, added.shape)) == (4, 3, 7)
+    assert added.untyped_storage()._cdata == fakes[0].untyped_storage()._cdata

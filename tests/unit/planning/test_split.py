@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref
+import pytest
+
+from ds_finepage.execution.moving import MovingViews
+from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
 from ds_finepage.planning.split import cut_weights, divisible_weights, gather_rows
 from tests.property.matmul_chains import matmul_chain
 
@@ -146,3 +149,93 @@ def test_a_table_with_another_use_can_be_left_whole() -> None:
     graph = dataclasses.replace(graph, tasks=(*graph.tasks, again))
     assert gather_rows(graph, whole_tables=True) == graph
     assert gather_rows(graph) != graph
+
+
+# Sizes that differ from call to call.
+
+PLANNED_ROWS = 16
+
+
+def of_any_length(graph: TaskGraph) -> TaskGraph:
+    """Say that the rows of all activations follow from an argument."""
+    rows = Length(PLANNED_ROWS, "s0")
+    tensors = tuple(
+        dataclasses.replace(t, shape=(rows, *t.shape[1:]))
+        if graph.buffers[t.buffer].kind is not BufferKind.WEIGHT
+        else t
+        for t in graph.tensors
+    )
+    return dataclasses.replace(graph, tensors=tensors, symbols=(("s0", 0),))
+
+
+def changed(graph: TaskGraph, tensor: int, **changes: object) -> TaskGraph:
+    tensors = list(graph.tensors)
+    tensors[tensor] = dataclasses.replace(tensors[tensor], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(graph, tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize("with_bias", (False, True))
+def test_a_cut_of_any_length_is_the_cut_of_each_length(with_bias: bool) -> None:
+    widths = [8, 16, 24]
+    many = of_any_length(matmul_chain(widths, num_rows=PLANNED_ROWS, with_bias=with_bias))
+    cuts = {d.buffer: [0, 4, 10] for d in divisible_weights(many)}
+    assert len(cuts) == 2
+    cut = cut_weights(many, cuts)
+    assert cut.symbols == many.symbols
+    moving = MovingViews(cut)
+    for num_rows in (7, 1, PLANNED_ROWS, 3):
+        assert moving.set_sizes([num_rows])
+        one = matmul_chain(widths, num_rows=num_rows, with_bias=with_bias)
+        assert tuple(moving.views) == cut_weights(one, cuts).tensors
+
+
+def test_a_bias_that_begins_elsewhere_in_each_call_is_cut_from_there() -> None:
+    graph = of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS, with_bias=True))
+    graph = changed(graph, graph.tasks[1].args[0].tensor, offset=Length(32, "2*s0"))
+    (weight,) = divisible_weights(graph)
+    cut = cut_weights(graph, {weight.buffer: [0, 4]})
+    moving = MovingViews(cut)
+    biases = [t.args[0].tensor for t in cut.tasks[1:3]]
+    for num_rows in (PLANNED_ROWS, 3):
+        assert moving.set_sizes([num_rows])
+        assert [moving.views[b].offset for b in biases] == [2 * num_rows, 2 * num_rows + 4]
+
+
+@pytest.mark.parametrize("place", ("weight", "bias", "result"))
+def test_what_is_as_wide_as_the_call_says_is_not_cut(place: str) -> None:
+    graph = of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS, with_bias=True))
+    bias, _, weight = (a.tensor for a in graph.tasks[1].args)
+    (result,) = graph.tasks[1].results
+    assert result is not None
+    width = Length(16, "s0")
+    changes: dict[str, tuple[int, dict[str, object]]] = {
+        "weight": (weight, {"shape": (8, width)}),
+        "bias": (bias, {"shape": (width,)}),
+        "result": (result, {"stride": (width, 1)}),
+    }
+    tensor, change = changes[place]
+    assert len(divisible_weights(graph)) == 1
+    assert divisible_weights(changed(graph, tensor, **change)) == []
+
+
+@pytest.mark.parametrize("shape", ((), (1,)))
+def test_a_bias_that_is_the_same_for_all_columns_is_not_cut(shape: tuple[int, ...]) -> None:
+    graph = matmul_chain([8, 16], with_bias=True)
+    bias = graph.tasks[1].args[0].tensor
+    assert divisible_weights(changed(graph, bias, shape=shape, stride=shape)) == []
+
+
+def test_rows_of_an_embedding_lie_where_those_of_the_longest_call_would() -> None:
+    graph = gather_rows(of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS)))
+    moving = MovingViews(graph)
+    assert moving.set_sizes([3])
+    rows, numbers = (moving.views[a.tensor] for a in graph.tasks[0].args)
+    assert rows.shape == (PLANNED_ROWS, 8)
+    assert (numbers.shape, numbers.stride) == ((3,), (1,))
+
+
+def test_rows_of_as_much_of_a_table_as_the_call_says_are_left_to_the_table() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    table = graph.tasks[0].args[0].tensor
+    graph = changed(graph, table, shape=(Length(50, "s0"), 8))
+    assert gather_rows(graph) == graph
