@@ -12,12 +12,26 @@ from typing import Any
 import torch
 import transformers as hf
 
+from ds_finepage.graph.hardware import HardwareProfile
+
 HIDDEN = 128
 VOCAB = 256
 POSITIONS = 256
 SLIDING_WINDOW = 16
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+SLOW_LINK = HardwareProfile(
+    name="a slow link",
+    source="test",
+    capacity_bytes=2**40,
+    h2d_bytes_per_s=1e8,
+    d2h_bytes_per_s=1e8,
+    memory_bytes_per_s=1e12,
+    flops_per_s={"default": 1e12},
+    launch_ns=100,
+)
+"""A machine on which every byte that is not copied pays, however small the model."""
 
 _COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -145,3 +159,10 @@ def tokens(
         )
     assert isinstance(found, torch.Tensor)
     return found
+
+
+def tiny(seed: int = 0) -> torch.nn.Sequential:
+    """Make two products with something in between, for what needs no language model."""
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear
+    return torch.nn.Sequential(linear(16, 32), torch.nn.GELU(), linear(32, 16)).eval()

@@ -12,7 +12,7 @@ import ds_finepage
 from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.session import Handle
-from tests.integration.families import FAMILIES, make_model, token_ids
+from tests.integration.families import FAMILIES, SLOW_LINK, make_model, token_ids
 
 pytestmark = pytest.mark.gpu
 
@@ -124,4 +124,28 @@ def test_a_cache_that_grows_and_one_in_host_memory_give_the_same_tokens(
     with DeviceMeter(device) as meter:
         assert torch.equal(grow(model, ids), tokens)
     assert meter.peak_bytes <= handle.stats.budget_bytes
+    handle.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_are_not_chosen_are_not_brought_in(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    device = torch.device("cuda")
+    ids = token_ids(7).to(device)
+    plain = make_model("mixtral", dtype, num_local_experts=8).to(device)
+    plain.generation_config.disable_compile = True
+    with torch.no_grad():
+        tokens = grow(plain, ids)
+    del plain
+    model = make_model("mixtral", dtype, num_local_experts=8)
+    handle = ds_finepage.attach(model, device_budget="2GiB", device=device, profile=SLOW_LINK)
+    with torch.no_grad():
+        grow(model, ids)
+        handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+        with DeviceMeter(device) as meter:
+            assert torch.equal(grow(model, ids), tokens)
+    assert meter.peak_bytes <= handle.stats.budget_bytes
+    step = max(handle.stats.passes, key=lambda p: p.num_runs)
+    experts = sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 3)
+    assert step.last_reloaded_bytes <= experts // 4 + handle.stats.weight_bytes - experts
     handle.detach()

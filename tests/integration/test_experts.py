@@ -12,21 +12,10 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.counters import PassStats
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.graph.hardware import HardwareProfile
-from tests.integration.families import DTYPES, make_model, token_ids, tokens
+from tests.integration.families import DTYPES, SLOW_LINK, make_model, token_ids, tokens
 
 NUM_TOKENS = 6
 EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
-SLOW_LINK = HardwareProfile(
-    name="a slow link",
-    source="test",
-    capacity_bytes=2**40,
-    h2d_bytes_per_s=1e8,
-    d2h_bytes_per_s=1e8,
-    memory_bytes_per_s=1e12,
-    flops_per_s={"default": 1e12},
-    launch_ns=100,
-)
 
 
 @pytest.fixture(autouse=True)
