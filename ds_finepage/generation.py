@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -157,7 +157,7 @@ class LookAhead:
         self._alignment = alignment
         self._budget_bytes = budget_bytes
         self._may_cut = may_cut
-        self._steps: dict[Longest, TaskGraph | None] = {}
+        self._longest_that_fits: dict[tuple[int, int, bool], int] = {}  # by batch and budget
 
     def require(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a generation that is known to end for want of memory.
@@ -182,18 +182,35 @@ class LookAhead:
         require_memory(need, need // layers, self._budget_bytes(), free, longest)
         if FEW_LAYERS * (need // layers) <= self._budget_bytes():
             return
-        step = self._last_step(longest)
-        if step is not None:
-            self._require_step(step, longest)
+        self._require_last_step(longest)
 
-    def _last_step(self, longest: Longest) -> TaskGraph | None:
-        """Return the last step of a generation; None where the model's config does not tell."""
-        if longest not in self._steps:
-            self._steps.clear()  # the next call is mostly as long
-            self._steps[longest] = self._capture(longest)
-        return self._steps[longest]
+    def _require_last_step(self, longest: Longest) -> None:
+        """Refuse a generation whose last step cannot run with its KV cache in host memory.
+
+        A capture takes seconds for a large model, so lengths are looked at as rounded up first: if
+        those fit, so does whatever is shorter.
+        """
+        settings = (longest.num_sequences, self._budget_bytes(), self._may_cut())
+        if longest.num_tokens <= self._longest_that_fits.get(settings, 0):
+            return
+        refusal = None
+        rounded_up = 1 << (longest.num_tokens - 1).bit_length()
+        for num_tokens in sorted({rounded_up, longest.num_tokens}, reverse=True):
+            step = self._capture(replace(longest, num_tokens=num_tokens))
+            if step is None:
+                continue
+            refusal = self._refusal(step)
+            if refusal is None:
+                self._longest_that_fits[settings] = num_tokens
+                return
+        if refusal is not None:
+            raise PlanInfeasibleError(
+                f"the last step of {longest.num_sequences} sequences of {longest.num_tokens} "
+                f"tokens has no room, even with their KV cache in host memory: {refusal}"
+            )
 
     def _capture(self, longest: Longest) -> TaskGraph | None:
+        """Return the last step of a generation; None where the model's config does not tell."""
         seq = longest.num_tokens - 1  # what is generated last is never looked at
         dtype = str(self._module.dtype).removeprefix("torch.")
         if seq <= longest.prompt_tokens or dtype not in DTYPES:
@@ -211,22 +228,21 @@ class LookAhead:
             logger.info("the last step is not known before it comes: %s", error)
             return None
 
-    def _require_step(self, step: TaskGraph, longest: Longest) -> None:
-        """Refuse a last step that cannot run with its KV cache in host memory.
+    def _refusal(self, step: TaskGraph) -> PlanInfeasibleError | None:
+        """Say why a step cannot run; None where it can.
 
         It is counted without the workspaces of its ops, which are known when they are measured.
         """
         smallest = gather_rows(step)
         around = around_bytes(smallest, self._alignment)
         room = self._budget_bytes() - around
+        if self._may_cut() and min_split_arena_bytes(step, self._alignment) <= room:
+            return None
         try:
-            if not self._may_cut() or min_split_arena_bytes(step, self._alignment) > room:
-                require_feasible(smallest, room, self._alignment, around_bytes=around)
+            require_feasible(smallest, room, self._alignment, around_bytes=around)
         except PlanInfeasibleError as error:
-            raise PlanInfeasibleError(
-                f"the last step of {longest.num_sequences} sequences of {longest.num_tokens} "
-                f"tokens has no room, even with their KV cache in host memory: {error}"
-            ) from None
+            return error
+        return None
 
 
 def watched_generate(generate: Callable[..., Any], ahead: LookAhead) -> Callable[..., Any]:

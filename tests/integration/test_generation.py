@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ds_finepage.api import attach
 from ds_finepage.capture import recorder
+from ds_finepage.capture.from_config import capture_config
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError, StoreError
 from ds_finepage.execution.host_cache import move_to_host, seen_lengths, take_back
@@ -499,4 +500,20 @@ def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
     with caplog.at_level("INFO", logger="ds_finepage.generation"):
         assert torch.equal(tokens(model, token_ids(60), 4, cache=None), plain)
     assert "layers of another kind" in caplog.text
+    handle.detach()
+
+
+def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["seq"])
+        return capture_config(*args, **kwargs)
+
+    monkeypatch.setattr("ds_finepage.generation.capture_config", capture)
+    model = make_model("llama")
+    handle = attach(model, device_budget="2MiB", device="cpu")
+    for length in (40, 50, 60, 45, 70, 100):
+        tokens(model, token_ids(length), 2, cache=None)
+    assert seen == [63, 127]
     handle.detach()
