@@ -64,7 +64,10 @@ def test_captures_do_not_grow_with_the_tokens(counted: Counted) -> None:
 
 
 def test_a_generation_of_another_length_captures_its_own_shapes_once(counted: Counted) -> None:
-    assert counted.generate(30, 64) <= 2
+    counted.generate(7, 16), counted.generate(7, 64)
+    # Lengths are symbols by now; a prompt beyond mistral's window is another kind of pass.
+    is_other = counted.model.config.model_type == "mistral"
+    assert counted.generate(30, 64) in (0, int(is_other))
     assert counted.generate(30, 64) == 0
 
 
