@@ -80,19 +80,31 @@ class Pass:
         """Return the device tensors among what a call returns."""
         return [results[at] for at in self._seen_outputs]
 
-    def leave_room(self, held_bytes: int) -> None:
+    def has_room(self, held_bytes: int, budget_bytes: int) -> bool:
+        """Tell whether the pass can run while so much is held, and not given to it."""
+        counted = held_bytes if held_bytes > FEW_HELD_BYTES else 0
+        return self.stats.min_budget_bytes - self.held_bytes + counted <= budget_bytes
+
+    def leave_room(self, held_bytes: int, budget_bytes: int) -> None:
         """Leave room for what others were given or have made; it is planned anew if that is more.
 
         Args:
             held_bytes: Bytes that are on the device while it runs, and not given to it.
+            budget_bytes: The budget. Within it some more room is left, since a plan for each of
+                many tensors is too many; and where it is too small, what is not needed any more is
+                taken back.
         """
-        more = held_bytes - self.held_bytes
-        if more > 0 and held_bytes > FEW_HELD_BYTES:
-            more = max(more, self.held_bytes // 4)  # a plan for each of many is too many
-            self.held_bytes += more
-            self.resident_bytes += more
-            self.stats.add_around(more)
-            self.executor = self.memgraph = None
+        wanted = held_bytes if held_bytes > FEW_HELD_BYTES else 0
+        if wanted > self.held_bytes:
+            ample = max(wanted, self.held_bytes * 5 // 4)
+            wanted = ample if self.has_room(ample, budget_bytes) else wanted
+        elif wanted == self.held_bytes or self.has_room(self.held_bytes, budget_bytes):
+            return
+        more = wanted - self.held_bytes
+        self.held_bytes += more
+        self.resident_bytes += more
+        self.stats.add_around(more)
+        self.executor = self.memgraph = None
 
     @property
     def is_visitor(self) -> bool:

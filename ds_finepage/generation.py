@@ -47,11 +47,9 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
         return None
     if getattr(module.config, "is_encoder_decoder", False):
         return None  # its prompt is not what its cache grows with
-    config = kwargs.get("generation_config") or module.generation_config
 
     def setting(name: str) -> Any:
-        found = kwargs.get(name)
-        return getattr(config, name, None) if found is None else found
+        return _setting(module, args, kwargs, name)
 
     prompt = inputs.shape[1]
     new, most = setting("max_new_tokens"), setting("max_length")
@@ -64,8 +62,25 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
     return Longest(inputs.shape[0] * max(beams, returned), total, prompt)
 
 
+def _setting(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return a setting of a generation: as named in the call, or as in its configuration."""
+    found = kwargs.get(name)
+    if found is not None:
+        return found
+    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+    return getattr(config or module.generation_config, name, None)
+
+
 def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
     """Return the bytes of a KV cache at its longest; None where the config does not tell."""
+    try:
+        return _kv_bytes(config, dtype, longest)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        logger.info("the config does not tell how large a KV cache becomes: %s", error)
+        return None  # some configs refuse to be asked for what differs from layer to layer
+
+
+def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None)
     shared = getattr(text, "num_key_value_heads", None) or heads
@@ -86,8 +101,10 @@ def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
     for kind in kinds:
         if kind == "sliding_attention" and isinstance(window, int):
             num_rows += min(longest.num_tokens, window)
-        else:
+        elif kind in ("full_attention", "sliding_attention"):
             num_rows += longest.num_tokens
+        else:
+            return None  # it keeps something else than keys and values, or not all of them
     return 2 * num_rows * longest.num_sequences * shared * width * dtype.itemsize
 
 
@@ -175,9 +192,10 @@ class LookAhead:
             return
         require_positions(module, longest)
         need = kv_bytes(module.config, module.dtype, longest)
-        if need is None or not _keeps_a_cache(module, kwargs):
+        if need is None or not _setting(module, args, kwargs, "use_cache"):
             return
-        free = psutil.virtual_memory().available
+        given = kwargs.get("past_key_values")
+        free = psutil.virtual_memory().available + (0 if given is None else _held_bytes(given))
         layers = module.config.get_text_config(decoder=True).num_hidden_layers
         require_memory(need, need // layers, self._budget_bytes(), free, longest)
         if FEW_LAYERS * (need // layers) <= self._budget_bytes():
@@ -190,37 +208,36 @@ class LookAhead:
         A capture takes seconds for a large model, so lengths are looked at as rounded up first: if
         those fit, so does whatever is shorter.
         """
+        if longest.num_tokens - 1 <= longest.prompt_tokens:
+            return  # no step follows the prompt: what is generated last is never looked at
         settings = (longest.num_sequences, self._budget_bytes(), self._may_cut())
         if longest.num_tokens <= self._longest_that_fits.get(settings, 0):
             return
-        refusal = None
-        rounded_up = 1 << (longest.num_tokens - 1).bit_length()
-        for num_tokens in sorted({rounded_up, longest.num_tokens}, reverse=True):
-            step = self._capture(replace(longest, num_tokens=num_tokens))
-            if step is None:
-                continue
-            refusal = self._refusal(step)
-            if refusal is None:
-                self._longest_that_fits[settings] = num_tokens
-                return
+        rounded_up = replace(longest, num_tokens=1 << (longest.num_tokens - 1).bit_length())
+        step = self._capture(rounded_up)
+        if step is not None and self._refusal(step) is None:
+            self._longest_that_fits[settings] = rounded_up.num_tokens
+            return
+        step = self._capture(longest)
+        refusal = None if step is None else self._refusal(step)
         if refusal is not None:
             raise PlanInfeasibleError(
                 f"the last step of {longest.num_sequences} sequences of {longest.num_tokens} "
                 f"tokens has no room, even with their KV cache in host memory: {refusal}"
             )
+        self._longest_that_fits[settings] = longest.num_tokens  # or nothing is known of it
 
     def _capture(self, longest: Longest) -> TaskGraph | None:
         """Return the last step of a generation; None where the model's config does not tell."""
-        seq = longest.num_tokens - 1  # what is generated last is never looked at
         dtype = str(self._module.dtype).removeprefix("torch.")
-        if seq <= longest.prompt_tokens or dtype not in DTYPES:
+        if dtype not in DTYPES:
             return None
         try:
             return capture_config(
                 self._module.config,
                 phase="decode",
                 batch=longest.num_sequences,
-                seq=seq,
+                seq=longest.num_tokens - 1,
                 dtype=dtype,
                 to_device=to_device,
             )
@@ -256,7 +273,11 @@ def watched_generate(generate: Callable[..., Any], ahead: LookAhead) -> Callable
     return watched
 
 
-def _keeps_a_cache(module: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a generation keeps a cache."""
-    wanted = kwargs.get("use_cache")
-    return bool(module.generation_config.use_cache if wanted is None else wanted)
+def _held_bytes(cache: Any) -> int:
+    """Count what a cache holds already, wherever that is."""
+    tensors = [
+        getattr(layer, name, None)
+        for layer in getattr(cache, "layers", ())
+        for name in ("keys", "values")
+    ]
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))

@@ -296,8 +296,15 @@ class Handle:
     def _count_held(self, found: Pass | None, args: Sequence[Any]) -> None:
         """Let a pass leave room for what others were given or have made, and is still alive."""
         before, self._entered = self._entered, found
-        if found is not None and before is not found:
-            found.leave_room(self._held.bytes_beside(found.given(args)))
+        is_settled = before is found and (self._is_aside or found.executor is not None)
+        if found is None or is_settled:
+            return
+        given, budget_bytes = found.given(args), self.stats.budget_bytes
+        held_bytes = self._held.bytes_beside(given)
+        if not found.has_room(held_bytes, budget_bytes):
+            gc.collect()  # tensors in dead cycles are still there
+            held_bytes = self._held.bytes_beside(given)
+        found.leave_room(held_bytes, budget_bytes)
 
     def _may_step_aside(self, found: Pass) -> bool:
         """Tell whether the whole model may be on the device, and nobody wants to see the ops."""
@@ -413,14 +420,15 @@ class Handle:
         around = found.stats.around_bytes
         allowed = (self.stats.budget_bytes - around) // self._alignment * self._alignment
         need = found.stats.min_budget_bytes - around
-        if need > allowed and not self._split:
+        if need > allowed:
             require_feasible(
-                gather_rows(found.graph),
+                found.graph if self._split else gather_rows(found.graph),
                 self.stats.budget_bytes - around,
                 self._alignment,
                 around_bytes=around,
             )
-        self._arena_limit = min(self._arena_limit, allowed)
+        else:  # one that cannot run takes nothing from the others
+            self._arena_limit = min(self._arena_limit, allowed)
         return allowed if need > self._arena_limit else self._arena_limit
 
     def _plan(self, found: Pass, arena_bytes: int) -> MemGraph:

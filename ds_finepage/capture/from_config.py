@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _pop_mode_temporarily
-from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
+from transformers import AutoModelForCausalLM, Cache, PretrainedConfig, modeling_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from ds_finepage.capture.dynamo_graph import versions
@@ -145,8 +145,11 @@ def _require_arguments(
 
 def _build(config: PretrainedConfig, dtype: str) -> torch.nn.Module:
     own = copy.deepcopy(config)  # building writes the dtype into it, and more
+    # Else the model is built in ZeRO's partitions where a DeepSpeed config is active.
+    not_again = getattr(modeling_utils, "set_zero3_state", nullcontext)
     try:
-        model = AutoModelForCausalLM.from_config(own, dtype=getattr(torch, dtype))
+        with not_again():
+            model = AutoModelForCausalLM.from_config(own, dtype=getattr(torch, dtype))
     except Exception as error:  # each model class fails in its own way
         raise ConfigError(
             f"transformers cannot build a causal language model of model_type "

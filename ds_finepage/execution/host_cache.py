@@ -319,6 +319,14 @@ def with_cache(
     return {**kwargs, "past_key_values": DynamicCache(config=config)}
 
 
+def _told(config: Any, name: str) -> Any:
+    """Return what a config says; None where it says nothing, or not the same for all layers."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # some configs refuse to be asked for what differs from layer to layer
+        return None
+
+
 def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
     """Refuse a cache that cannot be one of this model's.
 
@@ -329,7 +337,7 @@ def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
     if config is None or not hasattr(config, "get_text_config") or config.is_encoder_decoder:
         return
     text = config.get_text_config(decoder=True)
-    num_layers = getattr(text, "num_hidden_layers", None)
+    num_layers = _told(text, "num_hidden_layers")
     held = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
     if num_layers is not None and len(held) > num_layers:
         raise StoreError(
@@ -338,8 +346,7 @@ def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
         )
     if hasattr(text, "kv_lora_rank"):
         return  # its keys are made of parts, and have other widths than the config's heads
-    shared = getattr(text, "num_key_value_heads", None)
-    width = getattr(text, "head_dim", None)
+    shared, width = _told(text, "num_key_value_heads"), _told(text, "head_dim")
     for layer in held:
         keys = getattr(layer, "keys", None)
         if keys is None or keys.dim() != 4 or not isinstance(shared, int):

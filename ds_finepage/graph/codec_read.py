@@ -256,6 +256,7 @@ def _output(position: int, row: list[Any], num_tensors: int) -> GraphOutput:
 
 def read_memgraph(document: dict[str, Any], graph: TaskGraph) -> MemGraph:
     """Build a memgraph of the taskgraph that it was made for."""
+    document = {"routed": [], **document}  # plans of before had none
     require_keys(document, MEMGRAPH_FIELDS, "")
     _require_same_graph(document, graph)
     num_buffers, num_tasks = len(graph.buffers), len(graph.tasks)

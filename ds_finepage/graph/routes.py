@@ -97,8 +97,9 @@ def _named(graph: TaskGraph, task: Task) -> tuple[int, int, int] | None:
         rows, weight = task.args[:2]
         ends = task.args[2] if len(task.args) > 2 else dict(task.kwargs).get("offs")
         if isinstance(rows, Ref) and isinstance(weight, Ref) and isinstance(ends, Ref):
-            shape = graph.tensors[rows.tensor].shape
-            return (shape[0], weight.tensor, ends.tensor) if len(shape) == 2 else None
+            shape, matrices = graph.tensors[rows.tensor].shape, graph.tensors[weight.tensor].shape
+            if len(shape) == 2 and len(matrices) == 3:
+                return shape[0], weight.tensor, ends.tensor
     if task.op == LOOKUP and isinstance(task.args[1], tuple) and len(task.args[1]) == 1:
         weight, numbers = task.args[0], task.args[1][0]
         if isinstance(weight, Ref) and isinstance(numbers, Ref):

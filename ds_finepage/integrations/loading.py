@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.planning.policies import RUNNABLE
 
 logger = logging.getLogger(__name__)
+
+_one_at_a_time = threading.RLock()  # of two that overlap, one would leave its names behind
 
 MODEL = "PreTrainedModel"
 BUILD = "get_init_context"
@@ -120,6 +123,7 @@ def _load(
 
     reader = functools.partial(_read_file, getattr(modeling_utils, READ_FILE))
     with (
+        _one_at_a_time,
         _exchanged(modeling_utils, READ_FILE, reader),
         _exchanged(deepspeed.zero, GATHER, PartitionsInPlace),
     ):

@@ -87,8 +87,9 @@ def require_feasible(
     raise PlanInfeasibleError(
         f"{worst.where} needs {format_bytes(need)} ({need} bytes) resident together, and "
         f"{around_bytes} bytes are needed around the arena (inputs, outputs, KV cache, op "
-        f"workspaces), which makes min_budget_bytes {need + around_bytes}; device_budget is "
-        f"{arena_bytes + around_bytes} bytes, {max(0, arena_bytes)} of them for the arena. Raise "
+        f"workspaces, results of earlier calls that somebody holds), which makes min_budget_bytes "
+        f"{need + around_bytes}; device_budget is {arena_bytes + around_bytes} bytes, "
+        f"{max(0, arena_bytes)} of them for the arena. Raise "
         f"finepage.device_budget to >= {need + around_bytes} or lower the batch or the length."
     )
 

@@ -248,3 +248,24 @@ def test_the_cache_of_another_chat_counts() -> None:
     kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in mine.layers)
     assert handle.stats.passes[0].min_budget_bytes >= alone + kv_bytes
     handle.detach()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_refusal_ends_when_what_was_held_is_let_go(split: bool) -> None:
+    torch._dynamo.reset()
+    model = make_model("llama", vocab_size=2000)
+    calls = [token_ids(n) for n in (64, 20, 64, 20)]
+    plain = [logits(model, ids) for ids in calls]
+    handle = attach(model, device_budget="64MiB", device="cpu", split=split)
+    for ids in calls:
+        logits(model, ids)
+    tight = handle.stats.min_budget_bytes + 100_000
+    handle.replan(budget_bytes=tight)
+    held = []
+    with pytest.raises(PlanInfeasibleError, match="results of earlier calls that somebody holds"):
+        for ids in calls:
+            held.append(logits(model, ids))
+    held.clear()
+    for ids, expected in zip(calls, plain, strict=True):
+        torch.testing.assert_close(logits(model, ids), expected)
+    handle.detach()

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import DynamicCache
+import transformers
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from ds_finepage.api import attach
@@ -516,4 +517,64 @@ def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.Monkey
     for length in (40, 50, 60, 45, 70, 100):
         tokens(model, token_ids(length), 2, cache=None)
     assert seen == [63, 127]
+    handle.detach()
+
+
+def test_layers_that_differ_are_not_asked_for_one_width() -> None:
+    config = transformers.CONFIG_MAPPING["gemma4_text"](
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
+        **{"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"global_head_dim": 32, "hidden_size_per_layer_input": 8, "pad_token_id": 0},
+        **{"vocab_size_per_layer_input": 64, "eos_token_id": None},
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.ones(1, 8, dtype=torch.long)
+    plain = tokens(model, ids, 3, cache=None)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    assert torch.equal(tokens(model, ids, 3, cache=None), plain)
+    assert kv_bytes(model.config, torch.float32, Longest(1, 9, 8)) is None
+    handle.detach()
+
+
+def test_the_call_s_own_settings_are_looked_at() -> None:
+    model = make_model("llama")
+    ids = token_ids(6)
+    settings = GenerationConfig(max_new_tokens=4, num_beams=3, use_cache=False)
+    assert longest_of(model, (ids, settings), {}) == Longest(3, 10, 6)
+    assert longest_of(model, (ids,), {"generation_config": settings}) == Longest(3, 10, 6)
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    long = {"max_new_tokens": 3000}  # whose KV cache has no room; there is none here
+    handle.stats.budget_bytes = 1 << 20
+    with pytest.raises(PlanInfeasibleError, match="of KV cache in one layer"):
+        model.generate(ids, **long)
+    settings = GenerationConfig(max_new_tokens=2, use_cache=False, eos_token_id=None)
+    assert model.generate(ids, settings, do_sample=False).shape == (1, 8)
+    handle.detach()
+
+
+def test_one_new_token_needs_no_step() -> None:
+    model = make_model("llama", num_key_value_heads=4, max_position_embeddings=2048)
+    ids = token_ids(1100)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    tokens(model, ids, 1, cache=None)
+    handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+    assert tokens(model, ids, 1, cache=None).shape == (1, 1101)
+    handle.detach()
+
+
+def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama", max_position_embeddings=2048)
+    with torch.no_grad():
+        cache = model(token_ids(1000), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    seen = []
+    monkeypatch.setattr("ds_finepage.generation.require_memory", lambda *a: seen.append(a[3]))
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 7}))
+    found = model.generate(token_ids(1004), past_key_values=cache, max_new_tokens=3)
+    assert found.shape == (1, 1007)
+    assert seen == [7 + held]
     handle.detach()

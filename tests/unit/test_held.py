@@ -6,6 +6,9 @@ import gc
 
 import torch
 
+from ds_finepage.captures import FEW_HELD_BYTES, Pass
+from ds_finepage.counters import PassStats
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.held import Held
 
 
@@ -46,3 +49,32 @@ def test_tensors_of_many_passes_add_up() -> None:
         held.note([tensor])
         assert held.bytes_beside([tensor]) == 40 * number
     assert held.bytes_beside([]) == 120
+
+
+def a_pass(min_budget_bytes: int) -> Pass:
+    graph = TaskGraph("nothing", (), (), ())
+    return Pass(graph, PassStats("nothing", 0, 0, 0, min_budget_bytes, min_budget_bytes))
+
+
+def test_room_is_left_ahead_of_need_where_there_is_some() -> None:
+    found = a_pass(10**6)
+    found.leave_room(FEW_HELD_BYTES, 10**9)
+    assert (found.held_bytes, found.stats.min_budget_bytes) == (0, 10**6)
+    found.leave_room(10**6, 10**9)
+    found.leave_room(10**6 + 1, 10**9)
+    assert found.held_bytes == 1_250_000
+    assert found.stats.min_budget_bytes == found.stats.needed_budget_bytes == 2_250_000
+    found.leave_room(10**5, 10**9)  # a plan that has room for more is as good
+    assert found.held_bytes == 1_250_000
+
+
+def test_room_is_taken_back_where_it_stands_in_the_way() -> None:
+    found = a_pass(10**6)
+    found.leave_room(10**6, 2 * 10**6)
+    found.leave_room(10**6 + 5, 2 * 10**6)
+    assert found.held_bytes == 10**6 + 5
+    assert not found.has_room(10**6 + 5, 2 * 10**6)
+    found.leave_room(10**5, 2 * 10**6)
+    assert (found.held_bytes, found.stats.min_budget_bytes) == (10**5, 11 * 10**5)
+    found.leave_room(0, 10**6)
+    assert (found.held_bytes, found.stats.min_budget_bytes) == (0, 10**6)
