@@ -296,8 +296,7 @@ class Handle:
     def _count_held(self, found: Pass | None, args: Sequence[Any]) -> None:
         """Let a pass leave room for what others were given or have made, and is still alive."""
         before, self._entered = self._entered, found
-        is_settled = before is found and (self._is_aside or found.executor is not None)
-        if found is None or is_settled:
+        if found is None or (before is found and (self._is_aside or found.executor is not None)):
             return
         given, budget_bytes = found.given(args), self.stats.budget_bytes
         held_bytes = self._held.bytes_beside(given)
