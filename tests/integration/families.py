@@ -47,6 +47,9 @@ _MORE: dict[str, Any] = {"num_hidden_layers": 3}  # for families of small layers
 _GATED: dict[str, Any] = {**_COMMON, "intermediate_size": 2 * HIDDEN}
 _GROUPED: dict[str, Any] = {**_GATED, "num_key_value_heads": 2}
 
+LAST: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+"""A call that keeps a cache, and returns the logits of the last position."""
+
 FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {
     "llama": lambda **k: hf.LlamaForCausalLM(hf.LlamaConfig(**{**_GROUPED, **k})),
     "gpt2": lambda **k: hf.GPT2LMHeadModel(
@@ -159,6 +162,13 @@ def tokens(
         )
     assert isinstance(found, torch.Tensor)
     return found
+
+
+def greedy(model: Any, **settings: Any) -> torch.Tensor:
+    inputs = {"input_ids": token_ids(9)} if "input_ids" not in settings else {}
+    return model.generate(
+        **inputs, **{"max_new_tokens": 10, "do_sample": False, "use_cache": True, **settings}
+    )
 
 
 def tiny(seed: int = 0) -> torch.nn.Sequential:

@@ -1,0 +1,174 @@
+"""A KV cache that has no room on the device, in host memory: same tokens, within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from ds_finepage.api import attach
+from ds_finepage.execution.host_cache import move_to_host, seen_lengths, take_back
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.generation import Longest, kv_bytes
+from ds_finepage.session import Handle
+from tests.integration.families import (
+    LAST,
+    greedy,
+    make_model,
+    token_ids,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+@dataclass
+class Large:
+    """A model whose KV cache is larger than the budget, and what plain transformers generated."""
+
+    model: Any
+    handle: Handle
+    budget_bytes: int
+    cache_bytes: int
+
+
+BATCH, LENGTH, NEW = 6, 100, 12
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Large]:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    model = make_model("llama", num_hidden_layers=10)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    longest = Longest(BATCH, LENGTH + NEW, LENGTH)
+    cache_bytes = kv_bytes(model.config, model.dtype, longest)
+    assert cache_bytes is not None
+    yield Large(model, handle, cache_bytes * 9 // 10, cache_bytes)
+    handle.detach()
+
+
+PAGED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "greedy": lambda m: greedy(m, input_ids=token_ids(LENGTH, batch=BATCH), max_new_tokens=NEW),
+    "beams": lambda m: greedy(
+        m, input_ids=token_ids(LENGTH, batch=2), num_beams=3, max_new_tokens=NEW
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_cache_larger_than_the_budget_goes_to_host_memory(large: Large, name: str) -> None:
+    model, handle = large.model, large.handle
+    handle.replan(budget_bytes=64 << 20)
+    plain = PAGED[name](model)  # held against plain transformers by the tests above
+    handle.replan(budget_bytes=large.budget_bytes)
+    before = handle.stats.num_caches_on_host
+    for _ in range(2):
+        with DeviceMeter(torch.device("cpu")) as meter:
+            assert torch.equal(PAGED[name](model), plain)
+        assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
+    assert handle.stats.num_caches_on_host > before
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    assert handle.stats.budget_bytes < large.cache_bytes
+
+
+def test_a_cache_in_host_memory_can_be_cut_and_gone_on_with(large: Large) -> None:
+    model, handle = large.model, large.handle
+    ids = token_ids(LENGTH, batch=BATCH)
+
+    def steps() -> list[torch.Tensor]:
+        found = []
+        with torch.no_grad():
+            out = model(ids, **LAST)
+            cache = out.past_key_values
+            for step in range(4):
+                new = token_ids(3, batch=BATCH, seed=step)
+                out = model(new, past_key_values=cache, **LAST)
+                found.append(out.logits)
+                cache.crop(-2)
+                cache.batch_repeat_interleave(2)
+                cache.batch_select_indices(torch.arange(0, 2 * BATCH, 2))
+                assert cache.get_seq_length() == LENGTH + step + 1
+        return found
+
+    handle.replan(budget_bytes=64 << 20)
+    plain = steps()
+    handle.replan(budget_bytes=large.budget_bytes)
+    before = handle.stats.num_caches_on_host
+    for a, b in zip(steps(), plain, strict=True):
+        assert torch.equal(a, b)
+    assert handle.stats.num_caches_on_host == before + 1
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_a_cache_in_host_memory_goes_on_with_a_model_that_is_not_attached(mode: Any) -> None:
+    model = make_model("llama")
+
+    def steps(*, on_host: bool) -> list[torch.Tensor]:
+        with mode():
+            cache = model(token_ids(9, batch=2), **LAST).past_key_values
+            if on_host:
+                assert move_to_host(cache, pinned=False)
+        found = []
+        with torch.no_grad():
+            for seed in range(3):
+                new = token_ids(1, batch=2, seed=seed)
+                found.append(model(new, past_key_values=cache, **LAST).logits)
+        assert cache.get_seq_length() == 9 + 3
+        return found
+
+    plain = steps(on_host=False)
+    assert all(map(torch.equal, steps(on_host=True), plain))
+
+
+def test_what_a_failed_forward_has_added_is_taken_back() -> None:
+    model = make_model("llama")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(token_ids(5), past_key_values=cache, use_cache=True)
+        before = seen_lengths([cache])
+        cache.layers[0].update(*(torch.zeros(1, 2, 3, 32) for _ in range(2)))
+    assert [layer.get_seq_length() for layer in cache.layers] == [8, 5]
+    assert take_back(before)
+    assert [layer.get_seq_length() for layer in cache.layers] == [5, 5]
+    empty = DynamicCache(config=model.config)
+    before = seen_lengths([empty])
+    empty.layers[1].update(*(torch.zeros(1, 2, 3, 32) for _ in range(2)))
+    assert take_back(before)
+    assert empty.get_seq_length() == 0
+    window = DynamicCache(config=make_model("mistral").config)
+    before = seen_lengths([window])
+    window.layers[0].update(*(torch.zeros(1, 2, 3, 32) for _ in range(2)))
+    assert not take_back(before)  # what slid out of it is gone
+
+
+def test_an_error_leaves_the_cache_in_host_memory_as_it_was(large: Large) -> None:
+    model, handle = large.model, large.handle
+    ids, new = token_ids(LENGTH, batch=BATCH), token_ids(1, batch=BATCH)
+    handle.replan(budget_bytes=large.budget_bytes)
+    with torch.no_grad():
+        cache = model(ids, **LAST).past_key_values
+        failing = iter([RuntimeError("stop")])
+
+        def fail(*_: Any) -> None:
+            for error in failing:
+                raise error
+
+        remove = handle.register_op_hook(after=fail)
+        with pytest.raises(RuntimeError, match="stop"):
+            model(new, past_key_values=cache, **LAST)
+        remove()
+        assert cache.get_seq_length() == LENGTH
+        once = model(new, past_key_values=cache, **LAST).logits
+    assert cache.get_seq_length() == LENGTH + 1
+    handle.replan(budget_bytes=64 << 20)
+    with torch.no_grad():
+        cache = model(ids, **LAST).past_key_values
+        assert torch.equal(model(new, past_key_values=cache, **LAST).logits, once)

@@ -1,0 +1,227 @@
+"""What is said before a generation begins, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ds_finepage.api import attach
+from ds_finepage.capture.from_config import capture_config
+from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError, StoreError
+from ds_finepage.generation import Longest, kv_bytes, longest_of, require_memory
+from tests.integration.families import (
+    LAST,
+    make_model,
+    token_ids,
+    tokens,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+def test_a_prompt_longer_than_the_positions_is_refused() -> None:
+    model = make_model("gpt2")
+    plain = tokens(model, token_ids(6), 3)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    with pytest.raises(ConfigError, match="prompt has 300 tokens, and the model knows 256"):
+        model.generate(token_ids(300), max_new_tokens=3)
+    assert torch.equal(tokens(model, token_ids(6), 3), plain)
+    handle.detach()
+    assert "generate" not in vars(model)
+
+
+def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama")
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    settings = {"max_new_tokens": 200, "num_beams": 8}
+    need = 2 * 2 * (206 * 8) * 64 * 4
+    with pytest.raises(PlanInfeasibleError, match=f"{need} bytes.*1048576.*1000 bytes of host"):
+        model.generate(token_ids(6), **settings)
+    assert handle.stats.num_captures == 0
+    handle.detach()
+
+
+def test_a_layer_whose_cache_is_larger_than_the_device_is_refused_at_once() -> None:
+    model = make_model("llama")
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    with pytest.raises(PlanInfeasibleError, match="of KV cache in one layer; device_budget is"):
+        model.generate(token_ids(6), max_new_tokens=2100)
+    assert handle.stats.num_captures == 0
+    handle.detach()
+
+
+def test_what_a_generation_needs_at_its_longest() -> None:
+    model = make_model("mistral")
+    ids = token_ids(6, batch=3)
+    assert longest_of(model, (ids,), {"max_new_tokens": 4}) == Longest(3, 10, 6)
+    assert longest_of(model, (), {"input_ids": ids, "max_length": 30}) == Longest(3, 30, 6)
+    many = {"inputs": ids, "max_new_tokens": 1, "num_beams": 2, "num_return_sequences": 4}
+    assert longest_of(model, (), many) == Longest(12, 7, 6)
+    assert longest_of(model, (), {"max_new_tokens": 4}) is None
+    window = kv_bytes(model.config, torch.bfloat16, Longest(3, 100, 6))
+    assert window == 2 * 2 * 16 * 3 * 64 * 2  # layers, keys and values, rows, batch, width, bytes
+    require_memory(100, 60, 60, 40, Longest(1, 1, 1))
+
+
+@pytest.mark.parametrize("change", ({"num_hidden_layers": 3}, {"num_key_value_heads": 4}))
+def test_the_cache_of_another_model_is_refused(change: dict[str, int]) -> None:
+    model, other = make_model("llama"), make_model("llama", **change)
+    cache = DynamicCache(config=other.config)
+    with torch.no_grad():
+        other(token_ids(4), past_key_values=cache, **LAST)
+        handle = attach(model, device_budget="64MiB", device="cpu")
+        with pytest.raises(StoreError, match="cache of another model"):
+            model(token_ids(1), past_key_values=cache, **LAST)
+        model(token_ids(1), use_cache=True)
+    handle.detach()
+
+
+def test_generate_goes_on_after_detach() -> None:
+    model = make_model("llama")
+    plain = tokens(model, token_ids(6), 4, cache=None)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    assert torch.equal(tokens(model, token_ids(6), 4, cache=None), plain)
+    handle.detach()
+    assert torch.equal(tokens(model, token_ids(6), 4, cache=None), plain)
+
+
+class Emitted(BaseStreamer):
+    """Counts the tokens that come out."""
+
+    def __init__(self) -> None:
+        self.num_tokens = -1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        self.num_tokens += 1
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_generation_that_cannot_end_does_not_begin(attention: str) -> None:
+    model = make_model("llama", num_key_value_heads=1, attn_implementation=attention)
+    ids = token_ids(6, batch=32)
+    handle = attach(model, device_budget="1GiB", device="cpu")
+    with torch.no_grad():
+        model(ids, use_cache=True)
+    least = handle.stats.min_budget_bytes
+    refused: dict[int, str] = {}
+    for percent in (100, 170, 300):
+        emitted = Emitted()
+        handle.replan(budget_bytes=least * percent // 100)
+        try:
+            tokens(model, ids, 124, cache=None, streamer=emitted)
+        except PlanInfeasibleError as error:
+            assert emitted.num_tokens == -1
+            refused[percent] = str(error)
+        else:
+            assert emitted.num_tokens == 124
+    assert any("last step of 32 sequences of 130 tokens" in text for text in refused.values())
+    assert {100, 300}.intersection(refused) == {100}
+    handle.detach()
+
+
+def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("layers of another kind")
+
+    monkeypatch.setattr("ds_finepage.generation.capture_config", refuse)
+    model = make_model("llama")
+    plain = tokens(model, token_ids(60), 4, cache=None)
+    handle = attach(model, device_budget="2MiB", device="cpu")
+    with caplog.at_level("INFO", logger="ds_finepage.generation"):
+        assert torch.equal(tokens(model, token_ids(60), 4, cache=None), plain)
+    assert "layers of another kind" in caplog.text
+    handle.detach()
+
+
+def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["seq"])
+        return capture_config(*args, **kwargs)
+
+    monkeypatch.setattr("ds_finepage.generation.capture_config", capture)
+    model = make_model("llama")
+    handle = attach(model, device_budget="2MiB", device="cpu")
+    for length in (40, 50, 60, 45, 70, 100):
+        tokens(model, token_ids(length), 2, cache=None)
+    assert seen == [63, 127]
+    handle.detach()
+
+
+def test_layers_that_differ_are_not_asked_for_one_width() -> None:
+    config = transformers.CONFIG_MAPPING["gemma4_text"](
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
+        **{"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"global_head_dim": 32, "hidden_size_per_layer_input": 8, "pad_token_id": 0},
+        **{"vocab_size_per_layer_input": 64, "eos_token_id": None},
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.ones(1, 8, dtype=torch.long)
+    plain = tokens(model, ids, 3, cache=None)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    assert torch.equal(tokens(model, ids, 3, cache=None), plain)
+    assert kv_bytes(model.config, torch.float32, Longest(1, 9, 8)) is None
+    handle.detach()
+
+
+def test_the_call_s_own_settings_are_looked_at() -> None:
+    model = make_model("llama")
+    ids = token_ids(6)
+    settings = GenerationConfig(max_new_tokens=4, num_beams=3, use_cache=False)
+    assert longest_of(model, (ids, settings), {}) == Longest(3, 10, 6)
+    assert longest_of(model, (ids,), {"generation_config": settings}) == Longest(3, 10, 6)
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    long = {"max_new_tokens": 3000}  # whose KV cache has no room; there is none here
+    handle.stats.budget_bytes = 1 << 20
+    with pytest.raises(PlanInfeasibleError, match="of KV cache in one layer"):
+        model.generate(ids, **long)
+    settings = GenerationConfig(max_new_tokens=2, use_cache=False, eos_token_id=None)
+    assert model.generate(ids, settings, do_sample=False).shape == (1, 8)
+    handle.detach()
+
+
+def test_one_new_token_needs_no_step() -> None:
+    model = make_model("llama", num_key_value_heads=4, max_position_embeddings=2048)
+    ids = token_ids(1100)
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    tokens(model, ids, 1, cache=None)
+    handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+    assert tokens(model, ids, 1, cache=None).shape == (1, 1101)
+    handle.detach()
+
+
+def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama", max_position_embeddings=2048)
+    with torch.no_grad():
+        cache = model(token_ids(1000), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    seen = []
+    monkeypatch.setattr("ds_finepage.generation.require_memory", lambda *a: seen.append(a[3]))
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 7}))
+    found = model.generate(token_ids(1004), past_key_values=cache, max_new_tokens=3)
+    assert found.shape == (1, 1007)
+    assert seen == [7 + held]
+    handle.detach()
