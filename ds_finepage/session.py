@@ -296,9 +296,11 @@ class Handle:
     def _count_held(self, found: Pass | None, args: Sequence[Any]) -> None:
         """Let a pass leave room for what others were given or have made, and is still alive."""
         before, self._entered = self._entered, found
-        if found is None or (before is found and (self._is_aside or found.executor is not None)):
+        budget_bytes = self.stats.budget_bytes
+        # Of one pass that runs again, what it returned before is mostly let go meanwhile.
+        if found is None or (before is found and found.has_room(found.held_bytes, budget_bytes)):
             return
-        given, budget_bytes = found.given(args), self.stats.budget_bytes
+        given = found.given(args)
         held_bytes = self._held.bytes_beside(given)
         if not found.has_room(held_bytes, budget_bytes):
             gc.collect()  # tensors in dead cycles are still there
