@@ -19,7 +19,7 @@ import ds_finepage
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed import detach
-from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
@@ -33,16 +33,8 @@ Initialize = Callable[..., Any]
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed() -> Iterator[Any]:
     """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ONE_PROCESS, "DS_ACCELERATOR": "cpu"}.items():
-            patch.setenv(name, value)
-        import deepspeed
-
-        patch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, False)
-        yield deepspeed
-        deepspeed.comm.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
+    with one_process_deepspeed() as found:
+        yield found
 
 
 def ds_config(finepage: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:

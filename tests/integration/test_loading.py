@@ -24,7 +24,7 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.integrations import checkpoint_files, loading
 from ds_finepage.integrations.checkpoint_files import FileTensor
 from ds_finepage.integrations.partitions import PartitionsInPlace
-from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
 
 PROMPT = token_ids(7)
@@ -35,17 +35,8 @@ MB = 10**6
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed() -> Iterator[Any]:
     """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ONE_PROCESS, "DS_ACCELERATOR": "cpu"}.items():
-            patch.setenv(name, value)
-        import deepspeed
-
-        patch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, False)
-        yield deepspeed
-        if deepspeed.comm.is_initialized():
-            deepspeed.comm.destroy_process_group()
-            deepspeed.comm.comm.cdb = None
+    with one_process_deepspeed() as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

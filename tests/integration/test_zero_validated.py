@@ -32,7 +32,7 @@ from ds_finepage.planning.baselines.zero import (
     simulate_coordinator,
 )
 from ds_finepage.planning.liveness import ample_arena_bytes
-from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+from tests.integration.engines import one_process_deepspeed
 
 HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_LENGTH = 64, 4, 500, 5
 NUM_FORWARDS = 4  # the first records, the second is the first with a trace
@@ -144,16 +144,8 @@ def _nbytes(parameter: Any) -> int:
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed() -> Iterator[Any]:
     """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ONE_PROCESS, "DS_ACCELERATOR": "cpu"}.items():
-            patch.setenv(name, value)
-        import deepspeed
-
-        patch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, False)
-        yield deepspeed
-        deepspeed.comm.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
+    with one_process_deepspeed() as found:
+        yield found
 
 
 @pytest.fixture

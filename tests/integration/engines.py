@@ -1,0 +1,28 @@
+"""DeepSpeed as the tests run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+
+
+@contextmanager
+def one_process_deepspeed() -> Iterator[Any]:
+    """Import DeepSpeed with one process on the CPU; end its process group, if it made one."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ONE_PROCESS, "DS_ACCELERATOR": "cpu"}.items():
+            patch.setenv(name, value)
+        import deepspeed
+
+        patch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, False)
+        yield deepspeed
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+            deepspeed.comm.comm.cdb = None
