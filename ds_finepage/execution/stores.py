@@ -208,19 +208,30 @@ class WeightTable:
 
     def _take_over(self, disturbed: list[_Shown]) -> WeightChanges:
         self._used.clear()
+        others = [s for s in disturbed if not s.shows_view]
         moved = reshaped = False
+        # All are read before any partition is written: two weights may have been swapped.
+        for shown, value in [(s, self._value_of(s)) for s in others]:
+            reshaped = reshaped or not shown.weight.has_form_of(value)
+            moved = self._adopt(shown, value) or moved
         for shown in disturbed:
-            if not shown.shows_view:
-                reshaped = reshaped or not shown.weight.has_form_of(shown.weight.parameter)
-                moved = self._adopt(shown) or moved
             shown.note()
         self._index()
         self._snapshot()
         return WeightChanges(tuple(s.weight.name for s in disturbed), moved, reshaped)
 
-    def _adopt(self, shown: _Shown) -> bool:
+    def _value_of(self, shown: _Shown) -> torch.Tensor:
+        """Return the tensor that somebody gave a parameter; a copy where it is a partition."""
+        value = data_of(shown.weight.parameter)
+        if not shown.weight.is_partition:
+            return value
+        address = value.untyped_storage().data_ptr()
+        is_master = any(address == m.untyped_storage().data_ptr() for m in self.masters.values())
+        return value.clone() if is_master else value
+
+    def _adopt(self, shown: _Shown, value: torch.Tensor) -> bool:
         """Take over the tensor that somebody gave a parameter; True where that moves its master."""
-        weight, value = shown.weight, data_of(shown.weight.parameter)
+        weight = shown.weight
         if weight.is_partition and weight.has_form_of(value):
             _copy(weight.value, value)
             if not weight.is_gathered():  # else ZeRO takes it away itself
