@@ -124,7 +124,7 @@ PLANNING = (
         "planning/stream.py",
         "begin = 0 if is_gathered else found[0]",
         "begin = found[0]",
-        "property/test_split_plans.py",
+        f"{UNIT}/test_stream.py",
     ),
     mutant(
         "the-block-vacated-longest-ago-is-not-taken",
@@ -134,10 +134,10 @@ PLANNING = (
         f"{UNIT}/test_blocks.py",
     ),
     mutant(
-        "the-highest-of-equal-windows-is-taken",
+        "the-last-buffer-of-a-window-is-its-score",
         "planning/blocks.py",
-        "if size >= nbytes and score > best_score:",
-        "if size >= nbytes and score >= best_score:",
+        "score = min(score, here)",
+        "score = here",
         f"{UNIT}/test_blocks.py",
     ),
     # What waits for what.
@@ -300,8 +300,7 @@ PLANNING = (
         "planning/clones.py",
         "self._names[clone.buffer] = names[clone.buffer]",
         "self._names = names",
-        f"{UNIT}/test_recompute.py",
-        "property/test_recompute_plans.py",
+        f"{UNIT}/test_clones.py",
     ),
     mutant(
         "a-small-pass-keeps-nothing",

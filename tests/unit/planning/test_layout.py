@@ -115,3 +115,8 @@ def test_a_gap_between_two_is_used_where_they_leave_just_enough() -> None:
     assert top_of(place(live)) == 256 + 192 + 128
     lowest = first_fit([(192, [0]), (128, [0, 1]), (192, [1])])
     assert lowest[2] == Extent(0, 192)
+
+
+def test_the_largest_lie_lowest() -> None:
+    live = [LiveBuffer(0, 64, 0, 2), LiveBuffer(1, 192, 0, 2), LiveBuffer(2, 128, 0, 2)]
+    assert place(live) == {0: Extent(320, 64), 1: Extent(0, 192), 2: Extent(192, 128)}
