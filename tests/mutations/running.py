@@ -174,7 +174,7 @@ RUNNING = (
         "execution/executor.py",
         "return master[buffer.offset : end]",
         "return master[: buffer.nbytes]",
-        EXECUTOR,
+        "unit/execution/test_slices.py",
     ),
     mutant(
         "callers-tensors-are-kept-alive",
@@ -209,7 +209,7 @@ RUNNING = (
         "execution/executor.py",
         "reloaded_bytes=self._planned_reload_bytes - skipped + entry,",
         "reloaded_bytes=self._planned_reload_bytes + entry,",
-        EXECUTOR,
+        "unit/execution/test_slices.py",
     ),
     mutant(
         "experts-without-rows-are-brought-in",
@@ -353,8 +353,7 @@ RUNNING = (
         "reporting/figures.py",
         'tokens = self.batch * (self.seq if self.phase == "prefill" else 1)',
         "tokens = self.batch",
-        "unit/reporting",
-        "unit/cli/test_plan.py",
+        "unit/reporting/test_figures.py",
     ),
     mutant(
         "files-are-overwritten",

@@ -115,7 +115,8 @@ def test_a_second_refusal_is_passed_on_and_leaves_no_rows() -> None:
         call(made, forward(cache, 2), cache)
     assert lengths(cache) == [3, 3]
     assert stats.num_caches_on_host == 1
-    # What the refused forward has handed back is not settled by the next call.
+    # What the refused forward has handed back is let go, and not settled by the next call.
+    assert all(layer.new_keys is layer.new_values is None for layer in cache.layers)
     assert torch.equal(call(made, forward(cache), cache), EXPECTED)
     assert lengths(cache) == [4, 4]
 

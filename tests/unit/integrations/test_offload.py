@@ -99,20 +99,31 @@ def test_stock_hooks_are_not_brought_back_while_attached(rig: Rig) -> None:
     assert rig.calls[-1] == "_register_deepspeed_module"
 
 
-def test_a_call_gets_torchs_own_linear_and_leaves_what_it_found(rig: Rig) -> None:
+def test_a_call_gets_torchs_own_linear_and_leaves_what_it_found(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = nn.functional.linear
 
     def of_stock(*args: Any) -> torch.Tensor:
         return plain(*args)
 
-    nn.functional.linear = of_stock
-    try:
-        before = getattr(offload.InsertPostInitMethodToModuleSubClasses, "linear_bk", of_stock)
-        with rig.handle.around_call():
-            assert nn.functional.linear is before
-        assert nn.functional.linear is of_stock
-        with pytest.raises(RuntimeError), rig.handle.around_call():
-            raise RuntimeError
-        assert nn.functional.linear is of_stock
-    finally:
-        nn.functional.linear = plain
+    keeper = offload.InsertPostInitMethodToModuleSubClasses
+    monkeypatch.setattr(keeper, "linear_bk", plain, raising=False)
+    monkeypatch.setattr(nn.functional, "linear", of_stock)
+    with rig.handle.around_call():
+        assert nn.functional.linear is plain
+    assert nn.functional.linear is of_stock
+    with pytest.raises(RuntimeError), rig.handle.around_call():
+        raise RuntimeError
+    assert nn.functional.linear is of_stock
+
+
+def test_without_stock_engines_linear_stays_as_it_is(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = offload.InsertPostInitMethodToModuleSubClasses
+    monkeypatch.delattr(keeper, "linear_bk", raising=False)
+    plain = nn.functional.linear
+    with rig.handle.around_call():
+        assert nn.functional.linear is plain
+    assert nn.functional.linear is plain
