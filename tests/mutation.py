@@ -27,13 +27,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutations.around import AROUND
 from tests.mutations.checking import CHECKING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.planning import PLANNING
 from tests.mutations.running import RUNNING
 
-MUTANTS: tuple[Mutant, ...] = (*PLANNING, *CHECKING, *RUNNING, *MOVING)
+MUTANTS: tuple[Mutant, ...] = (*PLANNING, *CHECKING, *RUNNING, *AROUND, *MOVING)
 
 MOST_SURVIVORS = 0.05
 """Share of all faults that may survive."""

@@ -1,4 +1,4 @@
-"""Faults of what runs: captures, plans on their way, the executor, lanes, caches, command line."""
+"""Faults of what runs: plans on their way, captures, caches, the executor and its lanes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from tests.mutations.mutant import mutant
 PLANS = "unit/test_plans.py"
 CAPTURES = "unit/test_captures.py"
 EXECUTOR = "unit/execution/test_executor.py"
-INSTRUMENTS = "unit/cli/test_instruments.py"
 
 RUNNING = (
     # Plans on their way.
@@ -59,7 +58,70 @@ RUNNING = (
         PLANS,
         is_named=True,
     ),
+    mutant(
+        "a-neighbour-with-another-arena-stays",
+        "plans.py",
+        "if kept is None or kept.arena_bytes != arena_bytes:",
+        "if kept is None:",
+        PLANS,
+    ),
+    mutant(
+        "a-plan-that-depends-on-another-is-kept",
+        "plans.py",
+        "if plan_dir is not None and not split and not standing:",
+        "if plan_dir is not None and not split:",
+        PLANS,
+    ),
+    mutant(
+        "what-a-neighbour-keeps-is-not-left-in-place",
+        "plans.py",
+        "standing=standing,",
+        "standing=(),",
+        PLANS,
+    ),
     # Captures.
+    mutant(
+        "a-call-that-fits-as-it-is-is-refused",
+        "captures.py",
+        "                pass  # there may be room for this very call",
+        "                raise",
+        CAPTURES,
+    ),
+    mutant(
+        "a-recording-serves-sizes-that-it-does-not-hold-for",
+        "captures.py",
+        "if recording.admits(recording.values_of(args)):",
+        "if True:",
+        CAPTURES,
+    ),
+    mutant(
+        "a-graph-of-one-size-is-asked-again",
+        "captures.py",
+        "self._of_one_size.add(index)",
+        "pass",
+        CAPTURES,
+    ),
+    mutant(
+        "half-of-the-runs-make-a-visitor",
+        "captures.py",
+        "return 2 * self.num_entries > self.stats.num_runs",
+        "return 2 * self.num_entries >= self.stats.num_runs",
+        CAPTURES,
+    ),
+    mutant(
+        "other-weights-of-the-model-need-no-room",
+        "captures.py",
+        "resident = around + self._all_weights_bytes + UNPLANNED_SHARE * activations",
+        "resident = around + UNPLANNED_SHARE * activations",
+        CAPTURES,
+    ),
+    mutant(
+        "more-room-than-there-is-is-left",
+        "captures.py",
+        "wanted = ample if self.has_room(ample, budget_bytes) else wanted",
+        "wanted = ample",
+        "unit/test_held.py",
+    ),
     mutant(
         "the-newest-pass-is-forgotten",
         "captures.py",
@@ -295,78 +357,5 @@ RUNNING = (
         "return view_of(self.bytes, view, extent.offset)",
         "return view_of(self.bytes, view, 0)",
         "unit/execution/test_arena.py",
-    ),
-    # Settings, figures and the command line.
-    mutant(
-        "a-budget-above-the-device-is-accepted",
-        "config.py",
-        "if budget_bytes > device_bytes:",
-        "if False:",
-        "unit/test_config.py",
-    ),
-    mutant(
-        "unknown-keys-are-accepted",
-        "config.py",
-        "        if key not in known:",
-        "        if False:",
-        "unit/test_config.py",
-    ),
-    mutant(
-        "a-kilobyte-is-a-kibibyte",
-        "units.py",
-        '"kb": 10**3,',
-        '"kb": 1024,',
-        "unit/test_units.py",
-    ),
-    mutant(
-        "decode-bytes-are-those-of-the-prefill",
-        "cli/demo.py",
-        "decode_reloaded_bytes=reading.decode_reloaded_bytes,",
-        "decode_reloaded_bytes=reading.prefill_reloaded_bytes,",
-        INSTRUMENTS,
-        is_named=True,
-    ),
-    mutant(
-        "a-reading-of-decode-is-that-of-the-prefill",
-        "cli/instruments.py",
-        "decode_reloaded_bytes=decode.last_reloaded_bytes,",
-        "decode_reloaded_bytes=prefill.last_reloaded_bytes,",
-        INSTRUMENTS,
-        is_named=True,
-    ),
-    mutant(
-        "every-forward-of-stock-is-a-prefill",
-        "cli/instruments.py",
-        "self._is_prefill = input_ids.shape[-1] > 1",
-        "self._is_prefill = input_ids.shape[-1] > 0",
-        INSTRUMENTS,
-    ),
-    mutant(
-        "a-peak-above-the-budget-is-no-problem",
-        "cli/demo.py",
-        "if peak_bytes > result.budget_bytes:",
-        "if False:",
-        "e2e/test_demo.py::test_the_exit_status_judges_the_result",
-    ),
-    mutant(
-        "a-prefill-makes-one-token",
-        "reporting/figures.py",
-        'tokens = self.batch * (self.seq if self.phase == "prefill" else 1)',
-        "tokens = self.batch",
-        "unit/reporting/test_figures.py",
-    ),
-    mutant(
-        "files-are-overwritten",
-        "cli/options.py",
-        "if path.exists() and not force:",
-        "if False:",
-        "unit/cli/test_probe.py",
-    ),
-    mutant(
-        "a-larger-budget-is-slower",
-        "reporting/curve.py",
-        "if found and found[-1].tokens_per_s > point.tokens_per_s:",
-        "if False:",
-        "unit/cli/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
     ),
 )

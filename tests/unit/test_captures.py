@@ -9,7 +9,7 @@ import pytest
 
 from ds_finepage import captures
 from ds_finepage.captures import Captures, Pass
-from ds_finepage.counters import Stats
+from ds_finepage.counters import PassStats, Stats
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.graph.taskgraph import TaskGraph
 from tests.unit.planning.sketches import chain
@@ -145,3 +145,102 @@ def test_a_pass_without_room_is_refused(may_cut: bool) -> None:
         made._require_room(found.graph)
     stats.budget_bytes += 1
     made._require_room(found.graph)
+
+
+class ManySizesGraph(OneSizeGraph):
+    """A graph that is recorded once for all sizes up to 100; plans are for whole tens."""
+
+    deciding = frozenset({"s0"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_recorded = 0
+        self.made: list[int] = []
+
+    def fixed_key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return ()
+
+    def record_lengths(self, args: Sequence[Any]) -> Any:
+        self.num_recorded += 1
+        return self
+
+    def values_of(self, args: Sequence[Any]) -> dict[str, int]:
+        return {"s0": args[0]}
+
+    def admits(self, values: dict[str, int]) -> bool:
+        return values["s0"] <= 100
+
+    def upper_end(self, values: dict[str, int]) -> dict[str, int]:
+        return {"s0": -(-values["s0"] // 10) * 10}
+
+    def at(self, values: dict[str, int]) -> TaskGraph:
+        self.made.append(values["s0"])
+        return chain(3, activation_bytes=1000 * values["s0"])
+
+
+def test_calls_of_one_bucket_share_a_pass() -> None:
+    made, stats = remembering()
+    graph = ManySizesGraph()
+    passes = find(made, graph, 5, 7, 10, 11, 3)
+    assert passes[0] is passes[1] is passes[2] is passes[4] is not passes[3]
+    assert (graph.num_recorded, graph.made, graph.captured) == (1, [10, 20], [])
+    assert stats.num_captures == 1
+    assert len(made.passes) == 2
+
+
+def test_a_call_that_fits_only_as_it_is_is_captured_by_itself() -> None:
+    made, stats = remembering(budget_bytes=90_000)
+    graph = ManySizesGraph()
+    assert find(made, graph, 5)[0] is not None
+    found = find(made, graph, 35)[0]  # 40,000 bytes have no room beside what is always there
+    assert graph.made == [10, 40]
+    assert graph.captured == [35]
+    assert found is not None and len(found.graph.tasks) == 35
+    assert find(made, graph, 35)[0] is found
+    assert stats.num_captures == 2
+
+
+def test_a_size_that_a_recording_does_not_hold_for_is_recorded_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(captures, "MAX_RECORDINGS", 2)
+    made, _ = remembering()
+    graph = ManySizesGraph()
+    find(made, graph, 5, 101)
+    assert graph.num_recorded == 2
+    find(made, graph, 102)
+    assert graph.num_recorded == 2  # and no more than so many
+    assert graph.captured == [102]
+
+
+def test_a_graph_that_cannot_be_recorded_for_many_sizes_is_not_asked_again() -> None:
+    made, _ = remembering()
+    graph = OneSizeGraph()
+    asked = []
+
+    def refuse(args: Sequence[Any]) -> None:
+        asked.append(args)
+        raise CaptureError("one size")
+
+    graph.record_lengths = refuse  # type: ignore[method-assign]
+    find(made, graph, 4, 5)
+    assert asked == [[4]]
+    assert graph.captured == [4, 5]
+
+
+def test_a_pass_is_a_visitor_where_most_runs_followed_another() -> None:
+    found = Pass(chain(1), PassStats("pass", 1, 0, 0, 0, 0))
+    for num_entries, num_runs, is_visitor in ((1, 1, True), (1, 2, False), (2, 3, True)):
+        found.num_entries, found.stats.num_runs = num_entries, num_runs
+        assert found.is_visitor == is_visitor
+
+
+def test_what_lets_a_model_stay_on_the_device_counts_all_weights_and_activations() -> None:
+    made, _ = remembering()
+    made._all_weights_bytes = 10_000
+    (found,) = find(made, OneSizeGraph(), 4)
+    assert found is not None
+    around = found.stats.around_bytes
+    assert found.stats.needed_budget_bytes == around + 4 * 64 + 64
+    assert found.resident_bytes == around + 10_000 + 2 * 64
+    assert made.most_resident_bytes == found.resident_bytes

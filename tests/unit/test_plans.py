@@ -124,6 +124,67 @@ def test_a_plan_is_kept_for_what_was_asked_alone(what: str, tmp_path: Path) -> N
     assert stats.num_plans == 2
 
 
+# --- plans that leave in place what another pass keeps ---------------------------------------
+
+
+def with_neighbour(arena_bytes: int = ARENA) -> tuple[Pass, MemGraph]:
+    """Make a pass of the same weights with larger activations, beside one that is planned."""
+    before = plan_pass(arena_bytes=arena_bytes)
+    neighbour = Pass(GRAPH, PassStats("neighbour", 9, 0, 0, 0, 0), memgraph=before)
+    other = chain(9, nbytes=128, activation_bytes=256)
+    return Pass(other, PassStats("pass", 9, 0, 0, 0, 0), neighbour=neighbour), before
+
+
+def planned_beside(found: Pass, folder: Path | None = None) -> MemGraph:
+    return plans.plan_pass(
+        found,
+        ARENA,
+        stats=Stats(ARENA, 0),
+        policy="finepage",
+        split=False,
+        alignment=UNIT,
+        profile=PROFILE,
+        plan_dir=folder,
+    )
+
+
+def test_a_pass_leaves_in_place_what_its_neighbour_keeps() -> None:
+    found, before = with_neighbour()
+    alone = plans.plan_pass(
+        Pass(found.graph, PassStats("pass", 9, 0, 0, 0, 0)),
+        ARENA,
+        stats=Stats(ARENA, 0),
+        policy="finepage",
+        split=False,
+        alignment=UNIT,
+        profile=PROFILE,
+        plan_dir=None,
+    )
+    beside = planned_beside(found)
+    assert found.neighbour is not None
+    assert beside.entry and set(beside.entry) <= set(before.entry)
+    assert not set(alone.entry) <= set(before.entry)
+
+
+@pytest.mark.parametrize("is_planned", (True, False))
+def test_a_neighbour_with_another_arena_is_forgotten(is_planned: bool) -> None:
+    found, _ = with_neighbour(ARENA - 2 * UNIT)
+    assert found.neighbour is not None
+    if not is_planned:
+        found.neighbour.memgraph = None
+    assert planned_beside(found).entry
+    assert found.neighbour is None
+
+
+def test_a_plan_that_depends_on_another_is_not_kept(tmp_path: Path) -> None:
+    found, _ = with_neighbour()
+    planned_beside(found, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    found.neighbour = None
+    planned_beside(found, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_plans_that_cut_weights_are_not_kept(tmp_path: Path) -> None:
     plan_pass(tmp_path, split=True)
     assert list(tmp_path.iterdir()) == []
