@@ -138,7 +138,7 @@ AROUND = (
         "cli/options.py",
         "if path.exists() and not force:",
         "if False:",
-        "unit/cli/test_probe.py",
+        "unit/cli/test_probe.py::test_no_file_is_overwritten",
     ),
     mutant(
         "a-larger-budget-is-slower",

@@ -22,7 +22,7 @@ MOVING = (
         "session.py",
         "and not self._hooks\n",
         "and True\n",
-        "integration/test_aside.py",
+        "integration/test_aside.py::test_a_hook_sees_the_ops_as_long_as_it_is_there",
     ),
     mutant(
         "views-of-a-weight-may-be-written",
