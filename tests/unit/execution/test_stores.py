@@ -475,6 +475,20 @@ def test_a_partition_takes_the_value_of_a_parameter_that_is_set() -> None:
     assert parameter.data_ptr() == partition.data_ptr()
 
 
+def test_two_partitions_can_be_swapped() -> None:
+    first, one, _, _ = partitioned(lambda: False)
+    second, two = nn.Parameter(torch.empty(0)), torch.full((6,), 9.0)
+    weights = [
+        HostWeight(n, p, byte_view(t), (2, 3), (3, 1), torch.float32, print, gathered=bool)
+        for n, p, t in (("a", first, one), ("b", second, two))
+    ]
+    table = WeightTable(weights, CPU)
+    table.install()
+    first.data, second.data = second.data, first.data
+    assert table.changes() == WeightChanges(("a", "b"))
+    assert one.tolist() == [9.0] * 6 and two.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_a_gathered_parameter_keeps_its_tensor_and_its_partition_has_the_value() -> None:
     parameter, partition, table, _ = partitioned(lambda: True)
     gathered = torch.ones(2, 3)
