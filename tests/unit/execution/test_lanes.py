@@ -579,5 +579,5 @@ def test_threads_end_with_lanes_that_nobody_closed() -> None:
     threads = [worker._thread for worker in lanes._workers.values()]
     del lanes
     for thread in threads:
-        thread.join(30)
+        thread.join(5)
     assert not any(thread.is_alive() for thread in threads)

@@ -338,6 +338,15 @@ def test_a_tensor_made_by_data_counts_as_a_writer_as_long_as_it_lives() -> None:
     assert table.changes() == NONE
 
 
+def test_a_parameter_whose_memory_moved_counts_as_changed() -> None:
+    model = Model()
+    table = attached(model)
+    value = model.plain.detach().clone()
+    model.plain.share_memory_()
+    assert table.changes() == WeightChanges(("plain",))
+    assert torch.equal(table.fetch(model.plain), value)
+
+
 def test_refresh_takes_every_weight_for_changed() -> None:
     model = Model()
     table = attached(model)
