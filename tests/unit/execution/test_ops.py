@@ -31,7 +31,12 @@ class Bench:
         **kwargs: Any,
     ) -> BoundTask:
         task = Task(0, op, args=args, kwargs=tuple(kwargs.items()), results=results)
-        return bind(task, lambda t: None if t in self.late else self.tensors[t], self.patches)
+        return bind(
+            task,
+            lambda t: None if t in self.late else self.tensors[t],
+            self.patches,
+            into_place=True,
+        )
 
     def run(self, bound: BoundTask) -> None:
         for patch in self.patches:
