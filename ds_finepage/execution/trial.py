@@ -85,7 +85,6 @@ class Trial:
         self._graph, self._task, self._tiles = graph, task, tiles
         self._made = {*task.writes, *task.touches} - {*task.reads}
         self._changed = {*task.writes} & {*task.reads}
-        self._contents = {b: self._tile_of(b) for b in task.buffers}
         self._scratch: dict[int, torch.Tensor] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._looks: dict[int, tuple[Any, ...]] = {}
@@ -132,13 +131,16 @@ class Trial:
         for result in made:
             _erase(self._tensors[result])  # so that what is left was written beside them
         for buffer, scratch in self._scratch.items():
-            end = scratch.numel() - GUARD_BYTES
-            before, within, behind = scratch.split([GUARD_BYTES, end - GUARD_BYTES, GUARD_BYTES])
-            if not (_holds(before, self._tiles.guard) and _holds(behind, self._tiles.guard)):
-                return "writes beyond its tensors"
-            if buffer not in self._changed and not _holds(within, self._contents[buffer]):
-                is_made = buffer in self._made
-                return "writes beyond its results" if is_made else "changes what it only reads"
+            if buffer in self._made:
+                if not _holds(scratch, self._tiles.guard):
+                    return "writes beyond its results"
+                continue
+            within = scratch.numel() - 2 * GUARD_BYTES
+            parts = scratch.split([GUARD_BYTES, within, GUARD_BYTES])
+            if not all(_holds(g, self._tiles.guard) for g in parts[::2]):
+                return "writes beyond its arguments"
+            if buffer not in self._changed and not _holds(parts[1], self._tile_of(buffer)):
+                return "changes what it only reads"
         return None
 
     def _fill(self, buffers: set[int]) -> None:
@@ -146,7 +148,8 @@ class Trial:
             nbytes = _padded(reach(self._graph, self._task, buffer))
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._tiles.device)
             _repeat(self._tiles.guard, scratch)
-            _repeat(self._contents[buffer], scratch[GUARD_BYTES : nbytes - GUARD_BYTES])
+            if buffer not in self._made:
+                _repeat(self._tile_of(buffer), scratch[GUARD_BYTES : nbytes - GUARD_BYTES])
             self._scratch[buffer] = scratch
 
     def _buffer(self, tensor: int) -> int:
@@ -159,8 +162,6 @@ class Trial:
         return found
 
     def _tile_of(self, buffer: int) -> torch.Tensor:
-        if buffer in self._made:
-            return self._tiles.guard
         views = [self._graph.tensors[t] for t in tensor_ids(self._task)]
         dtypes = {v.dtype for v in views if v.buffer == buffer}
         dtype: torch.dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else torch.uint8
