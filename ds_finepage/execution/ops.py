@@ -29,7 +29,14 @@ from ds_finepage.graph.taskgraph import (
 COPIES = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"})
 FILLS = {"aten::zeros": 0, "aten::new_zeros": 0, "aten::zeros_like": 0, "aten::ones": 1}
 EMPTIES = frozenset(
-    {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
+    {
+        "aten::empty",
+        "aten::new_empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty_strided",
+        "aten::empty_permuted",
+    }
 )  # their contents mean nothing
 TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
@@ -113,6 +120,16 @@ def has_out_form(task: Task) -> bool:
     return out_overload(op) is not None
 
 
+def contents_mean_nothing(task: Task) -> bool:
+    """Tell whether a task computes nothing: a join, or an op that leaves its result unfilled."""
+    return task.op == JOIN or resolve_op(task.op)._schema.name in EMPTIES
+
+
+def is_random(task: Task) -> bool:
+    """Tell whether a task draws random numbers."""
+    return task.op != JOIN and torch.Tag.nondeterministic_seeded in resolve_op(task.op).tags
+
+
 def unused_results(graph: TaskGraph) -> frozenset[int]:
     """Return the tensors of activations that only the task that makes them, among others, names."""
     times_named = [0] * len(graph.buffers)
@@ -150,13 +167,7 @@ def bind(
     """
     if task.op == JOIN:
         return BoundTask(_nothing, [], {})
-    op = resolve_op(task.op)
-    args: list[Any] = [None] * len(task.args)
-    for i, value in enumerate(task.args):
-        args[i] = _decode(args, i, value, tensor, patches)
-    kwargs: dict[str, Any] = {}
-    for name, value in task.kwargs:
-        kwargs[name] = _decode(kwargs, name, value, tensor, patches)
+    op, args, kwargs = plain_call(task, tensor, patches)
     outs: list[Any] = [None] * len(task.results)
     for i, result in enumerate(task.results):
         if result is not None:
@@ -168,6 +179,20 @@ def bind(
                 outs[i] = None
                 patches[:] = [p for p in patches if p.container is not outs or p.key != i]
     return bound
+
+
+def plain_call(
+    task: Task, tensor: Callable[[int], torch.Tensor | None], patches: list[Patch] | None = None
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return the op of a task with its arguments, as it was captured; see :func:`bind`."""
+    patches = [] if patches is None else patches
+    args: list[Any] = [None] * len(task.args)
+    for i, value in enumerate(task.args):
+        args[i] = _decode(args, i, value, tensor, patches)
+    kwargs: dict[str, Any] = {}
+    for name, value in task.kwargs:
+        kwargs[name] = _decode(kwargs, name, value, tensor, patches)
+    return resolve_op(task.op), args, kwargs
 
 
 def _decode(

@@ -1,9 +1,10 @@
-"""Tries a task on scratch tensors between guard bytes, to see what it writes (floor 2).
+"""Tries a task on a small arena of its own, to see what it writes (floor 2).
 
 Some ops use the tensor that is given as ``out=`` for their own work and resize it meanwhile; in an
-arena that overwrites the neighbours. Nothing in an op's schema tells, so each is tried once: on
-values that show a change, with guard bytes around every buffer. It passes if nothing has changed
-but the results, and if these are bit by bit what the op returns without ``out=``.
+arena that overwrites the neighbours. Others take tensors of one storage for the same tensor, or
+count from where the storage begins. Nothing in an op's schema tells. So each is run once with
+memory of its own for every tensor, and once as the executor would run it, with guard bytes around
+every buffer. It passes if nothing has changed but the results, and if these are the same.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ import torch
 
 from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.host_ops import host_bytes
-from ds_finepage.execution.ops import BoundTask, bind, flat_results, has_out_form
+from ds_finepage.execution.ops import (
+    BoundTask,
+    bind,
+    contents_mean_nothing,
+    flat_results,
+    is_random,
+    plain_call,
+)
 from ds_finepage.graph.taskgraph import Ref, Task, TaskGraph
 
 GUARD_BYTES = 512
-"""On either side of a buffer; it keeps the alignment of extents."""
+"""Guard bytes between two buffers, and what buffers are aligned to, as on every device."""
 
 GUARD = 0xA5
 """What guard bytes and unwritten results are filled with."""
@@ -26,13 +34,15 @@ GUARD = 0xA5
 TILE_ELEMENTS = 4072
 """Values repeat after so many: enough for the rows of a matrix to differ, a multiple of 8."""
 
+OTHER_RESULTS = "gives other results in the arena than by itself"
+
 CHUNK_BYTES = 16 << 20
 """Bytes that are compared at once; on CUDA a comparison takes memory."""
 
 
 def scratch_bytes(graph: TaskGraph, task: Task) -> int:
     """Return the device bytes that a trial of a task takes, apart from the op's own workspace."""
-    return sum(_padded(reach(graph, task, b)) for b in task.buffers)
+    return GUARD_BYTES + sum(_padded(reach(graph, task, b)) for b in task.buffers)
 
 
 class Tiles:
@@ -73,7 +83,7 @@ class Trial:
     def __init__(
         self, graph: TaskGraph, task: Task, tiles: Tiles, unused: frozenset[int] = frozenset()
     ) -> None:
-        """Make scratch for what the task reads; what it makes gets its own when it is bound.
+        """Look at a task; nothing is allocated yet.
 
         Args:
             graph: Where the task stands.
@@ -81,83 +91,105 @@ class Trial:
             tiles: What to fill scratch with, and on which device.
             unused: Results that nobody reads; see :func:`ds_finepage.execution.ops.bind`.
         """
-        self._unused = unused
-        self._graph, self._task, self._tiles = graph, task, tiles
+        self._graph, self._task, self._tiles, self._unused = graph, task, tiles, unused
         self._made = {*task.writes, *task.touches} - {*task.reads}
-        self._changed = {*task.writes} & {*task.reads}
-        self._scratch: dict[int, torch.Tensor] = {}
+        self._changed = sorted({*task.writes} & {*task.reads})
+        self._nbytes = {b: reach(graph, task, b) for b in task.buffers}
+        self._offsets: dict[int, int] = {}
+        end = GUARD_BYTES
+        for buffer in task.buffers:
+            self._offsets[buffer] = end
+            end += _padded(self._nbytes[buffer])
+        self._arena = torch.empty(0, dtype=torch.uint8, device=tiles.device)
         self._tensors: dict[int, torch.Tensor] = {}
         self._looks: dict[int, tuple[Any, ...]] = {}
-        self._fill({*task.buffers} - self._made)
 
-    def wanted(self) -> list[torch.Tensor] | None:
-        """Run the op without ``out=`` and return copies of its results in host memory.
-
-        Call it before :meth:`bind`, so that there is but one set of results on the device.
+    def alone(self) -> list[torch.Tensor]:
+        """Run the op with memory of its own for every tensor.
 
         Returns:
-            None for a task that has one form only.
+            Copies in host memory of its results and of what it has changed.
         """
-        if not has_out_form(self._task):
-            return None
+        if contents_mean_nothing(self._task):
+            return []
+        given: dict[int, torch.Tensor] = {}
+        for buffer in {*self._task.buffers} - self._made:
+            given[buffer] = self._empty(self._nbytes[buffer])
+            _repeat(self._tile_of(buffer), given[buffer])
 
-        def given(index: int) -> torch.Tensor | None:
-            return None if self._buffer(index) in self._made else self._tensor(index)
+        def tensor(index: int) -> torch.Tensor:
+            view = self._graph.tensors[index]
+            return view_of(given[view.buffer], view)
 
-        bound = bind(self._task, given, patches=[], into_place=False)
-        op, args, kwargs, _ = bound.args
-        return [_on_host(r) for r in flat_results(op(*args, **kwargs))]
+        self._seed()
+        op, args, kwargs = plain_call(self._task, tensor)
+        flat = flat_results(op(*args, **kwargs))
+        results = [f for f, r in zip(flat, self._task.results, strict=True) if self._is_kept(r)]
+        return [_on_host(t) for t in (*results, *(given[b] for b in self._changed))]
 
     def bind(self, *, into_place: bool) -> BoundTask:
-        """Bind the task to fresh scratch tensors for what it makes."""
-        self._fill(self._made)
+        """Bind the task to scratch tensors that lie in one storage, between guard bytes."""
+        self._arena = self._empty(scratch_bytes(self._graph, self._task))
+        _repeat(self._tiles.guard, self._arena)
+        for buffer in {*self._task.buffers} - self._made:
+            _repeat(self._tile_of(buffer), self._bytes(buffer))
+        self._seed()
         return bind(
             self._task, self._tensor, patches=[], unused=self._unused, into_place=into_place
         )
 
-    def fault(self, wanted: list[torch.Tensor] | None) -> str | None:
-        """Say what a task that has run did wrong; None if nothing.
+    def fault(self, wanted: list[torch.Tensor]) -> str | None:
+        """Say what a bound task that has run once did wrong; None if nothing.
 
         Args:
-            wanted: What its results must be, where that is known.
+            wanted: What :meth:`alone` returned.
         """
         for index, look in self._looks.items():
             if _look(self._tensors[index]) != look:
                 return "resizes a tensor that it is given"
-        made = [r for r in self._task.results if r is not None and self._buffer(r) in self._made]
-        for result, value in zip(made, wanted or [], strict=False):
-            if not _same_bytes(_on_host(self._tensors[result]), value):
-                return "gives other results with out= than without"
-        for result in made:
-            _erase(self._tensors[result])  # so that what is left was written beside them
-        for buffer, scratch in self._scratch.items():
-            if buffer in self._made:
-                if not _holds(scratch, self._tiles.guard):
-                    return "writes beyond its results"
-                continue
-            within = scratch.numel() - 2 * GUARD_BYTES
-            parts = scratch.split([GUARD_BYTES, within, GUARD_BYTES])
-            if not all(_holds(g, self._tiles.guard) for g in parts[::2]):
-                return "writes beyond its arguments"
-            if buffer not in self._changed and not _holds(parts[1], self._tile_of(buffer)):
-                return "changes what it only reads"
-        return None
+        kept = [r for r in self._task.results if r is not None and self._is_kept(r)]
+        results = [self._tensors[r] for r in kept]
+        found = (*results, *(self._bytes(b) for b in self._changed))
+        for one, other in zip(found, wanted, strict=bool(wanted)):
+            if not same(_on_host(one), other):
+                return OTHER_RESULTS
+        for result in self._task.results:
+            if result is not None and self._buffer(result) in self._made:
+                _erase(self._tensors[result])  # so that what is left was written beside it
+        end = 0
+        for buffer, offset in self._offsets.items():
+            if not _holds(self._arena[end:offset], self._tiles.guard):
+                return "writes beyond its tensors"
+            end = offset + self._nbytes[buffer]
+            is_made = buffer in self._made
+            tile = self._tiles.guard if is_made else self._tile_of(buffer)
+            if buffer not in self._changed and not _holds(self._bytes(buffer), tile):
+                return "writes beyond its results" if is_made else "changes what it only reads"
+        return None if _holds(self._arena[end:], self._tiles.guard) else "writes beyond its tensors"
 
-    def _fill(self, buffers: set[int]) -> None:
-        for buffer in sorted(buffers):
-            nbytes = _padded(reach(self._graph, self._task, buffer))
-            scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._tiles.device)
-            _repeat(self._tiles.guard, scratch)
-            if buffer not in self._made:
-                _repeat(self._tile_of(buffer), scratch[GUARD_BYTES : nbytes - GUARD_BYTES])
-            self._scratch[buffer] = scratch
+    def _seed(self) -> None:
+        """Let a random op draw the same numbers each time; it takes a while."""
+        if is_random(self._task):
+            torch.manual_seed(0)
+
+    def _is_kept(self, result: int | None) -> bool:
+        return (
+            result is not None and result not in self._unused and self._buffer(result) in self._made
+        )
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._tiles.device)
+
+    def _bytes(self, buffer: int) -> torch.Tensor:
+        offset = self._offsets[buffer]
+        return self._arena[offset : offset + self._nbytes[buffer]]
 
     def _buffer(self, tensor: int) -> int:
         return self._graph.tensors[tensor].buffer
 
     def _tensor(self, index: int) -> torch.Tensor:
         view = self._graph.tensors[index]
-        found = view_of(self._scratch[view.buffer], view, GUARD_BYTES)
+        found = view_of(self._arena, view, self._offsets[view.buffer])
         self._tensors[index], self._looks[index] = found, _look(found)
         return found
 
@@ -200,7 +232,7 @@ def tensor_ids(task: Task) -> list[int]:
 
 
 def _padded(nbytes: int) -> int:
-    return GUARD_BYTES + nbytes + GUARD_BYTES
+    return -(-nbytes // GUARD_BYTES) * GUARD_BYTES + GUARD_BYTES
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -247,10 +279,15 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return found.copy_(tensor)
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors in host memory are equal, NaN where the other has NaN."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     first, second = one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
     if first.numel() % 8 == 0:
         first, second = first.view(torch.int64), second.view(torch.int64)
-    return torch.equal(first, second)
+    if torch.equal(first, second):
+        return True
+    if not (one.dtype.is_floating_point or one.dtype.is_complex):
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

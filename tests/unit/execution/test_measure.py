@@ -187,10 +187,10 @@ def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
 ) -> None:
     calls: list[int] = []
     task = BoundTask(lambda: calls.append(1), [], {})
-    measure._time(task)
+    measure._time(task, lambda: None)
     assert len(calls) == 3
     monkeypatch.setattr(measure, "REPEAT_BELOW_NS", -1)
-    measure._time(task)
+    measure._time(task, lambda: None)
     assert len(calls) == 4
 
 
