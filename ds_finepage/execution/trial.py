@@ -36,6 +36,9 @@ TILE_ELEMENTS = 4072
 
 OTHER_RESULTS = "gives other results in the arena than by itself"
 
+NUM_TILES, TILE_STEP = 16, 40
+"""So many buffers hold different numbers, each this many elements further on in a longer run."""
+
 CHUNK_BYTES = 16 << 20
 """Bytes that are compared at once; on CUDA a comparison takes memory."""
 
@@ -61,17 +64,22 @@ class Tiles:
         self.zeros = torch.zeros(GUARD_BYTES, dtype=torch.uint8, device=device)
         self._random: dict[torch.dtype, torch.Tensor] = {}
 
-    def random(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return numbers between 1/4 and 3/4, where most functions are defined."""
+    def random(self, dtype: torch.dtype, position: int) -> torch.Tensor:
+        """Return numbers between 1/4 and 3/4, where most functions are defined.
+
+        Args:
+            dtype: A floating or complex one.
+            position: Of the buffer that is filled; others hold other numbers.
+        """
         if dtype not in self._random:
             numbers = torch.rand(
-                TILE_ELEMENTS,
+                TILE_ELEMENTS + NUM_TILES * TILE_STEP,
                 generator=torch.Generator().manual_seed(0),
                 dtype=dtype if dtype.is_complex else torch.float32,
             )
-            numbers = (numbers.mul_(0.5).add_(0.25)).to(dtype)
-            self._random[dtype] = numbers.view(torch.uint8).to(self.device)
-        return self._random[dtype]
+            self._random[dtype] = numbers.mul_(0.5).add_(0.25).to(dtype).to(self.device)
+        begin = position % NUM_TILES * TILE_STEP
+        return self._random[dtype][begin : begin + TILE_ELEMENTS].view(torch.uint8)
 
 
 class Trial:
@@ -198,7 +206,7 @@ class Trial:
         dtypes = {v.dtype for v in views if v.buffer == buffer}
         dtype: torch.dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else torch.uint8
         if dtype.is_floating_point or dtype.is_complex:
-            return self._tiles.random(dtype)
+            return self._tiles.random(dtype, self._task.buffers.index(buffer))
         return self._tiles.zeros
 
 
