@@ -24,7 +24,9 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.session import Handle
 
 PROFILE = load_profile("t4")
-AMPLE = 1 << 20
+LEAST_AMPLE_BYTES = 1 << 20
+AMPLE_SHARE = 8
+"""Ample is as many times the bytes of the tensors given and returned; arenas are copied a lot."""
 WIDTH = 32
 SEED = 5
 
@@ -100,7 +102,7 @@ def op_db() -> list[Any]:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[tuple[Handle, WatchingLanes]]:
+def watched(model: nn.Module, ample_bytes: int) -> Iterator[tuple[Handle, WatchingLanes]]:
     """Attach to a model, with lanes that watch the arena."""
     lanes: list[WatchingLanes] = []
 
@@ -111,7 +113,9 @@ def watched(model: nn.Module) -> Iterator[tuple[Handle, WatchingLanes]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "make_lanes", make_lanes)
         debug = DebugConfig(poison_vacated=True)  # so that it does not step aside either
-        handle = attach(model, device_budget=AMPLE, device="cpu", profile=PROFILE, debug=debug)
+        handle = attach(
+            model, device_budget=ample_bytes, device="cpu", profile=PROFILE, debug=debug
+        )
         lanes[0].handle = handle
         try:
             yield handle, lanes[0]
@@ -158,11 +162,13 @@ def try_sample(op: Callable[..., Any], sample: Any, outcome: Outcome) -> None:
     torch.manual_seed(SEED)
     with torch.no_grad():
         plain = (*call(*tensors), x @ model.first @ model.last)
-    with torch.no_grad(), watched(model) as (handle, lanes):
+    nbytes = sum(t.element_size() * t.numel() for t in (*tensors, *plain))
+    ample_bytes = LEAST_AMPLE_BYTES + AMPLE_SHARE * nbytes
+    with torch.no_grad(), watched(model, ample_bytes) as (handle, lanes):
         args = (x, model.first, model.last, *tensors)
         run = handle._backend(graph_of(call, len(tensors), len(plain) - 1), args)
-        for budget in (AMPLE, None):
-            if budget is None:
+        for is_least in (False, True):
+            if is_least:
                 handle.replan(budget_bytes=handle.stats.min_budget_bytes)
             torch.manual_seed(SEED)  # random ops draw the same numbers
             found = run(*args)
