@@ -138,6 +138,7 @@ class Trial:
     def bind(self, *, into_place: bool) -> BoundTask:
         """Bind the task to scratch tensors that lie in one storage, between guard bytes."""
         self._arena = self._empty(scratch_bytes(self._graph, self._task))
+        self._tensors, self._looks = {}, {}
         _repeat(self._tiles.guard, self._arena)
         for buffer in {*self._task.buffers} - self._made:
             _repeat(self._tile_of(buffer), self._bytes(buffer))
@@ -196,10 +197,11 @@ class Trial:
         return self._graph.tensors[tensor].buffer
 
     def _tensor(self, index: int) -> torch.Tensor:
-        view = self._graph.tensors[index]
-        found = view_of(self._arena, view, self._offsets[view.buffer])
-        self._tensors[index], self._looks[index] = found, _look(found)
-        return found
+        if index not in self._tensors:
+            view = self._graph.tensors[index]
+            found = view_of(self._arena, view, self._offsets[view.buffer])
+            self._tensors[index], self._looks[index] = found, _look(found)
+        return self._tensors[index]
 
     def _tile_of(self, buffer: int) -> torch.Tensor:
         views = [self._graph.tensors[t] for t in tensor_ids(self._task)]
