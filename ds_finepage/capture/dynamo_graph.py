@@ -28,8 +28,9 @@ from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, Tas
 
 fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
 
-GRADIENT_FLAGS = {"aten._linalg_svd.default": 2, "aten._linalg_eigh.default": 2}
-"""Ops with an argument, by its position, that asks for vectors too, and is on if it is left out.
+GRADIENT_FLAGS = {"aten._linalg_svd.default": (2, 1), "aten._linalg_eigh.default": (2, 0)}
+"""Ops with an argument, by its position, that asks for vectors too, and is on if it is left out;
+and which of their results is the values.
 
 ``linalg.svdvals`` and ``linalg.eigvalsh`` need the vectors for gradients alone, so eager PyTorch
 does not ask for them then. It always does where a dispatch mode looks on, as capture does.
@@ -307,11 +308,11 @@ def _require_ops_of_eager(graph: TaskGraph) -> None:
     named = Counter(b for task in graph.tasks for b in task.buffers)
     named.update(graph.tensors[o.tensor].buffer for o in graph.outputs if o.tensor is not None)
     for task in graph.tasks:
-        flag = GRADIENT_FLAGS.get(task.op)
-        if flag is None or not (len(task.args) <= flag or task.args[flag]):
+        flag, values = GRADIENT_FLAGS.get(task.op, (0, 0))
+        if task.op not in GRADIENT_FLAGS or not (len(task.args) <= flag or task.args[flag]):
             continue
         buffers = [graph.tensors[r].buffer for r in task.results if r is not None]
-        if sum(named[b] > 1 for b in buffers) == 1:
+        if [i for i, b in enumerate(buffers) if named[b] > 1] == [values]:
             raise CaptureError(f"{task.where} makes vectors, which eager PyTorch would not")
 
 

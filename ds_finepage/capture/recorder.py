@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
 
     def _view_id(self, tensor: torch.Tensor, buffer: int) -> int:
         if tensor.is_conj() or tensor.is_neg():
-            raise CaptureError("a view that is conjugated or negated when it is read")
+            raise CaptureError("a tensor is conjugated or negated only when it is read")
         key = (
             buffer,
             str(tensor.dtype).removeprefix("torch."),

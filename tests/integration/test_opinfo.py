@@ -6,6 +6,7 @@ samples of each op instead of one.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from typing import Any
@@ -115,4 +116,22 @@ def test_losses_are_planned_and_right() -> None:
             assert all(map(torch.equal, model(x), plain))
             handle.replan(budget_bytes=handle.stats.min_budget_bytes)
     assert handle.stats.num_unplanned_graphs == 0
+    handle.detach()
+
+
+def test_an_op_that_changes_what_it_does_not_say_runs_without_a_plan() -> None:
+    """Batch norm in training mode changes its running mean, and its schema does not tell."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    twin = copy.deepcopy(model)
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    for num_rows in (6, 9, 12):  # sizes that differ from call to call too
+        x = torch.randn(num_rows, 8)
+        with torch.no_grad():
+            assert torch.equal(model(x), twin(x))
+        assert torch.equal(model[1].running_mean, twin[1].running_mean)
+    assert handle.stats.num_unplanned_graphs == 3
+    assert (
+        "changes what it only reads, so it cannot be planned" in handle.stats.unplanned_reasons[0]
+    )
     handle.detach()

@@ -106,6 +106,9 @@ def test_binding_an_unknown_op_is_refused() -> None:
         (aten.topk.default, "values"),
         (aten.sort.default, "values"),
         (aten.max.dim, "dim_max"),
+        (aten.norm.ScalarOpt_dim, "out"),  # and not "dtype_out", which asks for a dtype
+        (aten.norm.ScalarOpt_dim_dtype, "dtype_out"),
+        (aten.norm.Scalar, "Scalar_out"),
     ],
     ids=str,
 )
