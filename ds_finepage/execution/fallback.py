@@ -88,7 +88,7 @@ class _FetchingInterpreter(Interpreter):
         storages = [
             t.untyped_storage()._cdata
             for t in torch.utils._pytree.tree_leaves(result)
-            if isinstance(t, torch.Tensor)
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided
         ]
         self._viewed += [f for f in self._fetched if f[0].untyped_storage()._cdata in storages]
         return result

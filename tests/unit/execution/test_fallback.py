@@ -107,6 +107,13 @@ def test_weights_in_lists_and_keyword_arguments_are_fetched() -> None:
     assert torch.equal(found, torch.stack([x, a]) + b)
 
 
+def test_sparse_tensors_pass() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: (x @ a).to_sparse())
+    a, _ = values(table)
+    found = run_unplanned(module, (x, model.a, model.b), table)
+    assert torch.equal(found.to_dense(), x @ a)
+
+
 def test_other_tensors_are_handed_on_themselves() -> None:
     module, model, table, x = unplanned(lambda x, a, b: x.add_(1))
     before = x.clone()

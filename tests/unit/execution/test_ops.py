@@ -31,7 +31,12 @@ class Bench:
         **kwargs: Any,
     ) -> BoundTask:
         task = Task(0, op, args=args, kwargs=tuple(kwargs.items()), results=results)
-        return bind(task, lambda t: None if t in self.late else self.tensors[t], self.patches)
+        return bind(
+            task,
+            lambda t: None if t in self.late else self.tensors[t],
+            self.patches,
+            into_place=True,
+        )
 
     def run(self, bound: BoundTask) -> None:
         for patch in self.patches:
@@ -101,6 +106,9 @@ def test_binding_an_unknown_op_is_refused() -> None:
         (aten.topk.default, "values"),
         (aten.sort.default, "values"),
         (aten.max.dim, "dim_max"),
+        (aten.norm.ScalarOpt_dim, "out"),  # and not "dtype_out", which asks for a dtype
+        (aten.norm.ScalarOpt_dim_dtype, "dtype_out"),
+        (aten.norm.Scalar, "Scalar_out"),
     ],
     ids=str,
 )
