@@ -481,6 +481,7 @@ def test_a_result_that_nobody_reads_is_not_copied(comes_late: bool) -> None:
         lambda t: None if t in bench.late else bench.tensors[t],
         bench.patches,
         unused=frozenset({2}),
+        into_place=False,
     )
     assert [p.tensor for p in bench.patches] == ([1] if comes_late else [])
     bench.run(bound)
