@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_finepage import session
 from ds_finepage.api import attach
+from ds_finepage.attachment import weak_backend
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.lanes import Action, CpuLanes
 from ds_finepage.execution.program import Program
@@ -166,7 +167,7 @@ def try_sample(op: Callable[..., Any], sample: Any, outcome: Outcome) -> None:
     ample_bytes = LEAST_AMPLE_BYTES + AMPLE_SHARE * nbytes
     with torch.no_grad(), watched(model, ample_bytes) as (handle, lanes):
         args = (x, model.first, model.last, *tensors)
-        run = handle._backend(graph_of(call, len(tensors), len(plain) - 1), args)
+        run = weak_backend(handle._run_graph)(graph_of(call, len(tensors), len(plain) - 1), args)
         for is_least in (False, True):
             if is_least:
                 handle.replan(budget_bytes=handle.stats.min_budget_bytes)
