@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -262,13 +263,18 @@ class LookAhead:
         return None
 
 
-def watched_generate(generate: Callable[..., Any], ahead: LookAhead) -> Callable[..., Any]:
-    """Return ``generate`` with a look ahead in front of it."""
+def watched_generate(
+    generate: Callable[..., Any],
+    ahead: LookAhead,
+    around: Callable[[], AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """Return ``generate`` with a look ahead in front of it, and a context around it."""
 
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
         ahead.require(args, kwargs)
-        return generate(*args, **kwargs)
+        with around():
+            return generate(*args, **kwargs)
 
     return watched
 

@@ -161,6 +161,7 @@ class Handle:
             for undo in reversed(self._undo):
                 undo()
             self._weights.restore()
+            self._cached_calls.bring_back()
 
     @property
     def attached(self) -> bool:
@@ -210,7 +211,7 @@ class Handle:
                 budget_bytes=lambda: self.stats.budget_bytes,
                 may_cut=lambda: self._split,
             )
-            watched: Any = watched_generate(generate, ahead)
+            watched: Any = watched_generate(generate, ahead, self._cached_calls.generation)
             module.generate = watched
 
     def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:

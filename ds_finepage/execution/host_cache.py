@@ -1,7 +1,8 @@
 """KV caches in host memory: what a generation needs when its cache does not fit (floor 2).
 
 A :class:`HostLayer` takes the place of one of transformers' dynamic layers in a cache, in place, so
-the caller's cache object stays the same. Rows lie in host memory, tokens first, so that the live
+the caller's cache object stays the same; :mod:`ds_finepage.execution.handed_out` gives the callers
+their own layers back. Rows lie in host memory, tokens first, so that the live
 ones are a prefix and new ones come behind it. The forward brings the live rows in, appends the new
 ones, and hands back nothing but the new ones; between two calls they are copied behind the others.
 """
@@ -174,6 +175,24 @@ class HostLayer(DynamicLayer):
         self._values.select(sequences.to("cpu"))
         self.live_keys, self.live_values = self._keys.live, self._values.live
 
+    def take(self, layer: DynamicLayer) -> None:
+        """Take the state of a caller's layer; rows that are ours already stay where they are."""
+        self.forget_new()
+        self.is_initialized = layer.is_initialized
+        if not layer.is_initialized:
+            self.live_keys = self.live_values = None
+            return
+        self.dtype, self.device = layer.dtype, layer.device
+        self.keys, self.values = _some(layer.keys), _some(layer.values)
+
+    def give(self, layer: DynamicLayer) -> None:
+        """Give a caller's layer the state of this one, with keys and values in host memory."""
+        layer.is_initialized = self.is_initialized and self.live_keys is not None
+        layer.keys = self.keys if layer.is_initialized else None
+        layer.values = self.values if layer.is_initialized else None
+        if layer.is_initialized:
+            layer.dtype, layer.device = self.dtype, self.device
+
     # Between two calls.
 
     def settle(self) -> None:
@@ -201,6 +220,10 @@ class HostLayer(DynamicLayer):
             else:
                 rows.live = live
         self.live_keys, self.live_values = self._keys.live, self._values.live
+
+
+def _some(rows: torch.Tensor | None) -> torch.Tensor | None:
+    return None if rows is None or rows.numel() == 0 else rows
 
 
 def _is_prefix(live: torch.Tensor, of: torch.Tensor) -> bool:
