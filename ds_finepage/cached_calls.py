@@ -11,7 +11,7 @@ import torch
 
 from ds_finepage.counters import Stats
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.execution.handed_out import HandedOut
+from ds_finepage.execution.handed_out import HandedOut, copied
 from ds_finepage.execution.host_cache import (
     caches_among,
     host_layers,
@@ -37,11 +37,16 @@ class CachedCalls:
             may_move: Tells whether a cache may be moved now.
         """
         self._stats = stats
-        self._may_move = may_move
+        self.may_move = may_move
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handed_out = HandedOut(pinned=pinned)
         self._num_generations = 0  # that are going on, one within the other
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def is_generating(self) -> bool:
+        """True while a generation goes on."""
+        return self._num_generations > 0
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -55,6 +60,20 @@ class CachedCalls:
                 for cache in list(self._of_generation):
                     self._handed_out.hand_out(cache)
                 self._of_generation.clear()
+
+    def apart(self, values: Any) -> Any:
+        """Return a call's arguments with caches of their own, which share the tensors."""
+        caches = caches_among(_leaves(values), growing=True)
+        for cache in caches:
+            self._handed_out.take(cache)
+        try:
+            return copied(values, caches_among(_leaves(values)))
+        finally:
+            self._hand_out(caches)
+
+    def move(self, cache: Any) -> bool:
+        """Move one cache to host memory; False where there is nothing to move."""
+        return self.may_move() and self._handed_out.move(cache)
 
     def bring_back(self) -> None:
         """Bring the caches in host memory back to the device, when the model is let go."""
@@ -105,16 +124,17 @@ class CachedCalls:
         try:
             try:
                 result = compiled(*args, **kwargs)
-            except PlanInfeasibleError:
+            except PlanInfeasibleError as error:
+                refusal = error.bare()
                 # Behind a graph break a part of the forward may have been run already.
-                if not take_back(before) or not self._may_move():
+                if not take_back(before) or not self.may_move():
                     raise
                 kwargs.update(with_cache(module, args, kwargs))
                 num_moved = self._move((*args, *kwargs.values()))
                 if not num_moved:
                     raise
             if num_moved:  # not while the error is there, whose frames hold what was on the device
-                result = compiled(*args, **kwargs)
+                result = self._in_host_memory(compiled, args, kwargs, refusal)
         except BaseException:
             for layer in host_layers((*args, *kwargs.values())):
                 layer.forget_new()
@@ -122,6 +142,22 @@ class CachedCalls:
         for layer in host_layers((*args, *kwargs.values())):
             layer.settle()
         return result
+
+    def _in_host_memory(
+        self,
+        compiled: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refusal: PlanInfeasibleError,
+    ) -> Any:
+        """Run a call whose caches were moved; where it is refused too, the lesser need counts."""
+        try:
+            return compiled(*args, **kwargs)
+        except PlanInfeasibleError as error:
+            needs = (refusal.min_budget_bytes, error.min_budget_bytes)
+            if None not in needs and needs[0] < needs[1]:  # type: ignore[operator]
+                raise refusal from None
+            raise
 
     def _move(self, values: tuple[Any, ...]) -> int:
         """Move the caches among a call's arguments to host memory; return how many were moved."""
@@ -137,3 +173,8 @@ class CachedCalls:
                 self._of_generation.add(cache)
             else:
                 self._handed_out.hand_out(cache)
+
+
+def _leaves(values: Any) -> list[Any]:
+    args, kwargs = values
+    return [*args, *kwargs.values()]

@@ -50,7 +50,7 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
         return None  # its prompt is not what its cache grows with
 
     def setting(name: str) -> Any:
-        return _setting(module, args, kwargs, name)
+        return setting_of(module, args, kwargs, name)
 
     prompt = inputs.shape[1]
     new, most = setting("max_new_tokens"), setting("max_length")
@@ -63,7 +63,7 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
     return Longest(inputs.shape[0] * max(beams, returned), total, prompt)
 
 
-def _setting(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return a setting of a generation: as named in the call, or as in its configuration."""
     found = kwargs.get(name)
     if found is not None:
@@ -140,7 +140,9 @@ def require_memory(
         raise PlanInfeasibleError(
             f"attention over {longest.num_sequences} sequences of {longest.num_tokens} tokens "
             f"reads {format_bytes(layer_bytes)} ({layer_bytes} bytes) of KV cache in one layer; "
-            f"device_budget is {budget_bytes} bytes. Lower the batch, the beams or max_new_tokens."
+            f"device_budget is {budget_bytes} bytes. Raise finepage.device_budget to >= {layer_bytes} "
+            f"or lower the batch, the beams or max_new_tokens.",
+            layer_bytes,
         )
     if need_bytes <= budget_bytes + host_bytes:
         return
@@ -193,7 +195,7 @@ class LookAhead:
             return
         require_positions(module, longest)
         need = kv_bytes(module.config, module.dtype, longest)
-        if need is None or not _setting(module, args, kwargs, "use_cache"):
+        if need is None or not setting_of(module, args, kwargs, "use_cache"):
             return
         given = kwargs.get("past_key_values")
         free = psutil.virtual_memory().available + (0 if given is None else _held_bytes(given))
@@ -224,7 +226,8 @@ class LookAhead:
         if refusal is not None:
             raise PlanInfeasibleError(
                 f"the last step of {longest.num_sequences} sequences of {longest.num_tokens} "
-                f"tokens has no room, even with their KV cache in host memory: {refusal}"
+                f"tokens has no room, even with their KV cache in host memory: {refusal}",
+                refusal.min_budget_bytes,
             )
         self._longest_that_fits[settings] = longest.num_tokens  # or nothing is known of it
 
@@ -254,10 +257,11 @@ class LookAhead:
         smallest = gather_rows(step)
         around = around_bytes(smallest, self._alignment)
         room = self._budget_bytes() - around
-        if self._may_cut() and min_split_arena_bytes(step, self._alignment) <= room:
-            return None
+        least = min_split_arena_bytes(step, self._alignment) if self._may_cut() else None
         try:
-            require_feasible(smallest, room, self._alignment, around_bytes=around)
+            require_feasible(
+                smallest, room, self._alignment, around_bytes=around, least_bytes=least
+            )
         except PlanInfeasibleError as error:
             return error
         return None
@@ -267,14 +271,26 @@ def watched_generate(
     generate: Callable[..., Any],
     ahead: LookAhead,
     around: Callable[[], AbstractContextManager[None]],
+    refuse: Callable[..., PlanInfeasibleError],
 ) -> Callable[..., Any]:
-    """Return ``generate`` with a look ahead in front of it, and a context around it."""
+    """Return ``generate`` with a look ahead in front of it.
+
+    Args:
+        generate: The model's own.
+        ahead: Refuses what is known to end for want of memory.
+        around: What has to hold during a generation.
+        refuse: ``refuse(error, generate, args, kwargs)`` says what a refused generation needs.
+    """
 
     @functools.wraps(generate)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        ahead.require(args, kwargs)
-        with around():
-            return generate(*args, **kwargs)
+        try:
+            ahead.require(args, kwargs)
+            with around():
+                return generate(*args, **kwargs)
+        except PlanInfeasibleError as error:
+            refusal = error.bare()
+        raise refuse(refusal, generate, args, kwargs)
 
     return watched
 

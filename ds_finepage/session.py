@@ -7,6 +7,7 @@ before it runs it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, PAGING
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
 from ds_finepage.plans import plan_pass
+from ds_finepage.rehearsal import RehearsalError, refuse_generation, run_call
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """What torch's own allocators give, so that kernels choose the same code paths."""
@@ -96,6 +98,7 @@ class Handle:
             may_cut=lambda: self._split,
             make_room=self._make_room,
         )
+        self._acting = self  # while a call is rehearsed, the handle of the rehearsal
         self._num_graphs = 0
         self._unplanned_modules: list[torch.nn.Module] = []
         self._hooks: list[OpHook] = []
@@ -211,7 +214,8 @@ class Handle:
                 budget_bytes=lambda: self.stats.budget_bytes,
                 may_cut=lambda: self._split,
             )
-            watched: Any = watched_generate(generate, ahead, self._cached_calls.generation)
+            refuse = functools.partial(refuse_generation, self)
+            watched: Any = watched_generate(generate, ahead, self._cached_calls.generation, refuse)
             module.generate = watched
 
     def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:
@@ -240,7 +244,7 @@ class Handle:
                 self._is_running = True
                 try:
                     with self.around_call():
-                        return self._cached_calls.call(compiled, module, args, kwargs)
+                        return self._acting._call(compiled, module, args, kwargs)
                 finally:
                     self._is_running = False
                     if self._num_graphs != num_graphs:
@@ -264,11 +268,14 @@ class Handle:
                 index, self._num_graphs = self._num_graphs, self._num_graphs + 1
                 name = f"graph {index}"
                 graphs[chosen] = index, DynamoGraph(module, args, self._weights.names, name)
-            return self._run(*graphs[chosen], args)
+            return self._acting._run(*graphs[chosen], args)
 
         return run
 
     # Running.
+
+    def _call(self, *call: Any) -> Any:
+        return run_call(self, *call)
 
     def _run(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Any:
         found = self._captures.find(index, graph, args)
@@ -370,14 +377,18 @@ class Handle:
             found.memgraph = self._plan(found, arena_bytes)
             if found.memgraph.graph is not found.graph and self._needs_more_workspace(found):
                 return self._executor(found)
+        found.executor = self._built(found.memgraph)
+        return found.executor
+
+    def _built(self, memgraph: MemGraph) -> Executor:
         if self._arena is None:
-            self._arena = Arena(arena_bytes, self._device)
-        if found.memgraph.host_bytes > self._pool.bytes.numel():
-            self._pool.reserve(found.memgraph.host_bytes)
+            self._arena = Arena(memgraph.arena_bytes, self._device)
+        if memgraph.host_bytes > self._pool.bytes.numel():
+            self._pool.reserve(memgraph.host_bytes)
             for other in self._captures.planned():
                 other.executor = None  # it points into the old pool
-        found.executor = Executor(
-            found.memgraph,
+        return Executor(
+            memgraph,
             arena=self._arena,
             pool=self._pool,
             lanes=self._lanes,
@@ -385,7 +396,6 @@ class Handle:
             poison=self._debug.poison_vacated,
             hooks=self._hooks,
         )
-        return found.executor
 
     def _executor_of_sizes(self, found: Pass, args: Sequence[Any]) -> Executor | None:
         """Return a pass's executor, prepared for a call; None where only the call itself may fit.
@@ -424,10 +434,11 @@ class Handle:
         need = found.stats.min_budget_bytes - around
         if need > allowed:
             require_feasible(
-                found.graph if self._split else gather_rows(found.graph),
+                gather_rows(found.graph),
                 self.stats.budget_bytes - around,
                 self._alignment,
                 around_bytes=around,
+                least_bytes=need,
             )
         else:  # one that cannot run takes nothing from the others
             self._arena_limit = min(self._arena_limit, allowed)
@@ -471,6 +482,8 @@ class Handle:
             torch.cuda.empty_cache()
 
     def _on_unplanned_module(self, module: torch.nn.Module) -> None:
+        if self._acting is not self:
+            raise RehearsalError("a module is called outside any graph")
         self.stats.num_unplanned_modules += 1
         if module not in self._unplanned_modules:
             self._unplanned_modules.append(module)

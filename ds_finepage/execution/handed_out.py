@@ -8,11 +8,18 @@ that transformers itself has offloaded, so ``layer.prefetch()`` brings it to the
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Iterable
+from typing import Any
 
-from transformers.cache_utils import Cache, DynamicLayer
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from ds_finepage.execution.host_cache import HostLayer, move_to_host
+
+CACHE_DEPTH = 4
+"""How deep tensors lie in a cache: its layers, their rows in host memory, the rows themselves."""
 
 
 class HandedOut:
@@ -78,6 +85,35 @@ class HandedOut:
                 if type(layer) is DynamicLayer and _is_offloaded(layer):
                     layer.prefetch()
         self._pairs.clear()
+
+
+def copied(values: Any, caches: Iterable[Cache]) -> Any:
+    """Copy a call's arguments so that what changes the copy's caches leaves those alone.
+
+    Tensors are shared, and so is everything else that is no cache.
+    """
+    kept: dict[int, Any] = {}
+
+    def keep(value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            kept[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                keep(item, depth)
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and depth:
+            for item in vars(value).values():
+                keep(item, depth - 1)
+
+    owners = list(caches)
+    for cache in owners:
+        keep(cache, CACHE_DEPTH)
+    args, kwargs = values
+    own = (Cache, EncoderDecoderCache)
+
+    def copy_of(value: Any) -> Any:
+        return copy.deepcopy(value, kept) if isinstance(value, own) else value
+
+    return tuple(map(copy_of, args)), {name: copy_of(value) for name, value in kwargs.items()}
 
 
 def _is_offloaded(layer: DynamicLayer) -> bool:

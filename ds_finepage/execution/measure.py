@@ -7,6 +7,7 @@ bytes come from the allocator's own events in torch's profiler, on CUDA from its
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -70,11 +71,26 @@ class OpMeter:
         """Start with nothing measured."""
         self._device = device
         self._costs: dict[Any, OpCost] = {}
+        self._is_modest = False
         self.library_bytes = 0
 
-    def knows_all(self, graph: TaskGraph) -> bool:
-        """Tell whether every op of a graph has been measured already."""
-        return all(_signature(graph, t) in self._costs for t in graph.tasks)
+    def modest(self, *, is_modest: bool) -> OpMeter:
+        """Return a meter that shares what was measured, for looking at other budgets.
+
+        Args:
+            is_modest: Estimate that a kernel takes nothing for itself, so that estimates are never
+                above what is measured once there is room.
+        """
+        found = copy.copy(self)
+        found._is_modest = is_modest
+        return found
+
+    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
+        """Tell whether every op of a graph has been measured, but for those without the room."""
+        return all(
+            _signature(graph, t) in self._costs or not _fits(graph, t, room_bytes)
+            for t in graph.tasks
+        )
 
     def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
         """Return the taskgraph with measured ``time_ns`` and ``workspace_bytes``.
@@ -82,22 +98,29 @@ class OpMeter:
         Args:
             graph: The pass.
             room_bytes: What there is for scratch tensors; the workspace of an op that needs more
-                (one on a large KV cache, say) is estimated.
+                (one on a large KV cache, say) is estimated, until there is room.
         """
         signatures = [_signature(graph, t) for t in graph.tasks]
         new = {s: t for s, t in zip(signatures, graph.tasks, strict=True) if s not in self._costs}
+        estimated: dict[Any, OpCost] = {}
         for signature, task in list(new.items()):
-            scratch = sum(max(1, _reach(graph, task, b)) for b in task.buffers)
-            if room_bytes is not None and scratch > room_bytes:
-                self._costs[signature] = _unmeasured(graph, task)
+            if not _fits(graph, task, room_bytes):
+                estimated[signature] = self._estimate(graph, task)
                 del new[signature]
         if new:
             self._measure(graph, new)
+        known = {**self._costs, **estimated} if estimated else self._costs
         tasks = tuple(
-            dataclasses.replace(t, **dataclasses.asdict(self._costs[s]))
+            dataclasses.replace(t, **dataclasses.asdict(known[s]))
             for s, t in zip(signatures, graph.tasks, strict=True)
         )
         return dataclasses.replace(graph, tasks=tasks)
+
+    def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
+        if not self._is_modest:
+            return _unmeasured(graph, task)
+        copies = bind(task, lambda _: None, patches=[]).call is run_and_copy
+        return _unmeasured(graph, task) if copies else OpCost(time_ns=None, workspace_bytes=0)
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Ops that draw random numbers must not draw them from the program's own sequence.
@@ -155,6 +178,13 @@ class OpMeter:
             self._costs[signature] = (
                 _unmeasured(graph, task) if took is None else OpCost(took, peaks.get(index, 0))
             )
+
+
+def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
+    """Tell whether there is room for the scratch tensors of a task."""
+    if room_bytes is None:
+        return True
+    return sum(max(1, _reach(graph, task, b)) for b in task.buffers) <= room_bytes
 
 
 def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
