@@ -140,8 +140,8 @@ def require_memory(
         raise PlanInfeasibleError(
             f"attention over {longest.num_sequences} sequences of {longest.num_tokens} tokens "
             f"reads {format_bytes(layer_bytes)} ({layer_bytes} bytes) of KV cache in one layer; "
-            f"device_budget is {budget_bytes} bytes. Raise finepage.device_budget to >= {layer_bytes} "
-            f"or lower the batch, the beams or max_new_tokens.",
+            f"device_budget is {budget_bytes} bytes. Raise finepage.device_budget to >= "
+            f"{layer_bytes} or lower the batch, the beams or max_new_tokens.",
             layer_bytes,
         )
     if need_bytes <= budget_bytes + host_bytes:

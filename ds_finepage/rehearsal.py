@@ -55,7 +55,7 @@ OF_THE_CALLER = (
 )
 """Arguments of ``generate`` that would notice a rehearsal."""
 
-Call = Callable[[Any], object]
+Attempt = Callable[[Any], None]
 
 
 class RehearsalError(Exception):
@@ -226,17 +226,21 @@ def _stretch(shadow: Any, cache: Any, num_rows: int) -> bool:
         if not known and not isinstance(layer, HostLayer) and layer.get_max_length() < 1:
             return False
     full = [layer for layer in cache.layers if type(layer) is DynamicLayer and layer.is_initialized]
-    most = sum((t.nbytes // t.shape[-2]) * num_rows for x in full for t in (x.keys, x.values))
+    most = sum((t.nbytes // t.shape[-2]) * num_rows for x in full for t in _rows(x))
     if most > shadow.stats.budget_bytes and not shadow._cached_calls.move(cache):
         return False
     for layer in cache.layers:
         if isinstance(layer, HostLayer):
             layer.stretch(num_rows)
         elif type(layer) is DynamicLayer and layer.is_initialized:
-            layer.keys, layer.values = (_rows_like(t, num_rows) for t in (layer.keys, layer.values))
+            layer.keys, layer.values = (_rows_like(t, num_rows) for t in _rows(layer))
         elif type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
             _stretch_window(layer, num_rows)
     return True
+
+
+def _rows(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values
 
 
 def _rows_like(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -245,7 +249,7 @@ def _rows_like(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def _stretch_window(layer: DynamicSlidingWindowLayer, num_rows: int) -> None:
     kept = layer.sliding_window - 1
-    made = [_rows_like(t, min(num_rows, kept + 1)) for t in (layer.keys, layer.values)]
+    made = [_rows_like(t, min(num_rows, kept + 1)) for t in _rows(layer)]
     layer.keys, layer.values = (t[:, :, -kept:, :] for t in made)
     layer.cumulative_length = num_rows
 
@@ -254,7 +258,7 @@ def _stretch_window(layer: DynamicSlidingWindowLayer, num_rows: int) -> None:
 
 
 def _with_least_budget(
-    handle: Handle, refusal: PlanInfeasibleError, attempt: Call
+    handle: Handle, refusal: PlanInfeasibleError, attempt: Attempt
 ) -> PlanInfeasibleError:
     """Return a refusal with a budget under which an attempt is not refused."""
     if refusal.min_budget_bytes is None:
@@ -273,7 +277,7 @@ def _with_least_budget(
     return refusal.of_whole_call(least)
 
 
-def _least_budget(handle: Handle, attempt: Call) -> int | None:
+def _least_budget(handle: Handle, attempt: Attempt) -> int | None:
     """Find a budget under which an attempt is not refused; see [Note: two rounds]."""
     budget_bytes = handle.stats.budget_bytes
     most = budget_bytes + free_bytes(handle._device) // 2
@@ -293,7 +297,7 @@ def _least_budget(handle: Handle, attempt: Call) -> int | None:
 
 
 def _refusal(
-    handle: Handle, attempt: Call, budget_bytes: int, *, is_modest: bool
+    handle: Handle, attempt: Attempt, budget_bytes: int, *, is_modest: bool
 ) -> PlanInfeasibleError | None:
     """Go through a call under a budget; return what is refused, if anything is."""
     shadow = _shadow(handle, budget_bytes, is_modest=is_modest)
