@@ -9,14 +9,16 @@ import pytest
 import torch
 import transformers as hf
 
+from ds_finepage import rehearsal
 from ds_finepage.api import attach
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
-from tests.integration.families import LAST, make_model, token_ids
+from tests.integration.families import make_model, token_ids
 
 CPU = torch.device("cpu")
 TINY_BYTES = 1000
 POOL_BYTES = 8 << 20
+ALIGNMENT = 64
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
 
 
@@ -78,10 +80,7 @@ def refused(model: Any, work: Callable[[Any], torch.Tensor], budget: int, *, spl
 
 CASES = [
     ("llama", forward, torch.float32, False),
-    ("llama", generate, torch.bfloat16, False),
-    ("llama", generate, torch.float32, True),
-    ("llama", beams, torch.float32, False),
-    ("gpt2", generate, torch.float32, False),
+    ("llama", beams, torch.bfloat16, True),
     ("gpt2", forward, torch.bfloat16, True),
     ("mistral", generate, torch.bfloat16, False),
     ("mixtral", generate, torch.float32, False),
@@ -96,7 +95,11 @@ CASES = [
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_first_error_names_a_budget_that_is_enough(
-    name: str, work: Callable[[Any], torch.Tensor], dtype: torch.dtype, split: bool
+    name: str,
+    work: Callable[[Any], torch.Tensor],
+    dtype: torch.dtype,
+    split: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = MODELS[name](dtype)
     plain = work(model)
@@ -113,6 +116,17 @@ def test_the_first_error_names_a_budget_that_is_enough(
             assert torch.equal(found, plain)
         assert meter.peak_bytes <= least
         assert handle.stats.num_unplanned_graphs == 0
+        del found
+        monkeypatch.setattr(rehearsal, "_least_budget", lambda handle, attempt: None)
+        handle.replan(budget_bytes=least - ALIGNMENT)
+        try:
+            found = work(model)
+        except PlanInfeasibleError:
+            pass
+        else:
+            torch.testing.assert_close(found, plain)
+        handle.replan(budget_bytes=least * 10 // 11)  # the least is not far below
+        with pytest.raises(PlanInfeasibleError):
+            work(model)
     finally:
         handle.detach()
-    assert least * 10 // 11 < refused(model, work, least * 10 // 11, split=split) <= least
