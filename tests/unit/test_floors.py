@@ -30,6 +30,7 @@ FLOORS = {
     "cached_calls": 3,
     "captures": 3,
     "entries": 3,
+    "rehearsal": 3,
     "session": 3,
     "counters": 3,
     "integrations": 4,
