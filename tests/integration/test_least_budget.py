@@ -130,3 +130,62 @@ def test_the_first_error_names_a_budget_that_is_enough(
             work(model)
     finally:
         handle.detach()
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    model = MODELS["llama"](torch.float32)
+    with torch.no_grad():
+        cache = model(token_ids(9), use_cache=True).past_key_values
+    rows = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    handle = attach(model, device_budget=100_000, device="cpu")
+    state, seen = torch.get_rng_state(), []
+    with pytest.raises(PlanInfeasibleError), torch.no_grad():
+        model(token_ids(1), past_key_values=cache, use_cache=True)
+    with pytest.raises(PlanInfeasibleError):
+        generate(model, do_sample=True, stopping_criteria=[lambda *a, **k: seen.append(a)])
+    assert not seen and torch.equal(torch.get_rng_state(), state)
+    for layer, (keys, values) in zip(cache.layers, rows, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    assert handle.stats.num_unplanned_graphs == 0 and not handle.stats.reloaded_bytes
+    assert handle._acting is handle
+    handle.detach()
+
+
+class Broken(torch.nn.Module):
+    """Leaves its graph between two products, the second of which is a weight of its own."""
+
+    def __init__(self, middle: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.second = torch.nn.Linear(64, 256)
+        self._middle = middle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        self._middle(y)
+        return self.second(y)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda y: torch._dynamo.graph_break(),
+        lambda y: y[y > 0].numel(),  # whose size depends on data
+    ],
+)
+def test_behind_a_graph_break_or_without_a_plan_the_error_names_a_step(middle: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Broken(middle).eval(), torch.randn(3, 64)
+    handle = attach(model, device_budget=TINY_BYTES, device="cpu")
+    budget, plain = TINY_BYTES, None
+    with torch.no_grad():
+        for _ in range(4):
+            try:
+                plain = model(x)
+                break
+            except PlanInfeasibleError as error:
+                assert error.min_budget_bytes is not None and error.min_budget_bytes > budget
+                budget = error.min_budget_bytes
+                handle.replan(budget_bytes=budget)
+    handle.detach()
+    assert plain is not None and torch.equal(plain, model(x))
