@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.policies import RUNNABLE, plan_steady
 from ds_finepage.planning.simulator import simulate
+from ds_finepage.plans import plan_folder
 from ds_finepage.session import Handle
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def attach(
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
+    plan_dir = plan_folder(config.plan_dir) if config.plan_dir else None
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     table = WeightTable(take(dict(module.named_parameters()), where), where)
     budget = resolve_budget(config, table.nbytes, where)
@@ -156,7 +157,7 @@ def attach(
         split=config.split,
         debug=config.debug,
         profile=profile or probe(where, scratch_bytes=scratch),
-        plan_dir=Path(config.plan_dir) if config.plan_dir else None,
+        plan_dir=plan_dir,
         take=take,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ds_finepage.entries import (
     captured_call,
     entries,
 )
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import Runner, hook_modules
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.generation import LookAhead, WatchedGenerate
@@ -63,6 +65,8 @@ class Attachment:
         runner: Runner,
         on_unplanned: Callable[[torch.nn.Module], None],
         look_ahead: LookAhead,
+        during_generation: Callable[[], AbstractContextManager[None]],
+        refuse: Callable[..., PlanInfeasibleError],
     ) -> None:
         """Install it.
 
@@ -74,6 +78,8 @@ class Attachment:
             runner: Tells whether a call runs.
             on_unplanned: Called before a module runs outside any graph.
             look_ahead: Stands in front of ``generate``.
+            during_generation: Makes a context for each generation.
+            refuse: Says what a refused generation needs; see :class:`WatchedGenerate`.
         """
         self._module = module
         self._weights = weights
@@ -81,7 +87,7 @@ class Attachment:
         self._run_graph = run_graph
         self._runner = runner
         self._on_unplanned = on_unplanned
-        self._look_ahead = look_ahead
+        self._in_front_of_generate = (look_ahead, during_generation, refuse)
         self._undo: list[Callable[[], None]] = []
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
         self.tree = ModuleTree(module, weights)
@@ -102,7 +108,7 @@ class Attachment:
             generation.disable_compile = True
         if generation is not None and hasattr(module, "generate"):
             self._undo.append(attribute_restorer(module, "generate"))
-            watched: Any = WatchedGenerate(module, self._look_ahead)
+            watched: Any = WatchedGenerate(module, *self._in_front_of_generate)
             module.generate = watched
         self.tree.see()
 

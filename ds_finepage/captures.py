@@ -279,24 +279,26 @@ class Captures:
         smallest = gather_rows(graph)
         around = around_bytes(smallest, self._alignment) + self.costs.library_bytes
         room = self._stats.budget_bytes - around
-        if self._may_cut():
-            if min_split_arena_bytes(graph, self._alignment) <= room:
-                return
-            smallest = graph  # whose largest working set is no smaller than what cutting needs
-        require_feasible(smallest, room, self._alignment, around_bytes=around)
+        least = min_split_arena_bytes(graph, self._alignment) if self._may_cut() else None
+        require_feasible(smallest, room, self._alignment, around_bytes=around, least_bytes=least)
 
     def with_costs(self, graph: TaskGraph) -> TaskGraph:
         """Return a taskgraph with what its ops take, measured where that is not known yet."""
-        if self.costs.knows_all(graph):
-            return self.costs.with_costs(graph)
-        self._make_room()  # the scratch tensors need its room
         before = self.costs.library_bytes
+        around = around_bytes(graph, self._alignment) + before
+        outputs = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.OUTPUT)
+        room_bytes = self._stats.budget_bytes - around + outputs  # which are not there yet
+        if self.costs.knows_all(graph, room_bytes=room_bytes):
+            return self.costs.with_costs(graph, room_bytes=room_bytes)
+        self._make_room()  # the scratch tensors need its room
         with free_profiler():
-            around = around_bytes(graph, self._alignment) + before
-            outputs = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.OUTPUT)
-            room_bytes = self._stats.budget_bytes - around + outputs  # which are not there yet
             measured = self.costs.with_costs(graph, room_bytes=room_bytes)
-        for found in self.passes.values():
-            if found is not None:
-                found.stats.add_around(self.costs.library_bytes - before)
+        for found in self.planned():
+            found.stats.add_around(self.costs.library_bytes - before)
         return measured
+
+    def count_library(self, nbytes: int) -> None:
+        """Count device bytes that libraries took while something else was measured."""
+        self.costs.library_bytes += nbytes
+        for found in self.planned():
+            found.stats.add_around(nbytes)

@@ -24,9 +24,35 @@ class CaptureError(FinepageError):
 
 
 class PlanInfeasibleError(FinepageError):
-    """No plan exists under the given budget."""
+    """No plan exists under the given budget.
+
+    Attributes:
+        min_budget_bytes: A budget under which there is one; None where that is not known.
+    """
 
     exit_status = 2
+
+    def __init__(self, message: str, min_budget_bytes: int | None = None) -> None:
+        """Say what has no room, and what it would need."""
+        super().__init__(message)
+        self.min_budget_bytes = min_budget_bytes
+
+    def bare(self) -> PlanInfeasibleError:
+        """Return the error without its frames, which hold tensors as long as it is there."""
+        self.__context__ = self.__cause__ = None
+        return self.with_traceback(None)
+
+    def of_whole_call(self, min_budget_bytes: int) -> PlanInfeasibleError:
+        """Return the error with the least budget of the whole call instead of that of one step."""
+        text, of_step = str(self), self.min_budget_bytes
+        text = text.replace(
+            f"which makes min_budget_bytes {of_step};",
+            f"and the call has other steps, which makes min_budget_bytes {min_budget_bytes};",
+        )
+        text = text.replace(
+            f"device_budget to >= {of_step} ", f"device_budget to >= {min_budget_bytes} "
+        )
+        return PlanInfeasibleError(text, min_budget_bytes)
 
 
 class InvalidPlanError(FinepageError):

@@ -7,6 +7,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +52,7 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
         return None  # its prompt is not what its cache grows with
 
     def setting(name: str) -> Any:
-        return _setting(module, args, kwargs, name)
+        return setting_of(module, args, kwargs, name)
 
     prompt = inputs.shape[1]
     new, most = setting("max_new_tokens"), setting("max_length")
@@ -64,7 +65,7 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
     return Longest(inputs.shape[0] * max(beams, returned), total, prompt)
 
 
-def _setting(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return a setting of a generation: as named in the call, or as in its configuration."""
     found = kwargs.get(name)
     if found is not None:
@@ -141,7 +142,9 @@ def require_memory(
         raise PlanInfeasibleError(
             f"attention over {longest.num_sequences} sequences of {longest.num_tokens} tokens "
             f"reads {format_bytes(layer_bytes)} ({layer_bytes} bytes) of KV cache in one layer; "
-            f"device_budget is {budget_bytes} bytes. Lower the batch, the beams or max_new_tokens."
+            f"device_budget is {budget_bytes} bytes. Raise finepage.device_budget to >= "
+            f"{layer_bytes} or lower the batch, the beams or max_new_tokens.",
+            layer_bytes,
         )
     if need_bytes <= budget_bytes + host_bytes:
         return
@@ -194,7 +197,7 @@ class LookAhead:
             return
         require_positions(module, longest)
         need = kv_bytes(module.config, module.dtype, longest)
-        if need is None or not _setting(module, args, kwargs, "use_cache"):
+        if need is None or not setting_of(module, args, kwargs, "use_cache"):
             return
         given = kwargs.get("past_key_values")
         free = psutil.virtual_memory().available + (0 if given is None else _held_bytes(given))
@@ -225,7 +228,8 @@ class LookAhead:
         if refusal is not None:
             raise PlanInfeasibleError(
                 f"the last step of {longest.num_sequences} sequences of {longest.num_tokens} "
-                f"tokens has no room, even with their KV cache in host memory: {refusal}"
+                f"tokens has no room, even with their KV cache in host memory: {refusal}",
+                refusal.min_budget_bytes,
             )
         self._longest_that_fits[settings] = longest.num_tokens  # or nothing is known of it
 
@@ -255,10 +259,11 @@ class LookAhead:
         smallest = gather_rows(step)
         around = around_bytes(smallest, self._alignment)
         room = self._budget_bytes() - around
-        if self._may_cut() and min_split_arena_bytes(step, self._alignment) <= room:
-            return None
+        least = min_split_arena_bytes(step, self._alignment) if self._may_cut() else None
         try:
-            require_feasible(smallest, room, self._alignment, around_bytes=around)
+            require_feasible(
+                smallest, room, self._alignment, around_bytes=around, least_bytes=least
+            )
         except PlanInfeasibleError as error:
             return error
         return None
@@ -270,11 +275,26 @@ class WatchedGenerate:
     A copy of the model gets the ordinary ``generate`` of its class.
     """
 
-    def __init__(self, module: Any, ahead: LookAhead) -> None:
-        """Stand in front of ``module.generate``."""
+    def __init__(
+        self,
+        module: Any,
+        ahead: LookAhead,
+        around: Callable[[], AbstractContextManager[None]],
+        refuse: Callable[..., PlanInfeasibleError],
+    ) -> None:
+        """Stand in front of ``module.generate``.
+
+        Args:
+            module: The model.
+            ahead: Refuses a generation that is known to end for want of memory.
+            around: Makes a context for each generation.
+            refuse: ``refuse(error, generate, args, kwargs)`` says what a refused generation needs.
+        """
         self._module = module
         self._generate = module.generate
         self._ahead = ahead
+        self._around = around
+        self._refuse = refuse
         functools.update_wrapper(self, self._generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,8 +304,13 @@ class WatchedGenerate:
             ConfigError: The prompt is longer than a table of positions.
             PlanInfeasibleError: The generation is known to end for want of memory.
         """
-        self._ahead.require(args, kwargs)
-        return self._generate(*args, **kwargs)
+        try:
+            self._ahead.require(args, kwargs)
+            with self._around():
+                return self._generate(*args, **kwargs)
+        except PlanInfeasibleError as error:
+            refusal = error.bare()
+        raise self._refuse(refusal, self._generate, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the ordinary ``generate`` of the copy that is being made."""

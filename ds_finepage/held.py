@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 class Held:
     """Device tensors that passes have seen, held weakly."""
 
-    def __init__(self) -> None:
-        """Start empty."""
-        self._latest: list[weakref.ref[torch.Tensor]] = []
-        self._known: dict[StorageWeakRef, int] = {}  # -> bytes
+    def __init__(self, other: Held | None = None) -> None:
+        """Start empty, or with what another one knows of."""
+        self._latest: list[weakref.ref[torch.Tensor]] = list(other._latest) if other else []
+        self._known: dict[StorageWeakRef, int] = dict(other._known) if other else {}  # -> bytes
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what the pass that ran last was given and has made; called after every pass."""

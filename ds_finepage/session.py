@@ -7,6 +7,7 @@ before it runs it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.captures import Captures, Pass
 from ds_finepage.config import DebugConfig
 from ds_finepage.counters import PassStats, Stats
-from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import Runner, run_unplanned
@@ -42,6 +43,7 @@ from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, PAGING
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.split import gather_rows
 from ds_finepage.plans import plan_pass
+from ds_finepage.rehearsal import RehearsalError, refuse_generation, run_call
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """What torch's own allocators give, so that kernels choose the same code paths."""
@@ -97,6 +99,7 @@ class Handle:
             may_cut=lambda: self._split,
             make_room=self._make_room,
         )
+        self._acting = self  # while a call is rehearsed, the handle of the rehearsal
         self._num_graphs = 0
         self._graphs: dict[Any, tuple[int, DynamoGraph]] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
@@ -120,6 +123,8 @@ class Handle:
                 budget_bytes=lambda: self.stats.budget_bytes,
                 may_cut=lambda: self._split,
             ),
+            during_generation=self._cached_calls.generation,
+            refuse=functools.partial(refuse_generation, self),
         )
 
     # What users call.
@@ -154,7 +159,7 @@ class Handle:
             debug: The new checks.
         """
         with self._lock:
-            self._refuse_while_running("replan")
+            self._runner.refuse("replan")
             self._make_room()
             if budget_bytes is not None:
                 self.stats.budget_bytes = budget_bytes
@@ -172,14 +177,15 @@ class Handle:
         with self._lock:
             if not self._attached:
                 return
-            self._refuse_while_running("detach")
+            self._runner.refuse("detach")
             self._attached = False
             self._release_arena()
             self._lanes.close()
-            self._end_aside()
+            self._weights.unload()
             self._attachment.remove()
             self._weights.restore()
             self._graphs.clear()
+            self._cached_calls.bring_back()
 
     def refresh(self) -> None:
         """Take every weight for changed.
@@ -187,15 +193,8 @@ class Handle:
         Call it after a write that leaves no sign: through NumPy, DLPack or a raw pointer.
         """
         with self._lock:
-            self._refuse_while_running("refresh")
+            self._runner.refuse("refresh")
             self._heed(self._weights.refresh())
-
-    def _refuse_while_running(self, what: str) -> None:
-        if self._runner.is_active:
-            raise FinepageError(
-                f"{what}() was called while the model runs, by one of its hooks or callbacks. "
-                f"Call it when the forward has returned."
-            )
 
     @property
     def attached(self) -> bool:
@@ -231,12 +230,12 @@ class Handle:
             self._notice_changes()
             compiled = self._attachment.compiled(module)
             num_graphs = self._num_graphs
-            self._runner.thread, self._runner.is_active = threading.get_ident(), True
+            self._runner.begin()
             try:
                 with self.around_call():
-                    return self._cached_calls.call(compiled, module, args, kwargs)
+                    return self._acting._perform(compiled, module, args, kwargs)
             finally:
-                self._runner.thread, self._runner.is_active = None, False
+                self._runner.end()
                 if self._num_graphs != num_graphs:
                     gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
 
@@ -274,27 +273,25 @@ class Handle:
 
         Weights are arguments of the graph, and where a graph is the forward of one module, Dynamo
         runs it for other modules of the same make too. Each choice of weights is a graph of ours.
-
-        Args:
-            module: What Dynamo handed to its backend.
-            positions: Which arguments are parameters.
-            args: The arguments.
         """
         chosen = (id(module), *(id(args[i]) for i in positions))
         if chosen not in self._graphs:
             index, self._num_graphs = self._num_graphs, self._num_graphs + 1
             graph = DynamoGraph(module, args, self._weights.names, f"graph {index}")
             self._graphs[chosen] = index, graph
-        return self._run(*self._graphs[chosen], args)
+        return self._acting._run(*self._graphs[chosen], args)
 
     # Running.
+
+    def _perform(self, *call: Any) -> Any:
+        return run_call(self, *call)
 
     def _run(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Any:
         found = self._captures.find(index, graph, args)
         self._count_held(found, args)
         if found is not None and self._may_step_aside(found):
             return self._run_aside(graph, args, found)
-        self._end_aside()
+        self._weights.unload()
         executor = None
         if found is not None:
             self._visit(found)
@@ -354,10 +351,6 @@ class Handle:
         self._count(found.stats, PassCounters(entry_bytes, entry_bytes))
         return result
 
-    def _end_aside(self) -> None:
-        """Take the weights off the device again."""
-        self._weights.unload()
-
     def _visit(self, found: Pass) -> None:
         """Note that a pass runs next; let it make way if it keeps following another one.
 
@@ -386,23 +379,26 @@ class Handle:
             found.memgraph = self._plan(found, arena_bytes)
             if found.memgraph.graph is not found.graph and self._needs_more_workspace(found):
                 return self._executor(found)
+        found.executor = self._built(found.memgraph)
+        return found.executor
+
+    def _built(self, memgraph: MemGraph) -> Executor:
         if self._arena is None:
-            self._arena = Arena(arena_bytes, self._device)
-        if found.memgraph.host_bytes > self._pool.bytes.numel():
-            self._pool.reserve(found.memgraph.host_bytes)
+            self._arena = Arena(memgraph.arena_bytes, self._device)
+        if memgraph.host_bytes > self._pool.bytes.numel():
+            self._pool.reserve(memgraph.host_bytes)
             for other in self._captures.planned():
                 other.executor = None  # it points into the old pool
-        found.executor = Executor(
-            found.memgraph,
+        return Executor(
+            memgraph,
             arena=self._arena,
             pool=self._pool,
             lanes=self._lanes,
             masters=self._weights.masters,
-            in_place=self._captures.costs.in_place(found.memgraph.graph),
+            in_place=self._captures.costs.in_place(memgraph.graph),
             poison=self._debug.poison_vacated,
             hooks=self._hooks,
         )
-        return found.executor
 
     def _executor_of_sizes(self, found: Pass, args: Sequence[Any]) -> Executor | None:
         """Return a pass's executor, prepared for a call; None where only the call itself may fit.
@@ -441,10 +437,11 @@ class Handle:
         need = found.stats.min_budget_bytes - around
         if need > allowed:
             require_feasible(
-                found.graph if self._split else gather_rows(found.graph),
+                gather_rows(found.graph),
                 self.stats.budget_bytes - around,
                 self._alignment,
                 around_bytes=around,
+                least_bytes=need,
             )
         else:  # one that cannot run takes nothing from the others
             self._arena_limit = min(self._arena_limit, allowed)
@@ -471,7 +468,7 @@ class Handle:
         self.stats.offloaded_bytes += counted.offloaded_bytes
 
     def _make_room(self) -> None:
-        self._end_aside()
+        self._weights.unload()
         self._release_arena()
 
     def _release_arena(self) -> None:
@@ -488,6 +485,8 @@ class Handle:
             torch.cuda.empty_cache()
 
     def _on_unplanned_module(self, module: torch.nn.Module) -> None:
+        if self._acting is not self:
+            raise RehearsalError("a module is called outside any graph")
         self.stats.num_unplanned_modules += 1
         if module not in self._unplanned_modules:
             self._unplanned_modules.append(module)
@@ -495,5 +494,5 @@ class Handle:
             self._captures.warn_unplanned(
                 f"module {name or 'at the root'} is called outside any graph"
             )
-        self._end_aside()
+        self._weights.unload()
         self._release_arena()

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ds_finepage.capture.lengths import SymbolicSizes, size_of, upper_end
+from ds_finepage.capture.plain import require_plain
 from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
@@ -177,6 +178,7 @@ class DynamoGraph:
                 continue
             if arg.layout is not torch.strided:
                 raise CaptureError(f"{self.name}: argument {position} is {arg.layout}")
+            require_plain(arg)
             shape, stride = tuple(arg.shape), arg.stride()
             varies = False
             if sizes is not None and isinstance(example, torch.Tensor):

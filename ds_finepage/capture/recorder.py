@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
+from ds_finepage.capture.plain import require_plain
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import (
     TO_DEVICE,
@@ -197,6 +198,7 @@ class Recorder(TorchDispatchMode):
         return self._tensors[key]
 
     def _constant(self, tensor: torch.Tensor) -> int:
+        require_plain(tensor)
         identity = tensor.untyped_storage()._cdata
         if identity not in self._storages:
             nbytes = tensor.untyped_storage().nbytes()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from ds_finepage.errors import StoreError
+from ds_finepage.errors import FinepageError, StoreError
 from ds_finepage.execution.stores import WeightTable
 
 _TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
@@ -49,6 +50,26 @@ class Runner:
 
     thread: int | None = None
     is_active: bool = False
+
+    def begin(self) -> None:
+        """Note that this thread runs a call."""
+        self.thread, self.is_active = get_ident(), True
+
+    def end(self) -> None:
+        """Note that the call is over."""
+        self.thread, self.is_active = None, False
+
+    def refuse(self, what: str) -> None:
+        """Refuse what cannot be done while a call runs.
+
+        Raises:
+            FinepageError: A call runs.
+        """
+        if self.is_active:
+            raise FinepageError(
+                f"{what}() was called while the model runs, by one of its hooks or callbacks. "
+                f"Call it when the forward has returned."
+            )
 
 
 class _FetchingInterpreter(Interpreter):

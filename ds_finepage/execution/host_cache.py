@@ -1,7 +1,8 @@
 """KV caches in host memory: what a generation needs when its cache does not fit (floor 2).
 
 A :class:`HostLayer` takes the place of one of transformers' dynamic layers in a cache, in place, so
-the caller's cache object stays the same. Rows lie in host memory, tokens first, so that the live
+the caller's cache object stays the same; :mod:`ds_finepage.execution.handed_out` gives the callers
+their own layers back. Rows lie in host memory, tokens first, so that the live
 ones are a prefix and new ones come behind it. The forward brings the live rows in, appends the new
 ones, and hands back nothing but the new ones; between two calls they are copied behind the others.
 """
@@ -70,6 +71,14 @@ class HostRows:
         with torch.inference_mode(False), torch.no_grad():
             self.live = self._room[: len(before)]
             torch.index_select(before, 1, sequences, out=self.live)
+
+    def stretch(self, num_rows: int) -> None:
+        """Have this many live rows, whatever is in them."""
+        if self.live is not None:
+            before, self.live = self.live, None
+            self._grow(before.shape, before.dtype, num_rows)
+            assert self._room is not None
+            self.live = self._room[:num_rows]
 
     def _grow(self, shape: Sequence[int], dtype: torch.dtype, num_rows: int) -> None:
         capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length() if num_rows else 0)
@@ -174,6 +183,30 @@ class HostLayer(DynamicLayer):
         self._values.select(sequences.to("cpu"))
         self.live_keys, self.live_values = self._keys.live, self._values.live
 
+    def stretch(self, num_rows: int) -> None:
+        """Have this many live rows, whatever is in them: for looking at a longer call."""
+        self._keys.stretch(num_rows)
+        self._values.stretch(num_rows)
+        self.live_keys, self.live_values = self._keys.live, self._values.live
+
+    def take(self, layer: DynamicLayer) -> None:
+        """Take the state of a caller's layer; rows that are ours already stay where they are."""
+        self.forget_new()
+        self.is_initialized = layer.is_initialized
+        if not layer.is_initialized:
+            self.live_keys = self.live_values = None
+            return
+        self.dtype, self.device = layer.dtype, layer.device
+        self.keys, self.values = _some(layer.keys), _some(layer.values)
+
+    def give(self, layer: DynamicLayer) -> None:
+        """Give a caller's layer the state of this one, with keys and values in host memory."""
+        layer.is_initialized = self.is_initialized and self.live_keys is not None
+        layer.keys = self.keys if layer.is_initialized else None
+        layer.values = self.values if layer.is_initialized else None
+        if layer.is_initialized:
+            layer.dtype, layer.device = self.dtype, self.device
+
     # Between two calls.
 
     def settle(self) -> None:
@@ -201,6 +234,10 @@ class HostLayer(DynamicLayer):
             else:
                 rows.live = live
         self.live_keys, self.live_values = self._keys.live, self._values.live
+
+
+def _some(rows: torch.Tensor | None) -> torch.Tensor | None:
+    return None if rows is None or rows.numel() == 0 else rows
 
 
 def _is_prefix(live: torch.Tensor, of: torch.Tensor) -> bool:

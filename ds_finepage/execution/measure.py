@@ -14,6 +14,7 @@ signature is that of the sizes planned for: the largest.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -90,11 +91,26 @@ class OpMeter:
         """Start with nothing measured."""
         self._device = device
         self._costs: dict[Any, OpCost] = {}
+        self._is_modest = False
         self.library_bytes = 0
 
-    def knows_all(self, graph: TaskGraph) -> bool:
-        """Tell whether every op of a graph has been measured already."""
-        return all(s in self._costs for s in _signatures(graph))
+    def modest(self, *, is_modest: bool) -> OpMeter:
+        """Return a meter that shares what was measured, for looking at other budgets.
+
+        Args:
+            is_modest: Estimate that a kernel takes nothing for itself, so that estimates are never
+                above what is measured once there is room.
+        """
+        found = copy.copy(self)
+        found._is_modest = is_modest
+        return found
+
+    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
+        """Tell whether every op of a graph has been measured, but for those without the room."""
+        return all(
+            signature in self._costs or not _fits(graph, task, room_bytes)
+            for signature, task in zip(_signatures(graph), graph.tasks, strict=True)
+        )
 
     def in_place(self, graph: TaskGraph) -> frozenset[int]:
         """Return the tasks that may write into their extents; see [Note: the form of an op]."""
@@ -107,22 +123,23 @@ class OpMeter:
         Args:
             graph: The pass.
             room_bytes: What there is for scratch tensors; the workspace of an op that needs more
-                (one on a large KV cache, say) is estimated.
+                (one on a large KV cache, say) is estimated, until there is room.
 
         Raises:
             CaptureError: An op writes where its schema does not say it would.
         """
         signatures = _signatures(graph)
         new = {s: t for s, t in zip(signatures, graph.tasks, strict=True) if s not in self._costs}
+        estimated: dict[Any, OpCost] = {}
         for signature, task in list(new.items()):
-            if room_bytes is not None and scratch_bytes(graph, task) > room_bytes:
-                self._costs[signature] = _unmeasured(graph, task)
+            if not _fits(graph, task, room_bytes):
+                estimated[signature] = self._estimate(graph, task)
                 del new[signature]
         if new:
             self._measure(graph, new)
         tasks = []
         for signature, task in zip(signatures, graph.tasks, strict=True):
-            cost = self._costs[signature]
+            cost = estimated.get(signature) or self._costs[signature]
             if cost.fault is not None:
                 raise CaptureError(f"{task.where} {cost.fault}, so it cannot be planned")
             tasks.append(
@@ -131,6 +148,13 @@ class OpMeter:
                 )
             )
         return dataclasses.replace(graph, tasks=tuple(tasks))
+
+    def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
+        if not self._is_modest:
+            return _unmeasured(graph, task)
+        estimate = _unmeasured(graph, task)
+        is_in_place = has_out_form(task) and not is_random(task)
+        return dataclasses.replace(estimate, workspace_bytes=0) if is_in_place else estimate
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Ops that draw random numbers must not draw them from the program's own sequence.
@@ -240,6 +264,13 @@ def _check(trial: Trial, wanted: list[torch.Tensor]) -> None:
     fault = trial.fault(wanted)
     if fault is not None:
         raise _Misbehaves(fault)
+
+
+def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
+    """Tell whether there is room for the scratch tensors of a task."""
+    if room_bytes is None:
+        return True
+    return scratch_bytes(graph, task) <= room_bytes
 
 
 def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:

@@ -65,7 +65,12 @@ def needed_arena_bytes(graph: TaskGraph, alignment: int) -> int:
 
 
 def require_feasible(
-    graph: TaskGraph, arena_bytes: int, alignment: int, *, around_bytes: int = 0
+    graph: TaskGraph,
+    arena_bytes: int,
+    alignment: int,
+    *,
+    around_bytes: int = 0,
+    least_bytes: int | None = None,
 ) -> None:
     """Refuse an arena that cannot hold the working set of some task.
 
@@ -74,6 +79,7 @@ def require_feasible(
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes.
         around_bytes: Device bytes outside the arena, to express both numbers as a budget.
+        least_bytes: The smallest arena, where cutting makes do with less than a working set.
 
     Raises:
         PlanInfeasibleError: Names the task with the largest working set, and both numbers.
@@ -82,15 +88,18 @@ def require_feasible(
         return
     worst = max(graph.tasks, key=lambda t: working_set_bytes(graph, t, alignment))
     need = working_set_bytes(graph, worst, alignment)
-    if need <= arena_bytes:
+    least = need if least_bytes is None else least_bytes
+    if least <= arena_bytes:
         return
+    cut = "" if least == need else f" ({least} bytes, cut into pieces)"
     raise PlanInfeasibleError(
-        f"{worst.where} needs {format_bytes(need)} ({need} bytes) resident together, and "
+        f"{worst.where} needs {format_bytes(need)} ({need} bytes) resident together{cut}, and "
         f"{around_bytes} bytes are needed around the arena (inputs, outputs, KV cache, op "
         f"workspaces, results of earlier calls that somebody holds), which makes min_budget_bytes "
-        f"{need + around_bytes}; device_budget is {arena_bytes + around_bytes} bytes, "
+        f"{least + around_bytes}; device_budget is {arena_bytes + around_bytes} bytes, "
         f"{max(0, arena_bytes)} of them for the arena. Raise "
-        f"finepage.device_budget to >= {need + around_bytes} or lower the batch or the length."
+        f"finepage.device_budget to >= {least + around_bytes} or lower the batch or the length.",
+        least + around_bytes,
     )
 
 

@@ -102,7 +102,7 @@ MOVING = (
     mutant(
         "detach-is-not-refused-inside-a-call",
         "session.py",
-        'self._refuse_while_running("detach")',
+        'self._runner.refuse("detach")',
         "pass",
         f"{ACTIONS}[detach_inside_a_call]",
     ),

@@ -31,6 +31,7 @@ FLOORS = {
     "captures": 3,
     "attachment": 3,
     "entries": 3,
+    "rehearsal": 3,
     "session": 3,
     "counters": 3,
     "integrations": 4,

@@ -1,0 +1,83 @@
+"""KV caches of every kind that transformers has, under a small budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers import Cache
+from transformers.cache_utils import QuantizedLayer
+
+from ds_finepage.api import attach
+from ds_finepage.capture.plain import require_plain
+from ds_finepage.errors import CaptureError
+from ds_finepage.execution.meter import DeviceMeter
+from tests.integration.families import make_model, token_ids, tokens
+
+BUDGETS = (64 << 20, 700_000)
+KINDS: dict[str, dict[str, Any]] = {
+    "dynamic": {"cache": "dynamic"},
+    "static": {"cache": "static"},
+    "fp8": {"cache": "quantized", "cache_config": {"backend": "fp8"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "static"), ("llama", "fp8"), ("mistral", "dynamic")]
+)
+def test_every_kind_of_cache_gives_its_tokens_within_the_budget(
+    family: str, kind: str, budget: int
+) -> None:
+    model = make_model(family)
+    ids = token_ids(24, batch=2)
+    plain = tokens(model, ids, 8, **KINDS[kind])
+    handle = attach(model, device_budget=budget, device="cpu")
+    with DeviceMeter(torch.device("cpu")) as meter:
+        assert torch.equal(tokens(model, ids, 8, **KINDS[kind]), plain)
+    assert meter.peak_bytes <= budget
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    handle.detach()
+
+
+class Halves(QuantizedLayer):
+    """Keeps what it quantizes in a tensor that wraps two others, as quantizers do."""
+
+    @torch._dynamo.disable
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> TwoTensor:
+        half = tensor.to(torch.bfloat16).to(tensor.dtype)
+        return TwoTensor(half, half.clone())
+
+    def _dequantize(self, q_tensor: TwoTensor) -> torch.Tensor:
+        return (q_tensor + 0).a
+
+
+def test_a_cache_of_tensors_that_wrap_others_gives_its_tokens() -> None:
+    model = make_model("llama")
+
+    def generate() -> torch.Tensor:
+        cache = Cache(layers=[Halves(residual_length=3) for _ in range(2)])
+        return tokens(model, token_ids(9, batch=2), 6, cache=None, past_key_values=cache)
+
+    plain = generate()
+    handle = attach(model, device_budget=BUDGETS[1], device="cpu")
+    assert torch.equal(generate(), plain)
+    assert any("TwoTensor wraps other tensors" in r for r in handle.stats.unplanned_reasons)
+    handle.detach()
+    assert torch.equal(generate(), plain)
+
+
+def test_a_tensor_that_wraps_others_is_not_planned() -> None:
+    plain = torch.ones(2)
+    require_plain(plain)
+    require_plain(torch.nn.Parameter(plain))
+    with pytest.raises(CaptureError, match="TwoTensor wraps other tensors"):
+        require_plain(TwoTensor(plain, plain))

@@ -1,0 +1,191 @@
+"""The budget that an error names is enough for the very call that was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from ds_finepage import rehearsal
+from ds_finepage.api import attach
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.meter import DeviceMeter
+from tests.integration.families import make_model, token_ids
+
+CPU = torch.device("cpu")
+TINY_BYTES = 1000
+POOL_BYTES = 8 << 20
+ALIGNMENT = 64
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+
+
+def t5(dtype: torch.dtype) -> Any:
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    config = hf.T5Config(vocab_size=256, decoder_start_token_id=0, **sizes)
+    model = hf.T5ForConditionalGeneration(config).eval().to(dtype)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+MODELS: dict[str, Callable[[torch.dtype], Any]] = {
+    "llama": lambda dtype: make_model("llama", dtype, intermediate_size=128, **SMALL),
+    "gpt2": lambda dtype: make_model("gpt2", dtype, n_inner=128, **SMALL),
+    "mistral": lambda dtype: make_model("mistral", dtype, intermediate_size=128, **SMALL),
+    "mixtral": lambda dtype: make_model("mixtral", dtype, intermediate_size=64, **SMALL),
+    "t5": t5,
+}
+
+
+def forward(model: Any) -> torch.Tensor:
+    kwargs: dict[str, Any] = {}
+    if model.config.is_encoder_decoder:
+        kwargs = {"decoder_input_ids": token_ids(7, batch=2)}
+    with torch.no_grad():
+        return model(token_ids(24, batch=2), **kwargs).logits
+
+
+def generate(model: Any, **settings: Any) -> torch.Tensor:
+    settings = {"max_new_tokens": 20, "do_sample": False, **settings}
+    return model.generate(token_ids(24, batch=2), **settings)
+
+
+def beams(model: Any) -> torch.Tensor:
+    return generate(model, num_beams=3)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+def refused(model: Any, work: Callable[[Any], torch.Tensor], budget: int, *, split: bool) -> int:
+    """Run under a budget that is too small; return the one that the error names."""
+    torch._dynamo.reset()
+    handle = attach(model, device_budget=budget, device="cpu", split=split)
+    try:
+        with pytest.raises(PlanInfeasibleError) as error:
+            work(model)
+    finally:
+        handle.detach()
+    least = error.value.min_budget_bytes
+    assert least is not None and f"Raise finepage.device_budget to >= {least} " in str(error.value)
+    assert not handle.stats.passes or all(not p.num_runs for p in handle.stats.passes)
+    return least
+
+
+CASES = [
+    ("llama", forward, torch.float32, False),
+    ("llama", beams, torch.bfloat16, True),
+    ("gpt2", forward, torch.bfloat16, True),
+    ("mistral", generate, torch.bfloat16, False),
+    ("mixtral", generate, torch.float32, False),
+    ("t5", forward, torch.float32, False),
+    ("t5", generate, torch.bfloat16, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "dtype", "split"),
+    CASES,
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_first_error_names_a_budget_that_is_enough(
+    name: str,
+    work: Callable[[Any], torch.Tensor],
+    dtype: torch.dtype,
+    split: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = MODELS[name](dtype)
+    plain = work(model)
+    least = refused(model, work, TINY_BYTES, split=split)
+    torch._dynamo.reset()
+    handle = attach(model, device_budget=least, device="cpu", split=split)
+    try:
+        handle._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
+        with DeviceMeter(CPU) as meter:
+            found = work(model)
+        if split and work is forward:
+            torch.testing.assert_close(found, plain)
+        else:
+            assert torch.equal(found, plain)
+        assert meter.peak_bytes <= least
+        assert handle.stats.num_unplanned_graphs == 0
+        del found
+        monkeypatch.setattr(rehearsal, "_least_budget", lambda handle, attempt: None)
+        handle.replan(budget_bytes=least - ALIGNMENT)
+        try:
+            found = work(model)
+        except PlanInfeasibleError:
+            pass
+        else:
+            torch.testing.assert_close(found, plain)
+        handle.replan(budget_bytes=least * 10 // 11)  # the least is not far below
+        with pytest.raises(PlanInfeasibleError):
+            work(model)
+    finally:
+        handle.detach()
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    model = MODELS["llama"](torch.float32)
+    with torch.no_grad():
+        cache = model(token_ids(9), use_cache=True).past_key_values
+    rows = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    handle = attach(model, device_budget=100_000, device="cpu")
+    state, seen = torch.get_rng_state(), []
+    with pytest.raises(PlanInfeasibleError), torch.no_grad():
+        model(token_ids(1), past_key_values=cache, use_cache=True)
+    with pytest.raises(PlanInfeasibleError):
+        generate(model, do_sample=True, stopping_criteria=[lambda *a, **k: seen.append(a)])
+    assert not seen and torch.equal(torch.get_rng_state(), state)
+    for layer, (keys, values) in zip(cache.layers, rows, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    assert handle.stats.num_unplanned_graphs == 0 and not handle.stats.reloaded_bytes
+    assert handle._acting is handle
+    handle.detach()
+
+
+class Broken(torch.nn.Module):
+    """Leaves its graph between two products, the second of which is a weight of its own."""
+
+    def __init__(self, middle: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.second = torch.nn.Linear(64, 256)
+        self._middle = middle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        self._middle(y)
+        return self.second(y)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda y: torch._dynamo.graph_break(),
+        lambda y: y[y > 0].numel(),  # whose size depends on data
+    ],
+)
+def test_behind_a_graph_break_or_without_a_plan_the_error_names_a_step(middle: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Broken(middle).eval(), torch.randn(3, 64)
+    handle = attach(model, device_budget=TINY_BYTES, device="cpu")
+    budget, plain = TINY_BYTES, None
+    with torch.no_grad():
+        for _ in range(4):
+            try:
+                plain = model(x)
+                break
+            except PlanInfeasibleError as error:
+                assert error.min_budget_bytes is not None and error.min_budget_bytes > budget
+                budget = error.min_budget_bytes
+                handle.replan(budget_bytes=budget)
+    handle.detach()
+    assert plain is not None and torch.equal(plain, model(x))
