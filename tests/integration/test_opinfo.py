@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 UNFILLED = "what it returns means nothing"
 CUDA_ONLY = "eager PyTorch has it on CUDA only"
 SKIPPED = {
+    "as_strided_partial_views": "it reads beyond a copy of the tensor that it gets",
     "empty": UNFILLED,
     "empty_like": UNFILLED,
     "empty_permuted": UNFILLED,

@@ -190,8 +190,8 @@ RUNNING = (
     mutant(
         "rows-of-a-refused-forward-stay",
         "cached_calls.py",
-        "if not take_back(before) or not self._may_move():",
-        "if not self._may_move():",
+        "if not take_back(before) or not self.may_move():",
+        "if not self.may_move():",
         "unit/test_cached_calls.py",
         is_named=True,
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.cached_calls import CachedCalls
 from ds_finepage.counters import Stats
@@ -84,8 +84,8 @@ def test_rows_of_a_refused_forward_are_taken_back_before_the_next(after: int) ->
     assert torch.equal(call(made, forward(cache, 1, after), cache), EXPECTED)
     assert lengths(cache) == [4, 4]
     assert stats.num_caches_on_host == 1
-    assert all(isinstance(layer, HostLayer) for layer in cache.layers)
     for layer in cache.layers:
+        assert type(layer) is DynamicLayer  # the caller's own, with rows in host memory
         assert torch.equal(layer.keys, EXPECTED)
         assert torch.equal(layer.values, -EXPECTED)
 
@@ -116,7 +116,10 @@ def test_a_second_refusal_is_passed_on_and_leaves_no_rows() -> None:
     assert lengths(cache) == [3, 3]
     assert stats.num_caches_on_host == 1
     # What the refused forward has handed back is let go, and not settled by the next call.
-    assert all(layer.new_keys is layer.new_values is None for layer in cache.layers)
+    made._handed_out.take(cache)
+    for layer in cache.layers:
+        assert isinstance(layer, HostLayer)
+        assert layer.new_keys is layer.new_values is None
     assert torch.equal(call(made, forward(cache), cache), EXPECTED)
     assert lengths(cache) == [4, 4]
 

@@ -20,10 +20,10 @@ class KnownCosts:
 
     library_bytes = 0
 
-    def knows_all(self, graph: TaskGraph) -> bool:
+    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
         return True
 
-    def with_costs(self, graph: TaskGraph) -> TaskGraph:
+    def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
         return graph
 
 
@@ -237,7 +237,7 @@ def test_a_pass_is_a_visitor_where_most_runs_followed_another() -> None:
 
 def test_what_lets_a_model_stay_on_the_device_counts_all_weights_and_activations() -> None:
     made, _ = remembering()
-    made._all_weights_bytes = 10_000
+    made.all_weights_bytes = 10_000
     (found,) = find(made, OneSizeGraph(), 4)
     assert found is not None
     around = found.stats.around_bytes

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +16,11 @@ from torch import nn
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.generation import (
     Longest,
+    WatchedGenerate,
     kv_bytes,
     longest_of,
     require_memory,
     require_positions,
-    watched_generate,
 )
 
 IDS = torch.zeros(3, 6, dtype=torch.int64)
@@ -149,16 +153,51 @@ def test_a_model_without_such_a_table_takes_any_prompt() -> None:
     require_positions(WithPositions("embed_tokens"), Longest(1, 30, 29))
 
 
-def test_generate_is_asked_first_and_then_called_as_it_was() -> None:
-    order: list[Any] = []
-    ahead: Any = SimpleNamespace(require=lambda args, kwargs: order.append((args, kwargs)))
+class Generating:
+    """A model that notes its generations."""
 
-    def generate(*args: Any, **kwargs: Any) -> str:
+    def __init__(self) -> None:
+        self.order: list[Any] = []
+
+    def generate(self, *args: Any, **kwargs: Any) -> str:
         """Theirs."""
-        order.append("generate")
+        self.order.append("generate")
+        if kwargs.get("has_no_room"):
+            raise PlanInfeasibleError("no room")
         return f"{args} {kwargs}"
 
-    watched = watched_generate(generate, ahead)
-    assert watched(1, a=2) == "(1,) {'a': 2}"
-    assert order == [((1,), {"a": 2}), "generate"]
-    assert watched.__doc__ == "Theirs."
+
+def watched(module: Generating) -> WatchedGenerate:
+    ahead: Any = SimpleNamespace(require=lambda args, kwargs: module.order.append((args, kwargs)))
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        module.order.append("begin")
+        yield
+        module.order.append("end")
+
+    def refuse(error: Exception, *_: Any) -> PlanInfeasibleError:
+        return PlanInfeasibleError(f"{error}, whatever the budget")
+
+    return WatchedGenerate(module, ahead, around, refuse)
+
+
+def test_generate_is_asked_first_and_then_called_as_it_was() -> None:
+    module = Generating()
+    generate = watched(module)
+    assert generate(1, a=2) == "(1,) {'a': 2}"
+    assert module.order == [((1,), {"a": 2}), "begin", "generate", "end"]
+    assert generate.__doc__ == "Theirs."
+
+
+def test_a_refused_generation_says_what_it_needs() -> None:
+    with pytest.raises(PlanInfeasibleError, match="no room, whatever the budget"):
+        watched(Generating())(has_no_room=True)
+
+
+def test_a_copy_of_a_model_generates_by_itself() -> None:
+    module = Generating()
+    module.generate = watched(module)  # type: ignore[method-assign]
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert twin.generate(3) == "(3,) {}"
+        assert twin.order == ["generate"] and module.order == []

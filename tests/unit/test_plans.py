@@ -70,12 +70,16 @@ def test_a_new_plan_is_checked_before_it_runs(monkeypatch: pytest.MonkeyPatch) -
         plan_pass()
 
 
-def test_a_plan_from_a_file_is_checked_before_it_runs(tmp_path: Path) -> None:
+def test_a_plan_from_a_file_is_checked_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     right = plan_pass(tmp_path)
     (path,) = tmp_path.iterdir()
+    kept = path.read_bytes()
     save(spoiled(right), path)
-    with pytest.raises(InvalidPlanError, match="breaks .* rule"):
-        plan_pass(tmp_path)
+    assert plan_pass(tmp_path) == right
+    assert "cannot be used, and is made anew" in caplog.text and "rule" in caplog.text
+    assert path.read_bytes() == kept
 
 
 def test_a_plan_made_by_hand_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from ds_finepage.execution import measure
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.ops import BoundTask
 from ds_finepage.execution.trial import Trial, reach
-from ds_finepage.graph.taskgraph import Task, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from tests.unit.execution.graphs import ACTIVATION, CONSTANT, INPUT, WEIGHT, Draft
 
 CPU = torch.device("cpu")
@@ -192,6 +192,15 @@ def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
     monkeypatch.setattr(measure, "REPEAT_BELOW_NS", -1)
     measure._time(task, lambda: None)
     assert len(calls) == 4
+
+
+def test_a_copy_to_host_memory_is_measured() -> None:
+    """Its op has a name of ours, as the ranges have in which the profiler looks."""
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 8), draft.tensor(BufferKind.HOST, 8)
+    draft.task(TO_HOST, x, out=(y,))
+    (task,) = measured(draft)
+    assert task.time_ns is not None and task.workspace_bytes == 0
 
 
 # --- scratch tensors -------------------------------------------------------------------------
