@@ -3,7 +3,8 @@
 A fake tensor's strides come from torch's own description of an op, and for some ops (normalizations
 of channels-last images) the kernel lays its result out in another way. The next op may then choose
 another algorithm, whose last bits are others. So an op that is met for the first time is asked what
-it really does; see :class:`StridesOf`.
+it really does; see :class:`StridesOf`. Views are asked on torch's meta device, where they are the
+same as everywhere and there are no bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_finepage.capture.lengths import Evaluator, size_of
@@ -53,31 +55,73 @@ class LayoutFixer:
         """
         if op._schema.is_mutable or not _is_known((args, kwargs, result)):
             return result
-        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         made = _tensors(result)
-        if not made or any(t.untyped_storage()._cdata in given for t in made):
-            return result  # a view, or nothing new
-        if not all(isinstance(t, FakeTensor) for t in made):
+        if not made or not all(isinstance(t, FakeTensor) for t in made):
             return result
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        is_view = any(t.untyped_storage()._cdata in given for t in made)
+        known_args, known_kwargs = tree_map(self._describe, (args, kwargs))
         described = [self._layout(t) for t in made]
-        args, kwargs = tree_map(self._describe, (args, kwargs))
-        found = self._strides_of(op, args, kwargs, described)
+        found: Sequence[tuple[int, ...]] | None
+        if is_view:
+            found = _strides_of_view(op, known_args, known_kwargs)
+        else:
+            found = self._strides_of(op, known_args, known_kwargs, described)
         if found is None or all(d.stride == s for d, s in zip(described, found, strict=True)):
             return result
         strides = {id(t): s for t, s in zip(made, found, strict=True)}
+        source = args[0] if is_view else None
         return tree_map(
-            lambda v: self._with_strides(v, strides[id(v)]) if id(v) in strides else v, result
+            lambda v: self._with_strides(v, strides[id(v)], source) if id(v) in strides else v,
+            result,
         )
 
-    def _with_strides(self, tensor: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
+    def _with_strides(
+        self, tensor: torch.Tensor, wanted: tuple[int, ...], source: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return a fake tensor like another, with other strides: a view of ``source``, or new."""
         if self._layout(tensor).stride == wanted:
             return tensor
         stride: Sequence[Any] = wanted
         if any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride())):
-            stride = _dense(tensor.shape, wanted)
+            if source is None:
+                stride = _dense(tensor.shape, wanted)
+            else:
+                stride = self._reshaped(source, tensor.shape)
             if tuple(map(self._int, stride)) != wanted:
-                raise CaptureError(f"an op returns strides {wanted}, whatever its sizes")
+                raise CaptureError(f"strides {wanted} of a result do not follow from its sizes")
+        if source is not None:
+            return source.as_strided(tensor.shape, stride, tensor.storage_offset())
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+
+    def _reshaped(self, source: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
+        """Return the strides that ``view`` gives; what torch does itself, but for symbols.
+
+        Dimensions of the source that follow on one another are taken as one, and the last of the
+        new dimensions that have as many elements lie in it; those of one element beside them.
+        """
+        sizes, strides = list(source.shape), list(source.stride())
+        found: list[Any] = [1] * len(shape)
+        at = len(shape) - 1
+        base, elements = strides[-1] if strides else 1, 1
+        for dim in range(len(sizes) - 1, -1, -1):
+            elements = elements * sizes[dim]
+            follows = dim > 0 and (
+                self._int(sizes[dim - 1]) == 1
+                or self._int(strides[dim - 1]) == self._int(elements * base)
+            )
+            if follows:
+                continue
+            covered: Any = 1
+            while at >= 0 and (
+                self._int(covered) < self._int(elements) or self._int(shape[at]) == 1
+            ):
+                found[at] = covered * base
+                covered = covered * shape[at]
+                at -= 1
+            if dim > 0:
+                base, elements = strides[dim - 1], 1
+        return found
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -90,6 +134,23 @@ class LayoutFixer:
 
     def _int(self, size: int | torch.SymInt) -> int:
         return int(self._number(size_of(size)))
+
+
+def _strides_of_view(op: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:
+    """Return the strides of the views that an op makes; None where it has no description."""
+
+    def bare(value: Any) -> Any:
+        if not isinstance(value, Layout):
+            return value
+        dtype = getattr(torch, value.dtype)
+        return torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        given = tree_map(bare, (args, kwargs))
+        try:
+            return [tuple(t.stride()) for t in _tensors(op(*given[0], **given[1]))]
+        except RuntimeError:
+            return None
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

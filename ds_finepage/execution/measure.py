@@ -19,6 +19,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.ops import BoundTask, bind, run_and_copy
+from ds_finepage.graph.routes import groups_of
 from ds_finepage.graph.taskgraph import JOIN, Ref, Task, TaskGraph
 
 REPEAT_BELOW_NS = 2_000_000
@@ -212,14 +213,26 @@ def _peaks(profiler: Any) -> dict[int, int]:
 
 
 def _on_scratch(graph: TaskGraph, task: Task, device: torch.device) -> BoundTask:
-    """Bind a task to scratch tensors full of zeros, which are valid indices everywhere."""
+    """Bind a task to scratch tensors full of zeros, which are valid indices everywhere.
+
+    But where zeros would mean that there is nothing to do, there is as much as there can be: masks
+    choose everything, and of groups of rows the first has them all.
+    """
     scratch = {
         b: torch.zeros(max(1, _reach(graph, task, b)), dtype=torch.uint8, device=device)
         for b in task.buffers
     }
-    return bind(
-        task, lambda t: view_of(scratch[graph.tensors[t].buffer], graph.tensors[t]), patches=[]
-    )
+
+    def tensor(index: int) -> torch.Tensor:
+        return view_of(scratch[graph.tensors[index].buffer], graph.tensors[index])
+
+    masks = {graph.tensors[t] for t in _tensor_ids(task) if graph.tensors[t].dtype == "bool"}
+    for buffer in {mask.buffer for mask in masks}:
+        scratch[buffer].fill_(1)
+    groups = groups_of(task)
+    if groups is not None and len(graph.tensors[groups.rows].shape) == 2:
+        tensor(groups.ends).fill_(graph.tensors[groups.rows].shape[0])
+    return bind(task, tensor, patches=[])
 
 
 def _reach(graph: TaskGraph, task: Task, buffer: int) -> int:
