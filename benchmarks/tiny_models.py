@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class Tiny:
     inputs: Callable[[torch.Generator], Inputs]
     library: str = "transformers"
     tokens: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def ids(length: int = PROMPT, vocab: int = VOCAB, name: str = "input_ids") -> Any:
