@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
+from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, device_bytes, free_bytes, probe
-from ds_finepage.execution.stores import HostWeight, WeightTable, weights_of_module
+from ds_finepage.execution.stores import TakeWeights, WeightTable
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
@@ -118,7 +119,7 @@ def attach(
     *,
     device: torch.device | str | None = None,
     profile: HardwareProfile | None = None,
-    weights: list[HostWeight] | None = None,
+    take: TakeWeights = weights_of,
     **settings: Any,
 ) -> Handle:
     """Run a module's forward passes by plan, under a device budget, from now on.
@@ -128,7 +129,7 @@ def attach(
         config: The ``finepage`` section.
         device: Where to compute; by default CUDA where there is one.
         profile: Rates to plan with; by default they are measured, in a moment.
-        weights: Host masters, if somebody (DeepSpeed) has made them already.
+        take: Makes the host masters of parameters; DeepSpeed has made them already.
         **settings: Keys of the section, one by one.
 
     Returns:
@@ -141,7 +142,7 @@ def attach(
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    table = WeightTable(weights or weights_of_module(module, where), where)
+    table = WeightTable(take(dict(module.named_parameters()), where), where)
     budget = resolve_budget(config, table.nbytes, where)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(where)
@@ -156,6 +157,7 @@ def attach(
         debug=config.debug,
         profile=profile or probe(where, scratch_bytes=scratch),
         plan_dir=Path(config.plan_dir) if config.plan_dir else None,
+        take=take,
     )
 
 

@@ -120,6 +120,7 @@ class Captures:
         costs: What ops take on this device.
         passes: By what selects them, the one that was used last at the end; None where a call has
             to run without a plan.
+        all_weights_bytes: What the whole model takes on the device.
         most_resident_bytes: Budget under which, for every pass so far, all of the model may be on
             the device.
     """
@@ -151,7 +152,7 @@ class Captures:
         self._of_one_size: set[int] = set()  # graphs that cannot be recorded with symbols
         self._stats = stats
         self._alignment = alignment
-        self._all_weights_bytes = all_weights_bytes
+        self.all_weights_bytes = all_weights_bytes
         self._may_cut = may_cut
         self._make_room = make_room
         self._strides_of = LayoutProbe(make_room=self._room_bytes)
@@ -274,7 +275,7 @@ class Captures:
             if b.kind is BufferKind.WEIGHT
         )
         activations = stats.needed_budget_bytes - around - mine
-        resident = around + self._all_weights_bytes + UNPLANNED_SHARE * activations
+        resident = around + self.all_weights_bytes + UNPLANNED_SHARE * activations
         self.most_resident_bytes = max(self.most_resident_bytes, resident)
         return Pass(taskgraph, stats, resident_bytes=resident)
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.external_utils import wrap_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ds_finepage.execution.fallback import Runner
 from ds_finepage.execution.stores import WeightTable
 
 MIN_RECOMPILES = 64
 """Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
+
+_TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
+
+_PARAMETERS = attrgetter("_parameters")
+_CHILDREN = attrgetter("_modules")
 
 
 def entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Module]:
@@ -45,10 +59,114 @@ def captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[...
     return module._call_impl
 
 
+RunCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call of a module: the module, its arguments and its named arguments."""
+
+
+class PlannedCall:
+    """Runs the calls of one module; stands as its ``_compiled_call_impl``.
+
+    A copy of the module is an ordinary module: copying and pickling leave this object out.
+    """
+
+    def __init__(self, module: torch.nn.Module, run: RunCall, runner: Runner) -> None:
+        """Take over the calls of ``module``.
+
+        Args:
+            module: The module.
+            run: Runs a call by plan.
+            runner: Tells which thread runs a call of the model now. In that thread a part of the
+                model is called as ever: Dynamo traces the call, or it stands between two graphs.
+        """
+        self._module = module
+        self._run = run
+        self._runner = runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call."""
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or self._runner.thread == get_ident()
+            or is_traced()
+        ):
+            return self._module._call_impl(*args, **kwargs)
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):
+            return self._run(self._module, args, kwargs)
+        # Dynamo works on the caller; it must not work on what is in here.
+        return torch._dynamo.disable(self._run)(self._module, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Leave a copy of the module without this object."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave a pickle of the module without this object."""
+        return types.NoneType, ()
+
+
+def is_traced() -> bool:
+    """Tell whether somebody traces the call: with ``torch.jit``, ``torch.export`` or ``vmap``.
+
+    Such a call runs as ever, on parameters that show the host masters.
+    """
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
+        )
+    )
+
+
+for _function in (PlannedCall.__call__, is_traced):
+    skip_code(_function.__code__)  # between two graphs they must not become graphs themselves
+
+
+class ModuleTree:
+    """The modules of a model and their parameters, as they were seen last."""
+
+    def __init__(self, module: torch.nn.Module, weights: WeightTable) -> None:
+        """See them now."""
+        self._module = module
+        self._weights = weights
+        self.see()
+
+    def see(self) -> None:
+        """Take the tree as it is now for unchanged."""
+        self._modules = list(self._module.modules())
+        self._parents = [m for m in self._modules if m._modules]
+        self._seen = self._look()
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        parameters = chain.from_iterable(map(dict.values, map(_PARAMETERS, self._modules)))
+        children = chain.from_iterable(map(dict.values, map(_CHILDREN, self._parents)))
+        return list(map(id, parameters)), list(map(id, children))
+
+    def has_new_parts(self) -> bool:
+        """Tell whether the model has a module or a parameter that it did not have.
+
+        A tensor in a parameter's place, as ``functional_call`` puts it there, is no such part.
+        """
+        if self._look() == self._seen:
+            return False
+        known = set(map(id, self._modules))
+        if any(id(m) not in known for m in self._module.modules()):
+            return True
+        if any(p not in self._weights for p in self._module.parameters() if is_parameter(p)):
+            return True
+        self.see()
+        return False
+
+
+def is_parameter(value: Any) -> bool:
+    """Tell whether a value is a parameter, not a tensor in its place."""
+    return isinstance(value, torch.nn.Parameter)
+
+
 def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
     """Return what gives an object's own attribute back, or its absence."""
     if name not in vars(owner):
-        return lambda: delattr(owner, name)
+        return lambda: vars(owner).pop(name, None)
     before = vars(owner)[name]
     return lambda: setattr(owner, name, before)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -262,15 +264,36 @@ class LookAhead:
         return None
 
 
-def watched_generate(generate: Callable[..., Any], ahead: LookAhead) -> Callable[..., Any]:
-    """Return ``generate`` with a look ahead in front of it."""
+class WatchedGenerate:
+    """``generate`` of one model with a look ahead in front of it.
 
-    @functools.wraps(generate)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        ahead.require(args, kwargs)
-        return generate(*args, **kwargs)
+    A copy of the model gets the ordinary ``generate`` of its class.
+    """
 
-    return watched
+    def __init__(self, module: Any, ahead: LookAhead) -> None:
+        """Stand in front of ``module.generate``."""
+        self._module = module
+        self._generate = module.generate
+        self._ahead = ahead
+        functools.update_wrapper(self, self._generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Look ahead, then generate.
+
+        Raises:
+            ConfigError: The prompt is longer than a table of positions.
+            PlanInfeasibleError: The generation is known to end for want of memory.
+        """
+        self._ahead.require(args, kwargs)
+        return self._generate(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the ordinary ``generate`` of the copy that is being made."""
+        return types.MethodType(type(self._module).generate, copy.deepcopy(self._module, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the ordinary ``generate`` of the module that is being pickled."""
+        return types.MethodType, (type(self._module).generate, self._module)
 
 
 def _held_bytes(cache: Any) -> int:

@@ -15,25 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import skip_code
 from torch.fx import GraphModule
 
+from ds_finepage.attachment import Attachment
 from ds_finepage.cached_calls import CachedCalls
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.captures import Captures, Pass
 from ds_finepage.config import DebugConfig
 from ds_finepage.counters import PassStats, Stats
-from ds_finepage.entries import allow_recompiles, attribute_restorer, captured_call, entries
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.errors import FinepageError, PlanInfeasibleError
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
-from ds_finepage.execution.fallback import hook_modules, run_unplanned
+from ds_finepage.execution.fallback import Runner, run_unplanned
 from ds_finepage.execution.lanes import Lanes, make_lanes
+from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
-from ds_finepage.execution.stores import WeightTable
-from ds_finepage.generation import LookAhead, watched_generate
+from ds_finepage.execution.stores import TakeWeights, WeightChanges, WeightTable
+from ds_finepage.generation import LookAhead
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import name_of_key
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.held import Held
 from ds_finepage.planning.liveness import require_feasible
@@ -61,6 +62,7 @@ class Handle:
         debug: DebugConfig,
         profile: HardwareProfile,
         plan_dir: Path | None = None,
+        take: TakeWeights = weights_of,
     ) -> None:
         """Take a module over; see :func:`ds_finepage.attach` for what the arguments mean."""
         self.stats = Stats(budget_bytes, weights.nbytes)
@@ -82,7 +84,6 @@ class Handle:
         self._entered: Pass | None = None
         self._held = Held()
         self._residents: Residents = {}
-        self._is_aside = False
         self._cached_calls = CachedCalls(
             self.stats,
             pinned=device.type == "cuda",
@@ -97,14 +98,29 @@ class Handle:
             make_room=self._make_room,
         )
         self._num_graphs = 0
+        self._graphs: dict[Any, tuple[int, DynamoGraph]] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
         self._hooks: list[OpHook] = []
-        self._undo: list[Callable[[], None]] = []
         self._attached = True
-        self._is_running = False
+        self._runner = Runner()
+        self._take = take
         # What has to hold while the model runs; an integration may set it.
         self.around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._install()
+        self._weights.install()
+        self._attachment = Attachment(
+            module,
+            weights,
+            run=self._call,
+            run_graph=self._run_graph,
+            runner=self._runner,
+            on_unplanned=self._on_unplanned_module,
+            look_ahead=LookAhead(
+                module,
+                alignment=self._alignment,
+                budget_bytes=lambda: self.stats.budget_bytes,
+                may_cut=lambda: self._split,
+            ),
+        )
 
     # What users call.
 
@@ -138,6 +154,7 @@ class Handle:
             debug: The new checks.
         """
         with self._lock:
+            self._refuse_while_running("replan")
             self._make_room()
             if budget_bytes is not None:
                 self.stats.budget_bytes = budget_bytes
@@ -155,12 +172,30 @@ class Handle:
         with self._lock:
             if not self._attached:
                 return
+            self._refuse_while_running("detach")
             self._attached = False
             self._release_arena()
             self._lanes.close()
-            for undo in reversed(self._undo):
-                undo()
+            self._end_aside()
+            self._attachment.remove()
             self._weights.restore()
+            self._forget_captures()
+
+    def refresh(self) -> None:
+        """Take every weight for changed.
+
+        Call it after a write that leaves no sign: through NumPy, DLPack or a raw pointer.
+        """
+        with self._lock:
+            self._refuse_while_running("refresh")
+            self._heed(self._weights.refresh())
+
+    def _refuse_while_running(self, what: str) -> None:
+        if self._runner.is_active:
+            raise FinepageError(
+                f"{what}() was called while the model runs, by one of its hooks or callbacks. "
+                f"Call it when the forward has returned."
+            )
 
     @property
     def attached(self) -> bool:
@@ -188,84 +223,73 @@ class Handle:
             max_delay_us=self._debug.max_lane_delay_us,
         )
 
-    def _install(self) -> None:
-        module = self._module
-        self._weights.install()
-        for handle in hook_modules(module, self._weights, self._on_unplanned_module):
-            self._undo.append(handle.remove)
-        for part in entries(module, self._weights):
-            self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
-            part._compiled_call_impl = self._enter(part)
-        self._undo.append(allow_recompiles())
-        generation = getattr(module, "generation_config", None)
-        if generation is not None:  # transformers would compile a compiled call once more
-            self._undo.append(attribute_restorer(generation, "disable_compile"))
-            generation.disable_compile = True
-        if generation is not None and hasattr(module, "generate"):
-            self._undo.append(attribute_restorer(module, "generate"))
-            generate: Any = module.generate
-            ahead = LookAhead(
-                module,
-                alignment=self._alignment,
-                budget_bytes=lambda: self.stats.budget_bytes,
-                may_cut=lambda: self._split,
-            )
-            watched: Any = watched_generate(generate, ahead)
-            module.generate = watched
+    # Calls.
 
-    def _enter(self, module: torch.nn.Module) -> Callable[..., Any]:
-        """Return what a call of a module is to do; see :func:`entries`.
+    def _call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the module or of a part of it."""
+        with self._lock:
+            self._notice_changes()
+            compiled = self._attachment.compiled(module)
+            num_graphs = self._num_graphs
+            self._runner.thread, self._runner.is_active = threading.get_ident(), True
+            try:
+                with self.around_call():
+                    return self._cached_calls.call(compiled, module, args, kwargs)
+            finally:
+                self._runner.thread, self._runner.is_active = None, False
+                if self._num_graphs != num_graphs:
+                    gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
 
-        Inside another call, be it one that Dynamo is tracing or the code between two of its graphs,
-        a part is called as ever.
-        """
-        compiled: Callable[..., Any] | None = None
+    def _notice_changes(self) -> None:
+        """Take over what others changed in the model since the last call."""
+        if self._attachment.tree.has_new_parts():
+            self._forget_captures()
+            self._attachment.remove()
+            self._weights.exchange(dict(self._module.named_parameters()), self._take)
+            self._attachment.install()
+            self._note_weight_bytes()
+        self._heed(self._weights.changes())
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled
-            if self._is_running and torch.compiler.is_dynamo_compiling():
-                return module._call_impl(*args, **kwargs)
-            with self._lock:
-                if self._is_running:
-                    return module._call_impl(*args, **kwargs)
-                if compiled is None:
-                    compiled = torch.compile(
-                        captured_call(module, self._weights), backend=self._backend
-                    )
-                if self._weights.disturbed():
-                    self._end_aside()
-                    self._residents.clear()  # whoever filled a parameter may have changed it
-                num_graphs = self._num_graphs
-                self._is_running = True
-                try:
-                    with self.around_call():
-                        return self._cached_calls.call(compiled, module, args, kwargs)
-                finally:
-                    self._is_running = False
-                    if self._num_graphs != num_graphs:
-                        gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
+    def _heed(self, changes: WeightChanges) -> None:
+        """Forget what was true of weights that changed."""
+        if changes.reshaped:
+            self._forget_captures()
+            self._note_weight_bytes()
+        elif changes.moved:
+            self._make_room()  # executors copy from the old masters
+        changed = set(changes.rewritten)
+        for key in [k for k in self._residents if name_of_key(k) in changed]:
+            del self._residents[key]
+        self._weights.reload(changes.rewritten)
 
-        skip_code(call.__code__)  # between two graphs it must not become one itself
-        return call
+    def _forget_captures(self) -> None:
+        self._make_room()
+        self._captures.forget()
+        self._graphs.clear()
+        self._last = self._entered = None
+        self._arena_limit = self.stats.budget_bytes
 
-    def _backend(self, module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one of Dynamo's graphs: a Dynamo backend.
+    def _note_weight_bytes(self) -> None:
+        self.stats.weight_bytes = self._weights.nbytes
+        self._captures.all_weights_bytes = self._weights.block_bytes
+
+    def _run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
+        """Run one of Dynamo's graphs.
 
         Weights are arguments of the graph, and where a graph is the forward of one module, Dynamo
         runs it for other modules of the same make too. Each choice of weights is a graph of ours.
+
+        Args:
+            module: What Dynamo handed to its backend.
+            positions: Which arguments are parameters.
+            args: The arguments.
         """
-        positions = [i for i, a in enumerate(example_args) if isinstance(a, torch.nn.Parameter)]
-        graphs: dict[tuple[int, ...], tuple[int, DynamoGraph]] = {}
-
-        def run(*args: Any) -> Any:
-            chosen = tuple(id(args[i]) for i in positions)
-            if chosen not in graphs:
-                index, self._num_graphs = self._num_graphs, self._num_graphs + 1
-                name = f"graph {index}"
-                graphs[chosen] = index, DynamoGraph(module, args, self._weights.names, name)
-            return self._run(*graphs[chosen], args)
-
-        return run
+        chosen = (id(module), *(id(args[i]) for i in positions))
+        if chosen not in self._graphs:
+            index, self._num_graphs = self._num_graphs, self._num_graphs + 1
+            name = f"graph {index}"
+            self._graphs[chosen] = index, DynamoGraph(module, args, self._weights.names, name)
+        return self._run(*self._graphs[chosen], args)
 
     # Running.
 
@@ -322,14 +346,13 @@ class Handle:
     def _run_aside(self, graph: DynamoGraph, args: Sequence[Any], found: Pass) -> Any:
         """Let PyTorch run a pass by itself, with all weights on the device for good."""
         entry_bytes = 0
-        if not self._is_aside:
+        if not self._weights.on_device:
             self._executor(found)  # for its figures: it is what the plan would do
             self._release_arena()
-            self._weights.fill_all()
-            self._is_aside = True
+            self._weights.load_all()
             entry_bytes = self._weights.nbytes
         with torch.no_grad():
-            result = graph.module(*args)
+            result = graph.module(*graph.with_weights(args, self._weights.on_device))
         self._held.note((*found.given(args), *found.made(result)))
         self.stats.num_aside_runs += 1
         self._count(found.stats, PassCounters(entry_bytes, entry_bytes))
@@ -337,9 +360,7 @@ class Handle:
 
     def _end_aside(self) -> None:
         """Take the weights off the device again."""
-        if self._is_aside:
-            self._is_aside = False
-            self._weights.install()
+        self._weights.unload()
 
     def _visit(self, found: Pass) -> None:
         """Note that a pass runs next; let it make way if it keeps following another one.

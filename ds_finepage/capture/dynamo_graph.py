@@ -69,6 +69,22 @@ class DynamoGraph:
         )
         self._host_module = self._slice_host_outputs()
 
+    def with_weights(self, args: Sequence[Any], on_device: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Return a call's arguments with other tensors in the place of the weights.
+
+        Args:
+            args: The call's arguments.
+            on_device: Weight name -> the tensor.
+        """
+        found = list(args)
+        for position, (parameter, name) in self.weights.items():
+            weight = on_device[name]
+            if weight.requires_grad != parameter.requires_grad:
+                # Products with weights that ask for gradients have other last bits.
+                weight.requires_grad_(parameter.requires_grad)
+            found[position] = weight
+        return found
+
     def key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return what selects the taskgraph of a call.
 

@@ -16,9 +16,10 @@ kept from Dynamo altogether.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import skip_code
@@ -27,6 +28,22 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.stores import WeightTable
+
+COMPILED_BY_CALLER = "ds_finepage runs this model by plan; torch.compile goes on behind the call"
+
+
+@dataclass(slots=True)
+class Runner:
+    """Tells who runs a call of an attached model.
+
+    Attributes:
+        thread: Identifies the thread; None while no call runs.
+        is_active: True while a call runs. Dynamo guards on it, and it never differs where it
+            captures a call.
+    """
+
+    thread: int | None = None
+    is_active: bool = False
 
 
 class _FetchingInterpreter(Interpreter):
@@ -79,7 +96,10 @@ def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable
 
 
 def hook_modules(
-    module: torch.nn.Module, weights: WeightTable, on_use: Callable[[torch.nn.Module], None]
+    module: torch.nn.Module,
+    weights: WeightTable,
+    on_use: Callable[[torch.nn.Module], None],
+    runner: Runner,
 ) -> list[RemovableHandle]:
     """Register hooks that bring in a module's own parameters when it runs outside any graph.
 
@@ -87,47 +107,74 @@ def hook_modules(
         module: The root.
         weights: Where to fetch from.
         on_use: Called before every such use; it counts, and gives the arena back.
+        runner: Tells whether a call of the root runs.
     """
     handles = []
     for owner in module.modules():
         own = [p for p in owner.parameters(recurse=False) if p in weights]
         if own:
-            fill, empty = _filler(own, weights, on_use), _emptier(own, weights)
-            for hook in (fill, empty):
-                skip_code(hook.__code__)
+            fill = _FillHook(own, weights, on_use, runner)
             handles.append(owner.register_forward_pre_hook(fill))
-            handles.append(owner.register_forward_hook(empty, always_call=True))
+            handles.append(owner.register_forward_hook(_EmptyHook(own, weights), always_call=True))
     return handles
 
 
-def _filler(
-    own: list[torch.nn.Parameter],
-    weights: WeightTable,
-    on_use: Callable[[torch.nn.Module], None],
-) -> FunctionType:
-    def bring_in(module: torch.nn.Module) -> None:
-        on_use(module)
-        for parameter in own:
-            weights.fill(parameter)
+def ignore_call(*args: Any) -> None:
+    """Do nothing: what a hook of ours becomes in a copy of its module."""
 
-    aside = torch._dynamo.disable(bring_in)
 
-    def fill(module: torch.nn.Module, args: Any) -> None:
+class _OwnHook:
+    """A hook on a module's own parameters. A copy of the module does not get it."""
+
+    def __init__(self, own: list[torch.nn.Parameter], weights: WeightTable) -> None:
+        self._own = own
+        self._weights = weights
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return ignore_call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (sys.modules[__name__], ignore_call.__name__)
+
+
+class _FillHook(_OwnHook):
+    def __init__(
+        self,
+        own: list[torch.nn.Parameter],
+        weights: WeightTable,
+        on_use: Callable[[torch.nn.Module], None],
+        runner: Runner,
+    ) -> None:
+        super().__init__(own, weights)
+        self._on_use = on_use
+        self._runner = runner
+        self._aside = torch._dynamo.disable(self._bring_in)
+
+    def _bring_in(self, module: torch.nn.Module) -> None:
+        self._on_use(module)
+        for parameter in self._own:
+            self._weights.fill(parameter)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            aside(module)
+            self._aside(module)
+        elif not self._runner.is_active:
+            torch._dynamo.graph_break(COMPILED_BY_CALLER)
 
-    return cast(FunctionType, fill)
 
+class _EmptyHook(_OwnHook):
+    def __init__(self, own: list[torch.nn.Parameter], weights: WeightTable) -> None:
+        super().__init__(own, weights)
+        self._aside = torch._dynamo.disable(self._take_away)
 
-def _emptier(own: list[torch.nn.Parameter], weights: WeightTable) -> FunctionType:
-    def take_away() -> None:
-        for parameter in own:
-            weights.empty(parameter)
+    def _take_away(self) -> None:
+        for parameter in self._own:
+            self._weights.empty(parameter)
 
-    aside = torch._dynamo.disable(take_away)
-
-    def empty(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            aside()
+            self._aside()
 
-    return cast(FunctionType, empty)
+
+for _hook in (_FillHook, _EmptyHook):
+    skip_code(_hook.__call__.__code__)

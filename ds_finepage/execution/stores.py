@@ -1,57 +1,125 @@
-"""Host masters: the one valid copy of every weight, and what stands in its place (floor 2).
+"""Host masters: the one copy of every weight, and the parameters that show it (floor 2).
 
-While a model is attached each parameter keeps its full shape on the device but no bytes, so that
-nothing in the model has to change and nothing is on the device that the plan did not put there.
+While a model is attached, ``parameter.data`` of each weight is its host master: on the CPU the
+master itself, on CUDA a view of the pinned master through its device address. Such a view reads and
+writes right over the link and takes no device bytes. A plan never uses the parameters; it copies
+masters into the arena. See [Note: how a change of a weight is noticed].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.executor import byte_view
+from ds_finepage.execution.masters import HostWeight, device_view, rehome
+from ds_finepage.execution.watch import DataWatch, data_of, set_data
 
 BLOCK_ALIGNMENT = 512
 
+_ADDRESS = torch.Tensor.data_ptr
+_VERSION = vars(torch._C.TensorBase)["_version"].__get__
+
+TakeWeights = Callable[[Mapping[str, torch.nn.Parameter], torch.device], list[HostWeight]]
+"""Makes the masters of named parameters; the second argument is the device to compute on."""
+
 
 @dataclass(frozen=True, slots=True)
-class HostWeight:
-    """One parameter and its master.
+class WeightChanges:
+    """What others did to the weights since the last look.
 
     Attributes:
-        name: Qualified name in the module.
-        parameter: The parameter; identity is by this object.
-        master: Its bytes in host memory, 1-d uint8.
-        shape: Full shape.
-        stride: Strides of the full tensor, dense.
-        dtype: Element type.
-        restore: Puts back what the parameter held before.
+        rewritten: Names of weights whose bytes may be others.
+        moved: True where a weight has another master.
+        reshaped: True where a weight has another shape, layout or dtype.
     """
 
-    name: str
-    parameter: torch.nn.Parameter
-    master: torch.Tensor
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    restore: Callable[[], None]
+    rewritten: tuple[str, ...] = ()
+    moved: bool = False
+    reshaped: bool = False
+
+
+NO_CHANGES = WeightChanges()
+
+
+class _Shown:
+    """A parameter that shows its master, and the signs of a change as they were seen last."""
+
+    def __init__(self, weight: HostWeight, device: torch.device, used: list[DataWatch]) -> None:
+        self.weight = weight
+        self._device = device
+        self.filled: torch.Tensor | None = None  # stands in for the view meanwhile
+        self.watch = DataWatch(weight.parameter, used, self._replacement)
+        self.show()
+        self.note()
+
+    def show(self) -> None:
+        """Let the parameter show its master."""
+        self.view = device_view(self.weight, self._device)
+        if not self.shows_view:
+            set_data(self.weight.parameter, self.view)
+
+    @property
+    def shows_view(self) -> bool:
+        parameter = self.weight.parameter
+        return (
+            parameter.data_ptr() == self.view.data_ptr()
+            and parameter.device == self.view.device
+            and self.weight.has_form_of(parameter)
+            and parameter.is_inference() == self.view.is_inference()
+        )
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.watch.was_used or self._signs() != self._seen
+
+    @property
+    def is_written(self) -> bool:
+        """Tell whether somebody wrote into the parameter, or may have."""
+        return self.watch.was_used or self._signs()[1] != self._seen[1]
+
+    def note(self) -> None:
+        """Take what the parameter is now for unchanged."""
+        self._seen = self._signs()
+        self.watch.clear()
+
+    def _signs(self) -> tuple[int, int]:
+        parameter = self.weight.parameter
+        return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+
+    def _replacement(self, value: torch.Tensor) -> torch.Tensor:
+        """Keep a parameter readable that ZeRO frees by an empty tensor."""
+        is_freed = self.weight.is_partition and self.view.numel() > 0 and value.numel() == 0
+        return self.view if is_freed else value
 
 
 class WeightTable:
-    """All weights of a module, tied ones once."""
+    """All weights of a module, tied ones once.
+
+    Attributes:
+        names: ``id(parameter)`` -> qualified name.
+        masters: Qualified name -> bytes in host memory, 1-d uint8.
+        on_device: Qualified name -> the whole weight on the device, from :meth:`load_all` to
+            :meth:`unload`; empty otherwise.
+    """
 
     def __init__(self, weights: Iterable[HostWeight], device: torch.device) -> None:
         """Take the weights over; call :meth:`install` to free their device bytes."""
         self._weights = list(weights)
         self._device = device
-        self._parameters = [w.parameter for w in self._weights]
-        self._num_elements = [_num_elements(w.shape) for w in self._weights]
+        self._shown: dict[int, _Shown] = {}  # by id(parameter)
+        self._used: list[DataWatch] = []
+        self.masters: dict[str, torch.Tensor] = {}
+        self.on_device: dict[str, torch.Tensor] = {}
+        self._index()
+
+    def _index(self) -> None:
         self.names = {id(w.parameter): w.name for w in self._weights}
-        self.masters = {w.name: w.master for w in self._weights}
-        self._is_full = False
+        self._by_id = {id(w.parameter): w for w in self._weights}
+        self.masters.clear()
+        self.masters.update({w.name: w.master for w in self._weights})
 
     @property
     def nbytes(self) -> int:
@@ -60,71 +128,151 @@ class WeightTable:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of all weights on the device at once, as :meth:`fill_all` places them."""
+        """Bytes of all weights on the device at once, as :meth:`load_all` places them."""
         return sum(-(-w.master.numel() // BLOCK_ALIGNMENT) for w in self._weights) * BLOCK_ALIGNMENT
-
-    def install(self) -> None:
-        """Give every parameter its full shape on the device, without bytes."""
-        self._is_full = False
-        for weight in self._weights:
-            self._empty(weight)
-
-    def restore(self) -> None:
-        """Give every parameter back what it held before."""
-        for weight in self._weights:
-            weight.restore()
-
-    def disturbed(self) -> list[str]:
-        """Empty the parameters that somebody else resized; return their names.
-
-        ``GatheredParameters`` leaves a parameter without its shape, and may have changed it.
-        """
-        now = list(map(torch.Tensor.numel, self._parameters))
-        if now == self._num_elements:
-            return []
-        changed = [
-            w for w, a, b in zip(self._weights, now, self._num_elements, strict=True) if a != b
-        ]
-        for weight in changed:
-            self._empty(weight)
-        return [w.name for w in changed]
-
-    def fetch(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a full copy of a weight on the device, outside any plan."""
-        for weight in self._weights:
-            if weight.parameter is parameter:
-                return _materialize(weight, self._device)
-        raise StoreError("a parameter that was not there when the model was attached")
 
     def __contains__(self, parameter: object) -> bool:
         """Tell whether a parameter is one of ours."""
         return id(parameter) in self.names
 
+    # The parameters.
+
+    def install(self) -> None:
+        """Let every parameter show its master; its device bytes are free then."""
+        for weight in self._weights:
+            if id(weight.parameter) not in self._shown:
+                shown = _Shown(weight, self._device, self._used)
+                self._shown[id(weight.parameter)] = shown
+        self._snapshot()
+
+    def restore(self) -> None:
+        """Give every parameter back, with the value that it has now."""
+        self.unload()
+        self.changes()
+        for weight in self._weights:
+            weight.restore(weight)
+        for shown in self._shown.values():
+            shown.watch.stop()
+        self._shown = {}
+        self._snapshot()
+
+    def exchange(self, named: Mapping[str, torch.nn.Parameter], take: TakeWeights) -> None:
+        """Go on with the parameters that a changed module has now.
+
+        Args:
+            named: All parameters of the module, each once.
+            take: Makes the masters of new ones.
+
+        Raises:
+            StoreError: A new parameter has no data, or another attached model has it.
+        """
+        self.unload()
+        self.changes()
+        new = {name: p for name, p in named.items() if id(p) not in self._by_id}
+        taken = {id(w.parameter): w for w in take(new, self._device)}
+        weights = []
+        for name, parameter in named.items():
+            weight = self._by_id.get(id(parameter)) or taken[id(parameter)]
+            weight.name = name
+            weights.append(weight)
+        kept = {id(w.parameter) for w in weights}
+        for key in [key for key in self._shown if key not in kept]:
+            self._shown.pop(key).watch.stop()
+        self._weights = weights
+        self._index()
+        self.install()
+
+    # Changes from outside.
+
+    def _snapshot(self) -> None:
+        """Note all signs of a change, in a form that is compared fast."""
+        self._parameters = [s.weight.parameter for s in self._shown.values()]
+        # Inference tensors have no version counter.
+        self._versioned = [p for p in self._parameters if not p.is_inference()]
+        self._addresses = list(map(_ADDRESS, self._parameters))
+        self._versions = list(map(_VERSION, self._versioned))
+
+    def changes(self) -> WeightChanges:
+        """Return what others changed since the last look, and take it over."""
+        if (
+            not self._used
+            and list(map(_ADDRESS, self._parameters)) == self._addresses
+            and list(map(_VERSION, self._versioned)) == self._versions
+        ):
+            return NO_CHANGES
+        return self._take_over([s for s in self._shown.values() if s.is_disturbed])
+
+    def refresh(self) -> WeightChanges:
+        """Take every weight for changed."""
+        return self._take_over(list(self._shown.values()))
+
+    def _take_over(self, disturbed: list[_Shown]) -> WeightChanges:
+        self._used.clear()
+        moved = reshaped = False
+        for shown in disturbed:
+            if not shown.shows_view:
+                reshaped = reshaped or not shown.weight.has_form_of(shown.weight.parameter)
+                moved = self._adopt(shown) or moved
+            shown.note()
+        self._index()
+        self._snapshot()
+        return WeightChanges(tuple(s.weight.name for s in disturbed), moved, reshaped)
+
+    def _adopt(self, shown: _Shown) -> bool:
+        """Take over the tensor that somebody gave a parameter; True where that moves its master."""
+        weight, value = shown.weight, data_of(shown.weight.parameter)
+        if weight.is_partition and weight.has_form_of(value):
+            _copy(weight.value, value)
+            if not weight.is_gathered():  # else ZeRO takes it away itself
+                shown.show()
+            return False
+        rehome(weight, value, self._device)
+        shown.show()
+        return True
+
+    # Weights on the device, outside any plan.
+
+    def fetch(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a full copy of a weight on the device.
+
+        Raises:
+            StoreError: The parameter is not one of ours.
+        """
+        weight = self._by_id.get(id(parameter))
+        if weight is None:
+            raise StoreError("a parameter that was not there when the model was attached")
+        with torch.inference_mode(False):
+            full = torch.empty_strided(
+                weight.shape, weight.stride, dtype=weight.dtype, device=self._device
+            )
+        _copy(full, weight.value)
+        return full
+
     def fill(self, parameter: torch.nn.Parameter) -> None:
-        """Give one parameter its bytes, for code that runs outside any plan."""
-        parameter.data = self.fetch(parameter)
+        """Give a parameter its own copy on the device, for code that runs outside any plan."""
+        shown = self._shown.get(id(parameter))
+        if shown is not None and shown.filled is None:
+            shown.filled = self.fetch(parameter)
+            set_data(parameter, shown.filled)
 
     def empty(self, parameter: torch.nn.Parameter) -> None:
-        """Take the bytes of one parameter away again, unless all are to have theirs."""
-        if self._is_full:  # graphs in the module's forward filled them, and others rely on that
+        """Take that copy away again; what somebody wrote into it goes to the master."""
+        shown = self._shown.get(id(parameter))
+        if shown is None or shown.filled is None:
             return
-        for weight in self._weights:
-            if weight.parameter is parameter:
-                self._empty(weight)
+        copy, shown.filled = shown.filled, None
+        if parameter.data_ptr() != copy.data_ptr():
+            return  # somebody set ``data`` meanwhile; ``changes`` takes that over
+        if shown.is_written:
+            _copy(shown.weight.value, copy)
+        set_data(parameter, shown.view)
 
-    def fill_all(self) -> None:
-        """Give every parameter its bytes on the device, until :meth:`install` frees them.
+    def load_all(self) -> None:
+        """Copy every weight to the device, until :meth:`unload`.
 
         They lie in one block, whose pages an operating system can make large ones.
         """
-        try:
-            self._fill_block()
-        except BaseException:
-            self.install()  # the plans count on their room
-            raise
-        self._is_full = True
-
-    def _fill_block(self) -> None:
+        found: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             block = torch.empty(self.block_bytes, dtype=torch.uint8, device=self._device)
             end = 0
@@ -133,79 +281,23 @@ class WeightTable:
                 part = block[end : end + nbytes]
                 part.copy_(weight.master, non_blocking=True)
                 flat = part.view(weight.dtype)
-                weight.parameter.data = flat.as_strided(
-                    weight.shape, weight.stride, flat.storage_offset()
-                )
+                whole = flat.as_strided(weight.shape, weight.stride, flat.storage_offset())
+                found[weight.name] = whole.detach()
                 end += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        self.on_device = found
 
-    def _empty(self, weight: HostWeight) -> None:
-        with torch.inference_mode(False):
-            stand_in = torch.empty_strided(
-                weight.shape, weight.stride, dtype=weight.dtype, device=self._device
-            )
-        stand_in.untyped_storage().resize_(0)
-        weight.parameter.data = stand_in
+    def reload(self, names: Iterable[str]) -> None:
+        """Copy some weights to the device again, where all are there."""
+        for name in names:
+            if name in self.on_device:
+                weight = self._by_id[next(i for i, n in self.names.items() if n == name)]
+                _copy(self.on_device[name], weight.value)
+
+    def unload(self) -> None:
+        """Free what :meth:`load_all` copied."""
+        self.on_device = {}
 
 
-def _materialize(weight: HostWeight, device: torch.device) -> torch.Tensor:
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.inference_mode(False), torch.no_grad():
-        full = torch.empty_strided(weight.shape, weight.stride, dtype=weight.dtype, device=device)
-        full.as_strided((weight.master.numel() // weight.dtype.itemsize,), (1,)).view(
-            torch.uint8
-        ).copy_(weight.master)
-    return full
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
-
-
-def weights_of_module(module: torch.nn.Module, device: torch.device) -> list[HostWeight]:
-    """Take the masters from a plain module: its own data where that is in host memory already.
-
-    Raises:
-        StoreError: A parameter has no data (it is on the meta device, or was taken over already).
-    """
-    found = []
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise StoreError(
-                f"parameter {name} is on the meta device and has no data; load the weights first"
-            )
-        if parameter.numel() and not parameter.untyped_storage().nbytes():
-            raise StoreError(
-                f"parameter {name} has a shape and no data. If ds_finepage is attached to the "
-                f"model already, detach it first."
-            )
-        before = parameter.data
-        data = before.cpu()
-        if not torch.ops.aten.is_non_overlapping_and_dense(data):
-            data = data.contiguous()
-        flat = data.as_strided((data.numel(),), (1,), data.storage_offset())
-        master = byte_view(flat)
-        if device.type == "cuda" and not master.is_pinned():
-            master = master.pin_memory()
-        found.append(
-            HostWeight(
-                name,
-                parameter,
-                master,
-                tuple(data.shape),
-                data.stride(),
-                data.dtype,
-                _restorer(parameter, before if before.device.type == "cpu" else None, data),
-            )
-        )
-    return found
-
-
-def _restorer(
-    parameter: torch.nn.Parameter, before: torch.Tensor | None, data: torch.Tensor
-) -> Callable[[], None]:
-    def restore() -> None:
-        parameter.data = data if before is None else before
-
-    return restore
+        target.copy_(source)

@@ -70,6 +70,11 @@ class Buffer:
         return f"{self.name}[{self.offset}:{self.offset + self.nbytes}]"
 
 
+def name_of_key(key: str) -> str:
+    """Return the name of the weight that a ``Buffer.key`` is of."""
+    return key.rpartition("[")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorView:
     """A tensor: a typed, strided view of a buffer. Offsets and strides are in elements.

@@ -6,19 +6,23 @@ Imported only once DeepSpeed's engine is loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
-from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+from deepspeed.runtime.zero.partition_parameters import (
+    InsertPostInitMethodToModuleSubClasses,
+    ZeroParamStatus,
+)
 
 from ds_finepage.api import attach
 from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.executor import byte_view
-from ds_finepage.execution.stores import HostWeight
+from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
+from ds_finepage.execution.watch import data_of, set_data
 from ds_finepage.session import Handle
 
 
@@ -53,7 +57,7 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             self.module,
             self.finepage_config,
             device=get_accelerator().current_device_name(),
-            weights=weights_of_zero(self.module),
+            take=weights_of_zero,
         )
         self.finepage.around_call = _plain_linear
 
@@ -113,30 +117,48 @@ def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
     return ConfiguredFinepageOffload
 
 
-def weights_of_zero(module: torch.nn.Module) -> list[HostWeight]:
-    """Take ZeRO's own partitions as masters: on one rank each holds the whole parameter."""
-    found = []
-    parameter: Any  # with what ZeRO has put on it
-    for name, parameter in module.named_parameters():
-        shape = tuple(parameter.ds_shape)
-        master = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel)
-        stride = torch.empty(shape, device="meta").stride()
-        found.append(
-            HostWeight(
-                name,
-                parameter,
-                byte_view(master),
-                shape,
-                stride,
-                master.dtype,
-                _restorer(parameter, parameter.data),
-            )
-        )
-    return found
+def weights_of_zero(
+    named: Mapping[str, torch.nn.Parameter], device: torch.device
+) -> list[HostWeight]:
+    """Take ZeRO's own partitions as masters: on one rank each holds the whole parameter.
+
+    A parameter that came later, without ZeRO, is taken as in a plain module.
+
+    Args:
+        named: Qualified name -> parameter, each parameter once.
+        device: Where to compute.
+
+    Raises:
+        StoreError: An attached model has a parameter already.
+    """
+    plain = {name: p for name, p in named.items() if not hasattr(p, "ds_tensor")}
+    found = {id(w.parameter): w for w in weights_of(plain, device)}
+    for name, parameter in named.items():
+        if name not in plain:
+            refuse_watched(name, parameter)
+            found[id(parameter)] = _partition_weight(name, parameter)
+    return [found[id(p)] for p in named.values()]
 
 
-def _restorer(parameter: torch.nn.Parameter, partitioned: torch.Tensor) -> Any:
-    def restore() -> None:
-        parameter.data = partitioned
+def _partition_weight(name: str, parameter: Any) -> HostWeight:
+    shape = tuple(parameter.ds_shape)
+    partition = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel)
+    partitioned = data_of(parameter)
 
-    return restore
+    def restore(weight: HostWeight) -> None:
+        value = weight.value
+        if value.data_ptr() != partition.data_ptr() and tuple(value.shape) == shape:
+            with torch.inference_mode(False), torch.no_grad():
+                partition.view(shape).copy_(value)
+        set_data(parameter, partitioned)
+
+    return HostWeight(
+        name,
+        parameter,
+        byte_view(partition),
+        shape,
+        torch.empty(shape, device="meta").stride(),
+        partition.dtype,
+        restore,
+        gathered=lambda: parameter.ds_status is ZeroParamStatus.AVAILABLE,
+    )

@@ -11,6 +11,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.counters import Stats
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.session import Handle
 
 BUDGETS = ("min", "50%", "100%")
 AMPLE = "1GiB"
@@ -24,6 +25,15 @@ def equal(found: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(equal, found, expected))
     return bool(found == expected)
+
+
+def shows_masters(handle: Handle) -> bool:
+    """Tell whether every parameter is its host master, so that it takes no device bytes."""
+    weights = handle._weights
+    return all(
+        parameter.data_ptr() == weights.masters[weights.names[id(parameter)]].data_ptr()
+        for parameter in handle._module.parameters()
+    )
 
 
 def same_at_every_budget(

@@ -13,7 +13,7 @@ from torch import nn
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import StoreError
-from ds_finepage.execution import stores
+from tests.integration.parity import shows_masters
 
 DEBUG = DebugConfig(poison_vacated=True, lane_delay_seed=7)
 
@@ -99,7 +99,7 @@ def test_a_graph_with_a_size_that_depends_on_data_runs_without_a_plan(
     (reason,) = handle.stats.unplanned_reasons
     (record,) = ours(caplog)
     assert record.message == f"running without a plan: {reason}"
-    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    assert shows_masters(handle)
     handle.detach()
 
 
@@ -149,7 +149,7 @@ def test_a_module_outside_any_graph_gets_its_weights(kind: str) -> None:
             handle.replan(debug=DebugConfig(poison_vacated=True, lane_delay_seed=seed))
             for _ in range(2):
                 assert torch.equal(model(x), plain)
-                assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+                assert shows_masters(handle)
     assert handle.stats.num_unplanned_modules >= 6
     reason = f"module {name} is called outside any graph"
     assert handle.stats.unplanned_reasons.count(reason) == 1
@@ -297,7 +297,7 @@ def test_a_module_outside_any_graph_leaves_weights_to_graphs_that_run_by_themsel
     handle.detach()
 
 
-def test_weights_that_do_not_all_get_their_bytes_give_back_those_that_did(
+def test_nothing_stays_on_the_device_when_loading_all_weights_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch._dynamo.reset()
@@ -305,16 +305,11 @@ def test_weights_that_do_not_all_get_their_bytes_give_back_those_that_did(
     with torch.no_grad():
         plain = model(x)
         handle = attach(model, device_budget="1MiB", device="cpu")
-        fill = stores.WeightTable._fill_block
-
-        def fails(table: stores.WeightTable) -> None:
-            fill(table)
-            raise RuntimeError("no memory")
-
+        second = handle._weights._weights[1]
         with monkeypatch.context() as patched:
-            patched.setattr(stores.WeightTable, "_fill_block", fails)
-            with pytest.raises(RuntimeError, match="no memory"):
-                model(x)
-        assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+            patched.setattr(second, "shape", (1 << 40,))  # it has no such view
+            with pytest.raises(RuntimeError, match="out of bounds"):
+                handle._weights.load_all()
+        assert shows_masters(handle) and handle._weights.on_device == {}
         assert torch.equal(model(x), plain)
     handle.detach()

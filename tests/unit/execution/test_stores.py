@@ -1,9 +1,9 @@
-"""Host masters: taken from a module, put away, and given back as they were.
-
-PYTEST_DONT_REWRITE: else pytest prints parameters, and those here have no bytes to print.
-"""
+"""Host masters: taken from a module, shown by its parameters, and given back."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from torch import nn
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.executor import byte_view
-from ds_finepage.execution.stores import HostWeight, WeightTable, weights_of_module
+from ds_finepage.execution.masters import HostWeight, weights_of, weights_of_module
+from ds_finepage.execution.stores import WeightChanges, WeightTable
+from ds_finepage.execution.watch import uninstall_if_unused
 
 CPU = torch.device("cpu")
 
@@ -106,15 +108,15 @@ def test_names_are_by_object() -> None:
 
 
 @every_parameter
-def test_an_installed_parameter_looks_the_same_and_has_no_bytes(name: str) -> None:
+def test_an_installed_parameter_looks_the_same_and_is_its_master(name: str) -> None:
     model = Model()
     parameter = getattr(model, name)
-    needs_grad, dtype, shape = parameter.requires_grad, parameter.dtype, parameter.shape
-    attached(model)
+    needs_grad, dtype, value = parameter.requires_grad, parameter.dtype, parameter.detach().clone()
+    table = attached(model)
     assert getattr(model, name) is parameter
     assert (parameter.requires_grad, parameter.dtype) == (needs_grad, dtype)
-    assert parameter.shape == shape and parameter.device == CPU
-    assert parameter.untyped_storage().nbytes() == 0
+    assert torch.equal(parameter, value) and parameter.device == CPU
+    assert parameter.data_ptr() == table.masters[name].data_ptr()
 
 
 def test_an_installed_parameter_is_dense() -> None:
@@ -150,7 +152,28 @@ def test_restore_twice_and_install_again() -> None:
     table.restore()
     assert torch.equal(model.plain, value)
     table.install()
-    assert model.plain.untyped_storage().nbytes() == 0
+    assert model.plain.data_ptr() == table.masters["plain"].data_ptr()
+
+
+@every_parameter
+def test_restore_gives_back_what_was_written_meanwhile(name: str) -> None:
+    model = Model()
+    parameter = getattr(model, name)
+    address = parameter.data_ptr()
+    table = attached(model)
+    with torch.no_grad():
+        parameter.fill_(7)
+    table.restore()
+    assert parameter.data_ptr() == address
+    assert torch.equal(parameter, torch.full_like(parameter, 7))
+
+
+def test_restore_gives_back_the_new_tensor_of_a_parameter() -> None:
+    model = Model()
+    table = attached(model)
+    model.plain.data = torch.ones(2, 2, dtype=torch.float16)
+    table.restore()
+    assert torch.equal(model.plain, torch.ones(2, 2, dtype=torch.float16))
 
 
 # --- outside of any plan ---------------------------------------------------------------------
@@ -164,7 +187,7 @@ def test_fetch_returns_a_full_copy(name: str) -> None:
     found = table.fetch(getattr(model, name))
     assert torch.equal(found, value)
     assert found.stride() == getattr(model, name).stride()
-    assert getattr(model, name).untyped_storage().nbytes() == 0
+    assert not found.numel() or found.data_ptr() != getattr(model, name).data_ptr()
 
 
 def test_what_is_fetched_is_not_the_master() -> None:
@@ -194,11 +217,34 @@ def test_fill_and_empty_one_parameter() -> None:
     model = Model()
     value = model.turned.detach().clone()
     table = attached(model)
+    master = table.masters["turned"].data_ptr()
     table.fill(model.turned)
-    assert torch.equal(model.turned, value)
-    assert model.plain.untyped_storage().nbytes() == 0
+    assert torch.equal(model.turned, value) and model.turned.data_ptr() != master
     table.empty(model.turned)
-    assert model.turned.untyped_storage().nbytes() == 0 and model.turned.shape == (6, 4)
+    assert torch.equal(model.turned, value) and model.turned.data_ptr() == master
+    assert table.changes() == NONE
+
+
+def test_what_is_written_into_a_filled_parameter_reaches_its_master() -> None:
+    model = Model()
+    table = attached(model)
+    table.fill(model.plain)
+    with torch.no_grad():
+        model.plain.fill_(3)
+    table.empty(model.plain)
+    assert model.plain.eq(3).all()
+    assert model.plain.data_ptr() == table.masters["plain"].data_ptr()
+    assert table.changes() == WeightChanges(("plain",))
+
+
+def test_a_filled_parameter_that_is_set_keeps_its_new_tensor() -> None:
+    model = Model()
+    table = attached(model)
+    table.fill(model.plain)
+    model.plain.data = torch.full((3, 5), 4.0)
+    table.empty(model.plain)
+    assert table.changes() == WeightChanges(("plain",), moved=True)
+    assert table.fetch(model.plain).eq(4).all()
 
 
 def test_emptying_an_unknown_parameter_leaves_it_alone() -> None:
@@ -207,51 +253,234 @@ def test_emptying_an_unknown_parameter_leaves_it_alone() -> None:
     assert other.tolist() == [1.0, 1.0]
 
 
-# --- disturbances ----------------------------------------------------------------------------
-
-
-def test_nothing_is_disturbed_by_itself() -> None:
+def test_all_weights_are_loaded_and_freed_together() -> None:
     model = Model()
     table = attached(model)
-    assert table.disturbed() == []
+    table.load_all()
+    assert list(table.on_device) == list(table.masters)
+    for name, parameter in model.named_parameters():
+        copy = table.on_device[name]
+        assert torch.equal(copy, parameter) and copy.stride() == parameter.stride()
+        assert not copy.numel() or copy.data_ptr() != parameter.data_ptr()
+    with torch.no_grad():
+        model.plain.fill_(9)
+    table.reload(table.changes().rewritten)
+    assert table.on_device["plain"].eq(9).all()
+    table.unload()
+    table.reload(["plain"])
+    assert table.on_device == {}
+
+
+# --- changes from outside --------------------------------------------------------------------
+
+NONE = WeightChanges()
+
+
+def test_reading_and_filling_are_no_changes() -> None:
+    model = Model()
+    table = attached(model)
+    assert table.changes() == NONE
+    repr(model.plain), model.plain.sum(), model.plain.clone(), model.state_dict()
     table.fill(model.plain)
     table.empty(model.plain)
-    assert table.disturbed() == []
+    assert table.changes() == NONE
 
 
-def test_a_parameter_that_lost_its_shape_gets_it_back() -> None:
-    """This is how ``GatheredParameters`` leaves one behind."""
+def write_by_data(parameter: torch.Tensor) -> None:
+    parameter.data.mul_(2)
+
+
+def write_by_state(parameter: torch.Tensor) -> None:
+    parameter.detach().mul_(2)
+
+
+def write_by_view(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.view(-1)[:] *= 2
+
+
+def add_to_data(parameter: torch.Tensor) -> None:
+    parameter.data += parameter.data
+
+
+def write_in_inference_mode(parameter: torch.Tensor) -> None:
+    with torch.inference_mode():
+        parameter.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [write_by_data, write_by_state, write_by_view, add_to_data, write_in_inference_mode],
+)
+def test_a_write_is_noticed_once_and_is_in_the_master(
+    write: Callable[[torch.Tensor], None],
+) -> None:
+    model = Model()
+    expected = model.plain.detach() * 2
+    table = attached(model)
+    write(model.plain)
+    assert table.changes() == WeightChanges(("plain",))
+    assert torch.equal(table.fetch(model.plain), expected)
+    assert table.changes() == NONE
+
+
+def test_a_tensor_made_by_data_counts_as_a_writer_as_long_as_it_lives() -> None:
     model = Model()
     table = attached(model)
-    model.plain.data = torch.empty(0)
-    model.short.data = torch.empty(0, dtype=torch.bfloat16)
-    assert table.disturbed() == ["plain", "short"]
-    assert model.plain.shape == (3, 5) and model.short.shape == (7,)
-    assert model.plain.untyped_storage().nbytes() == 0
-    assert table.disturbed() == []
+    alias = model.plain.data
+    part = alias[0]
+    for _ in range(2):
+        assert table.changes() == WeightChanges(("plain",))
+    del alias
+    assert table.changes() == WeightChanges(("plain",))
+    del part
+    assert table.changes() == WeightChanges(("plain",))
+    assert table.changes() == NONE
 
 
-def test_a_parameter_of_another_size_is_emptied() -> None:
+def test_refresh_takes_every_weight_for_changed() -> None:
     model = Model()
     table = attached(model)
-    model.plain.data = torch.ones(100)
-    assert table.disturbed() == ["plain"]
-    assert model.plain.shape == (3, 5)
+    assert table.refresh() == WeightChanges(tuple(table.masters))
+    assert table.changes() == NONE
+
+
+def test_a_parameter_set_to_another_tensor_has_that_as_its_master() -> None:
+    model = Model()
+    table = attached(model)
+    value = torch.full((3, 5), 2.0)
+    model.plain.data = value
+    assert table.changes() == WeightChanges(("plain",), moved=True)
+    assert table.masters["plain"].data_ptr() == value.data_ptr() == model.plain.data_ptr()
+    value.add_(1)  # the program's own tensor is the parameter now, as without ds_finepage
+    assert model.plain.eq(3).all() and table.fetch(model.plain).eq(3).all()
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(5, 3), torch.ones(3, 5).half(), torch.ones(5, 3).t(), torch.ones(0)]
+)
+def test_a_parameter_may_get_another_shape_layout_or_dtype(value: torch.Tensor) -> None:
+    model = Model()
+    table = attached(model)
+    model.plain.data = value
+    assert table.changes() == WeightChanges(("plain",), moved=True, reshaped=True)
+    found = table.fetch(model.plain)
+    assert torch.equal(found, value) and found.dtype == value.dtype
+    assert table.nbytes == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_a_resized_parameter_is_taken_over() -> None:
+    model = Model()
+    table = attached(model)
+    with torch.no_grad():
+        model.plain.set_(torch.ones(7))
+    assert table.changes() == WeightChanges(("plain",), moved=True, reshaped=True)
+    assert table.fetch(model.plain).tolist() == [1.0] * 7
+
+
+def test_other_parameters_of_a_changed_module_are_exchanged() -> None:
+    model = Model()
+    table = attached(model)
+    old = model.plain
+    model.short.data.fill_(5)
+    model.plain = nn.Parameter(torch.full((2, 2), 6.0))
+    model.extra = nn.Linear(2, 2)
+    table.exchange(dict(model.named_parameters()), weights_of)
+    assert list(table.masters) == [n for n, _ in model.named_parameters()]
+    assert model.plain in table and old not in table
+    assert table.fetch(model.plain).eq(6).all() and table.fetch(model.short).eq(5).all()
+    assert table.changes() == NONE
+    old.data.fill_(1)  # it is nobody's now
+    assert table.changes() == NONE
+
+
+def test_a_parameter_of_an_attached_model_is_refused() -> None:
+    model = Model()
+    table = attached(model)
+    with pytest.raises(StoreError, match="parameter plain belongs to a model .* detach it first"):
+        weights_of_module(model, CPU)
+    table.restore()
+    weights_of_module(model, CPU)
+
+
+def test_a_parameter_whose_storage_was_freed_is_refused() -> None:
+    model = Model()
+    model.plain.untyped_storage().resize_(0)
+    with pytest.raises(StoreError, match="parameter plain has a shape and no data"):
+        weights_of_module(model, CPU)
+
+
+def test_data_is_watched_only_while_a_table_is_installed() -> None:
+    own = torch._C.TensorBase.data
+    gc.collect()  # tables of other tests
+    uninstall_if_unused()
+    assert nn.Parameter.data is own
+    first, second = Model(), Model()
+    tables = [attached(first), attached(second)]
+    assert nn.Parameter.data is not own
+    tables[0].restore()
+    assert nn.Parameter.data is not own
+    tables[1].restore()
+    assert nn.Parameter.data is own
+
+
+# --- ZeRO's partitions -----------------------------------------------------------------------
+
+
+def partitioned(
+    is_gathered: Callable[[], bool],
+) -> tuple[nn.Parameter, torch.Tensor, WeightTable, list[HostWeight]]:
+    parameter, restored = nn.Parameter(torch.empty(0)), []
+    partition = torch.arange(6.0)
+    weight = HostWeight(
+        "w",
+        parameter,
+        byte_view(partition),
+        (2, 3),
+        (3, 1),
+        torch.float32,
+        restored.append,
+        gathered=is_gathered,
+    )
+    table = WeightTable([weight], CPU)
+    table.install()
+    return parameter, partition, table, restored
 
 
 def test_masters_may_come_from_elsewhere() -> None:
     """DeepSpeed's partitions are masters too; what ``restore`` does is theirs to say."""
-    parameter, calls = nn.Parameter(torch.empty(0)), []
-    master = byte_view(torch.arange(6.0))
-    weight = HostWeight(
-        "w", parameter, master, (2, 3), (3, 1), torch.float32, lambda: calls.append(1)
-    )
-    table = WeightTable([weight], CPU)
-    table.install()
-    assert parameter.shape == (2, 3)
+    parameter, partition, table, restored = partitioned(lambda: False)
+    assert torch.equal(parameter, partition.view(2, 3))
     assert torch.equal(table.fetch(parameter), torch.arange(6.0).view(2, 3))
     table.restore()
-    assert calls == [1]
+    assert [w.name for w in restored] == ["w"]
+
+
+def test_a_parameter_that_zero_frees_shows_its_partition_at_once() -> None:
+    """``GatheredParameters`` leaves an empty tensor behind."""
+    parameter, partition, table, _ = partitioned(lambda: False)
+    parameter.data = torch.empty(0)
+    assert torch.equal(parameter, partition.view(2, 3))
+    partition.add_(1)  # ZeRO writes the partition itself
+    assert table.changes() == WeightChanges(("w",))
+    assert torch.equal(table.fetch(parameter), torch.arange(1.0, 7.0).view(2, 3))
+
+
+def test_a_partition_takes_the_value_of_a_parameter_that_is_set() -> None:
+    parameter, partition, table, _ = partitioned(lambda: False)
+    parameter.data = torch.ones(2, 3)
+    assert table.changes() == WeightChanges(("w",))
+    assert partition.tolist() == [1.0] * 6
+    assert parameter.data_ptr() == partition.data_ptr()
+
+
+def test_a_gathered_parameter_keeps_its_tensor_and_its_partition_has_the_value() -> None:
+    parameter, partition, table, _ = partitioned(lambda: True)
+    gathered = torch.ones(2, 3)
+    parameter.data = gathered
+    assert table.changes() == WeightChanges(("w",))
+    assert partition.tolist() == [1.0] * 6
+    assert parameter.data_ptr() == gathered.data_ptr()
 
 
 # --- bytes -----------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""Notices who takes or replaces the bytes of a parameter through ``parameter.data``.
+
+[Note: how a change of a weight is noticed]
+A parameter of an attached model shows its host master, so writing to the parameter writes to the
+master. A copy of the old bytes may still lie in the arena and has to be forgotten. Three signs tell
+of a change, and all three are read before each call:
+
+- the version counter: every in-place op raises it, through the parameter, a view of it, or a tensor
+  of its ``state_dict``;
+- the address: ``set_``, ``resize_`` and ``share_memory_`` move a tensor to other memory;
+- this module: a tensor made by ``parameter.data`` has a version counter of its own, so
+  ``parameter.data.add_(1)`` leaves no other sign. The attribute ``data`` of ``torch.nn.Parameter``
+  therefore becomes a property while any model is attached. It behaves as before, and notes which
+  watched parameter it was used on. As long as the tensor that it returned is alive, its parameter
+  counts as changed.
+
+Writes through NumPy, DLPack or a raw pointer leave no sign. ``Handle.refresh`` is for those.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_DATA: Any = torch._C.TensorBase.data
+"""The attribute as torch defines it."""
+
+Replacement = Callable[[torch.Tensor], torch.Tensor]
+
+
+def data_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return ``parameter.data`` without a note."""
+    found: torch.Tensor = _DATA.__get__(parameter)
+    return found
+
+
+def set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set ``parameter.data`` without a note."""
+    _DATA.__set__(parameter, value)
+
+
+class DataWatch:
+    """Remembers how ``data`` of one parameter was used.
+
+    Attributes:
+        was_used: True once the attribute was read or set; :meth:`clear` resets it.
+    """
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        used: list[DataWatch],
+        replace: Replacement | None = None,
+    ) -> None:
+        """Watch a parameter until :meth:`stop`, or until nobody holds the watch.
+
+        Args:
+            parameter: The parameter; the owner of the watch keeps it alive.
+            used: The watch appends itself here on its first use.
+            replace: Turns a tensor that is about to become ``data`` into the one that does.
+        """
+        self.was_used = False
+        self._used = used
+        self._aliases: list[weakref.ref[torch.Tensor]] = []
+        self._replace = replace
+        self._id = id(parameter)
+        _watches[self._id] = self
+        _install()
+
+    def stop(self) -> None:
+        """End the watch."""
+        if _watches.get(self._id) is self:
+            del _watches[self._id]
+        uninstall_if_unused()
+
+    def clear(self) -> None:
+        """Forget past uses. A tensor that is still alive is a use that goes on."""
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
+        self.was_used = False
+        if self._aliases:
+            self._note()
+
+    def read(self, alias: torch.Tensor) -> None:
+        """Note a tensor that shares the parameter's bytes."""
+        self._note()
+        self._aliases.append(weakref.ref(alias))
+
+    def set(self, value: torch.Tensor) -> torch.Tensor:
+        """Note that ``data`` is set; return the tensor that it is set to."""
+        self._note()
+        return value if self._replace is None else self._replace(value)
+
+    def _note(self) -> None:
+        if not self.was_used:
+            self.was_used = True
+            self._used.append(self)
+
+
+_watches: weakref.WeakValueDictionary[int, DataWatch] = weakref.WeakValueDictionary()
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    """Tell whether an attached model has this parameter."""
+    return id(parameter) in _watches
+
+
+def _get(parameter: torch.Tensor) -> torch.Tensor:
+    alias = data_of(parameter)
+    watch = _watches.get(id(parameter))
+    if watch is not None:
+        watch.read(alias)
+    return alias
+
+
+def _set(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    watch = _watches.get(id(parameter))
+    set_data(parameter, value if watch is None else watch.set(value))
+
+
+_property = property(_get, _set, doc=_DATA.__doc__)
+
+
+def _install() -> None:
+    if "data" not in vars(torch.nn.Parameter):
+        torch.nn.Parameter.data = _property  # type: ignore[assignment]
+
+
+def uninstall_if_unused() -> None:
+    """Give ``torch.nn.Parameter`` its own attribute back where no parameter is watched."""
+    if not _watches and vars(torch.nn.Parameter).get("data") is _property:
+        del torch.nn.Parameter.data
