@@ -16,6 +16,7 @@ from ds_finepage.entries import (
     allow_recompiles,
     attribute_restorer,
     captured_call,
+    eager_where_refused,
     entries,
 )
 from ds_finepage.execution.fallback import Runner, hook_modules
@@ -118,6 +119,8 @@ class Attachment:
         found = self._compiled.get(id(module))
         if found is None:
             backend = weak_backend(self._run_graph)
-            found = torch.compile(captured_call(module, self._weights), backend=backend)
+            found = eager_where_refused(
+                torch.compile(captured_call(module, self._weights), backend=backend)
+            )
             self._compiled[id(module)] = found
         return found
