@@ -239,6 +239,37 @@ def test_an_error_of_the_forward_itself_is_that_of_plain_pytorch() -> None:
     assert torch.equal(found, model(x))
 
 
+class Scans(nn.Module):
+    """Sums up in another order where it is compiled, as transformers' Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.use_associative_scan = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.use_associative_scan and torch.compiler.is_compiling():
+            return x.view(4, -1, 16).sum(0).sum(0)
+        total = torch.zeros(16)
+        for row in x.unbind():
+            total = total + row
+        return total
+
+
+def test_an_algorithm_for_compiled_models_is_not_taken() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scans()).eval(), torch.randn(32, 16)
+    with torch.no_grad():
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        assert torch.equal(model(x), plain)
+        assert handle.stats.num_captures == 1 and not handle.stats.unplanned_reasons
+        handle.detach()
+    assert model[0].use_associative_scan is True
+
+
 class Counts(nn.Module):
     """Changes a weight while it runs, itself or through a view."""
 
