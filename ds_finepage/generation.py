@@ -293,7 +293,7 @@ class WatchedGenerate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the ordinary ``generate`` of the module that is being pickled."""
-        return types.MethodType, (type(self._module).generate, self._module)
+        return getattr, (self._module, "generate")
 
 
 def _held_bytes(cache: Any) -> int:

@@ -57,7 +57,7 @@ def plan_pass(
             standing = standing_of(kept)
     # A plan of a cut graph, or one that depends on another plan, is planned anew.
     if plan_dir is not None and not split and not standing:
-        name = f"{fingerprint(graph)[:16]}-{policy}-{arena_bytes}.json"
+        name = f"{fingerprint(graph)[:16]}-{policy}-{arena_bytes}-{alignment}.json"
         path = plan_dir / name
     if path is not None and path.exists():
         memgraph = load_memgraph(path, graph)

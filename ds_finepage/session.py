@@ -179,7 +179,7 @@ class Handle:
             self._end_aside()
             self._attachment.remove()
             self._weights.restore()
-            self._forget_captures()
+            self._graphs.clear()
 
     def refresh(self) -> None:
         """Take every weight for changed.
@@ -242,19 +242,17 @@ class Handle:
 
     def _notice_changes(self) -> None:
         """Take over what others changed in the model since the last call."""
+        self._heed(self._weights.changes())
         if self._attachment.tree.has_new_parts():
+            self._weights.exchange(dict(self._module.named_parameters()), self._take)
             self._forget_captures()
             self._attachment.remove()
-            self._weights.exchange(dict(self._module.named_parameters()), self._take)
             self._attachment.install()
-            self._note_weight_bytes()
-        self._heed(self._weights.changes())
 
     def _heed(self, changes: WeightChanges) -> None:
         """Forget what was true of weights that changed."""
         if changes.reshaped:
             self._forget_captures()
-            self._note_weight_bytes()
         elif changes.moved:
             self._make_room()  # executors copy from the old masters
         changed = set(changes.rewritten)
@@ -268,8 +266,6 @@ class Handle:
         self._graphs.clear()
         self._last = self._entered = None
         self._arena_limit = self.stats.budget_bytes
-
-    def _note_weight_bytes(self) -> None:
         self.stats.weight_bytes = self._weights.nbytes
         self._captures.all_weights_bytes = self._weights.block_bytes
 
@@ -287,8 +283,8 @@ class Handle:
         chosen = (id(module), *(id(args[i]) for i in positions))
         if chosen not in self._graphs:
             index, self._num_graphs = self._num_graphs, self._num_graphs + 1
-            name = f"graph {index}"
-            self._graphs[chosen] = index, DynamoGraph(module, args, self._weights.names, name)
+            graph = DynamoGraph(module, args, self._weights.names, f"graph {index}")
+            self._graphs[chosen] = index, graph
         return self._run(*self._graphs[chosen], args)
 
     # Running.
@@ -402,6 +398,7 @@ class Handle:
             pool=self._pool,
             lanes=self._lanes,
             masters=self._weights.masters,
+            in_place=self._captures.costs.in_place(found.memgraph.graph),
             poison=self._debug.poison_vacated,
             hooks=self._hooks,
         )

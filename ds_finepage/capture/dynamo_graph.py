@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,14 @@ from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 
 fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+GRADIENT_FLAGS = {"aten._linalg_svd.default": (2, 1), "aten._linalg_eigh.default": (2, 0)}
+"""Ops with an argument, by its position, that asks for vectors too, and is on if it is left out;
+and which of their results is the values.
+
+``linalg.svdvals`` and ``linalg.eigvalsh`` need the vectors for gradients alone, so eager PyTorch
+does not ask for them then. It always does where a dispatch mode looks on, as capture does.
+"""
 
 
 class DynamoGraph:
@@ -180,6 +189,8 @@ class DynamoGraph:
                 varies = sizes is not None and isinstance(example, torch.SymInt)
                 fakes.append(sizes.of(example) if sizes is not None and varies else arg)
                 continue
+            if arg.layout is not torch.strided:
+                raise CaptureError(f"{self.name}: argument {position} is {arg.layout}")
             shape, stride = tuple(arg.shape), arg.stride()
             varies = False
             if sizes is not None and isinstance(example, torch.Tensor):
@@ -305,7 +316,7 @@ class Recording:
     def at(self, values: Mapping[str, int]) -> TaskGraph:
         """Return the taskgraph with buffers as large as these sizes need them."""
         positions = {} if self.sizes is None else self.sizes.positions
-        return finish(
+        found = finish(
             self.recorder,
             self.name,
             self.inputs,
@@ -314,6 +325,25 @@ class Recording:
             values=values,
             symbols=tuple(positions.items()),
         )
+        _require_ops_of_eager(found)
+        return found
+
+
+def _require_ops_of_eager(graph: TaskGraph) -> None:
+    """Refuse a graph in which an op does more than it would in eager PyTorch.
+
+    Raises:
+        CaptureError: There is one; the last bits of its results may be others.
+    """
+    named = Counter(b for task in graph.tasks for b in task.buffers)
+    named.update(graph.tensors[o.tensor].buffer for o in graph.outputs if o.tensor is not None)
+    for task in graph.tasks:
+        flag, values = GRADIENT_FLAGS.get(task.op, (0, 0))
+        if task.op not in GRADIENT_FLAGS or not (len(task.args) <= flag or task.args[flag]):
+            continue
+        buffers = [graph.tensors[r].buffer for r in task.results if r is not None]
+        if [i for i, b in enumerate(buffers) if named[b] > 1] == [values]:
+            raise CaptureError(f"{task.where} makes vectors, which eager PyTorch would not")
 
 
 class _Labeller(Interpreter):

@@ -183,6 +183,8 @@ class Recorder(TorchDispatchMode):
         return self._view_id(tensor, buffer)
 
     def _view_id(self, tensor: torch.Tensor, buffer: int) -> int:
+        if tensor.is_conj() or tensor.is_neg():
+            raise CaptureError("a tensor is conjugated or negated only when it is read")
         key = (
             buffer,
             str(tensor.dtype).removeprefix("torch."),

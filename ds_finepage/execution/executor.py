@@ -20,7 +20,7 @@ from ds_finepage.execution.arena import POISON, Arena, HostPool, view_of
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.execution.lanes import Action, Lanes
 from ds_finepage.execution.moving import MovingViews
-from ds_finepage.execution.ops import BoundTask, Patch, bind
+from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.routed import RoutedReload
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
@@ -79,6 +79,7 @@ class Executor:
         pool: HostPool,
         lanes: Lanes,
         masters: Mapping[str, torch.Tensor],
+        in_place: frozenset[int] = frozenset(),
         poison: bool = False,
         hooks: Sequence[OpHook] = (),
     ) -> None:
@@ -90,6 +91,8 @@ class Executor:
             pool: At least ``memgraph.host_bytes``.
             lanes: Where the nodes run.
             masters: Weight name -> host master copy, 1-d uint8.
+            in_place: Tasks that were seen to write their results into their extents and nowhere
+                else. The results of any other are copied there.
             poison: Fill vacated extents with NaN.
             hooks: The user's, looked at anew in every pass.
 
@@ -100,6 +103,7 @@ class Executor:
         self._graph: TaskGraph = memgraph.graph
         self._arena, self._pool, self._lanes = arena, pool, lanes
         self._masters = masters
+        self._in_place = in_place
         self._poison = poison
         self._hooks = hooks
         self._patches: list[Patch] = []  # of tensors outside the arena: filled for one pass
@@ -107,7 +111,7 @@ class Executor:
         self._gathers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._given: dict[int, list[torch.Tensor]] = {}  # tensor in host memory -> its bytes
         self._constants = self._make_constants()
-        self._unused = _unused_results(self._graph)
+        self._unused = unused_results(self._graph)
         self._slots = dict(memgraph.host_slots)
         self._tasks: dict[int, BoundTask] = {}
         self._routed: list[RoutedReload] = []
@@ -277,7 +281,9 @@ class Executor:
             return None
 
         patches: list[Patch] = []
-        bound = bind(self._graph.tasks[node.task], tensor, patches, self._unused)
+        task = self._graph.tasks[node.task]
+        into_place = task.index in self._in_place
+        bound = bind(task, tensor, patches, self._unused, into_place=into_place)
         for patch in patches:
             buffer = None if patch.tensor is None else self._graph.tensors[patch.tensor].buffer
             if buffer is None:
@@ -449,19 +455,6 @@ class Executor:
     def steady_program(self) -> Program:
         """The program of a pass that finds ``entry`` in place."""
         return self._steady
-
-
-def _unused_results(graph: TaskGraph) -> frozenset[int]:
-    """Return the tensors of activations that only the task that makes them names."""
-    times_named = [0] * len(graph.buffers)
-    for task in graph.tasks:
-        for buffer in task.buffers:
-            times_named[buffer] += 1
-    return frozenset(
-        t.id
-        for t in graph.tensors
-        if times_named[t.buffer] == 1 and graph.buffers[t.buffer].kind is BufferKind.ACTIVATION
-    )
 
 
 def _fill_poison(vacated: torch.Tensor) -> None:

@@ -16,18 +16,23 @@ kept from Dynamo altogether.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import skip_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.stores import WeightTable
+
+_TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 
 COMPILED_BY_CALLER = "ds_finepage runs this model by plan; torch.compile goes on behind the call"
 
@@ -83,7 +88,7 @@ class _FetchingInterpreter(Interpreter):
         storages = [
             t.untyped_storage()._cdata
             for t in torch.utils._pytree.tree_leaves(result)
-            if isinstance(t, torch.Tensor)
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided
         ]
         self._viewed += [f for f in self._fetched if f[0].untyped_storage()._cdata in storages]
         return result
@@ -93,6 +98,21 @@ def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable
     """Run a torch-level graph without a plan; see [Note: the fallback]."""
     with torch.no_grad():
         return _FetchingInterpreter(module, weights).run(*args)
+
+
+def is_traced() -> bool:
+    """Tell whether somebody traces the call: with ``torch.jit``, ``torch.export`` or ``vmap``.
+
+    Such a call runs as ever, on parameters that show the host masters.
+    """
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
+        )
+    )
 
 
 def hook_modules(
@@ -120,7 +140,11 @@ def hook_modules(
 
 
 def ignore_call(*args: Any) -> None:
-    """Do nothing: what a hook of ours becomes in a copy of its module."""
+    """Do nothing: a hook of ours becomes this in a copy of its module."""
+
+
+def _ignoring() -> Callable[..., None]:
+    return ignore_call
 
 
 class _OwnHook:
@@ -134,7 +158,7 @@ class _OwnHook:
         return ignore_call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (sys.modules[__name__], ignore_call.__name__)
+        return _ignoring, ()
 
 
 class _FillHook(_OwnHook):
@@ -151,6 +175,8 @@ class _FillHook(_OwnHook):
         self._aside = torch._dynamo.disable(self._bring_in)
 
     def _bring_in(self, module: torch.nn.Module) -> None:
+        if is_traced():
+            return  # the parameters show the masters
         self._on_use(module)
         for parameter in self._own:
             self._weights.fill(parameter)
@@ -176,5 +202,5 @@ class _EmptyHook(_OwnHook):
             self._aside()
 
 
-for _hook in (_FillHook, _EmptyHook):
-    skip_code(_hook.__call__.__code__)
+for _function in (_FillHook.__call__, _EmptyHook.__call__, is_traced):
+    skip_code(_function.__code__)

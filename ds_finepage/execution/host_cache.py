@@ -222,28 +222,35 @@ def host_layers(values: Iterable[Any]) -> list[HostLayer]:
     ]
 
 
-def seen_lengths(values: Iterable[Any]) -> list[tuple[Any, int]]:
-    """List the layers of the caches among a call's arguments, with their lengths."""
+def seen_lengths(values: Iterable[Any]) -> list[tuple[Cache, list[tuple[Any, int | None]]]]:
+    """List the caches among a call's arguments, with their layers and the lengths of these."""
     return [
-        (layer, layer.get_seq_length())
+        (cache, [(layer, _length(layer)) for layer in cache.layers])
         for cache in caches_among(values)
-        for layer in cache.layers
-        if hasattr(layer, "get_seq_length")
     ]
 
 
-def take_back(before: list[tuple[Any, int]]) -> bool:
-    """Take back the rows that a forward which failed has added; False where that cannot be."""
-    for layer, length in before:
-        extra = layer.get_seq_length() - length
-        if extra == 0:
-            continue
-        if not isinstance(layer, DynamicLayer) or layer.is_sliding:
-            return False
-        if length:
-            layer.crop(-extra)
-        else:
-            layer.reset()
+def _length(layer: Any) -> int | None:
+    return int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else None
+
+
+def take_back(before: Sequence[tuple[Cache, Sequence[tuple[Any, int | None]]]]) -> bool:
+    """Take back what a forward that failed has added; False where that cannot be.
+
+    Args:
+        before: What :func:`seen_lengths` found before the forward.
+    """
+    for cache, layers in before:
+        del cache.layers[len(layers) :]  # one without a config gets its layers in the forward
+        for layer, length in layers:
+            if length is None or layer.get_seq_length() == length:
+                continue
+            if not isinstance(layer, DynamicLayer) or layer.is_sliding:
+                return False
+            if length:
+                layer.crop(length - layer.get_seq_length())
+            else:
+                layer.reset()
     return True
 
 

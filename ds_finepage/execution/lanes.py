@@ -11,6 +11,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -83,13 +84,18 @@ class _Worker:
     def submit(self, job: Action) -> None:
         self._jobs.put(job)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Let the thread end behind what it was given."""
         self._jobs.put(None)
+
+    def close(self) -> None:
+        self.end()
         self._thread.join()
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # it holds the pass, and with that the arena
 
 
 class CpuLanes:
@@ -104,6 +110,8 @@ class CpuLanes:
     def __init__(self, *, delay_seed: int | None = None, max_delay_us: int = 200) -> None:
         """Start the worker threads."""
         self._workers = {lane: _Worker(f"finepage-{lane.value}") for lane in (Lane.H2D, Lane.D2H)}
+        for worker in self._workers.values():  # which nobody may close
+            weakref.finalize(self, worker.end)
         self._random = None if delay_seed is None else random.Random(delay_seed)
         self._max_delay_us = max_delay_us
 

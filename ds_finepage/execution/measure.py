@@ -3,6 +3,13 @@
 Each distinct op (same overload, same tensors, same arguments) is run on scratch tensors in the very
 form in which the executor will run it, so "no ``out=`` overload" shows as workspace. On CPU the
 bytes come from the allocator's own events in torch's profiler, on CUDA from its statistics.
+
+[Note: the form of an op]
+Whether an op may write its results into the arena is found out here and nowhere else, by
+``trial.py``, and kept by signature. The executor asks with the same signature. So an op runs in the
+form in which its workspace was measured, and one that was never tried (a plan from a file, scratch
+that had no room) runs in the form that is always safe. Where sizes differ from call to call, the
+signature is that of the sizes planned for: the largest.
 """
 
 from __future__ import annotations
@@ -11,15 +18,24 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from ds_finepage.execution.arena import view_of
-from ds_finepage.execution.ops import BoundTask, bind, run_and_copy
-from ds_finepage.graph.routes import groups_of
+from ds_finepage.errors import CaptureError, TaskMismatchError
+from ds_finepage.execution.ops import (
+    BoundTask,
+    bind,
+    has_out_form,
+    is_random,
+    resolve_op,
+    run_and_copy,
+    unused_results,
+)
+from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
 from ds_finepage.graph.taskgraph import JOIN, Ref, Task, TaskGraph
 
 REPEAT_BELOW_NS = 2_000_000
@@ -32,13 +48,16 @@ class OpCost:
 
     time_ns: int | None  # None: it could not be run on scratch tensors
     workspace_bytes: int
+    into_place: bool = False  # seen to write its results into their extents and nowhere else
+    fault: str | None = None  # what it does that no form of it can do without
 
 
 def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
     """Return the taskgraph with ``workspace_bytes`` as far as they follow from the ops alone.
 
     Nothing is run: an op without an ``out=`` overload takes the bytes of its results once more,
-    until they are copied to their place. What a kernel takes for itself is not counted.
+    until they are copied to their place. What a kernel takes for itself is not counted, and every
+    ``out=`` overload is taken to write into place.
     """
     known: dict[Any, int] = {}
     tasks = []
@@ -47,7 +66,7 @@ def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
         results = tuple(None if r is None else _result_bytes(graph, r) for r in task.results)
         key = (task.op, results)
         if key not in known:
-            bound = bind(task, lambda _: None, patches=[])
+            bound = bind(task, lambda _: None, patches=[], into_place=True)
             copies = bound.call is run_and_copy
             known[key] = sum(filter(None, results)) if copies else 0
         tasks.append(dataclasses.replace(task, workspace_bytes=known[key]))
@@ -75,7 +94,12 @@ class OpMeter:
 
     def knows_all(self, graph: TaskGraph) -> bool:
         """Tell whether every op of a graph has been measured already."""
-        return all(_signature(graph, t) in self._costs for t in graph.tasks)
+        return all(s in self._costs for s in _signatures(graph))
+
+    def in_place(self, graph: TaskGraph) -> frozenset[int]:
+        """Return the tasks that may write into their extents; see [Note: the form of an op]."""
+        costs = [self._costs.get(s) for s in _signatures(graph)]
+        return frozenset(i for i, c in enumerate(costs) if c is not None and c.into_place)
 
     def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
         """Return the taskgraph with measured ``time_ns`` and ``workspace_bytes``.
@@ -84,21 +108,29 @@ class OpMeter:
             graph: The pass.
             room_bytes: What there is for scratch tensors; the workspace of an op that needs more
                 (one on a large KV cache, say) is estimated.
+
+        Raises:
+            CaptureError: An op writes where its schema does not say it would.
         """
-        signatures = [_signature(graph, t) for t in graph.tasks]
+        signatures = _signatures(graph)
         new = {s: t for s, t in zip(signatures, graph.tasks, strict=True) if s not in self._costs}
         for signature, task in list(new.items()):
-            scratch = sum(max(1, _reach(graph, task, b)) for b in task.buffers)
-            if room_bytes is not None and scratch > room_bytes:
+            if room_bytes is not None and scratch_bytes(graph, task) > room_bytes:
                 self._costs[signature] = _unmeasured(graph, task)
                 del new[signature]
         if new:
             self._measure(graph, new)
-        tasks = tuple(
-            dataclasses.replace(t, **dataclasses.asdict(self._costs[s]))
-            for s, t in zip(signatures, graph.tasks, strict=True)
-        )
-        return dataclasses.replace(graph, tasks=tasks)
+        tasks = []
+        for signature, task in zip(signatures, graph.tasks, strict=True):
+            cost = self._costs[signature]
+            if cost.fault is not None:
+                raise CaptureError(f"{task.where} {cost.fault}, so it cannot be planned")
+            tasks.append(
+                dataclasses.replace(
+                    task, time_ns=cost.time_ns, workspace_bytes=cost.workspace_bytes
+                )
+            )
+        return dataclasses.replace(graph, tasks=tuple(tasks))
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Ops that draw random numbers must not draw them from the program's own sequence.
@@ -113,14 +145,10 @@ class OpMeter:
     def _measure_on_cuda(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         device = self._device
         at_start = torch.cuda.memory_allocated(device)
-        for signature, task in tasks.items():
-            bound = _on_scratch(graph, task, device)
-            try:
-                bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
-            except RuntimeError:
-                self._costs[signature] = _unmeasured(graph, task)
-                del bound
-                continue
+
+        def run(bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
+            bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
+            check()
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
@@ -130,49 +158,109 @@ class OpMeter:
             bound.call(*bound.args, **bound.kwargs)
             end.record()
             torch.cuda.synchronize(device)
-            self._costs[signature] = OpCost(
-                time_ns=int(begin.elapsed_time(end) * 1e6),
-                workspace_bytes=torch.cuda.max_memory_allocated(device) - before,
-            )
-            del bound
+            took_ns = int(begin.elapsed_time(end) * 1e6)
+            return took_ns, torch.cuda.max_memory_allocated(device) - before
+
+        tiles, unused = Tiles(device), unused_results(graph)
+        for signature, task in tasks.items():
+            self._costs[signature] = _try(graph, task, tiles, unused, run)
+        del tiles
         self.library_bytes += max(0, torch.cuda.memory_allocated(device) - at_start)
 
     def _measure_on_cpu(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Kineto announces every start and stop on stderr at lower levels.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        times: list[int | None] = []
+        num_runs = 0
+
+        def run(bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
+            nonlocal num_runs
+            num_runs += 1
+            with record_function(f"{_MARK}{num_runs}"):
+                return _time(bound, check), num_runs
+
+        tiles, unused = Tiles(self._device), unused_results(graph)
         with profile(use_kineto=False, profile_memory=True) as profiler:
-            for index, task in enumerate(tasks.values()):
-                bound = _on_scratch(graph, task, self._device)
-                with record_function(f"{_MARK}{index}"):
-                    try:
-                        times.append(_time(bound))
-                    except RuntimeError:
-                        times.append(None)
-                del bound  # before the scratch tensors of the next are made
+            found = {s: _try(graph, task, tiles, unused, run) for s, task in tasks.items()}
         peaks = _peaks(profiler)
-        for index, (signature, task) in enumerate(tasks.items()):
-            took = times[index]
-            self._costs[signature] = (
-                _unmeasured(graph, task) if took is None else OpCost(took, peaks.get(index, 0))
-            )
+        for signature, cost in found.items():
+            if cost.time_ns is not None:  # what stands for its workspace is the number of its run
+                workspace = peaks.get(cost.workspace_bytes, 0)
+                cost = dataclasses.replace(cost, workspace_bytes=workspace)
+            self._costs[signature] = cost
+
+
+def _try(
+    graph: TaskGraph,
+    task: Task,
+    tiles: Tiles,
+    unused: frozenset[int],
+    run: Callable[[BoundTask, Callable[[], None]], tuple[int, int]],
+) -> OpCost:
+    """Run a task on scratch tensors, into place if that is safe, else with a copy.
+
+    Args:
+        graph: Where the task stands.
+        task: What to run.
+        tiles: What to fill scratch with.
+        unused: Results that nobody reads.
+        run: Runs a bound task, calls the check once it has run, and returns what the task takes: a
+            time, and its workspace.
+    """
+    fault = None
+    # How many numbers a random op draws may depend on its form.
+    may_be_in_place = has_out_form(task) and not is_random(task)
+    for into_place in (True, False) if may_be_in_place else (False,):
+        trial = Trial(graph, task, tiles, unused)  # scratch of the trial before is free by now
+        try:
+            wanted = trial.alone()
+            took = run(trial.bind(into_place=into_place), partial(_check, trial, wanted))
+            return OpCost(*took, into_place=into_place)
+        except TaskMismatchError:
+            fault = "returns something else than it did when it was captured"
+        except _Misbehaves as error:
+            fault = str(error)
+            # An op that never gives the same twice is right as it is.
+            if (
+                fault == OTHER_RESULTS
+                and not into_place
+                and not all(map(same, trial.alone(), wanted))
+            ):
+                fault = None
+        except (IndexError, RuntimeError, ValueError):
+            fault = None
+    estimate = _unmeasured(graph, task)
+    return estimate if fault is None else dataclasses.replace(estimate, fault=fault)
+
+
+class _Misbehaves(Exception):  # noqa: N818 - what it says is no error where there is another form
+    """An op does what it may not do in an arena."""
+
+
+def _check(trial: Trial, wanted: list[torch.Tensor]) -> None:
+    fault = trial.fault(wanted)
+    if fault is not None:
+        raise _Misbehaves(fault)
 
 
 def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
-    """Estimate an op that refuses zeros, such as a draw from a distribution."""
+    """Estimate an op that cannot be tried, such as one that refuses random numbers."""
     results = sum(_result_bytes(graph, r) for r in task.results if r is not None)
-    return OpCost(time_ns=None, workspace_bytes=results)
+    has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
+    fault = "writes to a tensor given as out= and could not be tried" if has_out else None
+    return OpCost(time_ns=None, workspace_bytes=results, fault=fault)
 
 
 _MARK = "finepage::"
 
 
-def _time(bound: BoundTask) -> int:
+def _time(bound: BoundTask, check: Callable[[], None]) -> int:
     best = None
     for _ in range(3):
         start = time.perf_counter_ns()
         bound.call(*bound.args, **bound.kwargs)
         took = time.perf_counter_ns() - start
+        if best is None:
+            check()  # what it looks at lies in host memory, or in the scratch that is there anyway
         best = took if best is None else min(best, took)
         if took > REPEAT_BELOW_NS:
             break
@@ -212,58 +300,12 @@ def _peaks(profiler: Any) -> dict[int, int]:
     return peaks
 
 
-def _on_scratch(graph: TaskGraph, task: Task, device: torch.device) -> BoundTask:
-    """Bind a task to scratch tensors full of zeros, which are valid indices everywhere.
-
-    But where zeros would mean that there is nothing to do, there is as much as there can be: masks
-    choose everything, and of groups of rows the first has them all.
-    """
-    scratch = {
-        b: torch.zeros(max(1, _reach(graph, task, b)), dtype=torch.uint8, device=device)
-        for b in task.buffers
-    }
-
-    def tensor(index: int) -> torch.Tensor:
-        return view_of(scratch[graph.tensors[index].buffer], graph.tensors[index])
-
-    masks = {graph.tensors[t] for t in _tensor_ids(task) if graph.tensors[t].dtype == "bool"}
-    for buffer in {mask.buffer for mask in masks}:
-        scratch[buffer].fill_(1)
-    groups = groups_of(task)
-    if groups is not None and len(graph.tensors[groups.rows].shape) == 2:
-        tensor(groups.ends).fill_(graph.tensors[groups.rows].shape[0])
-    return bind(task, tensor, patches=[])
+def _signatures(graph: TaskGraph) -> list[Any]:
+    unused = unused_results(graph)
+    return [_signature(graph, task, unused) for task in graph.tasks]
 
 
-def _reach(graph: TaskGraph, task: Task, buffer: int) -> int:
-    """Bytes of a buffer that a task's views reach, so that a slice of a large one stays small."""
-    reach = 0
-    for index in _tensor_ids(task):
-        view = graph.tensors[index]
-        if view.buffer == buffer and 0 not in view.shape:
-            last = view.offset + sum(
-                (n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)
-            )
-            reach = max(reach, (last + 1) * getattr(torch, view.dtype).itemsize)
-    return reach
-
-
-def _tensor_ids(task: Task) -> list[int]:
-    found: list[int] = [r for r in task.results if r is not None]
-
-    def collect(value: Any) -> None:
-        if isinstance(value, Ref):
-            found.append(value.tensor)
-        elif isinstance(value, tuple):
-            for item in value:
-                collect(item)
-
-    collect(task.args)
-    collect(task.kwargs)
-    return found
-
-
-def _signature(graph: TaskGraph, task: Task) -> Any:
+def _signature(graph: TaskGraph, task: Task, unused: frozenset[int]) -> Any:
     """What decides an op's cost: overload, arguments, and its tensors but for their buffers."""
     if task.op == JOIN:
         return (JOIN,)
@@ -276,5 +318,5 @@ def _signature(graph: TaskGraph, task: Task) -> Any:
             return tuple(describe(v) for v in value)
         return (type(value).__name__, value if value == value else "nan")
 
-    results = tuple(None if r is None else describe(Ref(r)) for r in task.results)
+    results = tuple(None if r is None else (describe(Ref(r)), r in unused) for r in task.results)
     return (task.op, describe(task.args), describe(task.kwargs), results)

@@ -1,25 +1,42 @@
 """Binds a task to a callable that writes its results where the plan wants them (floor 2).
 
-An op with an ``out=`` overload writes into the arena itself. One without runs as it is and its
-result is copied; what it took meanwhile is its workspace, which is measured and budgeted.
+An op with an ``out=`` overload writes into the arena itself, if it was seen to write there and
+nowhere else (``trial.py``). Any other runs as it is and its result is copied; what it took
+meanwhile is its workspace, which is measured and budgeted.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_finepage.errors import TaskMismatchError
-from ds_finepage.graph.taskgraph import JOIN, TO_HOST, Length, Ref, Symbol, Task
+from ds_finepage.graph.taskgraph import (
+    JOIN,
+    TO_HOST,
+    BufferKind,
+    Length,
+    Ref,
+    Symbol,
+    Task,
+    TaskGraph,
+)
 
 COPIES = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"})
 FILLS = {"aten::zeros": 0, "aten::new_zeros": 0, "aten::zeros_like": 0, "aten::ones": 1}
 EMPTIES = frozenset(
-    {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
+    {
+        "aten::empty",
+        "aten::new_empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty_strided",
+        "aten::empty_permuted",
+    }
 )  # their contents mean nothing
 TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
@@ -63,24 +80,70 @@ def resolve_op(name: str) -> Any:
 
 @functools.cache
 def out_overload(op: Any) -> Any | None:
-    """Return the overload of ``op`` that takes the same arguments and writes into given tensors."""
-    schema = op._schema
-    wanted = [(a.name, str(a.type)) for a in schema.arguments if a.name not in TENSOR_OPTIONS]
-    packet = op.overloadpacket
+    """Return the overload of ``op`` that takes the same arguments and writes into given tensors.
+
+    It may leave out options that follow from the tensors it writes into, but it must not ask for
+    one that ``op`` does not have. Of several, the one that leaves out least is taken.
+    """
+    packet, wanted = op.overloadpacket, _named_types(op._schema.arguments)
+    best, fewest = None, None
     for name in packet.overloads():
         candidate = getattr(packet, name)
         arguments = candidate._schema.arguments
         outs = [a for a in arguments if a.is_out]
-        if len(outs) != len(schema.returns) or any(str(a.type) != "Tensor" for a in outs):
+        if not outs or len(outs) != len(op._schema.returns):
             continue
-        given = [
-            (a.name, str(a.type))
-            for a in arguments
-            if not a.is_out and a.name not in TENSOR_OPTIONS
-        ]
-        if outs and given == wanted:
-            return candidate
-    return None
+        given = _named_types(a for a in arguments if not a.is_out)
+        left_out = [pair for pair in wanted if pair not in given]
+        if (
+            given == [pair for pair in wanted if pair in given]
+            and all(name in TENSOR_OPTIONS for name, _ in left_out)
+            and all(str(a.type) == "Tensor" for a in outs)
+            and (fewest is None or len(left_out) < fewest)
+        ):
+            best, fewest = candidate, len(left_out)
+    return best
+
+
+def _named_types(arguments: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in arguments]
+
+
+def has_out_form(task: Task) -> bool:
+    """Tell whether :func:`bind` may bind a task to an ``out=`` overload."""
+    if task.op == JOIN:
+        return False
+    op = resolve_op(task.op)
+    by_itself = COPIES | EMPTIES | FILLS.keys()
+    if op._schema.is_mutable or op._schema.name in by_itself or task.op == TO_HOST:
+        return False
+    return out_overload(op) is not None
+
+
+def contents_mean_nothing(task: Task) -> bool:
+    """Tell whether a task computes nothing: a join, or an op that leaves its result unfilled."""
+    return task.op == JOIN or resolve_op(task.op)._schema.name in EMPTIES
+
+
+def is_random(task: Task) -> bool:
+    """Tell whether a task draws random numbers."""
+    return task.op != JOIN and torch.Tag.nondeterministic_seeded in resolve_op(task.op).tags
+
+
+def unused_results(graph: TaskGraph) -> frozenset[int]:
+    """Return the tensors of activations that only the task that makes them, among others, names."""
+    times_named = [0] * len(graph.buffers)
+    for task in graph.tasks:
+        for buffer in task.buffers:
+            times_named[buffer] += 1
+    return frozenset(
+        result
+        for task in graph.tasks
+        if len(task.results) > 1
+        for result in task.results
+        if result is not None and times_named[buffer := graph.tensors[result].buffer] == 1
+        if graph.buffers[buffer].kind is BufferKind.ACTIVATION
+    )
 
 
 def bind(
@@ -88,6 +151,8 @@ def bind(
     tensor: Callable[[int], torch.Tensor | None],
     patches: list[Patch],
     unused: frozenset[int] = frozenset(),
+    *,
+    into_place: bool,
 ) -> BoundTask:
     """Bind one task.
 
@@ -97,27 +162,37 @@ def bind(
         patches: Places of such tensors are appended here.
         unused: Results that nobody reads; they are not copied (attention kernels return the state
             of a random generator, which may lie in host memory).
+        into_place: Let the op write its results into their extents where it has an ``out=``
+            overload. Only for ops that were seen to write nothing else; see ``trial.py``.
     """
     if task.op == JOIN:
         return BoundTask(_nothing, [], {})
-    op = resolve_op(task.op)
-    args: list[Any] = [None] * len(task.args)
-    for i, value in enumerate(task.args):
-        args[i] = _decode(args, i, value, tensor, patches)
-    kwargs: dict[str, Any] = {}
-    for name, value in task.kwargs:
-        kwargs[name] = _decode(kwargs, name, value, tensor, patches)
+    op, args, kwargs = plain_call(task, tensor, patches)
     outs: list[Any] = [None] * len(task.results)
     for i, result in enumerate(task.results):
         if result is not None:
             outs[i] = _decode(outs, i, Ref(result), tensor, patches)
-    bound = _choose(op, args, kwargs, outs, patches)
+    bound = _choose(op, args, kwargs, outs, patches, into_place)
     if bound.call is run_and_copy:
         for i, result in enumerate(task.results):
             if result in unused:
                 outs[i] = None
                 patches[:] = [p for p in patches if p.container is not outs or p.key != i]
     return bound
+
+
+def plain_call(
+    task: Task, tensor: Callable[[int], torch.Tensor | None], patches: list[Patch] | None = None
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return the op of a task with its arguments, as it was captured; see :func:`bind`."""
+    patches = [] if patches is None else patches
+    args: list[Any] = [None] * len(task.args)
+    for i, value in enumerate(task.args):
+        args[i] = _decode(args, i, value, tensor, patches)
+    kwargs: dict[str, Any] = {}
+    for name, value in task.kwargs:
+        kwargs[name] = _decode(kwargs, name, value, tensor, patches)
+    return resolve_op(task.op), args, kwargs
 
 
 def _decode(
@@ -151,7 +226,12 @@ def _decode(
 
 
 def _choose(
-    op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any], patches: list[Patch]
+    op: Any,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    outs: list[Any],
+    patches: list[Patch],
+    into_place: bool,
 ) -> BoundTask:
     """Choose how the op gets its results into place."""
     name = op._schema.name
@@ -167,7 +247,7 @@ def _choose(
         return BoundTask(_nothing, [], {})
     if name in FILLS:
         return BoundTask(_fill, [outs, FILLS[name]], {})
-    out = out_overload(op)
+    out = out_overload(op) if into_place else None
     if out is None:
         return BoundTask(run_and_copy, [op, args, kwargs, outs], {})
     declared = {a.name for a in out._schema.arguments}
@@ -206,13 +286,27 @@ def _fill(outs: list[torch.Tensor], value: int) -> None:
 
 
 def run_and_copy(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any]) -> None:
-    """Run an op that has no ``out=`` overload; what it returns is workspace until it is copied."""
-    results = op(*args, **kwargs)
+    """Run an op without ``out=``; what it returns is workspace until it is copied.
+
+    Raises:
+        TaskMismatchError: The op returns another shape or dtype than it did when it was captured.
+    """
+    for out, result in zip(outs, flat_results(op(*args, **kwargs)), strict=True):
+        if out is None:
+            continue
+        if out.shape != result.shape or out.dtype != result.dtype:
+            raise TaskMismatchError(
+                f"{op} returns {result.dtype} of shape {tuple(result.shape)}; captured were "
+                f"{out.dtype}, {tuple(out.shape)}"
+            )
+        out.copy_(result)
+
+
+def flat_results(results: Any) -> list[Any]:
+    """List what an op returned, the tensors of lists one by one."""
     if isinstance(results, torch.Tensor):
-        results = (results,)
+        return [results]
     flat: list[Any] = []
     for value in results:
         flat.extend(value if isinstance(value, (list, tuple)) else [value])
-    for out, result in zip(outs, flat, strict=True):
-        if out is not None:
-            out.copy_(result)
+    return flat

@@ -73,16 +73,16 @@ class _Shown:
 
     @property
     def is_disturbed(self) -> bool:
-        return self.watch.was_used or self._signs() != self._seen
+        return self.watch.was_used or self._signs() != self.seen
 
     @property
     def is_written(self) -> bool:
         """Tell whether somebody wrote into the parameter, or may have."""
-        return self.watch.was_used or self._signs()[1] != self._seen[1]
+        return self.watch.was_used or self._signs()[1] != self.seen[1]
 
     def note(self) -> None:
         """Take what the parameter is now for unchanged."""
-        self._seen = self._signs()
+        self.seen = self._signs()
         self.watch.clear()
 
     def _signs(self) -> tuple[int, int]:
@@ -164,10 +164,9 @@ class WeightTable:
             take: Makes the masters of new ones.
 
         Raises:
-            StoreError: A new parameter has no data, or another attached model has it.
+            StoreError: A new parameter has no data, or another attached model has it. Nothing is
+                exchanged then.
         """
-        self.unload()
-        self.changes()
         new = {name: p for name, p in named.items() if id(p) not in self._by_id}
         taken = {id(w.parameter): w for w in take(new, self._device)}
         weights = []
@@ -179,18 +178,21 @@ class WeightTable:
         for key in [key for key in self._shown if key not in kept]:
             self._shown.pop(key).watch.stop()
         self._weights = weights
+        self.unload()
         self._index()
         self.install()
 
     # Changes from outside.
 
     def _snapshot(self) -> None:
-        """Note all signs of a change, in a form that is compared fast."""
-        self._parameters = [s.weight.parameter for s in self._shown.values()]
+        """Put the signs that were seen last into a form that is compared fast."""
+        all_shown = list(self._shown.values())
         # Inference tensors have no version counter.
-        self._versioned = [p for p in self._parameters if not p.is_inference()]
-        self._addresses = list(map(_ADDRESS, self._parameters))
-        self._versions = list(map(_VERSION, self._versioned))
+        versioned = [s for s in all_shown if not s.weight.parameter.is_inference()]
+        self._parameters = [s.weight.parameter for s in all_shown]
+        self._versioned = [s.weight.parameter for s in versioned]
+        self._addresses = [s.seen[0] for s in all_shown]
+        self._versions = [s.seen[1] for s in versioned]
 
     def changes(self) -> WeightChanges:
         """Return what others changed since the last look, and take it over."""
@@ -208,19 +210,30 @@ class WeightTable:
 
     def _take_over(self, disturbed: list[_Shown]) -> WeightChanges:
         self._used.clear()
+        others = [s for s in disturbed if not s.shows_view]
         moved = reshaped = False
+        # All are read before any partition is written: two weights may have been swapped.
+        for shown, value in [(s, self._value_of(s)) for s in others]:
+            reshaped = reshaped or not shown.weight.has_form_of(value)
+            moved = self._adopt(shown, value) or moved
         for shown in disturbed:
-            if not shown.shows_view:
-                reshaped = reshaped or not shown.weight.has_form_of(shown.weight.parameter)
-                moved = self._adopt(shown) or moved
             shown.note()
         self._index()
         self._snapshot()
         return WeightChanges(tuple(s.weight.name for s in disturbed), moved, reshaped)
 
-    def _adopt(self, shown: _Shown) -> bool:
+    def _value_of(self, shown: _Shown) -> torch.Tensor:
+        """Return the tensor that somebody gave a parameter; a copy where it is a partition."""
+        value = data_of(shown.weight.parameter)
+        if not shown.weight.is_partition:
+            return value
+        address = value.untyped_storage().data_ptr()
+        is_master = any(address == m.untyped_storage().data_ptr() for m in self.masters.values())
+        return value.clone() if is_master else value
+
+    def _adopt(self, shown: _Shown, value: torch.Tensor) -> bool:
         """Take over the tensor that somebody gave a parameter; True where that moves its master."""
-        weight, value = shown.weight, data_of(shown.weight.parameter)
+        weight = shown.weight
         if weight.is_partition and weight.has_form_of(value):
             _copy(weight.value, value)
             if not weight.is_gathered():  # else ZeRO takes it away itself
@@ -288,10 +301,10 @@ class WeightTable:
 
     def reload(self, names: Iterable[str]) -> None:
         """Copy some weights to the device again, where all are there."""
-        for name in names:
-            if name in self.on_device:
-                weight = self._by_id[next(i for i, n in self.names.items() if n == name)]
-                _copy(self.on_device[name], weight.value)
+        wanted = set(names) if self.on_device else set()
+        for weight in self._weights:
+            if weight.name in wanted:
+                _copy(self.on_device[weight.name], weight.value)
 
     def unload(self) -> None:
         """Free what :meth:`load_all` copied."""

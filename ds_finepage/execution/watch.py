@@ -11,8 +11,8 @@ of a change, and all three are read before each call:
 - this module: a tensor made by ``parameter.data`` has a version counter of its own, so
   ``parameter.data.add_(1)`` leaves no other sign. The attribute ``data`` of ``torch.nn.Parameter``
   therefore becomes a property while any model is attached. It behaves as before, and notes which
-  watched parameter it was used on. As long as the tensor that it returned is alive, its parameter
-  counts as changed.
+  watched parameter it was used on. As long as a tensor that it returned, or was set to, is alive,
+  its parameter counts as changed.
 
 Writes through NumPy, DLPack or a raw pointer leave no sign. ``Handle.refresh`` is for those.
 """
@@ -91,6 +91,7 @@ class DataWatch:
     def set(self, value: torch.Tensor) -> torch.Tensor:
         """Note that ``data`` is set; return the tensor that it is set to."""
         self._note()
+        self._aliases.append(weakref.ref(value))
         return value if self._replace is None else self._replace(value)
 
     def _note(self) -> None:
@@ -112,6 +113,8 @@ def _get(parameter: torch.Tensor) -> torch.Tensor:
     watch = _watches.get(id(parameter))
     if watch is not None:
         watch.read(alias)
+    elif not _watches:  # the last model was freed without being detached
+        uninstall_if_unused()
     return alias
 
 

@@ -105,7 +105,7 @@ class Groups:
 
 
 def groups_of(task: Task) -> Groups | None:
-    """Return the groups of rows that a task works on; None where it does not."""
+    """Return the groups of rows that a task works on; None where there are none."""
     if task.op not in GROUPED_PRODUCTS or len(task.args) < 2:
         return None
     rows = task.args[0]

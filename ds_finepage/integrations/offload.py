@@ -16,6 +16,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROO
 from deepspeed.runtime.zero.partition_parameters import (
     InsertPostInitMethodToModuleSubClasses,
     ZeroParamStatus,
+    _init_external_params,
+    is_zero_param,
 )
 
 from ds_finepage.api import attach
@@ -76,6 +78,7 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
         if self.finepage is None:
             return
         self._release()
+        self._convert_new_parts()
         super().setup_zero_stage3_hooks()
 
     def _remove_module_hooks(self) -> None:
@@ -89,7 +92,22 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
         self.finepage.detach()
         self.finepage = None
         for module, parameters in self._zero_parameters:
+            now = dict(module._parameters)
+            if list(now) != list(parameters) or any(now[n] is not p for n, p in parameters.items()):
+                parameters.clear()  # the program replaced some
+                parameters.update(now)
             module._parameters = parameters
+
+    def _convert_new_parts(self) -> None:
+        """Give ZeRO the modules and parameters that came while finepage was attached."""
+        parameters: list[Any] = list(self.module.parameters())
+        ours = [p for p in parameters if is_zero_param(p)]
+        new = [p for p in parameters if not is_zero_param(p)]
+        if ours and new:
+            ours[0].convert_to_zero_parameters(param_list=new)
+        for module in self.module.modules():
+            if not hasattr(module, "ds_external_parameters"):
+                _init_external_params(module)
 
 
 @contextmanager

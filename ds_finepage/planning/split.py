@@ -248,6 +248,9 @@ def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
         graph: The pass.
         whole_tables: Leave a table that another op (a tied product) or a second lookup uses: it
             has to be brought in all the same.
+
+    Returns:
+        ``graph`` itself where nothing is replaced, so that its plan is known to be one of it.
     """
     given = {i.tensor for i in graph.inputs}
     used = uses(graph)
@@ -303,11 +306,12 @@ def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
             args=(Ref(len(tensors) - 2), Ref(len(tensors) - 1), *task.args[2:]),
             reads=tuple(sorted(reads)),
         )
-    return _without_unused_weights(
+    found = _without_unused_weights(
         dataclasses.replace(
             graph, buffers=tuple(buffers), tensors=tuple(tensors), tasks=tuple(tasks)
         )
     )
+    return graph if found == graph else found
 
 
 def _without_unused_weights(graph: TaskGraph) -> TaskGraph:

@@ -149,3 +149,34 @@ def test_experts_that_are_not_chosen_are_not_brought_in(dtype: torch.dtype) -> N
     experts = sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 3)
     assert step.last_reloaded_bytes <= experts // 4 + handle.stats.weight_bytes - experts
     handle.detach()
+
+
+def test_parameters_show_pinned_masters_without_device_bytes() -> None:
+    device = torch.device("cuda")
+    model = make_model("llama")
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with DeviceMeter(device) as meter:
+        handle = ds_finepage.attach(model, device_budget="2GiB", device=device, profile=SLOW_LINK)
+    assert meter.peak_bytes < handle.stats.weight_bytes
+    for name, parameter in model.named_parameters():
+        assert parameter.is_cuda and torch.equal(parameter.cpu(), values[name])
+        assert parameter.data_ptr() == handle._weights.masters[name].data_ptr()
+    assert {k: v.cpu().tolist() for k, v in model.state_dict().items()}.keys() >= values.keys()
+    handle.detach()
+    assert not next(model.parameters()).is_cuda
+
+
+def test_a_write_to_a_parameter_on_the_device_takes_effect_in_the_next_call() -> None:
+    torch._dynamo.reset()
+    device = torch.device("cuda")
+    ids = token_ids(7).to(device)
+    model, changed = make_model("llama"), make_model("llama").to(device)
+    handle = ds_finepage.attach(model, device_budget="2GiB", device=device, profile=SLOW_LINK)
+    with torch.no_grad():
+        model(ids)
+        handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+        for each in (model, changed):
+            each.lm_head.weight.mul_(2)
+            each.lm_head.weight.data.add_(1)
+        assert torch.equal(model(ids).logits, changed(ids).logits)
+    handle.detach()

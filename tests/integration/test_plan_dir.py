@@ -45,6 +45,37 @@ def test_plans_are_saved_and_loaded_again(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
+class Loss(nn.Module):
+    """Makes a loss whose op uses its result as scratch, if it is given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chance = self.first(x).sigmoid()
+        loss = torch.nn.functional.binary_cross_entropy(chance, chance)
+        return loss + 1, self.last(chance)
+
+
+def test_a_plan_that_was_loaded_runs_ops_in_their_safe_form(tmp_path: Path) -> None:
+    x, model = torch.randn(30, 16), Loss()
+    plain = model(x)
+    for num_plans in (1, 0):
+        torch._dynamo.reset()
+        handle = attach(
+            model,
+            device_budget="1MiB",
+            plan_dir=str(tmp_path),
+            device="cpu",
+            debug={"poison_vacated": True},  # else it would step aside
+        )
+        with torch.no_grad():
+            assert all(map(torch.equal, model(x), plain))
+        assert handle.stats.num_plans == num_plans
+        handle.detach()
+
+
 def wider(folder: Path, x: torch.Tensor) -> bytes:
     """Plan another model elsewhere and return its file."""
     other = folder.parent / "other"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
@@ -420,4 +422,37 @@ def test_a_caller_under_autocast_gets_what_autocast_gives() -> None:
             assert torch.equal(logits(model, PROMPT), plain_cast)
         assert torch.equal(logits(model, PROMPT), plain)
         handle.replan(budget_bytes=handle.stats.min_budget_bytes, debug=DEBUG)
+    handle.detach()
+
+
+class _MasterReads(TorchDispatchMode):
+    """Counts ops by whether they are given bytes of a host master."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._masters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.of_reloads, self.of_others = 0, 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                if value.untyped_storage().data_ptr() in self._masters:
+                    is_reload = op is torch.ops.aten.copy_.default and value is args[1]
+                    self.of_reloads += is_reload
+                    self.of_others += not is_reload and not op.is_view
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_plan_reads_masters_in_reloads_only() -> None:
+    torch._dynamo.reset()
+    model, x = tiny(), torch.randn(3, 16)
+    with torch.no_grad():
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        model(x)
+        handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+        for _ in range(2):  # entering a plan, and in its steady state
+            with _MasterReads(model) as reads:
+                assert torch.equal(model(x), plain)
+            assert reads.of_reloads > 0 and reads.of_others == 0
     handle.detach()

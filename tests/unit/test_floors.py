@@ -29,6 +29,7 @@ FLOORS = {
     "plans": 3,
     "cached_calls": 3,
     "captures": 3,
+    "attachment": 3,
     "entries": 3,
     "session": 3,
     "counters": 3,

@@ -87,7 +87,7 @@ def replay(graph: TaskGraph, args: Sequence[Any]) -> list[Any]:
 
     with torch.no_grad():
         for task in graph.tasks:
-            bound = bind(task, tensor, [])
+            bound = bind(task, tensor, [], into_place=True)
             bound.call(*bound.args, **bound.kwargs)
     found: list[Any] = []
     for output in graph.outputs:

@@ -334,6 +334,33 @@ def test_a_number_that_depends_on_data_is_refused() -> None:
         captured(function, rows(3))
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: torch.fft.ifft(x), lambda x: torch.fft.ifft(x).imag.exp()]
+)
+def test_a_tensor_that_is_conjugated_lazily_is_refused(function: Any) -> None:
+    with pytest.raises(CaptureError, match="conjugated or negated only when it is read"):
+        captured(function, rows(8))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: torch.linalg.svdvals(x), lambda x: torch.linalg.eigvalsh(x)]
+)
+def test_vectors_that_eager_would_not_make_are_refused(function: Any) -> None:
+    with pytest.raises(CaptureError, match="makes vectors, which eager PyTorch would not"):
+        captured(function, rows(4, 4))
+
+
+def test_vectors_that_somebody_reads_are_captured() -> None:
+    assert len(captured(lambda x: torch.linalg.eigh(x)[1].exp(), rows(4, 4)).tasks) == 2
+    assert len(captured(lambda x: torch.linalg.svd(x)[0] + 1, rows(4, 4)).tasks) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_a_sparse_argument_is_refused() -> None:
+    with pytest.raises(CaptureError, match="^sketch: argument 1 is torch.sparse_csr$"):
+        captured(lambda x, y: y @ x, rows(3, 3), torch.eye(3).to_sparse_csr())
+
+
 def test_whatever_else_fails_is_a_capture_error_that_names_the_graph() -> None:
     with pytest.raises(CaptureError, match="^sketch: RuntimeError: .*reduction dim") as caught:
         captured(lambda x, y: x @ y, rows(2, 3), rows(4, 5))

@@ -229,7 +229,7 @@ def run(graph: TaskGraph, values: dict[str, torch.Tensor]) -> dict[int, torch.Te
 
     with torch.no_grad():
         for task in graph.tasks:
-            bound = bind(task, tensor, [])
+            bound = bind(task, tensor, [], into_place=True)
             bound.call(*bound.args, **bound.kwargs)
     return storage
 

@@ -67,6 +67,7 @@ class Rig:
             pool=pool,
             lanes=self.lanes,
             masters=masters,
+            in_place=frozenset(range(len(self.memgraph.graph.tasks))),
             **others,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +107,13 @@ def test_weights_in_lists_and_keyword_arguments_are_fetched() -> None:
     assert torch.equal(found, torch.stack([x, a]) + b)
 
 
+def test_sparse_tensors_pass() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: (x @ a).to_sparse())
+    a, _ = values(table)
+    found = run_unplanned(module, (x, model.a, model.b), table)
+    assert torch.equal(found.to_dense(), x @ a)
+
+
 def test_other_tensors_are_handed_on_themselves() -> None:
     module, model, table, x = unplanned(lambda x, a, b: x.add_(1))
     before = x.clone()
@@ -126,6 +135,30 @@ def test_a_change_of_a_weight_is_refused() -> None:
     with pytest.raises(StoreError, match="changes a weight"):
         run_unplanned(module, (x, model.a, model.b), table)
     assert torch.equal(values(table)[0], a)
+
+
+VIEWS: dict[str, Callable[..., Any]] = {
+    "a view": lambda x, a, b: (a.t().add_(1), x @ a)[1],
+    "a view of a view": lambda x, a, b: (a.view(-1)[2:].zero_(), x @ a)[1],
+    "one of several views": lambda x, a, b: (torch.chunk(a, 2)[1].mul_(2), x @ a)[1],
+    "a view that came earlier": lambda x, a, b: (a.detach(), x @ b, a[0].fill_(3))[1],
+}
+
+
+@pytest.mark.parametrize("what", VIEWS)
+def test_a_change_through_a_view_of_a_weight_is_refused(what: str) -> None:
+    module, model, table, x = unplanned(VIEWS[what])
+    a, _ = values(table)
+    with pytest.raises(StoreError, match="changes a weight"):
+        run_unplanned(module, (x, model.a, model.b), table)
+    assert torch.equal(values(table)[0], a)
+
+
+def test_a_change_of_what_was_computed_from_a_weight_is_none_of_the_weight() -> None:
+    module, model, table, x = unplanned(lambda x, a, b: (a.t() + 1).add_(1) @ x)
+    a, _ = values(table)
+    found = run_unplanned(module, (x, model.a, model.b), table)
+    assert torch.equal(found, (a.t() + 1 + 1) @ x)
 
 
 def test_no_autograd_graph_is_built() -> None:
@@ -229,3 +262,11 @@ def test_parameters_that_are_not_in_the_table_are_left_alone() -> None:
     model = nn.Linear(3, 3)
     table = WeightTable([], CPU)
     assert hook_modules(model, table, lambda m: None, Runner()) == []
+
+
+def test_a_copy_of_a_hooked_module_is_an_ordinary_module() -> None:
+    model, _, used, _, plain = hooked()
+    x = torch.randn(2, 3)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), plain(x))
+    assert used == []

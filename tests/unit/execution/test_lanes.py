@@ -572,3 +572,12 @@ def test_an_error_on_cuda_leaves_nothing_under_way(cuda_lanes: CudaLanes) -> Non
         cuda_lanes.run(program, actions)
     cuda_lanes.run(program, actions | {1: lambda: x.add_(1) and None})
     assert torch.equal(x.cpu(), torch.ones(4))
+
+
+def test_threads_end_with_lanes_that_nobody_closed() -> None:
+    lanes = CpuLanes()
+    threads = [worker._thread for worker in lanes._workers.values()]
+    del lanes
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)

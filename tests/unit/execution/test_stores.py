@@ -338,6 +338,15 @@ def test_a_tensor_made_by_data_counts_as_a_writer_as_long_as_it_lives() -> None:
     assert table.changes() == NONE
 
 
+def test_a_parameter_whose_memory_moved_counts_as_changed() -> None:
+    model = Model()
+    table = attached(model)
+    value = model.plain.detach().clone()
+    model.plain.share_memory_()
+    assert table.changes() == WeightChanges(("plain",))
+    assert torch.equal(table.fetch(model.plain), value)
+
+
 def test_refresh_takes_every_weight_for_changed() -> None:
     model = Model()
     table = attached(model)
@@ -382,14 +391,15 @@ def test_other_parameters_of_a_changed_module_are_exchanged() -> None:
     model = Model()
     table = attached(model)
     old = model.plain
-    model.short.data.fill_(5)
+    with torch.no_grad():
+        model.short.fill_(5)
     model.plain = nn.Parameter(torch.full((2, 2), 6.0))
     model.extra = nn.Linear(2, 2)
     table.exchange(dict(model.named_parameters()), weights_of)
     assert list(table.masters) == [n for n, _ in model.named_parameters()]
     assert model.plain in table and old not in table
     assert table.fetch(model.plain).eq(6).all() and table.fetch(model.short).eq(5).all()
-    assert table.changes() == NONE
+    assert table.changes() == WeightChanges(("short",))
     old.data.fill_(1)  # it is nobody's now
     assert table.changes() == NONE
 
@@ -472,6 +482,20 @@ def test_a_partition_takes_the_value_of_a_parameter_that_is_set() -> None:
     assert table.changes() == WeightChanges(("w",))
     assert partition.tolist() == [1.0] * 6
     assert parameter.data_ptr() == partition.data_ptr()
+
+
+def test_two_partitions_can_be_swapped() -> None:
+    first, one, _, _ = partitioned(lambda: False)
+    second, two = nn.Parameter(torch.empty(0)), torch.full((6,), 9.0)
+    weights = [
+        HostWeight(n, p, byte_view(t), (2, 3), (3, 1), torch.float32, print, gathered=bool)
+        for n, p, t in (("a", first, one), ("b", second, two))
+    ]
+    table = WeightTable(weights, CPU)
+    table.install()
+    first.data, second.data = second.data, first.data
+    assert table.changes() == WeightChanges(("a", "b"))
+    assert one.tolist() == [9.0] * 6 and two.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_a_gathered_parameter_keeps_its_tensor_and_its_partition_has_the_value() -> None:

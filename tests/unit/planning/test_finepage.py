@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import pytest
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.checker import check
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
-from ds_finepage.planning.finepage import plan_finepage
+from ds_finepage.planning.finepage import _Search, plan_finepage
+from ds_finepage.planning.keeping import plan_keeping, weights_by_first_use
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.sketches import chain, names, sketch
@@ -213,3 +215,60 @@ def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert len(found) == 1 and "MemGraph" in found.pop()
+
+
+# Which of several plans is taken.
+
+
+def search_among(*plans: MemGraph, profile: HardwareProfile | None = None) -> MemGraph:
+    search = _Search(ARENA, UNIT, profile)
+    for plan in plans:
+        search.offer(plan)
+    assert search.best is not None
+    return search.best
+
+
+ARENA = 20 * UNIT
+
+
+@functools.cache
+def tight_and_roomy() -> tuple[MemGraph, MemGraph]:
+    """Plan one pass twice, to run in the same arena; the first plan reloads more."""
+    return planned(chain(16), 4), planned(chain(16), 10)
+
+
+def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
+    tight, roomy = tight_and_roomy()
+    assert roomy.reloaded_bytes < tight.reloaded_bytes
+    hidden = machine(h2d=1e15)
+    more, less = simulate(tight, hidden).total_ns, simulate(roomy, hidden).total_ns
+    assert less < more <= less * 101 // 100  # as good as equal
+    for profile in (None, hidden):
+        assert search_among(tight, roomy, profile=profile) is roomy
+        assert search_among(roomy, tight, profile=profile) is roomy
+
+
+def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves() -> None:
+    """Keeping the first weights for good moves less, and the link is late for the others."""
+    graph, profile = chain(32), machine(h2d=4e8)
+    weights = weights_by_first_use(graph)
+    kept = {w: Extent((18 - i) * UNIT, UNIT) for i, w in enumerate(weights[:16])}
+    uneven = plan_keeping(graph, weights, kept, 19 * UNIT, UNIT)
+    assert uneven is not None
+    even = planned(graph, 16, profile)
+    assert uneven.reloaded_bytes < even.reloaded_bytes
+    assert simulate(even, profile).total_ns * 101 < simulate(uneven, profile).total_ns * 100
+    assert search_among(even, uneven, profile=profile) is even
+    assert search_among(uneven, even, profile=profile) is even
+
+
+def test_a_plan_close_to_its_bound_ends_the_search() -> None:
+    slow, (tight, _) = machine(h2d=1e6), tight_and_roomy()
+    assert _Search(ARENA, UNIT, machine(h2d=1e15)).offer(tight)
+    late = planned(chain(3, nbytes=6400), 201)
+    timeline = simulate(late, machine(h2d=64e9))
+    assert timeline.total_ns > 1.02 * timeline.lower_bound_ns
+    assert not _Search(ARENA, UNIT, machine(h2d=64e9)).offer(late)
+    assert not _Search(ARENA, UNIT, None).offer(tight)
+    assert _Search(ARENA, UNIT, None).offer(planned(chain(16), 17))
+    assert _Search(ARENA, UNIT, slow).offer(planned(chain(16), 17))

@@ -98,3 +98,25 @@ def test_tenancy_agrees_with_a_byte_by_byte_account(seed: int) -> None:
         assert tenancy.vacators(extent) == expected
         tenancy.free(extent, node)
         account[extent.offset : extent.end] = [node] * extent.nbytes
+
+
+def test_a_gap_of_just_the_size_is_used() -> None:
+    placed = first_fit([(64, range(2)), (128, [0]), (192, range(2)), (128, [1])])
+    assert placed == [Extent(0, 64), Extent(64, 128), Extent(192, 192), Extent(64, 128)]
+
+
+def test_a_gap_between_two_is_used_where_they_leave_just_enough() -> None:
+    live = [
+        LiveBuffer(0, 256, 0, 4),
+        LiveBuffer(1, 192, 0, 1),
+        LiveBuffer(2, 128, 0, 4),
+        LiveBuffer(3, 192, 2, 3),
+    ]
+    assert top_of(place(live)) == 256 + 192 + 128
+    lowest = first_fit([(192, [0]), (128, [0, 1]), (192, [1])])
+    assert lowest[2] == Extent(0, 192)
+
+
+def test_the_largest_lie_lowest() -> None:
+    live = [LiveBuffer(0, 64, 0, 2), LiveBuffer(1, 192, 0, 2), LiveBuffer(2, 128, 0, 2)]
+    assert place(live) == {0: Extent(320, 64), 1: Extent(0, 192), 2: Extent(192, 128)}

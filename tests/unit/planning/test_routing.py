@@ -11,12 +11,21 @@ import pytest
 from ds_finepage.graph.checker import check, violations
 from ds_finepage.graph.codec import dumps, loads_memgraph
 from ds_finepage.graph.faults import Fault
-from ds_finepage.graph.memgraph import MemGraph, Node, NodeKind, Residency
-from ds_finepage.graph.routes import Route
+from ds_finepage.graph.memgraph import (
+    Edge,
+    EdgeKind,
+    Extent,
+    MemGraph,
+    Node,
+    NodeKind,
+    Residency,
+)
+from ds_finepage.graph.routes import Route, routes
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage import plan_finepage
 from ds_finepage.planning.keeping import plan_keeping, weights_by_first_use
-from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.liveness import aligned, ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.policies import plan
 from ds_finepage.planning.routing import wait_for_routes
 from tests.property.experts import layers_of_experts
@@ -179,3 +188,45 @@ def test_a_part_cannot_be_kept() -> None:
     assert node.extent is not None
     left = Residency(route.buffer, node.extent)
     assert Fault.ROUTE_WRONG in faults(replace(memgraph, exit=(*memgraph.exit, left)))
+
+
+def reloaded_behind_its_use() -> MemGraph:
+    """Find the experts of a layer resident, and bring them in once more behind their one use."""
+    graph = layers_of_experts(num_layers=1)
+    up = next(b.id for b in graph.buffers if b.name == "0.up")
+    arena_bytes = ample_arena_bytes(graph, UNIT)
+    extents, end = {}, 0
+    for buffer in graph.buffers:
+        extents[buffer.id] = Extent(end, aligned(buffer.nbytes, UNIT))
+        end += extents[buffer.id].nbytes if buffer.kind.is_paged else 0
+    builder = MemGraphBuilder(graph, "by hand", arena_bytes, UNIT)
+    builder.begin((Residency(up, extents[up]),))
+    for task in graph.tasks:
+        for buffer in graph.paged(task):
+            if builder.states[buffer].extent is None:
+                builder.alloc(buffer, extents[buffer], [])
+                if buffer in task.reads:
+                    builder.reload(buffer)
+        builder.compute(task)
+        if up in task.reads:
+            builder.alloc(up, extents[up], [builder.drop(up)])
+            builder.reload(up)
+    for buffer, state in enumerate(builder.states):
+        if state.extent is not None:
+            builder.drop(buffer)
+    memgraph = builder.finish()
+    (reload,) = (n for n in memgraph.nodes if n.kind is NodeKind.RELOAD and n.buffer == up)
+    route = routes(graph)[up]
+    # Nothing but its place is wrong: it waits for what tells the slices, and that is still there.
+    source = next(n.id for n in memgraph.nodes if n.task == route.source)
+    tells = graph.tensors[route.tensor].buffer
+    end = next(n.id for n in memgraph.nodes if n.kind is NodeKind.DROP and n.buffer == tells)
+    added = {(source, reload.id): EdgeKind.DATA, (reload.id, end): EdgeKind.READ_DROP}
+    edges = (*memgraph.edges, *(Edge(b, a, kind) for (b, a), kind in added.items()))
+    return replace(memgraph, edges=tuple(sorted(edges)))
+
+
+def test_a_part_behind_the_one_task_that_uses_it_is_of_no_use() -> None:
+    memgraph = check(reloaded_behind_its_use())
+    up = memgraph.entry[0].buffer
+    assert faults(replace(memgraph, routed=(up,))) == {Fault.ROUTE_WRONG}

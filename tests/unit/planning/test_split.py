@@ -80,6 +80,17 @@ def test_the_bias_is_cut_like_the_columns() -> None:
     assert [(b.shape, b.offset) for b in biases] == [((4,), 0), ((12,), 4)]
 
 
+def test_a_bias_with_gaps_is_cut_in_its_own_steps() -> None:
+    graph = matmul_chain([8, 16], with_bias=True)
+    graph = changed(graph, graph.tasks[1].args[0].tensor, stride=(3,), offset=5)
+    (weight,) = divisible_weights(graph)
+    cut = cut_weights(graph, {weight.buffer: [0, 4, 6]})
+    biases = [cut.tensors[t.args[0].tensor] for t in cut.tasks[1:4]]
+    assert [(b.shape, b.stride, b.offset) for b in biases] == [
+        ((4,), (3,), 5), ((2,), (3,), 17), ((10,), (3,), 23),
+    ]  # fmt: skip
+
+
 def test_no_cut_is_the_same_graph() -> None:
     graph = matmul_chain([8, 16])
     (weight,) = divisible_weights(graph)
@@ -98,7 +109,12 @@ def test_rows_stand_in_for_the_table() -> None:
 
 def test_a_table_that_is_smaller_than_its_rows_stays() -> None:
     graph = matmul_chain([8, 16], num_rows=3, vocabulary=3)
-    assert gather_rows(graph) == graph
+    assert gather_rows(graph) is graph
+
+
+def test_rows_that_stand_in_already_stay() -> None:
+    graph = gather_rows(matmul_chain([8, 16], num_rows=3))
+    assert gather_rows(graph) is graph
 
 
 def test_indices_that_the_pass_computes_are_not_known_before_it() -> None:

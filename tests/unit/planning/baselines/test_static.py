@@ -64,6 +64,14 @@ def test_more_room_keeps_more(units: int) -> None:
     assert memgraph.reloaded_bytes <= max(0, 16 - (units - 6) + 3) * UNIT
 
 
+def test_the_last_weights_of_a_layer_are_kept() -> None:
+    memgraph = row(layered(7), 12)
+    assert [n for n in moved(memgraph, NodeKind.RELOAD) if n.startswith("reload")] == [
+        *(f"reload layers.{i}.lin0" for i in range(7)),
+        "reload embed",
+    ]
+
+
 def test_all_that_fits_is_kept() -> None:
     assert row(layered(3), 10).reloaded_bytes == 0
     assert row(layered(3), 9).reloaded_bytes > 0

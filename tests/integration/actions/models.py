@@ -1,0 +1,666 @@
+"""Actions that change, move, wrap or detach a whole model, and those of several at once."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_finepage.api import attach
+from ds_finepage.config import DebugConfig
+from ds_finepage.errors import FinepageError, StoreError
+from tests.integration.actions.subjects import (
+    Net,
+    Subject,
+    equal_results,
+    refused_by_deepspeed,
+    run,
+)
+from tests.integration.families import greedy
+
+SECONDS = 30
+
+ACTIONS: dict[str, Callable[[Subject], None]] = {}
+LANGUAGE_ACTIONS: dict[str, Callable[[Subject], None]] = {}
+PLAIN_ACTIONS: dict[str, Callable[[Subject], None]] = {}
+DEEPSPEED_ACTIONS: dict[str, Callable[[Subject], None]] = {}
+
+
+def _into(table: dict[str, Callable[[Subject], None]]) -> Callable[[Any], Any]:
+    def add(act: Callable[[Subject], None]) -> Callable[[Subject], None]:
+        table[act.__name__] = act
+        return act
+
+    return add
+
+
+action = _into(ACTIONS)
+
+
+def _changes(name: str, change: Callable[[Any], Any]) -> None:
+    """Add an action that changes both models; the next calls give the same, by plan."""
+
+    def act(subject: Subject) -> None:
+        subject.both(change)
+        subject.same()
+        subject.both(lambda m: [p.data.mul_(1.5) for p in m.parameters()])
+        subject.same()
+        assert not subject.handle.stats.unplanned_reasons
+
+    ACTIONS[name] = act
+
+
+# Parts and parameters.
+
+
+def _replace_a_parameter(model: Any) -> None:
+    model.up.weight = nn.Parameter(torch.linspace(-1, 1, 48 * 16).view(48, 16))
+
+
+def _replace_a_module(model: Any) -> None:
+    torch.manual_seed(5)
+    model.up = nn.Linear(16, 48)
+
+
+def _replace_and_go_back(model: Any) -> None:
+    before = model.up
+    _replace_a_module(model)
+    run(model, torch.randn(5, 16))
+    model.up = before
+
+
+def _add_a_module(model: Any) -> None:
+    torch.manual_seed(5)
+    model.blocks.append(nn.Linear(48, 48))
+
+
+def _remove_a_module(model: Any) -> None:
+    del model.blocks[1]
+
+
+def _tie_two_weights(model: Any) -> None:
+    torch.manual_seed(5)
+    model.blocks[1] = nn.Linear(48, 48)
+    model.blocks.append(nn.Linear(48, 48))
+    model.blocks[-1].weight = model.blocks[1].weight
+
+
+def _swap_two_modules(model: Any) -> None:
+    model.blocks.append(nn.Linear(48, 48, bias=True))
+    with torch.no_grad():
+        model.blocks[3].weight.fill_(0.01), model.blocks[3].bias.fill_(0.02)
+    run(model, torch.randn(5, 16))
+    model.blocks[1], model.blocks[3] = model.blocks[3], model.blocks[1]
+
+
+class WithAdapter(nn.Module):
+    """A product beside a low-rank one, as adapters have it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.linspace(-1, 1, 2 * base.in_features).view(2, -1))
+        self.up = nn.Parameter(torch.linspace(-1, 1, 2 * base.out_features).view(-1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+def _add_an_adapter(model: Any) -> None:
+    model.up = WithAdapter(model.up)
+
+
+def _merge_an_adapter(model: Any) -> None:
+    _add_an_adapter(model)
+    run(model, torch.ones(5, 16))
+    adapter = model.up
+    adapter.base.weight.data += adapter.up.data @ adapter.down.data
+    model.up = adapter.base
+
+
+_changes("replace_a_parameter", _replace_a_parameter)
+_changes("replace_a_module", _replace_a_module)
+_changes("replace_a_module_and_go_back", _replace_and_go_back)
+_changes("add_a_module", _add_a_module)
+_changes("remove_a_module", _remove_a_module)
+_changes("tie_two_weights", _tie_two_weights)
+_changes("swap_two_modules", _swap_two_modules)
+_changes("add_an_adapter", _add_an_adapter)
+_changes("merge_an_adapter", _merge_an_adapter)
+_changes("requires_no_grad", lambda m: m.requires_grad_(False))
+_changes("train_and_eval", lambda m: m.train().eval())
+_changes("zero_grad", lambda m: m.zero_grad())
+_changes("share_memory", lambda m: m.share_memory())
+_changes("move_to_the_cpu", lambda m: m.to("cpu"))
+_changes("move_to_float", lambda m: m.float())
+
+
+@action
+def train_with_dropout(subject: Subject) -> None:
+    subject.both(lambda m: m.train())
+    subject.same()
+    subject.both(lambda m: m.eval())
+    subject.same()
+
+
+@action
+def cast_to_bfloat16(subject: Subject) -> None:
+    subject.make_room()
+    subject.both(lambda m: m.bfloat16())
+    subject.x = subject.x.bfloat16()
+    subject.same()
+    assert subject.model.up.weight.dtype is torch.bfloat16
+
+
+@action
+def cast_to_double_and_back(subject: Subject) -> None:
+    subject.make_room()
+    subject.both(lambda m: m.double())
+    subject.x = subject.x.double()
+    subject.same()
+    subject.both(lambda m: m.float())
+    subject.x = subject.x.float()
+    subject.same()
+
+
+@action
+def cast_to_half(subject: Subject) -> None:
+    subject.make_room()
+    subject.both(lambda m: m.half())
+    subject.x = subject.x.half()
+    subject.same()
+
+
+# Wrappers and tracers.
+
+
+@action
+def compile_the_model(subject: Subject) -> None:
+    compiled = torch.compile(subject.model, backend="eager")
+    before = subject.handle.stats.passes[-1].num_runs
+    assert equal_results(compiled, subject.plain, subject.x)
+    assert subject.handle.stats.passes[-1].num_runs > before, "it ran by plan"
+    subject.same()
+
+
+@action
+def compile_a_caller(subject: Subject) -> None:
+    def twice(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: model(x * 2) + 1
+
+    compiled = torch.compile(twice(subject.model), backend="eager")
+    before = subject.handle.stats.passes[-1].num_runs
+    assert equal_results(compiled, twice(subject.plain), subject.x)
+    assert subject.handle.stats.passes[-1].num_runs > before, "it ran by plan"
+    subject.same()
+
+
+@action
+def compile_in_place(subject: Subject) -> None:
+    subject.model.compile(backend="eager")
+    subject.same()
+
+
+@action
+def trace_with_jit(subject: Subject) -> None:
+    found, expected = subject.both(lambda m: torch.jit.trace(m, subject.x, check_trace=False))
+    assert torch.equal(run(found, subject.x), run(expected, subject.x))
+    subject.same()
+
+
+@action
+def export_the_model(subject: Subject) -> None:
+    exported = torch.export.export(subject.model, (subject.x,), strict=False)
+    assert torch.equal(run(exported.module(), subject.x), run(subject.plain, subject.x))
+    subject.same()
+
+
+@action
+def functional_call(subject: Subject) -> None:
+    subject.make_room()
+
+    def call(model: Any) -> torch.Tensor:
+        values = {k: v.detach() * 2 for k, v in model.named_parameters()}
+        with torch.no_grad():
+            return torch.func.functional_call(model, values, (subject.x,))
+
+    captures = subject.handle.stats.num_captures
+    for _ in range(2):
+        found, expected = subject.both(call)
+        assert torch.equal(found, expected)
+        subject.same()
+    assert subject.handle.stats.num_captures <= captures + 1
+
+
+@action
+def map_over_a_batch(subject: Subject) -> None:
+    xs = torch.randn(3, 5, 16)
+    with torch.no_grad():
+        found, expected = subject.both(lambda m: torch.func.vmap(m)(xs))
+    assert torch.equal(found, expected)
+    subject.same()
+
+
+@action
+def call_within_a_wrapper(subject: Subject) -> None:
+    found, expected = subject.both(lambda m: run(nn.Sequential(m, nn.ReLU()), subject.x))
+    assert torch.equal(found, expected)
+    subject.same()
+
+
+@action
+def count_flops(subject: Subject) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False):
+        subject.same()
+    subject.same()
+
+
+@action
+def profile_a_call(subject: Subject) -> None:
+    with torch.profiler.profile():
+        subject.same()
+    subject.same()
+
+
+@action
+def call_with_gradients(subject: Subject) -> None:
+    found, expected = subject.both(lambda m: m(subject.x).detach())
+    assert torch.equal(found, expected)
+    subject.same()
+
+
+@action
+def call_in_inference_mode(subject: Subject) -> None:
+    with torch.inference_mode():
+        subject.same()
+    subject.same()
+
+
+@action
+def call_under_autocast(subject: Subject) -> None:
+    subject.make_room()
+    with torch.autocast("cpu", torch.bfloat16):
+        subject.same()
+    subject.same()
+
+
+# Hooks.
+
+
+@action
+def hook_that_reads(subject: Subject) -> None:
+    seen: list[float] = []
+    for model in (subject.model, subject.plain):
+        model.up.register_forward_hook(lambda m, *_: seen.append(m.weight.sum().item()))
+    subject.same()
+    assert len(set(seen)) == 1
+
+
+@action
+def hook_that_writes(subject: Subject) -> None:
+    @torch._dynamo.disable
+    def write(part: Any, *_: Any) -> None:
+        with torch.no_grad():
+            part.bias.add_(0.5)
+
+    for model in (subject.model, subject.plain):
+        model.up.register_forward_hook(write)
+    subject.same(times=3)
+
+
+@action
+def op_hook_that_reads(subject: Subject) -> None:
+    sums: list[torch.Tensor] = []
+    remove = subject.handle.register_op_hook(
+        after=lambda task, results: sums.append(subject.model.up.weight.sum())
+    )
+    subject.same(times=1)
+    assert sums and all(torch.equal(s, subject.plain.up.weight.sum()) for s in sums)
+    remove()
+    subject.same()
+
+
+def _refused_inside(act: Callable[[Subject], Any]) -> Callable[[Subject], None]:
+    def tried(subject: Subject) -> None:
+        remove = subject.handle.register_op_hook(before=lambda *_: act(subject))
+        with pytest.raises(FinepageError, match="was called while the model runs"):
+            run(subject.model, subject.x)
+        remove()
+        subject.same()
+
+    return tried
+
+
+ACTIONS["detach_inside_a_call"] = _refused_inside(lambda s: s.handle.detach())
+ACTIONS["replan_inside_a_call"] = _refused_inside(lambda s: s.handle.replan(policy="horizon"))
+ACTIONS["refresh_inside_a_call"] = _refused_inside(lambda s: s.handle.refresh())
+
+
+@action
+def error_inside_a_call(subject: Subject) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a fault of the program")
+
+    remove = subject.handle.register_op_hook(after=fail)
+    with pytest.raises(KeyError):
+        run(subject.model, subject.x)
+    remove()
+    subject.same()
+
+
+@action
+def wrong_input(subject: Subject) -> None:
+    with pytest.raises(Exception, match="shape|size"):
+        run(subject.model, torch.randn(5, 3))
+    subject.same()
+
+
+# Threads, and several models.
+
+
+@action
+def two_threads(subject: Subject) -> None:
+    expected, found = run(subject.plain, subject.x), []
+
+    def call() -> None:
+        found.extend(run(subject.model, subject.x) for _ in range(8))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24 and all(torch.equal(f, expected) for f in found)
+    subject.same()
+
+
+@action
+def write_in_another_thread(subject: Subject) -> None:
+    def write() -> None:
+        subject.both(lambda m: m.up.weight.data.mul_(2))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    subject.same()
+
+
+@action
+def two_models(subject: Subject) -> None:
+    other = Net()
+    other.up.weight.data.mul_(2)
+    x = torch.randn(5, 16)
+    expected = run(other, x)
+    handle = attach(other, device_budget="1MiB", device="cpu")
+    for _ in range(3):
+        assert torch.equal(run(other, x), expected)
+        subject.same(times=1)
+    handle.detach()
+    subject.both(lambda m: m.up.weight.data.mul_(2))
+    subject.same()
+
+
+@action
+def attach_twice(subject: Subject) -> None:
+    with pytest.raises(StoreError, match="belongs to a model that ds_finepage is attached to"):
+        attach(subject.model, device_budget="1MiB", device="cpu")
+    with pytest.raises(StoreError, match="belongs to a model that ds_finepage is attached to"):
+        attach(subject.model.blocks, device_budget="1MiB", device="cpu")
+    subject.same()
+
+
+@action
+def attach_a_model_that_shares_a_weight(subject: Subject) -> None:
+    other = nn.Sequential(nn.Linear(16, 48))
+    other[0].weight = subject.model.up.weight
+    with pytest.raises(StoreError, match="parameter 0.weight belongs to a model"):
+        attach(other, device_budget="1MiB", device="cpu")
+    subject.same()
+
+
+@action
+def debug_mode(subject: Subject) -> None:
+    subject.handle.replan(debug=DebugConfig(poison_vacated=True, lane_delay_seed=3))
+    subject.both(lambda m: m.up.weight.data.mul_(2))
+    subject.same()
+
+
+@action
+def change_while_everything_fits(subject: Subject) -> None:
+    subject.make_room()
+    subject.same(times=3)
+    assert subject.handle.stats.num_aside_runs
+    subject.both(lambda m: m.up.weight.data.mul_(2))
+    subject.same()
+    subject.both(lambda m: setattr(m.up.weight, "data", torch.ones(48, 16)))
+    subject.same()
+    with torch.no_grad():
+        subject.both(lambda m: m.down.weight.add_(1))
+    subject.same()
+
+
+# Detaching and freeing.
+
+
+@action
+def detach_in_between(subject: Subject) -> None:
+    with torch.no_grad():
+        subject.both(lambda m: m.down.bias.add_(1))
+    model = subject.model
+    if subject.engine is not None:
+        from ds_finepage.integrations.deepspeed import detach
+
+        detach(subject.engine)
+        model = subject.engine
+    else:
+        subject.handle.detach()
+    assert equal_results(model, subject.plain, subject.x)
+
+
+@_into(PLAIN_ACTIONS)
+def detach_and_attach_again(subject: Subject) -> None:
+    for _ in range(2):
+        subject.handle.detach()
+        subject.handle.detach()
+        subject.both(lambda m: m.up.weight.data.mul_(1.5))
+        subject.same()
+        subject.handle = attach(subject.model, device_budget="1GiB", device="cpu")
+        subject.same()
+
+
+@_into(PLAIN_ACTIONS)
+def detach_a_changed_model(subject: Subject) -> None:
+    subject.both(_replace_a_module)
+    subject.both(lambda m: m.down.half().float())
+    subject.same()
+    subject.both(lambda m: m.down.weight.data.mul_(3))
+    subject.handle.detach()
+    subject.same()
+
+
+@action
+def delete_everything(subject: Subject) -> None:
+    dead = [weakref.ref(o) for o in (subject.model, subject.handle, subject.model.up.weight)]
+    arena = subject.handle._arena
+    assert arena is not None
+    dead.append(weakref.ref(arena.bytes))
+    del arena
+    if subject.engine is not None:
+        dead.append(weakref.ref(subject.engine))
+    subject.model = subject.engine = subject.handle = None
+    gc.collect()
+    assert [ref() is None for ref in dead] == [True] * len(dead)
+    for thread in threading.enumerate():
+        if thread.name.startswith("finepage"):
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+    assert subject.plain.up.weight.data is not None
+    assert nn.Parameter.data is torch._C.TensorBase.data
+
+
+# DeepSpeed.
+
+
+@action
+def gather_and_read(subject: Subject) -> None:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(subject.model.parameters())):
+        assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
+        subject.same()
+    assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
+    subject.same()
+
+
+@action
+def gather_and_write(subject: Subject) -> None:
+    import deepspeed
+
+    for model in (subject.model, subject.plain):
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            with torch.no_grad():
+                model.up.weight.mul_(2)
+                model.down.weight.data.add_(1)
+    assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
+    subject.same()
+
+
+@_into(DEEPSPEED_ACTIONS)
+def call_the_engine(subject: Subject) -> None:
+    assert torch.equal(run(subject.engine, subject.x), run(subject.plain, subject.x))
+    subject.same()
+
+
+@_into(DEEPSPEED_ACTIONS)
+def consolidated_state(subject: Subject) -> None:
+    state = subject.engine._zero3_consolidated_16bit_state_dict()
+    fresh = Net()
+    fresh.load_state_dict(state)
+    assert equal_results(fresh, subject.plain, subject.x)
+    subject.same()
+
+
+@_into(DEEPSPEED_ACTIONS)
+def destroy_the_engine(subject: Subject) -> None:
+    subject.engine.destroy()
+    assert not subject.handle.attached
+
+
+@_into(DEEPSPEED_ACTIONS)
+def detach_a_model_with_new_parts(subject: Subject) -> None:
+    from ds_finepage.integrations.deepspeed import detach
+
+    subject.both(_replace_a_module)
+    subject.same()
+    subject.both(lambda m: m.up.weight.data.mul_(3))
+    detach(subject.engine)
+    assert torch.equal(run(subject.engine, subject.x), run(subject.plain, subject.x))
+
+
+# Language models.
+
+language = _into(LANGUAGE_ACTIONS)
+
+
+def _same_tokens(subject: Subject) -> None:
+    found, expected = subject.both(greedy)
+    assert torch.equal(found, expected)
+
+
+@language
+def generate_after_a_change(subject: Subject) -> None:
+    subject.make_room()
+    _same_tokens(subject)
+    subject.both(lambda m: m.lm_head.weight.data.mul_(-1))
+    _same_tokens(subject)
+    subject.same()
+
+
+@language
+def resize_the_vocabulary(subject: Subject) -> None:
+    def resize(model: Any) -> None:
+        torch.manual_seed(1)
+        model.resize_token_embeddings(300, mean_resizing=False)
+
+    subject.make_room()
+    subject.both(resize)
+    subject.same()
+    _same_tokens(subject)
+
+
+@language
+def tie_the_head(subject: Subject) -> None:
+    def tie(model: Any) -> None:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+    subject.make_room()
+    subject.both(tie)
+    subject.same()
+
+
+@language
+def save_pretrained(subject: Subject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        subject.model.save_pretrained(folder)
+        fresh = type(subject.plain).from_pretrained(folder).eval()
+    assert equal_results(fresh, subject.plain, subject.x)
+    subject.same()
+
+
+@language
+def deepcopy_and_generate(subject: Subject) -> None:
+    import copy
+
+    twin = copy.deepcopy(subject.model)
+    assert torch.equal(greedy(twin), greedy(subject.plain))
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    assert not torch.equal(run(twin, subject.x), run(subject.plain, subject.x))
+    subject.same()
+
+
+@language
+def pickle_and_generate(subject: Subject) -> None:
+    import pickle
+
+    if subject.engine is not None:
+        refused_by_deepspeed(subject, pickle.dumps)
+        return
+    twin = pickle.loads(pickle.dumps(subject.model))
+    assert torch.equal(greedy(twin), greedy(subject.plain))
+    subject.same()
+
+
+@language
+def memory_footprint(subject: Subject) -> None:
+    found, expected = subject.both(lambda m: m.get_memory_footprint())
+    assert found == expected
+    subject.same()
+
+
+@language
+def merge_lora(subject: Subject) -> None:
+    peft = pytest.importorskip("peft")
+
+    def merged(model: Any) -> Any:
+        torch.manual_seed(2)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config).eval()
+        first = run(adapted, subject.x)
+        whole = adapted.merge_and_unload()
+        assert whole is model
+        return first
+
+    subject.make_room()
+    found, expected = subject.both(merged)
+    assert torch.equal(found, expected)
+    subject.same()

@@ -1,0 +1,71 @@
+"""Runs an action in a process of its own, so that a crash is that action's.
+
+The processes are forked from one that has imported everything already.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.integration.actions import models, weights
+from tests.integration.actions.subjects import Subject, make_subject
+from tests.integration.engines import one_process_deepspeed
+
+SECONDS = 120
+
+PRELOADED = [
+    "torch._dynamo",
+    "torch._inductor.config",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed",
+    "tests.integration.actions.warm",
+]
+
+NET_ACTIONS = {**weights.ACTIONS, **models.ACTIONS}
+ALL_ACTIONS: dict[str, Callable[[Subject], None]] = {
+    **NET_ACTIONS,
+    **models.PLAIN_ACTIONS,
+    **models.DEEPSPEED_ACTIONS,
+    **models.LANGUAGE_ACTIONS,
+}
+
+
+def run_in_a_process(name: str, *, deepspeed: bool) -> None:
+    """Run an action; fail with what it said, or with the status that its process ended with."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_act, args=(name, deepspeed, sender))
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv() if receiver.poll(SECONDS) else f"no answer within {SECONDS} s"
+    except EOFError:
+        process.join()
+        found = f"the process ended with status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    if found.startswith("skipped: "):
+        pytest.skip(found.removeprefix("skipped: "))
+    assert not found, found
+
+
+def _act(name: str, deepspeed: bool, answer: Any) -> None:
+    language_model = name in models.LANGUAGE_ACTIONS
+    try:
+        if deepspeed:
+            with one_process_deepspeed():
+                ALL_ACTIONS[name](make_subject(deepspeed=True, language_model=language_model))
+        else:
+            ALL_ACTIONS[name](make_subject(deepspeed=False, language_model=language_model))
+        answer.send("")
+    except pytest.skip.Exception as skipped:
+        answer.send(f"skipped: {skipped}")
+    except BaseException:
+        answer.send(traceback.format_exc())

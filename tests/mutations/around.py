@@ -1,0 +1,150 @@
+"""Faults of what is around a run: generations, engines, settings, figures, the command line."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutant
+
+GENERATION = "unit/test_generation.py"
+SEAM = "unit/integrations/test_seam.py"
+INSTRUMENTS = "unit/cli/test_instruments.py"
+
+AROUND = (
+    # Before and around a generation.
+    mutant(
+        "returned-sequences-need-no-cache",
+        "generation.py",
+        "inputs.shape[0] * max(beams, returned)",
+        "inputs.shape[0] * beams",
+        GENERATION,
+    ),
+    mutant(
+        "a-window-is-as-long-as-the-text",
+        "generation.py",
+        "num_rows += min(longest.num_tokens, window)",
+        "num_rows += longest.num_tokens",
+        GENERATION,
+    ),
+    mutant(
+        "keys-are-counted-without-values",
+        "generation.py",
+        "return 2 * num_rows * longest.num_sequences",
+        "return num_rows * longest.num_sequences",
+        GENERATION,
+    ),
+    mutant(
+        "the-cache-has-to-fit-into-host-memory-alone",
+        "generation.py",
+        "if need_bytes <= budget_bytes + host_bytes:",
+        "if need_bytes <= host_bytes:",
+        GENERATION,
+    ),
+    mutant(
+        "a-prompt-as-long-as-the-table-is-refused",
+        "generation.py",
+        "longest.prompt_tokens <= positions:",
+        "longest.prompt_tokens < positions:",
+        GENERATION,
+    ),
+    # The seams that stay where they are.
+    mutant(
+        "every-later-engine-is-ours",
+        "integrations/seam.py",
+        "setattr(engine_module, OFFLOAD, stock)",
+        "pass",
+        SEAM,
+    ),
+    mutant(
+        "the-engine-is-wrapped-twice",
+        "integrations/seam.py",
+        'if hasattr(getattr(engine_class, CONFIGURE), "__finepage__"):',
+        "if False:",
+        SEAM,
+    ),
+    mutant(
+        "stock-engines-are-refused-too",
+        "integrations/seam.py",
+        "    if config.enabled:\n        refuse",
+        "    if True:\n        refuse",
+        SEAM,
+    ),
+    mutant(
+        "options-of-the-launcher-are-lost",
+        "run.py",
+        "sys.argv = [script, *launcher_options, *arguments[1:]]",
+        "sys.argv = [script, *arguments[1:]]",
+        "unit/test_run.py::test_the_script_gets_its_own_arguments",
+    ),
+    # Settings, figures and the command line.
+    mutant(
+        "a-budget-above-the-device-is-accepted",
+        "config.py",
+        "if budget_bytes > device_bytes:",
+        "if False:",
+        "unit/test_config.py",
+    ),
+    mutant(
+        "unknown-keys-are-accepted",
+        "config.py",
+        "        if key not in known:",
+        "        if False:",
+        "unit/test_config.py",
+    ),
+    mutant(
+        "a-kilobyte-is-a-kibibyte",
+        "units.py",
+        '"kb": 10**3,',
+        '"kb": 1024,',
+        "unit/test_units.py",
+    ),
+    mutant(
+        "decode-bytes-are-those-of-the-prefill",
+        "cli/demo.py",
+        "decode_reloaded_bytes=reading.decode_reloaded_bytes,",
+        "decode_reloaded_bytes=reading.prefill_reloaded_bytes,",
+        INSTRUMENTS,
+        is_named=True,
+    ),
+    mutant(
+        "a-reading-of-decode-is-that-of-the-prefill",
+        "cli/instruments.py",
+        "decode_reloaded_bytes=decode.last_reloaded_bytes,",
+        "decode_reloaded_bytes=prefill.last_reloaded_bytes,",
+        INSTRUMENTS,
+        is_named=True,
+    ),
+    mutant(
+        "every-forward-of-stock-is-a-prefill",
+        "cli/instruments.py",
+        "self._is_prefill = input_ids.shape[-1] > 1",
+        "self._is_prefill = input_ids.shape[-1] > 0",
+        INSTRUMENTS,
+    ),
+    mutant(
+        "a-peak-above-the-budget-is-no-problem",
+        "cli/demo.py",
+        "if peak_bytes > result.budget_bytes:",
+        "if False:",
+        "e2e/test_demo.py::test_the_exit_status_judges_the_result",
+    ),
+    mutant(
+        "a-prefill-makes-one-token",
+        "reporting/figures.py",
+        'tokens = self.batch * (self.seq if self.phase == "prefill" else 1)',
+        "tokens = self.batch",
+        "unit/reporting/test_figures.py",
+    ),
+    mutant(
+        "files-are-overwritten",
+        "cli/options.py",
+        "if path.exists() and not force:",
+        "if False:",
+        "unit/cli/test_probe.py::test_no_file_is_overwritten",
+    ),
+    mutant(
+        "a-larger-budget-is-slower",
+        "reporting/curve.py",
+        "if found and found[-1].tokens_per_s > point.tokens_per_s:",
+        "if False:",
+        "unit/cli/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
+    ),
+)

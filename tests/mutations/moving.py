@@ -1,0 +1,193 @@
+"""Faults of the seams: the files in which a model is taken over, run without a plan, given back."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutant
+
+FALLBACK = "unit/execution/test_fallback.py"
+OFFLOAD = "unit/integrations/test_offload.py"
+STORES = "unit/execution/test_stores.py"
+CHANGES = "integration/test_weight_changes.py"
+CHANGED = f"{CHANGES}::test_a_changed_weight_is_that_of_the_next_call"
+ACTIONS = "integration/test_actions.py::test_action"
+
+MOVING = (
+    mutant(
+        "changed-weights-are-taken-for-resident",
+        "session.py",
+        "            del self._residents[key]",
+        "            pass",
+        f"{CHANGED}[small-1-written]",
+        is_named=True,
+    ),
+    mutant(
+        "a-hooked-model-steps-aside",
+        "session.py",
+        "and not self._hooks\n",
+        "and True\n",
+        "integration/test_aside.py::test_a_hook_sees_the_ops_as_long_as_it_is_there",
+    ),
+    mutant(
+        "views-of-a-weight-may-be-written",
+        "execution/fallback.py",
+        "in self._fetched + self._viewed):",
+        "in self._fetched):",
+        FALLBACK,
+        is_named=True,
+    ),
+    mutant(
+        "weights-may-be-written-without-a-plan",
+        "execution/fallback.py",
+        "if any(tensor._version != version for",
+        "if any(False for",
+        FALLBACK,
+    ),
+    mutant(
+        "dictionaries-of-parameters-are-not-given-back",
+        "integrations/offload.py",
+        "module._parameters = parameters",
+        "pass",
+        OFFLOAD,
+        is_named=True,
+    ),
+    mutant(
+        "torchs-linear-stays-exchanged",
+        "integrations/offload.py",
+        "torch.nn.functional.linear = found",
+        "pass",
+        OFFLOAD,
+    ),
+    mutant(
+        "stock-hooks-come-back-while-attached",
+        "integrations/offload.py",
+        "super()._register_deepspeed_module(module, [0] if count is None else count)\n\n    def",
+        "pass\n        super()._register_deepspeed_module(module, [0])\n\n    def",
+        OFFLOAD,
+    ),
+    mutant(
+        "weights-without-data-are-taken",
+        "execution/masters.py",
+        "if parameter.is_meta:",
+        "if False:",
+        "unit/execution/test_stores.py::test_a_parameter_on_the_meta_device_is_refused_by_name",
+    ),
+    mutant(
+        "copies-on-the-device-are-not-renewed",
+        "session.py",
+        "self._weights.reload(changes.rewritten)",
+        "pass",
+        f"{CHANGED}[ample-1-written]",
+    ),
+    mutant(
+        "executors-copy-from-old-masters",
+        "session.py",
+        "elif changes.moved:",
+        "elif False:",
+        f"{CHANGED}[small-1-assigned]",
+    ),
+    mutant(
+        "another-dtype-is-not-captured",
+        "session.py",
+        "if changes.reshaped:",
+        "if False:",
+        f"{CHANGES}::test_another_dtype_is_that_of_the_next_call",
+    ),
+    mutant(
+        "new-modules-are-not-taken-over",
+        "session.py",
+        "if self._attachment.tree.has_new_parts():",
+        "if False:",
+        f"{CHANGES}::test_another_module_is_that_of_the_next_call",
+    ),
+    mutant(
+        "detach-is-not-refused-inside-a-call",
+        "session.py",
+        'self._refuse_while_running("detach")',
+        "pass",
+        f"{ACTIONS}[detach_inside_a_call]",
+    ),
+    mutant(
+        "uses-of-data-are-not-seen",
+        "execution/stores.py",
+        "not self._used\n            and list",
+        "True\n            and list",
+        STORES,
+    ),
+    mutant(
+        "versions-are-not-compared",
+        "execution/stores.py",
+        "list(map(_VERSION, self._versioned)) == self._versions",
+        "True",
+        STORES,
+    ),
+    mutant(
+        "addresses-are-not-compared",
+        "execution/stores.py",
+        "and list(map(_ADDRESS, self._parameters)) == self._addresses",
+        "and True",
+        STORES,
+    ),
+    mutant(
+        "writes-into-a-filled-parameter-are-lost",
+        "execution/stores.py",
+        "_copy(shown.weight.value, copy)",
+        "pass",
+        STORES,
+    ),
+    mutant(
+        "changes-before-detach-are-lost",
+        "execution/stores.py",
+        "        self.unload()\n        self.changes()",
+        "        self.unload()",
+        STORES,
+    ),
+    mutant(
+        "a-parameter-that-zero-frees-is-empty",
+        "execution/stores.py",
+        "return self.view if is_freed else value",
+        "return value",
+        STORES,
+    ),
+    mutant(
+        "swapped-partitions-overwrite-each-other",
+        "execution/stores.py",
+        "return value.clone() if is_master else value",
+        "return value",
+        STORES,
+    ),
+    mutant(
+        "a-tensor-made-by-data-is-forgotten",
+        "execution/watch.py",
+        "self._aliases.append(weakref.ref(alias))",
+        "pass",
+        STORES,
+    ),
+    mutant(
+        "data-stays-a-property",
+        "execution/watch.py",
+        "del torch.nn.Parameter.data",
+        "pass",
+        STORES,
+    ),
+    mutant(
+        "weights-of-an-attached-model-are-taken",
+        "execution/masters.py",
+        "refuse_watched(name, parameter)",
+        "pass",
+        STORES,
+    ),
+    mutant(
+        "copies-keep-our-hooks",
+        "execution/fallback.py",
+        "return ignore_call\n\n    def __reduce__",
+        "return self\n\n    def __reduce__",
+        FALLBACK,
+    ),
+    mutant(
+        "threads-outlive-their-lanes",
+        "execution/lanes.py",
+        "weakref.finalize(self, worker.end)",
+        "pass",
+        "unit/execution/test_lanes.py",
+    ),
+)

@@ -1,0 +1,170 @@
+"""What is counted of a run, and that each figure gets to its own place in the demo."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from ds_finepage.cli import demo
+from ds_finepage.cli.demo import TINY, Demo, print_result
+from ds_finepage.cli.instruments import FetchCounter, Reading, reading_of
+from ds_finepage.counters import PassStats, Stats
+from ds_finepage.errors import FinepageError
+
+
+def pass_stats(reloaded: int, lower_bound: int) -> PassStats:
+    return PassStats(
+        "pass", 1, 0, 0, 0, 0, lower_bound_bytes=lower_bound, last_reloaded_bytes=reloaded
+    )
+
+
+def engine_with(stats: Stats) -> Any:
+    return SimpleNamespace(optimizer=SimpleNamespace(finepage=SimpleNamespace(stats=stats)))
+
+
+def test_the_first_pass_is_the_prefill_and_the_last_a_decode_step() -> None:
+    stats = Stats(600, 1500)
+    stats.passes += [pass_stats(11, 12), pass_stats(13, 14), pass_stats(15, 16)]
+    assert reading_of(engine_with(stats), 17, FetchCounter()) == Reading(
+        peak_bytes=17,
+        prefill_reloaded_bytes=11,
+        prefill_lower_bound_bytes=12,
+        decode_reloaded_bytes=15,
+        decode_lower_bound_bytes=16,
+        budget_bytes=600,
+        weight_bytes=1500,
+    )
+
+
+def test_a_run_without_plans_has_no_reading() -> None:
+    stats = Stats(600, 1500, unplanned_reasons=["this", "that"])
+    stats.passes.append(pass_stats(11, 12))
+    with pytest.raises(FinepageError, match="ran without a plan: this; that"):
+        reading_of(engine_with(stats), 17, FetchCounter())
+
+
+class Fetching(nn.Module):
+    """Fetches in each forward, as stock hooks do."""
+
+    def __init__(self, fetches: FetchCounter) -> None:
+        super().__init__()
+        self.fetches = fetches
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.weight.ds_tensor = self.weight.data
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.fetches._count(100 * input_ids.shape[-1] + 1)
+        self.fetches._count(7)
+        return input_ids
+
+
+def test_of_stock_the_last_prefill_and_the_last_decode_step_count() -> None:
+    fetches = FetchCounter()
+    module = Fetching(fetches)
+    fetches._count(10**6)  # outside of any forward
+    fetches.watch(module)
+    for length in (5, 1, 1, 3, 1):
+        module(torch.zeros(1, length))
+    module(input_ids=torch.zeros(1, 1))
+    found = reading_of(SimpleNamespace(optimizer=None, module=module), 17, fetches)
+    assert found == Reading(
+        peak_bytes=17, prefill_reloaded_bytes=308, decode_reloaded_bytes=108, weight_bytes=8
+    )
+
+
+STOCK = Reading(peak_bytes=21, prefill_reloaded_bytes=22, decode_reloaded_bytes=23, weight_bytes=24)
+OURS = Reading(
+    peak_bytes=31,
+    prefill_reloaded_bytes=32,
+    prefill_lower_bound_bytes=33,
+    decode_reloaded_bytes=34,
+    decode_lower_bound_bytes=35,
+    budget_bytes=36,
+    weight_bytes=37,
+)
+TOKENS = [1, 2, 3]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Demo:
+    """Make a demo that runs no process."""
+    readings = {"zero_inference": STOCK, "finepage": OURS}
+    seconds = {"plain": [9.0, 9.5], "zero_inference": [1.0, 0.5], "finepage": [2.0, 0.25]}
+    monkeypatch.setattr(Demo, "_python", lambda *args: None)
+    monkeypatch.setattr(
+        Demo,
+        "_generate",
+        lambda self, name, options=(): {"tokens": TOKENS, "seconds": seconds[name]},
+    )
+    monkeypatch.setattr(Demo, "_meter", lambda self, name: (readings[name], TOKENS))
+    return Demo(tmp_path, {"device_budget": "40%weights"}, 8, Console(file=io.StringIO()))
+
+
+def test_each_figure_of_the_demo_is_that_of_its_engine_and_pass(fake: Demo) -> None:
+    found = fake.run(TINY).as_json()
+    assert found == {
+        "budget_bytes": 36,
+        "weight_bytes": 37,
+        "engines": {
+            "zero_inference": {
+                "tokens_equal": True,
+                "peak_bytes": 21,
+                "prefill_reloaded_bytes": 22,
+                "decode_reloaded_bytes": 23,
+                "wall_s": 1.0,
+            },
+            "finepage": {
+                "tokens_equal": True,
+                "peak_bytes": 31,
+                "prefill_reloaded_bytes": 32,
+                "decode_reloaded_bytes": 34,
+                "decode_lower_bound_bytes": 35,
+                "wall_s": 2.0,
+            },
+        },
+    }
+
+
+def test_each_line_of_the_table_shows_its_own_figure(
+    fake: Demo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_result(fake.run(TINY))
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    shown = {line[1].strip(): [cell.strip() for cell in line[2:-1]] for line in lines}
+    assert shown["tokens equal to plain transformers"] == ["yes", "yes", ""]
+    assert shown["peak device bytes"] == ["21 B", "31 B", "<= 36 B (budget)"]
+    assert shown["reloaded in a prefill"] == ["22 B", "32 B", ">= 33 B"]
+    assert shown["reloaded in a steady decode step"] == ["23 B", "34 B", ">= 35 B"]
+    assert shown["wall time, first call"] == ["1.00 s", "2.00 s", ""]
+    assert shown["wall time, second call"] == ["0.50 s", "0.25 s", ""]
+
+
+def test_other_tokens_with_the_meter_are_other_tokens(
+    fake: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Demo, "_meter", lambda self, name: (OURS, TOKENS if name == "finepage" else [1, 2, 4])
+    )
+    found = fake.run(TINY).engines
+    assert found["finepage"].tokens_equal
+    assert not found["zero_inference"].tokens_equal
+
+
+def test_the_two_engines_get_configs_that_differ_in_one_setting(fake: Demo) -> None:
+    import json
+
+    fake.run(TINY)
+    configs = {
+        name: json.loads((fake._folder / f"{name}.json").read_text()) for name in demo.ENGINES
+    }
+    sections = {name: config.pop("finepage") for name, config in configs.items()}
+    assert configs["finepage"] == configs["zero_inference"]
+    assert sections["finepage"] == {"enabled": True, "device_budget": "40%weights"}
+    assert sections["zero_inference"] == {"enabled": False, "device_budget": "40%weights"}

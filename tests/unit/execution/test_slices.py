@@ -1,0 +1,111 @@
+"""Weights that come in slices: rows that were cut, and experts that a router chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ds_finepage.execution.arena import Arena, HostPool
+from ds_finepage.execution.executor import Executor, byte_view
+from ds_finepage.execution.lanes import CpuLanes
+from ds_finepage.graph.checker import check
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.finepage import plan_finepage
+from ds_finepage.planning.liveness import min_arena_bytes
+from ds_finepage.planning.split import cut_weights, divisible_weights
+from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
+
+N, NUM_EXPERTS = 8, 16
+
+
+@pytest.fixture
+def lanes() -> Iterator[CpuLanes]:
+    made = CpuLanes()
+    yield made
+    made.close()
+
+
+def executor_of(memgraph: MemGraph, weights: dict[str, torch.Tensor], lanes: CpuLanes) -> Executor:
+    arena = Arena(memgraph.arena_bytes, torch.device("cpu"))
+    arena.bytes.fill_(0xFF)
+    pool = HostPool(pinned=False)
+    pool.reserve(memgraph.host_bytes)
+    return Executor(
+        memgraph,
+        arena=arena,
+        pool=pool,
+        lanes=lanes,
+        masters={name: byte_view(w.clone()) for name, w in weights.items()},
+        poison=True,
+    )
+
+
+def product() -> TaskGraph:
+    """One product with the transpose of a weight, as a linear layer has it."""
+    draft = Draft()
+    x = draft.tensor(INPUT, 2, N)
+    w = draft.tensor(WEIGHT, 3 * N, N, name="w")
+    out = draft.tensor(OUTPUT, 2, 3 * N)
+    draft.task("aten.mm.default", x, draft.view(w, (N, 3 * N), (1, N)), out=(out,))
+    return draft.graph((x,), (out,))
+
+
+@pytest.mark.parametrize("starts", ([0, 5], [0, 1, 2, 23], [0, 8, 16]), ids=str)
+def test_every_slice_of_a_weight_is_its_own(starts: list[int], lanes: CpuLanes) -> None:
+    graph = product()
+    (whole,) = divisible_weights(graph)
+    cut = cut_weights(graph, {whole.buffer: starts})
+    weights = {"w": torch.randn(3 * N, N)}
+    for arena_bytes in (min_arena_bytes(cut, 64), 10_000):
+        memgraph = check(plan_finepage(cut, arena_bytes=arena_bytes, alignment=64))
+        executor = executor_of(memgraph, weights, lanes)
+        x = torch.randn(2, N)
+        parts = weights["w"].tensor_split(starts[1:])
+        expected = torch.cat([x @ part.t() for part in parts], dim=1)
+        assert torch.equal(executor.run((x,), (), {})[0], expected)
+
+
+def chosen() -> TaskGraph:
+    """Experts that are looked up by numbers which the pass works out."""
+    draft = Draft()
+    scores = draft.tensor(INPUT, 2, NUM_EXPERTS)
+    experts = draft.tensor(WEIGHT, NUM_EXPERTS, N, N, name="experts")
+    dense = draft.tensor(WEIGHT, N, N, name="dense")
+    numbers = draft.tensor(ACTIVATION, 2, dtype="int64")
+    mine = draft.tensor(ACTIVATION, 2, N, N)
+    out = draft.tensor(OUTPUT, 2, N, N)
+    draft.task("aten.argmax.default", scores, 1, out=(numbers,))
+    draft.task("aten.index.Tensor", experts, (numbers,), out=(mine,))
+    draft.task("aten.mul.Tensor", mine, dense, out=(out,))
+    return draft.graph((scores,), (out,))
+
+
+@pytest.mark.parametrize("numbers", ([3, 11], [0, 15], [7, 7], [4, 5]), ids=str)
+def test_experts_that_were_not_chosen_are_neither_copied_nor_counted(
+    numbers: list[int], lanes: CpuLanes
+) -> None:
+    graph = chosen()
+    weights = {"experts": torch.randn(NUM_EXPERTS, N, N), "dense": torch.randn(N, N)}
+    least = min_arena_bytes(graph, 64)
+    memgraph = check(plan_finepage(graph, arena_bytes=least, alignment=64))
+    (experts,) = (b for b in graph.buffers if b.name == "experts")
+    assert memgraph.routed == (experts.id,)
+    executor = executor_of(memgraph, weights, lanes)
+    scores = torch.nn.functional.one_hot(torch.tensor(numbers), NUM_EXPERTS).float()
+    residents: dict[str, object] = {}
+    for is_first in (True, False):
+        found = executor.run((scores,), (), residents)[0]
+        assert torch.equal(found, weights["experts"][numbers] * weights["dense"])
+        counters = executor.counters
+        entry = counters.entry_reloaded_bytes
+        assert bool(entry) == (is_first and bool(memgraph.entry))
+        others = sum(
+            n.extent is not None and n.buffer != experts.id and graph.buffers[n.buffer].nbytes
+            for n in memgraph.nodes
+            if n.kind.value == "reload"
+        )
+        used = len(set(numbers)) * N * N * 4
+        assert counters.reloaded_bytes == entry + others + used

@@ -1,0 +1,150 @@
+"""The seam into DeepSpeed's engine: in once, out again, and there for engines that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.integrations import seam
+from ds_finepage.integrations.offload import FinepageOffload
+
+SUPPORTED: dict[str, Any] = {"finepage": {"enabled": True, "device_budget": "1GiB"}}
+
+
+class Stock:
+    """What the engine builds without us."""
+
+
+def engine_module() -> Any:
+    """Make a module like DeepSpeed's, whose engine says what it would build."""
+    module: Any = ModuleType("engine")
+
+    class DeepSpeedEngine:
+        def __init__(self, settings: dict[str, Any], stage: int = 3) -> None:
+            self.client_optimizer = None
+            self._config = SimpleNamespace(
+                _param_dict=settings,
+                zero_optimization_stage=stage,
+                zero_config=SimpleNamespace(
+                    offload_param=SimpleNamespace(device="cpu"), zero_quantized_weights=False
+                ),
+            )
+
+        def _do_sanity_check(self) -> str:
+            return "checked"
+
+        def _configure_zero_optimizer(self, optimizer: Any, *, fails: bool = False) -> Any:
+            if fails:
+                raise RuntimeError("theirs")
+            return optimizer, module.DeepSpeedZeRoOffload
+
+    module.DeepSpeedEngine = DeepSpeedEngine
+    module.DeepSpeedZeRoOffload = Stock
+    return module
+
+
+@pytest.fixture
+def engines() -> Any:
+    module = engine_module()
+    seam.install(module)
+    return module
+
+
+def built(engines: Any, settings: dict[str, Any]) -> type:
+    optimizer, found = engines.DeepSpeedEngine(settings)._configure_zero_optimizer("theirs")
+    assert optimizer == "theirs"
+    return found
+
+
+def test_an_engine_that_asks_for_it_builds_ours_with_its_settings(engines: Any) -> None:
+    found = built(engines, SUPPORTED)
+    assert issubclass(found, FinepageOffload)
+    assert str(found.finepage_config.device_budget) == str(1 << 30)
+    assert engines.DeepSpeedZeRoOffload is Stock
+
+
+@pytest.mark.parametrize("settings", ({}, {"finepage": {"enabled": False}}), ids=str)
+def test_every_other_engine_stays_stock(engines: Any, settings: dict[str, Any]) -> None:
+    assert built(engines, settings) is Stock
+
+
+def test_an_error_while_it_is_built_leaves_the_name_as_it_was(engines: Any) -> None:
+    with pytest.raises(RuntimeError, match="theirs"):
+        engines.DeepSpeedEngine(SUPPORTED)._configure_zero_optimizer(None, fails=True)
+    assert engines.DeepSpeedZeRoOffload is Stock
+    assert built(engines, {}) is Stock
+
+
+def with_optimizer(engine: Any) -> None:
+    engine.client_optimizer = object()
+
+
+def with_a_section_of_an_optimizer(engine: Any) -> None:
+    engine._config._param_dict = {**SUPPORTED, "optimizer": {}}
+
+
+def of_stage_two(engine: Any) -> None:
+    engine._config.zero_optimization_stage = 2
+
+
+def without_offload(engine: Any) -> None:
+    engine._config.zero_config.offload_param = None
+
+
+def on_nvme(engine: Any) -> None:
+    engine._config.zero_config.offload_param.device = "nvme"
+
+
+def quantized(engine: Any) -> None:
+    engine._config.zero_config.zero_quantized_weights = True
+
+
+REFUSED: dict[Callable[[Any], None], str] = {
+    with_optimizer: "an optimizer was given",
+    with_a_section_of_an_optimizer: "an optimizer was given",
+    of_stage_two: "stage is 2",
+    without_offload: "is 'none'",
+    on_nvme: "is 'nvme'. NVMe offload is not done yet",
+    quantized: "cannot read quantized",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_cannot_work_is_refused_before_anything_is_built(
+    engines: Any, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
+    engine = engines.DeepSpeedEngine(SUPPORTED)
+    assert engine._do_sanity_check() == "checked"
+    change(engine)
+    with pytest.raises(ConfigError, match=REFUSED[change]):
+        engine._do_sanity_check()
+    stock = engines.DeepSpeedEngine({})
+    change(stock)
+    stock._config._param_dict = {}
+    assert stock._do_sanity_check() == "checked"
+
+
+def test_more_than_one_rank_is_refused(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="runs on one rank so far; there are 2"):
+        engines.DeepSpeedEngine(SUPPORTED)._do_sanity_check()
+
+
+def test_installing_twice_is_installing_once() -> None:
+    module = engine_module()
+    before = dict(vars(module.DeepSpeedEngine))
+    seam.install(module)
+    once = dict(vars(module.DeepSpeedEngine))
+    assert once != before
+    seam.install(module)
+    assert dict(vars(module.DeepSpeedEngine)) == once
+    for _ in range(2):
+        seam.uninstall(module)
+        assert dict(vars(module.DeepSpeedEngine)) == before

@@ -1,0 +1,109 @@
+"""The figures of a plan: each one in its place, worked out from the others as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.planning.keeping import plan_keeping, weights_by_first_use
+from ds_finepage.planning.standing import stack_down
+from ds_finepage.reporting.figures import (
+    PlanFigures,
+    entry_bytes,
+    largest_live_bytes,
+    layout_overhead,
+    num_memory_dependencies,
+)
+from tests.unit.planning.sketches import chain
+
+UNIT = 64
+NS = 10**9
+
+FIGURES = PlanFigures(
+    model="m",
+    phase="decode",
+    batch=4,
+    seq=100,
+    policy="finepage",
+    hardware="t4",
+    weight_bytes=1 << 30,
+    budget_bytes=2 << 30,
+    min_budget_bytes=3 << 30,
+    peak_bytes=4 << 30,
+    entry_reloaded_bytes=5 << 30,
+    reloaded_bytes=12 << 30,
+    offloaded_bytes=7 << 30,
+    lower_bound_bytes=8 << 30,
+    predicted_ns=3 * NS,
+    compute_ns=5 * NS,
+    transfer_ns=6 * NS,
+    lower_bound_ns=2 * NS,
+    stall_ns=8 * NS,
+    num_tasks=11,
+    num_memory_dependencies=13,
+    capture_seconds=1.25,
+    plan_seconds=2.5,
+    layout_overhead=1.0625,
+)
+
+
+def test_a_step_makes_a_token_of_each_sequence_and_a_prefill_reads_all() -> None:
+    assert FIGURES.tokens_per_s == pytest.approx(4 / 3)
+    assert dataclasses.replace(FIGURES, phase="prefill").tokens_per_s == pytest.approx(400 / 3)
+    assert dataclasses.replace(FIGURES, predicted_ns=0).tokens_per_s == 0
+
+
+def test_each_line_of_the_table_shows_its_own_figure() -> None:
+    table = FIGURES.to_table()
+    labels, values = (list(column.cells) for column in table.columns)
+    shown = list(zip(map(str.strip, map(str, labels)), values, strict=True))
+    assert shown == [
+        ("weights", "1.00 GiB"),
+        ("budget", "2.00 GiB"),
+        ("least that can run", "3.00 GiB"),
+        ("peak", "4.00 GiB"),
+        ("reloaded by the first pass", "5.00 GiB"),
+        ("reloaded by each pass", "12.00 GiB (1.50 x)"),
+        ("least possible", "8.00 GiB"),
+        ("offloaded by each pass", "7.00 GiB"),
+        ("time of a pass", "3.00 s (1.50 x)"),
+        ("least possible", "2.00 s"),
+        ("compute", "5.00 s"),
+        ("transfer, busier lane", "6.00 s"),
+        ("stall", "8.00 s"),
+        ("tokens a second", "1.33"),
+        ("tasks", "11"),
+        ("memory dependencies", "13"),
+        ("peak of the arena / live bytes", "1.0625"),
+        ("capture", "1.25 s"),
+        ("planning", "2.50 s"),
+    ]
+
+
+def test_json_has_every_figure_by_name() -> None:
+    assert FIGURES.to_dict() == dataclasses.asdict(FIGURES)
+
+
+def kept(offset: int) -> MemGraph:
+    """Keep two of four weights, the lower one at ``offset``; the others take turns at 64."""
+    graph = chain(4)
+    weights = weights_by_first_use(graph)
+    at = stack_down([0, 2], dict.fromkeys(weights, UNIT), offset + 2 * UNIT)
+    found = plan_keeping(graph, weights, at, offset + 2 * UNIT, UNIT)
+    assert found is not None
+    return found
+
+
+def test_what_a_pass_finds_and_what_is_live_is_counted() -> None:
+    tight = kept(2 * UNIT)
+    assert entry_bytes(tight) == 2 * UNIT
+    assert largest_live_bytes(tight) == 4 * UNIT
+    assert layout_overhead(tight) == 1
+    assert (
+        num_memory_dependencies(tight) == 1
+    )  # the second streamed weight lies where the first did
+    loose = kept(6 * UNIT)
+    assert largest_live_bytes(loose) < loose.peak_bytes == 8 * UNIT
+    assert layout_overhead(loose) == loose.peak_bytes / largest_live_bytes(loose)
