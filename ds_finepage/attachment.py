@@ -17,6 +17,7 @@ from ds_finepage.entries import (
     allow_recompiles,
     attribute_restorer,
     captured_call,
+    eager_where_refused,
     entries,
 )
 from ds_finepage.errors import PlanInfeasibleError
@@ -26,6 +27,10 @@ from ds_finepage.generation import LookAhead, WatchedGenerate
 
 RunGraph = Callable[[GraphModule, Sequence[int], Sequence[Any]], Any]
 """Runs one of Dynamo's graphs: the graph, which arguments are parameters, the arguments."""
+
+COMPILED_ONLY = ("use_associative_scan",)
+"""Attributes by which modules of transformers take another algorithm where they are compiled; its
+last bits are others than those of the plain model."""
 
 
 def weak_backend(run_graph: RunGraph) -> Callable[..., Any]:
@@ -101,6 +106,11 @@ class Attachment:
         for part in entries(module, self._weights):
             self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
             part._compiled_call_impl = PlannedCall(part, self._run, self._runner)
+        for part in module.modules():
+            for name in COMPILED_ONLY:
+                if getattr(part, name, None) is True:
+                    self._undo.append(attribute_restorer(part, name))
+                    setattr(part, name, False)
         self._undo.append(allow_recompiles())
         generation = getattr(module, "generation_config", None)
         if generation is not None:  # transformers would compile a compiled call once more
@@ -124,6 +134,8 @@ class Attachment:
         found = self._compiled.get(id(module))
         if found is None:
             backend = weak_backend(self._run_graph)
-            found = torch.compile(captured_call(module, self._weights), backend=backend)
+            found = eager_where_refused(
+                torch.compile(captured_call(module, self._weights), backend=backend)
+            )
             self._compiled[id(module)] = found
         return found

@@ -13,6 +13,7 @@ from ds_finepage.capture.dynamo_graph import DynamoGraph, Recording
 from ds_finepage.counters import PassStats, Stats
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.execution.executor import Executor
+from ds_finepage.execution.layouts import LayoutProbe
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.memgraph import MemGraph
@@ -154,6 +155,7 @@ class Captures:
         self.all_weights_bytes = all_weights_bytes
         self._may_cut = may_cut
         self._make_room = make_room
+        self._strides_of = LayoutProbe(make_room=self._room_bytes)
 
     def planned(self) -> list[Pass]:
         """List the passes that have a plan or will."""
@@ -213,6 +215,11 @@ class Captures:
                 self._stats.num_forgotten += 1
         return found
 
+    def _room_bytes(self) -> int:
+        """Give the arena back; return what that leaves for scratch tensors."""
+        self._make_room()
+        return self._stats.budget_bytes - self.costs.library_bytes
+
     def _recording(self, index: int, graph: DynamoGraph, args: Sequence[Any]) -> Recording | None:
         """Return a recording that holds for a call's sizes and others; None where none does."""
         recordings = self._recordings.setdefault(index, [])
@@ -222,7 +229,7 @@ class Captures:
         if len(recordings) >= MAX_RECORDINGS or index in self._of_one_size:
             return None
         try:
-            found = graph.record_lengths(args)
+            found = graph.record_lengths(args, strides_of=self._strides_of)
         except CaptureError as error:
             logger.info("each size of %s is captured by itself: %s", graph.name, error)
             found = None
@@ -236,7 +243,7 @@ class Captures:
     def _capture(self, graph: DynamoGraph, args: Sequence[Any]) -> Pass | None:
         """Capture a shape; None where it has to run without a plan."""
         try:
-            found = self._prepare(graph.record(args))
+            found = self._prepare(graph.record(args, strides_of=self._strides_of))
         except CaptureError as error:
             self.warn_unplanned(str(error))
             return None

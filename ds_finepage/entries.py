@@ -149,6 +149,26 @@ def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
     return lambda: setattr(owner, name, before)
 
 
+def eager_where_refused(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled call that runs eagerly what Dynamo has no graph for, instead of an error.
+
+    A forward may do while it is traced what it never does in eager PyTorch (transformers makes
+    masks then that it leaves out otherwise), and fail. Dynamo says in the log why; the modules that
+    run without a graph are counted.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config
+        before = config.suppress_errors
+        config.suppress_errors = True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            config.suppress_errors = before
+
+    return call
+
+
 def allow_recompiles() -> Callable[[], None]:
     """Raise Dynamo's recompile limit; return what restores it."""
     config = torch._dynamo.config

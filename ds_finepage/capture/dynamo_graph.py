@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from ds_finepage.capture.layouts import LayoutFixer, StridesOf
 from ds_finepage.capture.lengths import SymbolicSizes, size_of, upper_end
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.capture.recorder import Recorder, finish
@@ -119,17 +120,27 @@ class DynamoGraph:
         assert isinstance(found, tuple)
         return found
 
-    def record(self, args: Sequence[Any]) -> TaskGraph:
+    def record(self, args: Sequence[Any], *, strides_of: StridesOf | None = None) -> TaskGraph:
         """Capture the call's concrete shape.
+
+        Args:
+            args: Of the call.
+            strides_of: Tells how ops lay out their results; by default, what torch says is taken.
 
         Raises:
             CaptureError: The graph cannot be written down as a taskgraph: a size or a branch
                 depends on data, a weight is changed or returned.
         """
-        return self._record(args, None).at({})
+        return self._record(args, None, strides_of).at({})
 
-    def record_lengths(self, args: Sequence[Any]) -> Recording | None:
+    def record_lengths(
+        self, args: Sequence[Any], *, strides_of: StridesOf | None = None
+    ) -> Recording | None:
         """Capture the call with the sizes that differ from call to call as symbols.
+
+        Args:
+            args: Of the call.
+            strides_of: As in :meth:`record`.
 
         Returns:
             None where there are no such sizes.
@@ -144,12 +155,15 @@ class DynamoGraph:
         level = fake_tensor_logger.level
         fake_tensor_logger.setLevel(logging.CRITICAL)
         try:
-            return self._record(args, sizes)
+            return self._record(args, sizes, strides_of)
         finally:
             fake_tensor_logger.setLevel(level)
 
-    def _record(self, args: Sequence[Any], sizes: SymbolicSizes | None) -> Recording:
-        recorder = Recorder()
+    def _record(
+        self, args: Sequence[Any], sizes: SymbolicSizes | None, strides_of: StridesOf | None
+    ) -> Recording:
+        values = {} if sizes is None else sizes.values
+        recorder = Recorder(None if strides_of is None else LayoutFixer(strides_of, values))
         mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=None if sizes is None else sizes.env
         )

@@ -136,9 +136,10 @@ class Recorder(TorchDispatchMode):
     Invariant: every storage that was seen is held, by identity, in ``_storages``.
     """
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, fix_layout: Callable[..., Any] | None = None) -> None:
+        """Start empty; ``fix_layout`` is a :class:`LayoutFixer`."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fix_layout = fix_layout
         self._storages: dict[int, int] = {}  # storage identity -> buffer id
         self._tensors: dict[tuple[Any, ...], int] = {}
         self.buffers: list[_BufferDraft] = []
@@ -237,6 +238,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         args = with_known_shapes(func, args)
         result = func(*args, **kwargs)
+        if self._fix_layout is not None:
+            result = self._fix_layout(func, args, kwargs, result)
         flat_args, _ = tree_flatten((args, kwargs))
         flat_results = result if isinstance(result, (tuple, list)) else (result,)
         if not any(isinstance(r, torch.Tensor) for r in tree_flatten(result)[0]):

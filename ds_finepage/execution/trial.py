@@ -23,6 +23,7 @@ from ds_finepage.execution.ops import (
     is_random,
     plain_call,
 )
+from ds_finepage.graph.routes import groups_of
 from ds_finepage.graph.taskgraph import Ref, Task, TaskGraph
 
 GUARD_BYTES = 512
@@ -55,6 +56,7 @@ class Tiles:
         device: Where they are, and the scratch with them.
         guard: Guard bytes.
         zeros: Zeros.
+        true: Booleans, all of them true.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +64,13 @@ class Tiles:
         self.device = device
         self.guard = torch.full((GUARD_BYTES,), GUARD, dtype=torch.uint8, device=device)
         self.zeros = torch.zeros(GUARD_BYTES, dtype=torch.uint8, device=device)
+        self.true = torch.ones(GUARD_BYTES, dtype=torch.uint8, device=device)
         self._random: dict[torch.dtype, torch.Tensor] = {}
+
+    def all_of(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return one number over and over."""
+        count = GUARD_BYTES // dtype.itemsize
+        return torch.full((count,), number, dtype=dtype, device=self.device).view(torch.uint8)
 
     def random(self, dtype: torch.dtype, position: int) -> torch.Tensor:
         """Return numbers between 1/4 and 3/4, where most functions are defined.
@@ -83,9 +91,11 @@ class Tiles:
 
 
 class Trial:
-    """One task on scratch tensors that hold random numbers; integers and booleans are 0.
+    """One task on scratch tensors that hold random numbers; integers are 0.
 
-    Zeros are valid indices everywhere.
+    Zeros are valid indices everywhere. But where they would mean that there is nothing to do, there
+    is as much as there can be: masks choose everything, and of groups of rows the first has them
+    all.
     """
 
     def __init__(
@@ -209,6 +219,12 @@ class Trial:
         dtype: torch.dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else torch.uint8
         if dtype.is_floating_point or dtype.is_complex:
             return self._tiles.random(dtype, self._task.buffers.index(buffer))
+        if dtype is torch.bool:
+            return self._tiles.true
+        groups = groups_of(self._task)
+        if groups is not None and self._buffer(groups.ends) == buffer:
+            num_rows = self._graph.tensors[groups.rows].shape[0]
+            return self._tiles.all_of(num_rows, dtype)
         return self._tiles.zeros
 
 

@@ -91,15 +91,39 @@ def _route(graph: TaskGraph, task: Task, last_writer: dict[int, int]) -> Route |
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows that are sorted by group.
+
+    Attributes:
+        rows: The tensor of rows.
+        ends: The tensor that tells where each group ends.
+    """
+
+    rows: int
+    ends: int
+
+
+def groups_of(task: Task) -> Groups | None:
+    """Return the groups of rows that a task works on; None where there are none."""
+    if task.op not in GROUPED_PRODUCTS or len(task.args) < 2:
+        return None
+    rows = task.args[0]
+    ends = task.args[2] if len(task.args) > 2 else dict(task.kwargs).get("offs")
+    if not isinstance(rows, Ref) or not isinstance(ends, Ref):
+        return None
+    return Groups(rows=rows.tensor, ends=ends.tensor)
+
+
 def _named(graph: TaskGraph, task: Task) -> tuple[int, int, int] | None:
     """Return how many slices a task uses at most, the weight, and the tensor that tells them."""
-    if task.op in GROUPED_PRODUCTS and len(task.args) >= 2:
-        rows, weight = task.args[:2]
-        ends = task.args[2] if len(task.args) > 2 else dict(task.kwargs).get("offs")
-        if isinstance(rows, Ref) and isinstance(weight, Ref) and isinstance(ends, Ref):
-            shape, matrices = graph.tensors[rows.tensor].shape, graph.tensors[weight.tensor].shape
+    groups = groups_of(task)
+    if groups is not None:
+        weight = task.args[1]
+        if isinstance(weight, Ref):
+            shape, matrices = graph.tensors[groups.rows].shape, graph.tensors[weight.tensor].shape
             if len(shape) == 2 and len(matrices) == 3:
-                return shape[0], weight.tensor, ends.tensor
+                return shape[0], weight.tensor, groups.ends
     if task.op == LOOKUP and isinstance(task.args[1], tuple) and len(task.args[1]) == 1:
         weight, numbers = task.args[0], task.args[1][0]
         if isinstance(weight, Ref) and isinstance(numbers, Ref):

@@ -197,6 +197,79 @@ def test_layers_that_share_a_graph_have_weights_of_their_own() -> None:
     handle.detach()
 
 
+class FailsWhileTraced(nn.Module):
+    """Makes a mask while it is traced that does not fit, and none otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if torch.compiler.is_compiling():
+            x = x + torch.ones(3, 5)
+        return self.second(x)
+
+
+def test_a_forward_that_fails_only_while_it_is_traced_runs_eagerly() -> None:
+    torch._dynamo.reset()
+    model, x = FailsWhileTraced().eval(), torch.randn(8, 16)
+    suppressed = torch._dynamo.config.suppress_errors
+    with torch.no_grad():
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        for _ in range(2):
+            assert torch.equal(model(x), plain)
+    stats = handle.stats
+    assert stats.num_unplanned_modules == 2 * 2
+    assert [reason.split()[1] for reason in stats.unplanned_reasons] == ["first", "second"]
+    assert torch._dynamo.config.suppress_errors == suppressed
+    handle.detach()
+
+
+def test_an_error_of_the_forward_itself_is_that_of_plain_pytorch() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        model(torch.randn(8, 3))
+    x = torch.randn(8, 16)
+    found = model(x)
+    handle.detach()
+    assert torch.equal(found, model(x))
+
+
+class Scans(nn.Module):
+    """Sums up in another order where it is compiled, as transformers' Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.use_associative_scan = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.use_associative_scan and torch.compiler.is_compiling():
+            return x.view(4, -1, 16).sum(0).sum(0)
+        total = torch.zeros(16)
+        for row in x.unbind():
+            total = total + row
+        return total
+
+
+def test_an_algorithm_for_compiled_models_is_not_taken() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scans()).eval(), torch.randn(32, 16)
+    with torch.no_grad():
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        assert torch.equal(model(x), plain)
+        assert handle.stats.num_captures == 1 and not handle.stats.unplanned_reasons
+        handle.detach()
+    assert model[0].use_associative_scan is True
+
+
 class Counts(nn.Module):
     """Changes a weight while it runs, itself or through a view."""
 

@@ -39,10 +39,10 @@ class OneSizeGraph:
     def key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(args)
 
-    def record_lengths(self, args: Sequence[Any]) -> None:
+    def record_lengths(self, args: Sequence[Any], **_: Any) -> None:
         return None
 
-    def record(self, args: Sequence[Any]) -> TaskGraph:
+    def record(self, args: Sequence[Any], **_: Any) -> TaskGraph:
         (size,) = args
         self.captured.append(size)
         if size in self.refused:
@@ -160,7 +160,7 @@ class ManySizesGraph(OneSizeGraph):
     def fixed_key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return ()
 
-    def record_lengths(self, args: Sequence[Any]) -> Any:
+    def record_lengths(self, args: Sequence[Any], **_: Any) -> Any:
         self.num_recorded += 1
         return self
 
@@ -218,7 +218,7 @@ def test_a_graph_that_cannot_be_recorded_for_many_sizes_is_not_asked_again() -> 
     graph = OneSizeGraph()
     asked = []
 
-    def refuse(args: Sequence[Any]) -> None:
+    def refuse(args: Sequence[Any], **_: Any) -> None:
         asked.append(args)
         raise CaptureError("one size")
 

@@ -10,6 +10,7 @@ import torch
 
 from ds_finepage.execution import measure
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
+from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import BoundTask
 from ds_finepage.execution.trial import Trial, reach
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
@@ -221,6 +222,35 @@ def test_zeros_are_indices_that_are_valid_anywhere() -> None:
     cache, rows = draft.tensor(INPUT, 10, 4), draft.tensor(INPUT, 3, 4)
     draft.task("aten.index_copy_.default", cache, 0, ids, rows, out=(cache,), changes=(cache,))
     assert len(measured(draft)) == 2
+
+
+@pytest.mark.parametrize("ends", [(64, 64, 64), (0, 0, 64), (20, 41, 64)])
+def test_products_of_groups_take_no_more_than_measured(ends: tuple[int, ...]) -> None:
+    draft = Draft()
+    rows = draft.tensor(INPUT, 64, 32, dtype="bfloat16")
+    matrices = draft.tensor(WEIGHT, 3, 32, 128, dtype="bfloat16")
+    offs = draft.tensor(INPUT, 3, dtype="int32")
+    out = draft.tensor(ACTIVATION, 64, 128, dtype="bfloat16")
+    draft.task("aten._grouped_mm.default", rows, matrices, offs, out=(out,))
+    (task,) = measured(draft)
+    kind = torch.bfloat16
+    given = torch.ones(64, 32, dtype=kind), torch.ones(3, 32, 128, dtype=kind)
+    with DeviceMeter(CPU) as meter:
+        torch._grouped_mm(*given, torch.tensor(ends, dtype=torch.int32))
+    assert meter.peak_bytes <= task.workspace_bytes + 3 * 4
+
+
+@pytest.mark.parametrize("chosen", [0, 100, 640])
+def test_rows_that_a_mask_chooses_take_no_more_than_measured(chosen: int) -> None:
+    draft = Draft()
+    x, row = draft.tensor(INPUT, 640, 8), draft.tensor(INPUT, 8)
+    mask = draft.tensor(INPUT, 640, dtype="bool")
+    draft.task("aten.index_put_.default", x, (mask,), row, out=(x,), changes=(x,))
+    (task,) = measured(draft)
+    target, value, where = torch.zeros(640, 8), torch.ones(8), torch.arange(640) < chosen
+    with DeviceMeter(CPU) as meter:
+        torch.ops.aten.index_put_(target, [where], value)
+    assert meter.peak_bytes <= task.workspace_bytes
 
 
 def test_a_slice_of_a_large_buffer_needs_as_much_scratch_as_it_reaches() -> None:

@@ -1,0 +1,91 @@
+"""Asks ops how they lay out their results, by running them on scratch tensors (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ds_finepage.execution.meter import free_profiler
+from ds_finepage.graph.layout import Layout
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+class LayoutProbe:
+    """Remembers how ops lay out their results; runs each once."""
+
+    def __init__(self, *, make_room: Callable[[], int]) -> None:
+        """Start knowing nothing.
+
+        Args:
+            make_room: Called before an op is run; returns the bytes that there are for it.
+        """
+        self._make_room = make_room
+        self._known: dict[Any, Strides | None] = {}
+
+    def __call__(
+        self, op: Any, args: Any, kwargs: Any, results: Sequence[Layout]
+    ) -> Strides | None:
+        """Return the strides of each result that is a tensor; None where they cannot be found out.
+
+        Args:
+            op: The overload.
+            args: Its arguments, with a :class:`Layout` for each tensor.
+            kwargs: Its named arguments, likewise.
+            results: What torch says of the results.
+        """
+        key = (str(op), _frozen(args), _frozen(kwargs))
+        if key not in self._known:
+            operands = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Layout)]
+            nbytes = sum(map(_nbytes, operands)) + 2 * sum(map(_nbytes, results))
+            # An op that has no room here has none in a plan: its operands are all there is.
+            fits = nbytes <= self._make_room()
+            self._known[key] = _run(op, args, kwargs, results) if fits else None
+        return self._known[key]
+
+
+def _run(op: Any, args: Any, kwargs: Any, results: Sequence[Layout]) -> Strides | None:
+    devices = {v.device for v in results if v.device.startswith("cuda")}
+    fork = torch.random.fork_rng(sorted(devices))
+    with free_profiler(), _disable_current_modes(), fork:
+        with torch.inference_mode(False), torch.no_grad():
+            given = tree_map(_scratch, (args, kwargs))
+            try:
+                found = op(*given[0], **given[1])
+            except RuntimeError:  # one that refuses zeros, such as a draw from a distribution
+                return None
+            made = [v for v in tree_leaves(found) if isinstance(v, torch.Tensor)]
+            if [tuple(v.shape) for v in made] != [layout.shape for layout in results]:
+                return None  # what it returns depends on its data
+            return tuple(tuple(v.stride()) for v in made)
+
+
+def _scratch(value: Any) -> Any:
+    """Return zeros, which are valid indices everywhere, for a layout; anything else as it is."""
+    if not isinstance(value, Layout):
+        return value
+    flat = torch.zeros(max(1, value.reach), dtype=_dtype(value), device=value.device)
+    return flat.as_strided(value.shape, value.stride)
+
+
+def _dtype(layout: Layout) -> torch.dtype:
+    found: torch.dtype = getattr(torch, layout.dtype)
+    return found
+
+
+def _nbytes(layout: Layout) -> int:
+    return layout.reach * _dtype(layout).itemsize
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, _frozen(v)) for name, v in value.items())
+    if isinstance(value, (Layout, torch.dtype, torch.device)):
+        return value
+    return (type(value).__name__, str(value))
