@@ -69,6 +69,7 @@ class Attachment:
         run_graph: RunGraph,
         runner: Runner,
         on_unplanned: Callable[[torch.nn.Module], None],
+        num_runs: Callable[[], int],
         look_ahead: LookAhead,
         during_generation: Callable[[], AbstractContextManager[None]],
         refuse: Callable[..., PlanInfeasibleError],
@@ -82,6 +83,7 @@ class Attachment:
             run_graph: Runs a graph of such a call.
             runner: Tells whether a call runs.
             on_unplanned: Called before a module runs outside any graph.
+            num_runs: Counts the graphs that ran.
             look_ahead: Stands in front of ``generate``.
             during_generation: Makes a context for each generation.
             refuse: Says what a refused generation needs; see :class:`WatchedGenerate`.
@@ -92,6 +94,7 @@ class Attachment:
         self._run_graph = run_graph
         self._runner = runner
         self._on_unplanned = on_unplanned
+        self._num_runs = num_runs
         self._in_front_of_generate = (look_ahead, during_generation, refuse)
         self._undo: list[Callable[[], None]] = []
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
@@ -135,7 +138,9 @@ class Attachment:
         if found is None:
             backend = weak_backend(self._run_graph)
             found = eager_where_refused(
-                torch.compile(captured_call(module, self._weights), backend=backend)
+                torch.compile(captured_call(module, self._weights), backend=backend),
+                module,
+                self._num_runs,
             )
             self._compiled[id(module)] = found
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable
 from itertools import chain
@@ -15,6 +16,8 @@ from torch._dynamo.external_utils import wrap_inline
 
 from ds_finepage.execution.fallback import Runner, is_traced
 from ds_finepage.execution.stores import WeightTable
+
+logger = logging.getLogger(__name__)
 
 MIN_RECOMPILES = 64
 """Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
@@ -149,22 +152,30 @@ def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
     return lambda: setattr(owner, name, before)
 
 
-def eager_where_refused(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def eager_where_refused(
+    compiled: Callable[..., Any], module: torch.nn.Module, num_runs: Callable[[], int]
+) -> Callable[..., Any]:
     """Return a compiled call that runs eagerly what Dynamo has no graph for, instead of an error.
 
     A forward may do while it is traced what it never does in eager PyTorch (transformers makes
-    masks then that it leaves out otherwise), and fail. Dynamo says in the log why; the modules that
-    run without a graph are counted.
+    masks then that it leaves out otherwise), and fail. The modules that run without a graph are
+    counted.
+
+    Args:
+        compiled: The call.
+        module: The module that it is a call of.
+        num_runs: Counts the graphs that ran. Where none of a call has, the call can begin again.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        config = torch._dynamo.config
-        before = config.suppress_errors
-        config.suppress_errors = True
+        at_start = num_runs()
         try:
             return compiled(*args, **kwargs)
-        finally:
-            config.suppress_errors = before
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if num_runs() != at_start:
+                raise
+            logger.info("Dynamo has no graph for a call, which runs eagerly: %s", error)
+        return torch._dynamo.disable(module._call_impl)(*args, **kwargs)
 
     return call
 

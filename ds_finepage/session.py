@@ -100,7 +100,7 @@ class Handle:
             make_room=self._make_room,
         )
         self._acting = self  # while a call is rehearsed, the handle of the rehearsal
-        self._num_graphs = 0
+        self._num_graphs = self._num_graph_runs = 0
         self._graphs: dict[Any, tuple[int, DynamoGraph]] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
         self._hooks: list[OpHook] = []
@@ -117,6 +117,7 @@ class Handle:
             run_graph=self._run_graph,
             runner=self._runner,
             on_unplanned=self._on_unplanned_module,
+            num_runs=lambda: self._num_graph_runs,
             look_ahead=LookAhead(
                 module,
                 alignment=self._alignment,
@@ -274,6 +275,7 @@ class Handle:
         Weights are arguments of the graph, and where a graph is the forward of one module, Dynamo
         runs it for other modules of the same make too. Each choice of weights is a graph of ours.
         """
+        self._num_graph_runs += 1
         chosen = (id(module), *(id(args[i]) for i in positions))
         if chosen not in self._graphs:
             index, self._num_graphs = self._num_graphs, self._num_graphs + 1
