@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.actions import models
+from tests.integration.actions import lives
 from tests.integration.actions.runner import NET_ACTIONS, run_in_a_process
 
 
-@pytest.mark.parametrize(
-    "name", [*NET_ACTIONS, *models.DEEPSPEED_ACTIONS, *models.LANGUAGE_ACTIONS]
-)
+@pytest.mark.parametrize("name", [*NET_ACTIONS, *lives.DEEPSPEED_ACTIONS, *lives.LANGUAGE_ACTIONS])
 def test_action(name: str) -> None:
     run_in_a_process(name, deepspeed=True)

@@ -6,7 +6,7 @@ from tests.mutations.mutant import mutant
 
 FALLBACK = "unit/execution/test_fallback.py"
 OFFLOAD = "unit/integrations/test_offload.py"
-STORES = "unit/execution/test_stores.py"
+STORES = ("unit/execution/test_stores.py", "unit/execution/test_weight_table.py")
 CHANGES = "integration/test_weight_changes.py"
 CHANGED = f"{CHANGES}::test_a_changed_weight_is_that_of_the_next_call"
 ACTIONS = "integration/test_actions.py::test_action"
@@ -111,70 +111,70 @@ MOVING = (
         "execution/stores.py",
         "not self._used\n            and list",
         "True\n            and list",
-        STORES,
+        *STORES,
     ),
     mutant(
         "versions-are-not-compared",
         "execution/stores.py",
         "list(map(_VERSION, self._versioned)) == self._versions",
         "True",
-        STORES,
+        *STORES,
     ),
     mutant(
         "addresses-are-not-compared",
         "execution/stores.py",
         "and list(map(_ADDRESS, self._parameters)) == self._addresses",
         "and True",
-        STORES,
+        *STORES,
     ),
     mutant(
         "writes-into-a-filled-parameter-are-lost",
         "execution/stores.py",
         "_copy(shown.weight.value, copy)",
         "pass",
-        STORES,
+        *STORES,
     ),
     mutant(
         "changes-before-detach-are-lost",
         "execution/stores.py",
         "        self.unload()\n        self.changes()",
         "        self.unload()",
-        STORES,
+        *STORES,
     ),
     mutant(
         "a-parameter-that-zero-frees-is-empty",
         "execution/stores.py",
         "return self.view if is_freed else value",
         "return value",
-        STORES,
+        *STORES,
     ),
     mutant(
         "swapped-partitions-overwrite-each-other",
         "execution/stores.py",
         "return value.clone() if is_master else value",
         "return value",
-        STORES,
+        *STORES,
     ),
     mutant(
         "a-tensor-made-by-data-is-forgotten",
         "execution/watch.py",
         "self._aliases.append(weakref.ref(alias))",
         "pass",
-        STORES,
+        *STORES,
     ),
     mutant(
         "data-stays-a-property",
         "execution/watch.py",
         "del torch.nn.Parameter.data",
         "pass",
-        STORES,
+        *STORES,
     ),
     mutant(
         "weights-of-an-attached-model-are-taken",
         "execution/masters.py",
         "refuse_watched(name, parameter)",
         "pass",
-        STORES,
+        *STORES,
     ),
     mutant(
         "copies-keep-our-hooks",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.actions import models, weights
+from tests.integration.actions import lives, models, weights
 from tests.integration.actions.subjects import Subject, make_subject
 from tests.integration.engines import one_process_deepspeed
 
@@ -26,12 +26,12 @@ PRELOADED = [
     "tests.integration.actions.warm",
 ]
 
-NET_ACTIONS = {**weights.ACTIONS, **models.ACTIONS}
+NET_ACTIONS = {**weights.ACTIONS, **models.ACTIONS, **lives.ACTIONS}
 ALL_ACTIONS: dict[str, Callable[[Subject], None]] = {
     **NET_ACTIONS,
-    **models.PLAIN_ACTIONS,
-    **models.DEEPSPEED_ACTIONS,
-    **models.LANGUAGE_ACTIONS,
+    **lives.PLAIN_ACTIONS,
+    **lives.DEEPSPEED_ACTIONS,
+    **lives.LANGUAGE_ACTIONS,
 }
 
 
@@ -57,7 +57,7 @@ def run_in_a_process(name: str, *, deepspeed: bool) -> None:
 
 
 def _act(name: str, deepspeed: bool, answer: Any) -> None:
-    language_model = name in models.LANGUAGE_ACTIONS
+    language_model = name in lives.LANGUAGE_ACTIONS
     try:
         if deepspeed:
             with one_process_deepspeed():

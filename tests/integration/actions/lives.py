@@ -1,0 +1,345 @@
+"""Actions of several threads and models, of detaching and freeing, and on language models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_finepage.api import attach
+from ds_finepage.config import DebugConfig
+from ds_finepage.errors import StoreError
+from tests.integration.actions.models import replace_a_module
+from tests.integration.actions.subjects import (
+    Net,
+    Subject,
+    equal_results,
+    refused_by_deepspeed,
+    run,
+)
+from tests.integration.families import greedy
+
+SECONDS = 30
+
+ACTIONS: dict[str, Callable[[Subject], None]] = {}
+LANGUAGE_ACTIONS: dict[str, Callable[[Subject], None]] = {}
+PLAIN_ACTIONS: dict[str, Callable[[Subject], None]] = {}
+DEEPSPEED_ACTIONS: dict[str, Callable[[Subject], None]] = {}
+
+
+def _into(table: dict[str, Callable[[Subject], None]]) -> Callable[[Any], Any]:
+    def add(act: Callable[[Subject], None]) -> Callable[[Subject], None]:
+        table[act.__name__] = act
+        return act
+
+    return add
+
+
+action = _into(ACTIONS)
+
+
+# Threads, and several models.
+
+
+@action
+def two_threads(subject: Subject) -> None:
+    expected, found = run(subject.plain, subject.x), []
+
+    def call() -> None:
+        found.extend(run(subject.model, subject.x) for _ in range(8))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24 and all(torch.equal(f, expected) for f in found)
+    subject.same()
+
+
+@action
+def write_in_another_thread(subject: Subject) -> None:
+    def write() -> None:
+        subject.both(lambda m: m.up.weight.data.mul_(2))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    subject.same()
+
+
+@action
+def two_models(subject: Subject) -> None:
+    other = Net()
+    other.up.weight.data.mul_(2)
+    x = torch.randn(5, 16)
+    expected = run(other, x)
+    handle = attach(other, device_budget="1MiB", device="cpu")
+    for _ in range(3):
+        assert torch.equal(run(other, x), expected)
+        subject.same(times=1)
+    handle.detach()
+    subject.both(lambda m: m.up.weight.data.mul_(2))
+    subject.same()
+
+
+@action
+def attach_twice(subject: Subject) -> None:
+    with pytest.raises(StoreError, match="belongs to a model that ds_finepage is attached to"):
+        attach(subject.model, device_budget="1MiB", device="cpu")
+    with pytest.raises(StoreError, match="belongs to a model that ds_finepage is attached to"):
+        attach(subject.model.blocks, device_budget="1MiB", device="cpu")
+    subject.same()
+
+
+@action
+def attach_a_model_that_shares_a_weight(subject: Subject) -> None:
+    other = nn.Sequential(nn.Linear(16, 48))
+    other[0].weight = subject.model.up.weight
+    with pytest.raises(StoreError, match="parameter 0.weight belongs to a model"):
+        attach(other, device_budget="1MiB", device="cpu")
+    subject.same()
+
+
+@action
+def debug_mode(subject: Subject) -> None:
+    subject.handle.replan(debug=DebugConfig(poison_vacated=True, lane_delay_seed=3))
+    subject.both(lambda m: m.up.weight.data.mul_(2))
+    subject.same()
+
+
+@action
+def change_while_everything_fits(subject: Subject) -> None:
+    subject.make_room()
+    subject.same(times=3)
+    assert subject.handle.stats.num_aside_runs
+    subject.both(lambda m: m.up.weight.data.mul_(2))
+    subject.same()
+    subject.both(lambda m: setattr(m.up.weight, "data", torch.ones(48, 16)))
+    subject.same()
+    with torch.no_grad():
+        subject.both(lambda m: m.down.weight.add_(1))
+    subject.same()
+
+
+# Detaching and freeing.
+
+
+@action
+def detach_in_between(subject: Subject) -> None:
+    with torch.no_grad():
+        subject.both(lambda m: m.down.bias.add_(1))
+    model = subject.model
+    if subject.engine is not None:
+        from ds_finepage.integrations.deepspeed import detach
+
+        detach(subject.engine)
+        model = subject.engine
+    else:
+        subject.handle.detach()
+    assert equal_results(model, subject.plain, subject.x)
+
+
+@_into(PLAIN_ACTIONS)
+def detach_and_attach_again(subject: Subject) -> None:
+    for _ in range(2):
+        subject.handle.detach()
+        subject.handle.detach()
+        subject.both(lambda m: m.up.weight.data.mul_(1.5))
+        subject.same()
+        subject.handle = attach(subject.model, device_budget="1GiB", device="cpu")
+        subject.same()
+
+
+@_into(PLAIN_ACTIONS)
+def detach_a_changed_model(subject: Subject) -> None:
+    subject.both(replace_a_module)
+    subject.both(lambda m: m.down.half().float())
+    subject.same()
+    subject.both(lambda m: m.down.weight.data.mul_(3))
+    subject.handle.detach()
+    subject.same()
+
+
+@action
+def delete_everything(subject: Subject) -> None:
+    dead = [weakref.ref(o) for o in (subject.model, subject.handle, subject.model.up.weight)]
+    arena = subject.handle._arena
+    assert arena is not None
+    dead.append(weakref.ref(arena.bytes))
+    del arena
+    if subject.engine is not None:
+        dead.append(weakref.ref(subject.engine))
+    subject.model = subject.engine = subject.handle = None
+    gc.collect()
+    assert [ref() is None for ref in dead] == [True] * len(dead)
+    for thread in threading.enumerate():
+        if thread.name.startswith("finepage"):
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+    assert subject.plain.up.weight.data is not None
+    assert nn.Parameter.data is torch._C.TensorBase.data
+
+
+# DeepSpeed.
+
+
+@action
+def gather_and_read(subject: Subject) -> None:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(subject.model.parameters())):
+        assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
+        subject.same()
+    assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
+    subject.same()
+
+
+@action
+def gather_and_write(subject: Subject) -> None:
+    import deepspeed
+
+    for model in (subject.model, subject.plain):
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            with torch.no_grad():
+                model.up.weight.mul_(2)
+                model.down.weight.data.add_(1)
+    assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
+    subject.same()
+
+
+@_into(DEEPSPEED_ACTIONS)
+def call_the_engine(subject: Subject) -> None:
+    assert torch.equal(run(subject.engine, subject.x), run(subject.plain, subject.x))
+    subject.same()
+
+
+@_into(DEEPSPEED_ACTIONS)
+def consolidated_state(subject: Subject) -> None:
+    state = subject.engine._zero3_consolidated_16bit_state_dict()
+    fresh = Net()
+    fresh.load_state_dict(state)
+    assert equal_results(fresh, subject.plain, subject.x)
+    subject.same()
+
+
+@_into(DEEPSPEED_ACTIONS)
+def destroy_the_engine(subject: Subject) -> None:
+    subject.engine.destroy()
+    assert not subject.handle.attached
+
+
+@_into(DEEPSPEED_ACTIONS)
+def detach_a_model_with_new_parts(subject: Subject) -> None:
+    from ds_finepage.integrations.deepspeed import detach
+
+    subject.both(replace_a_module)
+    subject.same()
+    subject.both(lambda m: m.up.weight.data.mul_(3))
+    detach(subject.engine)
+    assert torch.equal(run(subject.engine, subject.x), run(subject.plain, subject.x))
+
+
+# Language models.
+
+language = _into(LANGUAGE_ACTIONS)
+
+
+def _same_tokens(subject: Subject) -> None:
+    found, expected = subject.both(greedy)
+    assert torch.equal(found, expected)
+
+
+@language
+def generate_after_a_change(subject: Subject) -> None:
+    subject.make_room()
+    _same_tokens(subject)
+    subject.both(lambda m: m.lm_head.weight.data.mul_(-1))
+    _same_tokens(subject)
+    subject.same()
+
+
+@language
+def resize_the_vocabulary(subject: Subject) -> None:
+    def resize(model: Any) -> None:
+        torch.manual_seed(1)
+        model.resize_token_embeddings(300, mean_resizing=False)
+
+    subject.make_room()
+    subject.both(resize)
+    subject.same()
+    _same_tokens(subject)
+
+
+@language
+def tie_the_head(subject: Subject) -> None:
+    def tie(model: Any) -> None:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+    subject.make_room()
+    subject.both(tie)
+    subject.same()
+
+
+@language
+def save_pretrained(subject: Subject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        subject.model.save_pretrained(folder)
+        fresh = type(subject.plain).from_pretrained(folder).eval()
+    assert equal_results(fresh, subject.plain, subject.x)
+    subject.same()
+
+
+@language
+def deepcopy_and_generate(subject: Subject) -> None:
+    twin = copy.deepcopy(subject.model)
+    assert torch.equal(greedy(twin), greedy(subject.plain))
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    assert not torch.equal(run(twin, subject.x), run(subject.plain, subject.x))
+    subject.same()
+
+
+@language
+def pickle_and_generate(subject: Subject) -> None:
+    if subject.engine is not None:
+        refused_by_deepspeed(subject, pickle.dumps)
+        return
+    twin = pickle.loads(pickle.dumps(subject.model))
+    assert torch.equal(greedy(twin), greedy(subject.plain))
+    subject.same()
+
+
+@language
+def memory_footprint(subject: Subject) -> None:
+    found, expected = subject.both(lambda m: m.get_memory_footprint())
+    assert found == expected
+    subject.same()
+
+
+@language
+def merge_lora(subject: Subject) -> None:
+    peft = pytest.importorskip("peft")
+
+    def merged(model: Any) -> Any:
+        torch.manual_seed(2)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config).eval()
+        first = run(adapted, subject.x)
+        whole = adapted.merge_and_unload()
+        assert whole is model
+        return first
+
+    subject.make_room()
+    found, expected = subject.both(merged)
+    assert torch.equal(found, expected)
+    subject.same()
