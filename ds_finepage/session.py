@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -135,11 +136,9 @@ class Handle:
         before: Callable[..., None] | None = None,
         after: Callable[..., None] | None = None,
     ) -> Callable[[], None]:
-        """Call functions around every task; return a function that removes them.
+        """Call ``before(task, operands)`` and ``after(task, results)`` around every task.
 
-        Args:
-            before: ``before(task, operands)``.
-            after: ``after(task, results)``. Tensors are valid during the call only.
+        Tensors are valid during the call only. Returns a function that removes both.
         """
         hook = OpHook(before, after)
         self._hooks.append(hook)
@@ -176,7 +175,8 @@ class Handle:
     def detach(self) -> None:
         """Give the model back as it was; a second call does nothing."""
         with self._lock:
-            if not self._attached:
+            # While the interpreter ends, torch aborts where a tensor outlives what it is a view of.
+            if not self._attached or sys.is_finalizing():
                 return
             self._runner.refuse("detach")
             self._attached = False
