@@ -1,6 +1,6 @@
 """Whether results under a budget are those of the plain model, architecture by architecture.
 
-    python benchmarks/architectures.py --out benchmarks/architectures_2026-11-21
+    python benchmarks/architectures.py --out benchmarks/architectures_2026-11-22
 
 Tiny models of random weights from transformers and diffusers, beyond the families of families.py:
 images, sound, time series, several of them together, state spaces, encoders, newer text models.
