@@ -45,7 +45,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from ds_finepage.units import format_bytes
 
 TINY: dict[str, Tiny] = {

@@ -21,9 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-from ds_finepage.forecast import CapturedModel, PlannedModel, capture_model, plan_captured
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.units import format_bytes
+from ds_finepage.whatif import CapturedModel, PlannedModel, capture_model, plan_captured
 
 MODELS = ("mixtral-8x7b", "qwen3-30b-a3b")
 BATCHES = (1, 2, 4, 16)
@@ -56,7 +56,7 @@ def measure(captured: CapturedModel, percent: int) -> Case:
         return plan_captured(captured, budget_bytes=budget_bytes, profile=profile)
 
     routed = planned()
-    with mock.patch("ds_finepage.planning.finepage.wait_for_routes", lambda plan: plan):
+    with mock.patch("ds_finepage.planning.finepage.search.wait_for_routes", lambda plan: plan):
         ahead = planned().figures
     return Case(
         model=captured.model,

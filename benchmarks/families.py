@@ -38,7 +38,7 @@ from ds_finepage.cli.options import counts_of, names_of
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from ds_finepage.units import format_bytes
 
 PROMPTS = (5, 40, 200)

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.forecast import CapturedModel, PlannedModel, capture_model, plan_captured
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.whatif import CapturedModel, PlannedModel, capture_model, plan_captured
 
 MODELS = ("llama-7b", "llama-65b", "llama-2-70b")
 HARDWARE = ("t4", "v100-16gb", "h200")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ds_finepage.integrations.install import install, uninstall
+from ds_finepage.integrations.deepspeed.install import install, uninstall
 
 if TYPE_CHECKING:
     from ds_finepage.api import attach, plan
-    from ds_finepage.integrations.deepspeed import assert_active, handle_of, stats
-    from ds_finepage.session import Handle
+    from ds_finepage.integrations.deepspeed.engine import assert_active, handle_of, stats
+    from ds_finepage.runtime.handle import Handle
 
 __version__ = "0.1.0"
 
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Handle": "ds_finepage.session",
+    "Handle": "ds_finepage.runtime.handle",
     "attach": "ds_finepage.api",
     "plan": "ds_finepage.api",
-    "assert_active": "ds_finepage.integrations.deepspeed",
-    "handle_of": "ds_finepage.integrations.deepspeed",
-    "stats": "ds_finepage.integrations.deepspeed",
+    "assert_active": "ds_finepage.integrations.deepspeed.engine",
+    "handle_of": "ds_finepage.integrations.deepspeed.engine",
+    "stats": "ds_finepage.integrations.deepspeed.engine",
 }
 
 

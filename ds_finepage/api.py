@@ -1,4 +1,4 @@
-"""The program on one screen: capture -> plan -> check -> simulate -> attach (floor 3).
+"""The program on one screen: capture -> plan -> check -> simulate -> attach.
 
     ds_config --> FinepageConfig
     model.forward --capture--> TaskGraph --plan--> MemGraph --check--> MemGraph --execute--> outputs
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, device_bytes, free_bytes, probe
 from ds_finepage.execution.stores import TakeWeights, WeightTable
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
@@ -28,11 +28,11 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.policies import RUNNABLE, plan_steady
 from ds_finepage.planning.simulator import simulate
-from ds_finepage.plans import plan_folder
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
+from ds_finepage.runtime.plan_cache import plan_folder
 
 if TYPE_CHECKING:
-    from ds_finepage.forecast import PlannedModel
+    from ds_finepage.whatif import PlannedModel
 
 PROBE_SCRATCH_BYTES = 16 << 20
 
@@ -101,7 +101,7 @@ def plan_model(
         CaptureError: The model's forward cannot be written down.
         PlanInfeasibleError: Some task needs more than the budget.
     """
-    from ds_finepage import forecast  # transformers, which attach() can do without
+    from ds_finepage import whatif as forecast  # transformers, which attach() can do without
 
     forecast.require_policy(policy)
     budget = DeviceBudget.parse(device_budget, name="--device-budget")

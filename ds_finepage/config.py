@@ -1,4 +1,4 @@
-"""The ``finepage`` section of a ds_config: read strictly, then immutable (floor 0, no torch).
+"""The ``finepage`` section of a ds_config: read strictly, then immutable.
 
 DeepSpeed accepts unknown top-level keys without a word, so a misspelt setting would silently be
 none. Everything here is refused unless it is understood.

@@ -1,4 +1,4 @@
-"""The one tree of errors that ds_finepage raises (floor 0).
+"""The one tree of errors that ds_finepage raises.
 
 Every message says what, where, both numbers and the fix. The command line's exit status is a
 property of the class, so that it is decided in one place.

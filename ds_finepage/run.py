@@ -1,4 +1,4 @@
-"""Run a script that knows nothing of ds_finepage with the seam installed (floor 5).
+"""Run a script that knows nothing of ds_finepage with the seam installed.
 
     deepspeed --num_gpus 1 --module ds_finepage.run their_script.py --deepspeed_config my.json
     python -m ds_finepage.run their_script.py --deepspeed_config my.json

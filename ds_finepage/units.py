@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: text in, integers out, and back (floor 0, no torch)."""
+"""Sizes and times as people write them: text in, integers out, and back."""
 
 from __future__ import annotations
 

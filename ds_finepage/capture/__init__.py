@@ -1,1 +1,1 @@
-"""Torch in, TaskGraph out (floor 2)."""
+"""Torch in, TaskGraph out."""

@@ -1,4 +1,4 @@
-"""One graph that Dynamo handed over, and the taskgraphs of its concrete shapes (floor 2).
+"""One graph that Dynamo handed over, and the taskgraphs of its concrete shapes.
 
 Dynamo brings guards, graph breaks and symbolic shapes. What it hands over is a torch-level graph
 with parameters, tensors and integers as arguments; here each combination of the integers that the

@@ -1,4 +1,4 @@
-"""Captures a Hugging Face model's pass from its config alone (floor 2).
+"""Captures a Hugging Face model's pass from its config alone.
 
 Reads a transformers config; produces the ``TaskGraph`` of one prefill or of one decode step. No
 weights, no GPU, no network and no Dynamo: the model is built of FakeTensors, and its eager forward
@@ -66,7 +66,7 @@ def capture_config(
         seq: Tokens of a sequence that are in the KV cache after the pass.
         dtype: Of weights, activations and KV cache: a name in ``DTYPES``.
         to_device: The op that brings rows in from host memory. With it, layers without a window
-            keep their rows there, as :mod:`ds_finepage.execution.host_cache` does.
+            keep their rows there, as :mod:`ds_finepage.integrations.transformers.host_cache` does.
 
     Returns:
         The taskgraph. Weights have their qualified names, tied ones are there once. Tasks have

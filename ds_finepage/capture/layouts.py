@@ -1,4 +1,4 @@
-"""The strides that ops really give their results (floor 2).
+"""The strides that ops really give their results.
 
 A fake tensor's strides come from torch's own description of an op, and for some ops (normalizations
 of channels-last images) the kernel lays its result out in another way. The next op may then choose

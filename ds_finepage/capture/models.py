@@ -1,4 +1,4 @@
-"""Model configs by name, directory or file, read by transformers (floor 2).
+"""Model configs by name, directory or file, read by transformers.
 
 The shipped ones lie in the folder beside this module: the contents of the ``config.json`` that was
 published with each model, so dimensions without weights. Nothing here asks the network.

@@ -1,4 +1,4 @@
-"""Tensors whose bytes are their own (floor 2)."""
+"""Tensors whose bytes are their own."""
 
 from __future__ import annotations
 

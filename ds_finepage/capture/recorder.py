@@ -1,4 +1,4 @@
-"""Records a Dynamo graph's ATen ops over fake tensors as a taskgraph (floor 2).
+"""Records a Dynamo graph's ATen ops over fake tensors as a taskgraph.
 
 Reads a torch-level FX graph and the metadata of one call's arguments; produces a ``TaskGraph``. No
 bytes are read or moved: everything runs on FakeTensors of the concrete shapes.

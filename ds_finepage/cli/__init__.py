@@ -1,4 +1,4 @@
-"""The command line, one module a subcommand (floor 5).
+"""The command line, one module a subcommand.
 
 A subcommand is a module with a docstring, which is its help, and two functions:
 ``add_arguments(parser)`` and ``run(arguments) -> exit status``.

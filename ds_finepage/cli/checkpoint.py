@@ -1,4 +1,4 @@
-"""Makes a small Llama checkpoint with a tokenizer on the spot; nothing is downloaded (floor 5).
+"""Makes a small Llama checkpoint with a tokenizer on the spot; nothing is downloaded.
 
     python -m ds_finepage.cli.checkpoint FOLDER [SHAPE_AS_JSON]
 

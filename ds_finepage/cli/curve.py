@@ -36,7 +36,7 @@ from ds_finepage.reporting.figures import NS_PER_S
 from ds_finepage.units import GIB
 
 if TYPE_CHECKING:
-    from ds_finepage.forecast import CapturedModel, PlannedModel
+    from ds_finepage.whatif import CapturedModel, PlannedModel
 
 PICTURES = ("png", "svg", "pdf")
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         picture_kind(arguments.plot)
         options.require_writable(arguments.plot, force=arguments.force)
 
-    from ds_finepage.forecast import capture_model  # torch, which wrong options do not wait for
+    from ds_finepage.whatif import capture_model  # torch, which wrong options do not wait for
 
     passes = {
         phase: capture_model(
@@ -115,7 +115,7 @@ class Planner:
 
     def plan(self, captured: CapturedModel, budget_bytes: int) -> PlannedModel:
         """Plan one pass."""
-        from ds_finepage.forecast import plan_captured
+        from ds_finepage.whatif import plan_captured
 
         return plan_captured(
             captured,

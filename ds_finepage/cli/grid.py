@@ -39,8 +39,8 @@ from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import format_ns
 
 if TYPE_CHECKING:
-    from ds_finepage.forecast import CapturedModel
     from ds_finepage.reporting.figures import PlanFigures
+    from ds_finepage.whatif import CapturedModel
 
 BASELINE = "zero"
 DEFAULT_POLICIES = (BASELINE, "horizon", "finepage")
@@ -282,7 +282,7 @@ class Planner:
 
     def plan(self, cell: Cell) -> Result:
         """Plan both passes of a cell."""
-        from ds_finepage.forecast import budget_on, plan_captured
+        from ds_finepage.whatif import budget_on, plan_captured
 
         profile = self._profiles[cell.hardware]
         figures: dict[str, PlanFigures] = {}
@@ -317,7 +317,7 @@ class Planner:
 
     def _capture(self, cell: Cell, phase: str) -> CapturedModel:
         from ds_finepage.capture.models import default_dtype, load_model_config
-        from ds_finepage.forecast import capture_model
+        from ds_finepage.whatif import capture_model
 
         profile = self._profiles[cell.hardware]
         dtype = default_dtype(load_model_config(cell.model), profile)

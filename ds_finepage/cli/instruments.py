@@ -1,4 +1,4 @@
-"""Runs a DeepSpeed script and counts what its engine does to the device (floor 5).
+"""Runs a DeepSpeed script and counts what its engine does to the device.
 
     python -m ds_finepage.cli.instruments RESULT.json SCRIPT.py [ARGUMENT ...]
 

@@ -1,4 +1,4 @@
-"""Options that several subcommands share (floor 5)."""
+"""Options that several subcommands share."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""MemGraph in, effects out: arena, lanes, host stores, executor (floor 2)."""
+"""MemGraph in, effects out: arena, lanes, host stores, executor."""

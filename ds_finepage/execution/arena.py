@@ -1,4 +1,4 @@
-"""Device and host memory that plans point into (floor 2).
+"""Device and host memory that plans point into.
 
 The arena is the one device allocation that is planned; the pinned pool is its host counterpart for
 buffers that were offloaded. Both are plain byte tensors; tensors of any dtype are views of them.

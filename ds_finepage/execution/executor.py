@@ -1,4 +1,4 @@
-"""Executes one memgraph: every decision was made before, this only follows (floor 2).
+"""Executes one memgraph: every decision was made before, this only follows.
 
 All views of the arena are built once. What changes from call to call (inputs, KV cache, outputs)
 is patched into the bound tasks before the pass and taken out again after it, so that the executor

@@ -1,4 +1,4 @@
-"""Runs what cannot be planned: outside the arena, one op's weights at a time (floor 2).
+"""Runs what cannot be planned: outside the arena, one op's weights at a time.
 
 [Note: the fallback]
 Two things cannot be planned. A graph that cannot be written down as a taskgraph (a size depends on

@@ -1,4 +1,4 @@
-"""Two ops that say where bytes are: in host memory, or on the device (floor 2).
+"""Two ops that say where bytes are: in host memory, or on the device.
 
 A cache in host memory calls them in its forward. In eager PyTorch they copy. Capture knows them:
 what ``to_device`` returns is a buffer that the plan brings in like a weight, and what ``to_host``

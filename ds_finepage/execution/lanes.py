@@ -1,4 +1,4 @@
-"""Three lanes that wait for each other through events only (floor 2).
+"""Three lanes that wait for each other through events only.
 
 On CPU each transfer lane is a worker thread and the compute lane is the caller's: torch copies
 release the GIL, so the ordering rules are really exercised. On CUDA each lane is a stream and the

@@ -1,4 +1,4 @@
-"""Asks ops how they lay out their results, by running them on scratch tensors (floor 2)."""
+"""Asks ops how they lay out their results, by running them on scratch tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One weight in host memory, and how a device sees it (floor 2)."""
+"""One weight in host memory, and how a device sees it."""
 
 from __future__ import annotations
 

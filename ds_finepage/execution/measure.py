@@ -1,4 +1,4 @@
-"""Measures what ops take: their time and the device bytes they use for themselves (floor 2).
+"""Measures what ops take: their time and the device bytes they use for themselves.
 
 Each distinct op (same overload, same tensors, same arguments) is run on scratch tensors in the very
 form in which the executor will run it, so "no ``out=`` overload" shows as workspace. On CPU the

@@ -1,4 +1,4 @@
-"""Meters of live device bytes that know nothing of plans (floor 2).
+"""Meters of live device bytes that know nothing of plans.
 
 On CPU the meter listens to the allocator's own events through torch's profiler: everything that is
 allocated through torch on this thread while it is on counts, whoever asked for it. On CUDA it reads

@@ -1,4 +1,4 @@
-"""Tensors and arguments whose sizes follow from the sizes of a call (floor 2).
+"""Tensors and arguments whose sizes follow from the sizes of a call.
 
 A plan is made for the largest call of its kind, so extents stand; what a smaller call uses of them
 is a view of another shape. All formulas of a graph are one compiled function, and nothing is done

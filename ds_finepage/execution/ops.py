@@ -1,4 +1,4 @@
-"""Binds a task to a callable that writes its results where the plan wants them (floor 2).
+"""Binds a task to a callable that writes its results where the plan wants them.
 
 An op with an ``out=`` overload writes into the arena itself, if it was seen to write there and
 nowhere else (``trial.py``). Any other runs as it is and its result is copied; what it took

@@ -1,4 +1,4 @@
-"""Measures the rates of the machine at hand (floor 2)."""
+"""Measures the rates of the machine at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowers a memgraph to one ordered list of steps a lane, with the few waits that matter (floor 2).
+"""Lowers a memgraph to one ordered list of steps a lane, with the few waits that matter.
 
 Each lane runs its steps in order, so "wait for node n" is "wait until lane l has done k steps", and
 a lane that has waited for step k knows everything that step k knew. A vector clock a node finds the

@@ -1,4 +1,4 @@
-"""Reloads of experts: just the slices of a weight that the pass has chosen (floor 2)."""
+"""Reloads of experts: just the slices of a weight that the pass has chosen."""
 
 from __future__ import annotations
 

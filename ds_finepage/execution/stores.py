@@ -1,4 +1,4 @@
-"""Host masters: the one copy of every weight, and the parameters that show it (floor 2).
+"""Host masters: the one copy of every weight, and the parameters that show it.
 
 While a model is attached, ``parameter.data`` of each weight is its host master: on the CPU the
 master itself, on CUDA a view of the pinned master through its device address. Such a view reads and

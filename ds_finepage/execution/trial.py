@@ -1,4 +1,4 @@
-"""Tries a task on a small arena of its own, to see what it writes (floor 2).
+"""Tries a task on a small arena of its own, to see what it writes.
 
 Some ops use the tensor that is given as ``out=`` for their own work and resize it meanwhile; in an
 arena that overwrites the neighbours. Others take tensors of one storage for the same tensor, or

@@ -1,1 +1,1 @@
-"""The data that flows: taskgraph, memgraph, timeline, profiles, and their checker (floor 1)."""
+"""The data that flows: taskgraph, memgraph, timeline, profiles, and their checker."""

@@ -1,4 +1,4 @@
-"""Plain data as versioned JSON, and back without loss (floor 1, no torch).
+"""Plain data as versioned JSON, and back without loss.
 
 Reads and writes `TaskGraph`, `MemGraph`, `Timeline` and `HardwareProfile`. Each file says what it
 is (``kind``) and in which form (``format``); equal objects give the same bytes, and whatever is not

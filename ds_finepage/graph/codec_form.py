@@ -1,4 +1,4 @@
-"""The form of the JSON that codec.py describes: kinds, fields and columns (floor 1)."""
+"""The form of the JSON that codec.py describes: kinds, fields and columns."""
 
 from __future__ import annotations
 

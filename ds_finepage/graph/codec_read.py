@@ -1,4 +1,4 @@
-"""From parsed JSON to plain data; whatever is not exactly as expected is refused (floor 1)."""
+"""From parsed JSON to plain data; whatever is not exactly as expected is refused."""
 
 from __future__ import annotations
 

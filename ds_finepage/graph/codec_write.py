@@ -1,4 +1,4 @@
-"""From plain data to the fields of a JSON document, in the one form there is (floor 1)."""
+"""From plain data to the fields of a JSON document, in the one form there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware profiles: rates and sizes of one device and its host link (floor 1, no torch)."""
+"""Hardware profiles: rates and sizes of one device and its host link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, without its bytes (floor 1, no torch)."""
+"""How a tensor lies in memory, without its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memgraph: a taskgraph with addresses, transfers and memory dependencies (floor 1, no torch).
+"""The memgraph: a taskgraph with addresses, transfers and memory dependencies.
 
 Any execution order that obeys the edges computes the right thing within ``arena_bytes``. Written
 by a policy, verified by the checker, read by the simulator and the executor.

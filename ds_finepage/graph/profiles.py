@@ -1,4 +1,4 @@
-"""Hardware profiles by name or file (floor 1, no torch).
+"""Hardware profiles by name or file.
 
 The shipped ones lie as JSON in the folder beside this module, each with the source of its figures;
 a user's own is a file of the same form.

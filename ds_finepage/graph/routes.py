@@ -1,4 +1,4 @@
-"""Weights of which a pass may use a part that it works out itself (floor 1, no torch).
+"""Weights of which a pass may use a part that it works out itself.
 
 The matrices of a layer's experts are slices of one weight. Which of them are used is known when the
 router has run: a tensor of the pass tells. A reload that waits for that task brings in the used

@@ -1,4 +1,4 @@
-"""The taskgraph: one forward pass as a list of tasks over buffers (floor 1, no torch).
+"""The taskgraph: one forward pass as a list of tasks over buffers.
 
 Read by the planner, which looks at sizes and uses only, and by the executor, which looks at the
 arguments too. Written by capture. No addresses and no transfers in here.

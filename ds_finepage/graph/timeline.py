@@ -1,4 +1,4 @@
-"""Timelines: when each node ran, predicted or measured (floor 1, no torch)."""
+"""Timelines: when each node ran, predicted or measured."""
 
 from __future__ import annotations
 

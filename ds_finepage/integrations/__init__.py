@@ -1,1 +1,1 @@
-"""Seams into other libraries (floor 4)."""
+"""Seams into other libraries."""

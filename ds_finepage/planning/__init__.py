@@ -1,1 +1,1 @@
-"""TaskGraph -> MemGraph: liveness, policies, simulator, bounds (floor 2, no torch)."""
+"""TaskGraph -> MemGraph: liveness, policies, simulator, bounds."""

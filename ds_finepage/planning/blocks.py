@@ -1,4 +1,4 @@
-"""The arena as the planner sees it: an address-ordered list of blocks (floor 2, no torch).
+"""The arena as the planner sees it: an address-ordered list of blocks.
 
 A freed block remembers the node that vacated it and is not merged with its neighbours, because
 whoever uses its bytes again has to wait for exactly that node.

@@ -1,4 +1,4 @@
-"""Lower bounds on what any plan must copy, to hold plans against (floor 2, no torch).
+"""Lower bounds on what any plan must copy, to hold plans against.
 
 Computed from the taskgraph alone, and by code that shares nothing with the policies.
 """

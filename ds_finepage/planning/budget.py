@@ -1,4 +1,4 @@
-"""What a budget has to pay for beside the arena (floor 2, no torch)."""
+"""What a budget has to pay for beside the arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a memgraph node by node and keeps the books that its edges come from (floor 2, no torch).
+"""Writes a memgraph node by node and keeps the books that its edges come from.
 
 A policy decides what happens next; this class knows which nodes must be complete before it may.
 Source of the edge kinds: Turnip (arXiv 2405.16283), memgraph construction.

@@ -1,4 +1,4 @@
-"""Small passes: the best residency there is, by dynamic programming (floor 2, no torch).
+"""Small passes: the best residency there is, by dynamic programming.
 
 For a pass of a few tasks the sets of buffers that may be resident during each task can be gone
 through one by one. The cheapest sequence of sets that ends as it began says who is resident when;

@@ -1,4 +1,4 @@
-"""Policy ``horizon``: the published two-horizon simulation (floor 2, no torch).
+"""Policy ``horizon``: the published two-horizon simulation.
 
 The execution horizon E walks over the tasks and simulates each; the allocation horizon A >= E runs
 ahead and gives memory to tasks as long as memory is free. Nothing is evicted for lookahead; only

@@ -1,4 +1,4 @@
-"""Offsets offline: place buffers whose live ranges are known (floor 2, no torch).
+"""Offsets offline: place buffers whose live ranges are known.
 
 Offline dynamic storage allocation: largest buffers first, each at the lowest offset that is free
 over its whole live range. Source: greedy by size, as in "Efficient Memory Management for Deep

@@ -1,4 +1,4 @@
-"""Uses, working sets and the sizes that follow from them (floor 2, no torch).
+"""Uses, working sets and the sizes that follow from them.
 
 Everything here is a pure function of the taskgraph.
 """

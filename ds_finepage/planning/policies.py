@@ -1,4 +1,4 @@
-"""The policies by name, and the one function that plans (floor 2, no torch)."""
+"""The policies by name, and the one function that plans."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ds_finepage.planning.baselines.zero import (
     plan_zero_authors,
     plan_zero_persistence,
 )
-from ds_finepage.planning.finepage import plan_finepage
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.finepage.stacking import Standing
 from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
-from ds_finepage.planning.split import gather_rows
-from ds_finepage.planning.standing import Standing
+from ds_finepage.planning.rewrite.split import gather_rows
 
 MAX_STEADY_ROUNDS = 8
 """Passes to plan before taking a plan whose exit differs from its entry."""

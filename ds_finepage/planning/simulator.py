@@ -1,4 +1,4 @@
-"""What a memgraph takes in time: MemGraph and HardwareProfile in, Timeline out (floor 2, no torch).
+"""What a memgraph takes in time: MemGraph and HardwareProfile in, Timeline out.
 
 Three lanes run side by side, each its own nodes in the order of their ids. A node starts when its
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, stored,

@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open (floor 2, no torch)."""
+"""Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 

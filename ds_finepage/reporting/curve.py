@@ -1,4 +1,4 @@
-"""Speed against budget: what the next gigabyte buys, and what a speed needs (floor 2, no torch)."""
+"""Speed against budget: what the next gigabyte buys, and what a speed needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planned pass of a model costs, in figures: terminal and JSON (floor 2, no torch)."""
+"""What a planned pass of a model costs, in figures: terminal and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan costs, as one object with two renderings: terminal and JSON (floor 2, no torch)."""
+"""What a plan costs, as one object with two renderings: terminal and JSON."""
 
 from __future__ import annotations
 

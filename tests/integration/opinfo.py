@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_finepage import session
 from ds_finepage.api import attach
-from ds_finepage.attachment import weak_backend
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.lanes import Action, CpuLanes
 from ds_finepage.execution.program import Program
 from ds_finepage.graph.memgraph import MemGraph, Node, NodeKind
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.session import Handle
+from ds_finepage.runtime import handle as session
+from ds_finepage.runtime.attachment import weak_backend
+from ds_finepage.runtime.handle import Handle
 
 PROFILE = load_profile("t4")
 LEAST_AMPLE_BYTES = 1 << 20

@@ -9,9 +9,9 @@ import torch
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
-from ds_finepage.counters import Stats
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
+from ds_finepage.runtime.stats import Stats
 
 BUDGETS = ("min", "50%", "100%")
 AMPLE = "1GiB"

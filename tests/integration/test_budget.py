@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from ds_finepage import session
 from ds_finepage.api import attach
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution import measure
@@ -26,7 +25,8 @@ from ds_finepage.execution.arena import HostPool
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter, free_profiler
 from ds_finepage.planning.policies import PAGING
-from ds_finepage.session import Handle
+from ds_finepage.runtime import handle as session
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
 
 CPU = torch.device("cpu")

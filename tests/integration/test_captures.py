@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_finepage.api import attach
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import SLIDING_WINDOW, make_model, token_ids, tokens
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 
 from ds_finepage.errors import StoreError
-from ds_finepage.integrations import checkpoint_files, loading
-from ds_finepage.integrations.checkpoint_files import open_file
+from ds_finepage.integrations.deepspeed import checkpoint_files, loading
+from ds_finepage.integrations.deepspeed.checkpoint_files import open_file
 
 Tensors = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Path]
 

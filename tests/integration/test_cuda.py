@@ -11,7 +11,7 @@ import torch
 import ds_finepage
 from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import FAMILIES, SLOW_LINK, make_model, token_ids
 
 pytestmark = pytest.mark.gpu

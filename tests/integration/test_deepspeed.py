@@ -18,7 +18,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_finepage
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed import detach
+from ds_finepage.integrations.deepspeed.engine import detach
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
 

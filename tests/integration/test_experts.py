@@ -10,8 +10,8 @@ import torch
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
-from ds_finepage.counters import PassStats
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.runtime.stats import PassStats
 from tests.integration.families import DTYPES, SLOW_LINK, make_model, token_ids, tokens
 
 NUM_TOKENS = 6

@@ -13,7 +13,7 @@ import torch
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
     DTYPES,
     FAMILIES,

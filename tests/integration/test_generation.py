@@ -14,7 +14,7 @@ import torch
 from ds_finepage.api import attach
 from ds_finepage.capture import recorder
 from ds_finepage.config import DebugConfig
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
     DTYPES,
     FAMILIES,

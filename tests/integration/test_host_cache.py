@@ -14,10 +14,10 @@ from transformers.cache_utils import DynamicLayer
 
 from ds_finepage.api import attach
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.execution.host_cache import move_to_host, seen_lengths, take_back
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.generation import Longest, kv_bytes
-from ds_finepage.session import Handle
+from ds_finepage.integrations.transformers.host_cache import move_to_host, seen_lengths, take_back
+from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
     LAST,
     greedy,

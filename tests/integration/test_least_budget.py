@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as hf
 
-from ds_finepage import rehearsal
 from ds_finepage.api import attach
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.runtime import rehearsal
 from tests.integration.families import make_model, token_ids
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations import checkpoint_files, loading
-from ds_finepage.integrations.checkpoint_files import FileTensor
-from ds_finepage.integrations.partitions import PartitionsInPlace
+from ds_finepage.integrations.deepspeed import checkpoint_files, loading
+from ds_finepage.integrations.deepspeed.checkpoint_files import FileTensor
+from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
 

@@ -14,7 +14,12 @@ from transformers.generation.streamers import BaseStreamer
 from ds_finepage.api import attach
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError, StoreError
-from ds_finepage.generation import Longest, kv_bytes, longest_of, require_memory
+from ds_finepage.integrations.transformers.preflight import (
+    Longest,
+    kv_bytes,
+    longest_of,
+    require_memory,
+)
 from tests.integration.families import (
     LAST,
     make_model,
@@ -141,11 +146,11 @@ def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
     def refuse(*_: Any, **__: Any) -> None:
         raise CaptureError("layers of another kind")
 
-    monkeypatch.setattr("ds_finepage.generation.capture_config", refuse)
+    monkeypatch.setattr("ds_finepage.integrations.transformers.preflight.capture_config", refuse)
     model = make_model("llama")
     plain = tokens(model, token_ids(60), 4, cache=None)
     handle = attach(model, device_budget="2MiB", device="cpu")
-    with caplog.at_level("INFO", logger="ds_finepage.generation"):
+    with caplog.at_level("INFO", logger="ds_finepage.integrations.transformers.preflight"):
         assert torch.equal(tokens(model, token_ids(60), 4, cache=None), plain)
     assert "layers of another kind" in caplog.text
     handle.detach()
@@ -158,7 +163,7 @@ def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.Monkey
         seen.append(kwargs["seq"])
         return capture_config(*args, **kwargs)
 
-    monkeypatch.setattr("ds_finepage.generation.capture_config", capture)
+    monkeypatch.setattr("ds_finepage.integrations.transformers.preflight.capture_config", capture)
     model = make_model("llama")
     handle = attach(model, device_budget="2MiB", device="cpu")
     for length in (40, 50, 60, 45, 70, 100):
@@ -218,7 +223,10 @@ def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
         cache = model(token_ids(1000), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     seen = []
-    monkeypatch.setattr("ds_finepage.generation.require_memory", lambda *a: seen.append(a[3]))
+    monkeypatch.setattr(
+        "ds_finepage.integrations.transformers.preflight.require_memory",
+        lambda *a: seen.append(a[3]),
+    )
     handle = attach(model, device_budget="64MiB", device="cpu")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 7}))
     found = model.generate(token_ids(1004), past_key_values=cache, max_new_tokens=3)

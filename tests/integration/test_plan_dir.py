@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_finepage import plans
 from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.codec import save
-from ds_finepage.session import Handle
+from ds_finepage.runtime import plan_cache as plans
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import tiny
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_plan_is_named_and_replaced(
     model = tiny()
     plain = model(x)
     assert saved(model, folder, x, expect=plain).stats.num_plans == 1
-    (record,) = (r for r in caplog.records if r.name == "ds_finepage.plans")
+    (record,) = (r for r in caplog.records if r.name == "ds_finepage.runtime.plan_cache")
     assert record.levelname == "WARNING"
     assert str(path) in record.getMessage() and message in record.getMessage()
     assert path.read_bytes() == good

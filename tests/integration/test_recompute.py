@@ -14,10 +14,10 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import Task
-from ds_finepage.planning import finepage
+from ds_finepage.planning.finepage import search as finepage
 from ds_finepage.planning.liveness import live_activation_bytes
-from ds_finepage.planning.recompute import CHEAP_OPS
-from ds_finepage.session import Handle
+from ds_finepage.planning.rewrite.recompute import CHEAP_OPS
+from ds_finepage.runtime.handle import Handle
 
 ROWS, WIDTH, WIDE = 96, 64, 512
 TABLE_BYTES = 4 * ROWS * (ROWS + 2 * WIDTH)  # the mask and two tables, in float32

@@ -17,7 +17,7 @@ from ds_finepage.config import DebugConfig
 from ds_finepage.errors import PlanInfeasibleError, StoreError
 from ds_finepage.graph.memgraph import NodeKind
 from ds_finepage.graph.taskgraph import Task
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, tiny, token_ids, tokens
 
 PROMPT = token_ids(6)

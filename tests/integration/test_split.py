@@ -13,7 +13,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN, Length
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
 
 CPU = torch.device("cpu")

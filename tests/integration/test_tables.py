@@ -13,7 +13,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.planning.policies import PAGING
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 
 WIDTH, NUM_ROWS = 32, 2048
 TABLE_BYTES = 4 * WIDTH * NUM_ROWS

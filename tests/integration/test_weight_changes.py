@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_finepage.api import attach
 from ds_finepage.errors import StoreError
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 
 WIDTH = 64
 

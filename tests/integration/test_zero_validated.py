@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from ds_finepage.capture.from_config import capture_config
-from ds_finepage.graph.checker import check
+from ds_finepage.checker.checker import check
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,

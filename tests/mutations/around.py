@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutant import mutant
 
-GENERATION = "unit/test_generation.py"
+GENERATION = "unit/integrations/test_preflight.py"
 SEAM = "unit/integrations/test_seam.py"
 INSTRUMENTS = "unit/cli/test_instruments.py"
 
@@ -12,35 +12,35 @@ AROUND = (
     # Before and around a generation.
     mutant(
         "returned-sequences-need-no-cache",
-        "generation.py",
+        "integrations/transformers/preflight.py",
         "inputs.shape[0] * max(beams, returned)",
         "inputs.shape[0] * beams",
         GENERATION,
     ),
     mutant(
         "a-window-is-as-long-as-the-text",
-        "generation.py",
+        "integrations/transformers/preflight.py",
         "num_rows += min(longest.num_tokens, window)",
         "num_rows += longest.num_tokens",
         GENERATION,
     ),
     mutant(
         "keys-are-counted-without-values",
-        "generation.py",
+        "integrations/transformers/preflight.py",
         "return 2 * num_rows * longest.num_sequences",
         "return num_rows * longest.num_sequences",
         GENERATION,
     ),
     mutant(
         "the-cache-has-to-fit-into-host-memory-alone",
-        "generation.py",
+        "integrations/transformers/preflight.py",
         "if need_bytes <= budget_bytes + host_bytes:",
         "if need_bytes <= host_bytes:",
         GENERATION,
     ),
     mutant(
         "a-prompt-as-long-as-the-table-is-refused",
-        "generation.py",
+        "integrations/transformers/preflight.py",
         "longest.prompt_tokens <= positions:",
         "longest.prompt_tokens < positions:",
         GENERATION,
@@ -48,21 +48,21 @@ AROUND = (
     # The seams that stay where they are.
     mutant(
         "every-later-engine-is-ours",
-        "integrations/seam.py",
+        "integrations/deepspeed/seam.py",
         "setattr(engine_module, OFFLOAD, stock)",
         "pass",
         SEAM,
     ),
     mutant(
         "the-engine-is-wrapped-twice",
-        "integrations/seam.py",
+        "integrations/deepspeed/seam.py",
         'if hasattr(getattr(engine_class, CONFIGURE), "__finepage__"):',
         "if False:",
         SEAM,
     ),
     mutant(
         "stock-engines-are-refused-too",
-        "integrations/seam.py",
+        "integrations/deepspeed/seam.py",
         "    if config.enabled:\n        refuse",
         "    if True:\n        refuse",
         SEAM,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutations.mutant import mutant
 
-CHECKER = "unit/graph/test_checker.py"
-ROUTING = "unit/planning/test_routing.py"
+CHECKER = "unit/checker/test_checker.py"
+ROUTING = "unit/planning/rewrite/test_late_experts.py"
 
 CHECKING = (
     mutant(
         "a-routed-reload-behind-its-task-is-accepted",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "if route.buffer in self.kept or route.task in self.computed:",
         "if route.buffer in self.kept:",
         ROUTING,
@@ -18,91 +18,91 @@ CHECKING = (
     ),
     mutant(
         "a-part-of-a-weight-is-kept",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "if route.buffer in self.kept or route.task in self.computed:",
         "if route.task in self.computed:",
         ROUTING,
     ),
     mutant(
         "slices-are-told-by-other-contents",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "if life is None or life.contents != self.expected[route.task][tells]:",
         "if life is None:",
         ROUTING,
     ),
     mutant(
         "vacators-are-not-waited-for",
-        "graph/check_walk.py",
+        "checker/walk.py",
         'self.wait(Fault.NO_MEMORY_EDGE, vacators, node.id, "the vacator of its bytes")',
         "pass",
         CHECKER,
     ),
     mutant(
         "live-extents-may-overlap",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "            elif segment.tenant is not None:",
         "            elif False:",
         CHECKER,
     ),
     mutant(
         "extents-may-begin-anywhere",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "if extent.offset % self.memgraph.alignment:",
         "if False:",
         CHECKER,
     ),
     mutant(
         "extents-may-end-behind-the-arena",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "or extent.end > self.memgraph.arena_bytes:",
         "or extent.end > self.memgraph.arena_bytes + 1:",
         CHECKER,
     ),
     mutant(
         "dirty-contents-may-be-dropped",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "and self.host.get(buffer) != life.contents",
         "and False",
         CHECKER,
     ),
     mutant(
         "host-copies-may-be-overwritten",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "self._host_race(node.id, buffer)",
         "pass",
         CHECKER,
     ),
     mutant(
         "stale-host-copies-may-come-back",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "or self.host[buffer] != self.latest[buffer]:",
         "or False:",
         CHECKER,
     ),
     mutant(
         "state-may-end-with-other-contents",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "if life.contents != self.final[buffer]:",
         "if False:",
         CHECKER,
     ),
     mutant(
         "rows-of-the-last-call-may-be-resident",
-        "graph/check_walk.py",
+        "checker/walk.py",
         "if self.graph.buffers[buffer].gather is not None:",
         "if False:",
         CHECKER,
     ),
     mutant(
         "a-node-may-wait-for-itself",
-        "graph/check_shape.py",
+        "checker/shape.py",
         "elif edge.before >= edge.after:",
         "elif edge.before > edge.after:",
         CHECKER,
     ),
     mutant(
         "the-checker-looks-at-shape-alone",
-        "graph/checker.py",
+        "checker/checker.py",
         "return shape_violations(memgraph) or Walk(memgraph).run()",
         "return shape_violations(memgraph)",
         CHECKER,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutations.mutant import mutant
 
-PLANS = "unit/test_plans.py"
-CAPTURES = "unit/test_captures.py"
+PLANS = "unit/runtime/test_plan_cache.py"
+CAPTURES = "unit/runtime/test_pass_table.py"
 EXECUTOR = "unit/execution/test_executor.py"
 
 RUNNING = (
     # Plans on their way.
     mutant(
         "a-plan-runs-unchecked",
-        "plans.py",
+        "runtime/plan_cache.py",
         "    check(memgraph)\n",
         "",
         PLANS,
@@ -28,7 +28,7 @@ RUNNING = (
     ),
     mutant(
         "a-forecast-is-unchecked",
-        "forecast.py",
+        "whatif.py",
         "left = set(check(memgraph).exit)",
         "left = set(memgraph.exit)",
         PLANS,
@@ -36,7 +36,7 @@ RUNNING = (
     ),
     mutant(
         "a-plan-for-another-arena-is-loaded",
-        "plans.py",
+        "runtime/plan_cache.py",
         "-{policy}-{arena_bytes}-{alignment}.json",
         "-{policy}-{alignment}.json",
         PLANS,
@@ -44,7 +44,7 @@ RUNNING = (
     ),
     mutant(
         "a-plan-for-another-alignment-is-loaded",
-        "plans.py",
+        "runtime/plan_cache.py",
         "-{policy}-{arena_bytes}-{alignment}.json",
         "-{policy}-{arena_bytes}.json",
         PLANS,
@@ -52,7 +52,7 @@ RUNNING = (
     ),
     mutant(
         "a-plan-of-another-policy-is-loaded",
-        "plans.py",
+        "runtime/plan_cache.py",
         "-{policy}-{arena_bytes}-{alignment}.json",
         "-{arena_bytes}-{alignment}.json",
         PLANS,
@@ -60,21 +60,21 @@ RUNNING = (
     ),
     mutant(
         "a-neighbour-with-another-arena-stays",
-        "plans.py",
+        "runtime/plan_cache.py",
         "if kept is None or kept.arena_bytes != arena_bytes:",
         "if kept is None:",
         PLANS,
     ),
     mutant(
         "a-plan-that-depends-on-another-is-kept",
-        "plans.py",
+        "runtime/plan_cache.py",
         "if plan_dir is not None and not split and not standing:",
         "if plan_dir is not None and not split:",
         PLANS,
     ),
     mutant(
         "what-a-neighbour-keeps-is-not-left-in-place",
-        "plans.py",
+        "runtime/plan_cache.py",
         "standing=standing,",
         "standing=(),",
         PLANS,
@@ -82,49 +82,49 @@ RUNNING = (
     # Captures.
     mutant(
         "a-call-that-fits-as-it-is-is-refused",
-        "captures.py",
+        "runtime/pass_table.py",
         "                pass  # there may be room for this very call",
         "                raise",
         CAPTURES,
     ),
     mutant(
         "a-recording-serves-sizes-that-it-does-not-hold-for",
-        "captures.py",
+        "runtime/pass_table.py",
         "if recording.admits(recording.values_of(args)):",
         "if True:",
         CAPTURES,
     ),
     mutant(
         "a-graph-of-one-size-is-asked-again",
-        "captures.py",
+        "runtime/pass_table.py",
         "self._of_one_size.add(index)",
         "pass",
         CAPTURES,
     ),
     mutant(
         "half-of-the-runs-make-a-visitor",
-        "captures.py",
+        "runtime/pass_table.py",
         "return 2 * self.num_entries > self.stats.num_runs",
         "return 2 * self.num_entries >= self.stats.num_runs",
         CAPTURES,
     ),
     mutant(
         "other-weights-of-the-model-need-no-room",
-        "captures.py",
+        "runtime/pass_table.py",
         "resident = around + self.all_weights_bytes + UNPLANNED_SHARE * activations",
         "resident = around + UNPLANNED_SHARE * activations",
         CAPTURES,
     ),
     mutant(
         "more-room-than-there-is-is-left",
-        "captures.py",
+        "runtime/pass_table.py",
         "wanted = ample if self.has_room(ample, budget_bytes) else wanted",
         "wanted = ample",
-        "unit/test_held.py",
+        "unit/runtime/test_live_tensors.py",
     ),
     mutant(
         "the-newest-pass-is-forgotten",
-        "captures.py",
+        "runtime/pass_table.py",
         "self.passes.popitem(last=False)",
         "self.passes.popitem()",
         CAPTURES,
@@ -132,31 +132,31 @@ RUNNING = (
     ),
     mutant(
         "a-pass-that-is-used-grows-old",
-        "captures.py",
+        "runtime/pass_table.py",
         "            self.passes.move_to_end(key)\n",
         "",
         CAPTURES,
     ),
     mutant(
         "a-forgotten-pass-stays-a-neighbour",
-        "captures.py",
+        "runtime/pass_table.py",
         "if other.neighbour is oldest:",
         "if False:",
         CAPTURES,
     ),
     mutant(
         "counters-of-forgotten-passes-stay",
-        "captures.py",
+        "runtime/pass_table.py",
         "self._stats.passes.remove(oldest.stats)",
         "pass",
         CAPTURES,
     ),
     mutant(
         "what-a-pass-is-given-counts-twice",
-        "held.py",
+        "runtime/live_tensors.py",
         "if ref.cdata not in taken)",
         "if ref)",
-        "unit/test_held.py",
+        "unit/runtime/test_live_tensors.py",
     ),
     mutant(
         "a-size-next-to-the-largest-goes-its-own-way",
@@ -189,32 +189,32 @@ RUNNING = (
     # Caches.
     mutant(
         "rows-of-a-refused-forward-stay",
-        "cached_calls.py",
+        "runtime/kv_offload.py",
         "if not take_back(before) or not self.may_move():",
         "if not self.may_move():",
-        "unit/test_cached_calls.py",
+        "unit/runtime/test_kv_offload.py",
         is_named=True,
     ),
     mutant(
         "new-layers-of-a-refused-forward-stay",
-        "execution/host_cache.py",
+        "integrations/transformers/host_cache.py",
         "del cache.layers[len(layers) :]",
         "pass",
-        "unit/test_cached_calls.py",
+        "unit/runtime/test_kv_offload.py",
     ),
     mutant(
         "new-rows-are-not-settled",
-        "cached_calls.py",
+        "runtime/kv_offload.py",
         "layer.settle()",
         "pass",
-        "unit/test_cached_calls.py",
+        "unit/runtime/test_kv_offload.py",
     ),
     mutant(
         "rows-that-a-failed-forward-handed-back-stay",
-        "cached_calls.py",
+        "runtime/kv_offload.py",
         "layer.forget_new()",
         "pass",
-        "unit/test_cached_calls.py",
+        "unit/runtime/test_kv_offload.py",
     ),
     # The executor.
     mutant(
@@ -321,7 +321,7 @@ RUNNING = (
         "if sizes == self._sizes or not self._positions:",
         "if self._sizes is not None or not self._positions:",
         "unit/capture/test_lengths.py",
-        "unit/planning/test_split.py",
+        "unit/planning/rewrite/test_split.py",
     ),
     mutant(
         "unused-results-are-copied",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes

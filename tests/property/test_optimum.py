@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from ds_finepage.graph.checker import check
-from ds_finepage.planning.finepage import plan_finepage
+from ds_finepage.checker.checker import check
+from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from tests.property.brute_force import can_move_fewer_bytes, fewest_moved_bytes, tiny_graph
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.forecast import CapturedModel, capture_model, plan_captured
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
 
 BUDGETS = (10, 25, 50, 75, 90)
 HARDWARE = ("t4", "v100-16gb", "h200")

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_finepage.graph.checker import check
+from ds_finepage.checker.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning import finepage
-from ds_finepage.planning.finepage import min_split_arena_bytes, plan_finepage
+from ds_finepage.planning.finepage import search as finepage
+from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import (
     ample_arena_bytes,
     live_activation_bytes,
     min_arena_bytes,
 )
-from ds_finepage.planning.recompute import recompute
+from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import simulate
 from tests.property.strategies import taskgraphs
 from tests.property.test_memgraphs import modest

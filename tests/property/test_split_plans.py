@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from ds_finepage.graph.checker import check
+from ds_finepage.checker.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes
-from ds_finepage.planning.finepage import min_split_arena_bytes, plan_finepage
+from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
-from ds_finepage.planning.split import gather_rows
+from ds_finepage.planning.rewrite.split import gather_rows
 from tests.property.matmul_chains import matmul_chain, random_chain
 from tests.property.token_interpreter import run_random_order
 

@@ -1,1 +1,1 @@
-"""What other systems do, as policies in the same simulator (floor 2, no torch)."""
+"""What other systems do, as policies in the same simulator."""

@@ -1,4 +1,4 @@
-"""Policy ``lru``: demand paging, as unified memory does it (floor 2, no torch).
+"""Policy ``lru``: demand paging, as unified memory does it.
 
 Nothing looks ahead. A task runs until it touches what is not there; then it waits while that is
 copied in, so copies and tasks never overlap. What has not been used for longest goes first: a clean

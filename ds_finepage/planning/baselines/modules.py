@@ -1,4 +1,4 @@
-"""Which module runs which tasks, for systems that work module by module (floor 2, no torch)."""
+"""Which module runs which tasks, for systems that work module by module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a system does, step by step, to the memgraph of it (floor 2, no torch).
+"""From what a system does, step by step, to the memgraph of it.
 
 A baseline writes a script: which weights it brings in, what it computes, what it throws out, where
 it waits. Here the script gets addresses and edges. Activations live from the task that makes them

@@ -1,4 +1,4 @@
-"""Policies ``static*``: fixed shares, layer by layer, as FlexGen does it (floor 2, no torch).
+"""Policies ``static*``: fixed shares, layer by layer, as FlexGen does it.
 
 A linear program chooses which share of the weights stays on the device for good. The rest streams:
 while one layer computes, the weights of the next are copied in, never more than one ahead, and the

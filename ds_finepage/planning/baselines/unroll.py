@@ -1,4 +1,4 @@
-"""Several calls of a model as one pass, layer by layer (floor 2, no torch)."""
+"""Several calls of a model as one pass, layer by layer."""
 
 from __future__ import annotations
 

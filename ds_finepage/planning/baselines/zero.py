@@ -1,4 +1,4 @@
-"""Policies ``zero*``: ZeRO-Inference, module by module, on one rank (floor 2, no torch).
+"""Policies ``zero*``: ZeRO-Inference, module by module, on one rank.
 
 What DeepSpeed's parameter coordinator does from the second forward on, when its trace is complete.
 Each module, down to each Linear, fetches its parameters when it is called and releases them when it

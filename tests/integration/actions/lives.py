@@ -140,7 +140,7 @@ def detach_in_between(subject: Subject) -> None:
         subject.both(lambda m: m.down.bias.add_(1))
     model = subject.model
     if subject.engine is not None:
-        from ds_finepage.integrations.deepspeed import detach
+        from ds_finepage.integrations.deepspeed.engine import detach
 
         detach(subject.engine)
         model = subject.engine
@@ -240,7 +240,7 @@ def destroy_the_engine(subject: Subject) -> None:
 
 @_into(DEEPSPEED_ACTIONS)
 def detach_a_model_with_new_parts(subject: Subject) -> None:
-    from ds_finepage.integrations.deepspeed import detach
+    from ds_finepage.integrations.deepspeed.engine import detach
 
     subject.both(replace_a_module)
     subject.same()

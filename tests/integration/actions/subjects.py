@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_finepage.api import attach
-from ds_finepage.session import Handle
+from ds_finepage.runtime.handle import Handle
 from tests.integration.families import make_model, token_ids
 
 DS_CONFIG = {
@@ -107,7 +107,7 @@ def make_subject(*, deepspeed: bool, language_model: bool) -> Subject:
     if deepspeed:
         import deepspeed as ds
 
-        from ds_finepage.integrations.deepspeed import handle_of
+        from ds_finepage.integrations.deepspeed.engine import handle_of
 
         engine, *_ = ds.initialize(model=model, config=DS_CONFIG)
         model, handle = engine.module, handle_of(engine)

@@ -19,12 +19,12 @@ from ds_finepage.capture.models import (
     model_names,
     positions_of,
 )
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.host_ops import to_device
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.execution.ops import bind
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import needed_arena_bytes

@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ds_finepage.capture import recorder as recorder_module
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.recorder import Recorder
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.taskgraph import BufferKind, Ref, Symbol, Task, TaskGraph
 from ds_finepage.planning.policies import plan
 from tests.unit.capture.replay import captured, replay

@@ -15,8 +15,8 @@ from torch import nn
 from ds_finepage.cli import demo
 from ds_finepage.cli.demo import TINY, Demo, print_result
 from ds_finepage.cli.instruments import FetchCounter, Reading, reading_of
-from ds_finepage.counters import PassStats, Stats
 from ds_finepage.errors import FinepageError
+from ds_finepage.runtime.stats import PassStats, Stats
 
 
 def pass_stats(reloaded: int, lower_bound: int) -> PassStats:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import StoreError, TaskMismatchError
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, OpHook, Residents, byte_view
 from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.execution.program import lower
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import Extent, Lane, NodeKind
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan_steady
-from ds_finepage.planning.split import gather_rows
+from ds_finepage.planning.rewrite.split import gather_rows
 from tests.unit.execution.graphs import (
     ACTIVATION,
     CONSTANT,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ds_finepage.checker.checker import check
 from ds_finepage.execution.program import LANES, Program, Step, iter_waits, lower
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, NodeKind, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ds_finepage.checker.checker import check
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.executor import Executor, byte_view
 from ds_finepage.execution.lanes import CpuLanes
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage import plan_finepage
+from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.split import cut_weights, divisible_weights
+from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
 N, NUM_EXPERTS = 8, 16

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError, TaskMismatchError
 from ds_finepage.execution import measure
 from ds_finepage.execution.arena import Arena, HostPool
@@ -17,7 +18,6 @@ from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.ops import run_and_copy
 from ds_finepage.execution.trial import Trial, scratch_bytes
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.policies import plan_steady

@@ -13,8 +13,12 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from ds_finepage.config import FinepageConfig
-from ds_finepage.integrations import offload
-from ds_finepage.integrations.offload import FinepageOffload, PlainParameters, offload_class
+from ds_finepage.integrations.deepspeed import offload
+from ds_finepage.integrations.deepspeed.offload import (
+    FinepageOffload,
+    PlainParameters,
+    offload_class,
+)
 
 
 class StubHandle:

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations import seam
-from ds_finepage.integrations.offload import FinepageOffload
+from ds_finepage.integrations.deepspeed import seam
+from ds_finepage.integrations.deepspeed.offload import FinepageOffload
 
 SUPPORTED: dict[str, Any] = {"finepage": {"enabled": True, "device_budget": "1GiB"}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_finepage.graph.checker import check
+from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import EdgeKind, Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ds_finepage.graph.checker import check
+from ds_finepage.checker.checker import check
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.exact import MAX_TASKS, is_tiny, plan_exact
 from tests.property.brute_force import tiny_graph

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import Extent, Residency
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.policies import (
@@ -19,7 +19,7 @@ from ds_finepage.planning.policies import (
     plan_steady,
     with_tables_that_fit,
 )
-from ds_finepage.planning.split import gather_rows
+from ds_finepage.planning.rewrite.split import gather_rows
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.sketches import chain, sketch
 

@@ -13,7 +13,7 @@ import pytest
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.models import load_model_config
-from ds_finepage.graph.checker import check
+from ds_finepage.checker.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.zero import (

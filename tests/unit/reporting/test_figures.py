@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.planning.keeping import plan_keeping, weights_by_first_use
-from ds_finepage.planning.standing import stack_down
+from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
+from ds_finepage.planning.finepage.stacking import stack_down
 from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.lru import plan_lru

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import EdgeKind, NodeKind
 from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from tests.unit.planning.sketches import edges, names, sketch

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph import codec
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag

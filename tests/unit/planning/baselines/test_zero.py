@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph.checker import check
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import ModuleCall, TaskGraph
 from ds_finepage.planning.baselines.zero import (

@@ -1,0 +1,1 @@
+"""Decides whether a plan may run; shares no code with the planner."""

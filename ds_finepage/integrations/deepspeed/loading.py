@@ -1,0 +1,159 @@
+"""The seam into transformers' loading: two methods wrapped, two names exchanged.
+
+Under ZeRO stage 3 ``from_pretrained`` builds the model in partitions, maps every file of the
+checkpoint, and gathers the parameters of each module to copy into them: partitions, file pages and
+gathered copies are in memory together. Where the active ``HfDeepSpeedConfig`` enables finepage, on
+one rank, tensors of safetensors files are read piece by piece, straight into the partitions. What
+decides which tensor goes where stays transformers' own: names, conversions, ties, missing keys.
+Every other load stays stock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ds_finepage.config import FinepageConfig, section_of
+from ds_finepage.planning.policies import RUNNABLE
+
+logger = logging.getLogger(__name__)
+
+_one_at_a_time = threading.RLock()  # of two that overlap, one would leave its names behind
+
+MODEL = "PreTrainedModel"
+BUILD = "get_init_context"
+LOAD = "_load_pretrained_model"
+READ_FILE = "load_state_dict"
+GATHER = "GatheredParameters"
+NEEDED = (
+    MODEL,
+    READ_FILE,
+    "_load_state_dict_into_zero3_model",
+    "deepspeed_config",
+    "is_deepspeed_zero3_enabled",
+)
+
+
+def install(modeling_utils: ModuleType) -> None:
+    """Wrap the model class; a second call does nothing, nor does one that finds other names."""
+    model_class = getattr(modeling_utils, MODEL, None)
+    members = {} if model_class is None else vars(model_class)
+    missing = [name for name in NEEDED if not hasattr(modeling_utils, name)]
+    missing += [
+        f"{MODEL}.{name}"
+        for name, kind in ((BUILD, classmethod), (LOAD, staticmethod))
+        if not isinstance(members.get(name), kind)
+    ]
+    if missing:
+        logger.info(
+            "checkpoints are loaded as by stock transformers: this version has no %s",
+            ", ".join(missing),
+        )
+        return
+    if hasattr(members[LOAD].__func__, "__finepage__"):
+        return
+    _wrap(model_class, BUILD, functools.partial(_build, modeling_utils))
+    _wrap(model_class, LOAD, functools.partial(_load, modeling_utils))
+
+
+def uninstall(modeling_utils: ModuleType) -> None:
+    """Unwrap the model class."""
+    model_class: Any = getattr(modeling_utils, MODEL, object)
+    for name in (BUILD, LOAD):
+        wrapped: Any = getattr(vars(model_class).get(name), "__func__", None)
+        if hasattr(wrapped, "__finepage__"):
+            setattr(model_class, name, wrapped.__finepage__)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    descriptor = vars(owner)[name]
+    original = descriptor.__func__
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapper.__finepage__ = descriptor  # type: ignore[attr-defined]
+    setattr(owner, name, type(descriptor)(wrapper))
+
+
+def is_wanted(modeling_utils: ModuleType) -> bool:
+    """Say whether the active ``HfDeepSpeedConfig`` asks for finepage, and one rank is all.
+
+    Raises:
+        ConfigError: Its ``finepage`` section is not valid.
+    """
+    if not modeling_utils.is_deepspeed_zero3_enabled():
+        return False
+    section = section_of(modeling_utils.deepspeed_config())
+    if not FinepageConfig.from_ds_config(section, policies=RUNNABLE).enabled:
+        return False
+    from deepspeed import comm
+
+    return bool(comm.is_initialized() and comm.get_world_size() == 1)
+
+
+def _build(
+    modeling_utils: ModuleType, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Add a mode to the contexts in which a model is built that a checkpoint will fill."""
+    contexts = original(*args, **kwargs)  # zero.Init is among them, which counts the ranks
+    if is_wanted(modeling_utils):
+        from ds_finepage.integrations.deepspeed.partitions import NothingIntoNothing
+
+        contexts = [*contexts, NothingIntoNothing()]
+    return contexts
+
+
+def _load(
+    modeling_utils: ModuleType, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run transformers' loading with our reader and our gathering in place of the stock ones."""
+    if not is_wanted(modeling_utils):
+        return original(*args, **kwargs)
+    import deepspeed
+
+    from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
+    from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
+
+    reader = functools.partial(_read_file, getattr(modeling_utils, READ_FILE))
+    with (
+        _one_at_a_time,
+        _exchanged(modeling_utils, READ_FILE, reader),
+        _exchanged(deepspeed.zero, GATHER, PartitionsInPlace),
+    ):
+        result = original(*args, **kwargs)
+    trim_heap()
+    return result
+
+
+def _read_file(
+    original: Callable[..., Any],
+    checkpoint_file: Any,
+    map_location: Any = "cpu",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Open a safetensors file without reading it; anything else as stock does."""
+    if str(checkpoint_file).endswith(".safetensors") and map_location == "cpu":
+        from ds_finepage.integrations.deepspeed.checkpoint_files import open_file
+
+        found = open_file(checkpoint_file)
+        if found is not None:
+            return found
+    return original(checkpoint_file, map_location, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)

@@ -1,0 +1,182 @@
+"""The object that stands where DeepSpeed expects its parameter offload.
+
+Imported only once DeepSpeed's engine is loaded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import (
+    InsertPostInitMethodToModuleSubClasses,
+    ZeroParamStatus,
+    _init_external_params,
+    is_zero_param,
+)
+
+from ds_finepage.api import attach
+from ds_finepage.config import FinepageConfig
+from ds_finepage.execution.executor import byte_view
+from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
+from ds_finepage.execution.watch import data_of, set_data
+from ds_finepage.runtime.handle import Handle
+
+
+class PlainParameters(ZeROOrderedDict):  # type: ignore[misc]
+    """A module's parameters without ZeRO's gathering getter.
+
+    The engine insists on this type and on its ``_in_forward`` flag, and sets them anew in every
+    forward; the getter would gather a parameter whenever it is looked at.
+    """
+
+    __getitem__ = OrderedDict.__getitem__
+
+
+class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
+    """Replaces the per-module hooks by plans.
+
+    Attributes:
+        finepage: The handle; None before the hooks would have been set up, and after detach.
+    """
+
+    finepage_config: FinepageConfig
+    finepage: Handle | None = None
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """Attach finepage where stock DeepSpeed registers its hooks."""
+        self._zero_parameters = [(m, m._parameters) for m in self.module.modules()]
+        for module, parameters in self._zero_parameters:
+            plain = PlainParameters(module)
+            plain.update(parameters)
+            module._parameters = plain
+        self.finepage = attach(
+            self.module,
+            self.finepage_config,
+            device=get_accelerator().current_device_name(),
+            take=weights_of_zero,
+        )
+        self.finepage.around_call = _plain_linear
+
+    def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
+        """Do nothing: libraries call this to bring stock hooks back."""
+        if self.finepage is None:
+            super()._register_deepspeed_module(module, [0] if count is None else count)
+
+    def _register_hooks_recursively(self, module: torch.nn.Module, count: Any = None) -> None:
+        """Do nothing: the older name of the same."""
+        if self.finepage is None:
+            super()._register_hooks_recursively(module, [0] if count is None else count)
+
+    def detach_finepage(self) -> None:
+        """Become stock ZeRO-Inference; a second call does nothing."""
+        if self.finepage is None:
+            return
+        self._release()
+        self._convert_new_parts()
+        super().setup_zero_stage3_hooks()
+
+    def _remove_module_hooks(self) -> None:
+        if self.finepage is None:
+            super()._remove_module_hooks()
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        assert self.finepage is not None
+        self.finepage.detach()
+        self.finepage = None
+        for module, parameters in self._zero_parameters:
+            now = dict(module._parameters)
+            if list(now) != list(parameters) or any(now[n] is not p for n, p in parameters.items()):
+                parameters.clear()  # the program replaced some
+                parameters.update(now)
+            module._parameters = parameters
+
+    def _convert_new_parts(self) -> None:
+        """Give ZeRO the modules and parameters that came while finepage was attached."""
+        parameters: list[Any] = list(self.module.parameters())
+        ours = [p for p in parameters if is_zero_param(p)]
+        new = [p for p in parameters if not is_zero_param(p)]
+        if ours and new:
+            ours[0].convert_to_zero_parameters(param_list=new)
+        for module in self.module.modules():
+            if not hasattr(module, "ds_external_parameters"):
+                _init_external_params(module)
+
+
+@contextmanager
+def _plain_linear() -> Iterator[None]:
+    """Give a call torch's own ``linear``.
+
+    Each stock engine leaves its own autograd function in torch's place for good, which rounds
+    otherwise; engines of both kinds may live side by side.
+    """
+    found = torch.nn.functional.linear
+    plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", found)
+    torch.nn.functional.linear = plain
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = found
+
+
+def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
+    """Return the class to build, with its settings; DeepSpeed passes only its own."""
+
+    class ConfiguredFinepageOffload(FinepageOffload):
+        finepage_config = config
+
+    return ConfiguredFinepageOffload
+
+
+def weights_of_zero(
+    named: Mapping[str, torch.nn.Parameter], device: torch.device
+) -> list[HostWeight]:
+    """Take ZeRO's own partitions as masters: on one rank each holds the whole parameter.
+
+    A parameter that came later, without ZeRO, is taken as in a plain module.
+
+    Args:
+        named: Qualified name -> parameter, each parameter once.
+        device: Where to compute.
+
+    Raises:
+        StoreError: An attached model has a parameter already.
+    """
+    plain = {name: p for name, p in named.items() if not hasattr(p, "ds_tensor")}
+    found = {id(w.parameter): w for w in weights_of(plain, device)}
+    for name, parameter in named.items():
+        if name not in plain:
+            refuse_watched(name, parameter)
+            found[id(parameter)] = _partition_weight(name, parameter)
+    return [found[id(p)] for p in named.values()]
+
+
+def _partition_weight(name: str, parameter: Any) -> HostWeight:
+    shape = tuple(parameter.ds_shape)
+    partition = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel)
+    partitioned = data_of(parameter)
+
+    def restore(weight: HostWeight) -> None:
+        value = weight.value
+        if value.data_ptr() != partition.data_ptr() and tuple(value.shape) == shape:
+            with torch.inference_mode(False), torch.no_grad():
+                partition.view(shape).copy_(value)
+        set_data(parameter, partitioned)
+
+    return HostWeight(
+        name,
+        parameter,
+        byte_view(partition),
+        shape,
+        torch.empty(shape, device="meta").stride(),
+        partition.dtype,
+        restore,
+        gathered=lambda: parameter.ds_status is ZeroParamStatus.AVAILABLE,
+    )

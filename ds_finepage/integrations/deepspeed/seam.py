@@ -1,0 +1,138 @@
+"""The seam into DeepSpeed: one method wrapped, one class exchanged while it runs.
+
+``DeepSpeedEngine._configure_zero_optimizer`` builds a ``DeepSpeedZeRoOffload`` when ZeRO stage 3
+runs without an optimizer. For an engine whose ds_config enables finepage, the name is rebound to a
+subclass for the duration of that call; DeepSpeed passes its own arguments, so that drift between
+its versions does not matter. Every other engine stays stock.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ds_finepage.config import FinepageConfig, section_of
+from ds_finepage.errors import ConfigError
+from ds_finepage.planning.policies import RUNNABLE
+
+CONFIGURE = "_configure_zero_optimizer"
+SANITY_CHECK = "_do_sanity_check"
+OFFLOAD = "DeepSpeedZeRoOffload"
+
+
+def install(engine_module: ModuleType) -> None:
+    """Wrap the engine class; a second call does nothing."""
+    engine_class = engine_module.DeepSpeedEngine
+    if hasattr(getattr(engine_class, CONFIGURE), "__finepage__"):
+        return
+    _wrap(engine_class, SANITY_CHECK, _checked)
+    _wrap(engine_class, CONFIGURE, functools.partial(_configured, engine_module))
+
+
+def uninstall(engine_module: ModuleType) -> None:
+    """Unwrap the engine class."""
+    engine_class = engine_module.DeepSpeedEngine
+    for name in (SANITY_CHECK, CONFIGURE):
+        wrapped = getattr(engine_class, name)
+        if hasattr(wrapped, "__finepage__"):
+            setattr(engine_class, name, wrapped.__wrapped__)
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(functools.partial(original, self), self, *args, **kwargs)
+
+    wrapper.__finepage__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)
+
+
+def _checked(original: Callable[..., Any], engine: Any) -> Any:
+    """Refuse what finepage cannot do before DeepSpeed does anything with the model."""
+    config = config_of(engine)
+    if config.enabled:
+        refuse_unsupported(engine)
+    return original()
+
+
+def _configured(
+    engine_module: ModuleType,
+    original: Callable[..., Any],
+    engine: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    config = config_of(engine)
+    if not config.enabled:
+        return original(*args, **kwargs)
+    from ds_finepage.integrations.deepspeed.offload import offload_class
+
+    stock = getattr(engine_module, OFFLOAD)
+    setattr(engine_module, OFFLOAD, offload_class(config))
+    try:
+        return original(*args, **kwargs)
+    finally:
+        setattr(engine_module, OFFLOAD, stock)
+
+
+def config_of(engine: Any) -> FinepageConfig:
+    """Read the ``finepage`` section of an engine's ds_config.
+
+    ``engine.config`` may be a path in older versions, so the parsed form is asked.
+
+    Raises:
+        ConfigError: The section is not valid.
+    """
+    section = section_of(engine._config._param_dict)
+    return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Refuse an engine that finepage cannot serve.
+
+    Raises:
+        ConfigError: Says what, and which stock alternative there is.
+    """
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    settings = engine._config._param_dict
+    stock = "or set finepage.enabled to false for stock ZeRO-Inference"
+    stage = engine._config.zero_optimization_stage
+    if stage != 3:
+        raise ConfigError(
+            f"finepage replaces ZeRO stage 3's parameter fetching; zero_optimization.stage is "
+            f"{stage}. Set it to 3, {stock}."
+        )
+    if engine.client_optimizer is not None or "optimizer" in settings:
+        raise ConfigError(
+            "finepage is for inference, and an optimizer was given. Call deepspeed.initialize "
+            f"without optimizer (and without an optimizer section), {stock}."
+        )
+    if comm.get_world_size() > 1:
+        raise ConfigError(
+            f"finepage runs on one rank so far; there are {comm.get_world_size()}. Start with "
+            f"--num_gpus 1, {stock}, which shards over ranks."
+        )
+    offload = engine._config.zero_config.offload_param
+    target = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    if target != "cpu":
+        hint = "NVMe offload is not done yet. " if target == "nvme" else ""
+        raise ConfigError(
+            f"finepage keeps master copies in host memory; zero_optimization.offload_param.device "
+            f"is {target!r}. {hint}Set it to 'cpu', {stock}."
+        )
+    if engine._config.zero_config.zero_quantized_weights:
+        raise ConfigError(
+            f"finepage cannot read quantized partitions; unset zero_quantized_weights, {stock}."
+        )
+    if "fp16" in settings and settings["fp16"].get("enabled") is True:
+        if not get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                f"fp16 is enabled, but {get_accelerator().device_name()} does not support it. "
+                'Write "bf16": {"enabled": true} instead, or neither for float32.'
+            )

@@ -1,0 +1,1 @@
+"""Knowledge of transformers: KV caches and ``generate``."""

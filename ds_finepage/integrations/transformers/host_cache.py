@@ -1,0 +1,404 @@
+"""KV caches in host memory: what a generation needs when its cache does not fit.
+
+A :class:`HostLayer` takes the place of one of transformers' dynamic layers in a cache, in place, so
+the caller's cache object stays the same; :mod:`.handed_out` gives the callers
+their own layers back. Rows lie in host memory, tokens first, so that the live
+ones are a prefix and new ones come behind it. The forward brings the live rows in, appends the new
+ones, and hands back nothing but the new ones; between two calls they are copied behind the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+
+from ds_finepage.errors import StoreError
+from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
+
+TOKENS_FIRST = (2, 0, 1, 3)
+"""From (batch, heads, tokens, width) to how rows lie in host memory."""
+
+HEADS_SECOND = (1, 2, 0, 3)
+"""And back."""
+
+MIN_ROWS = 64
+
+
+class HostRows:
+    """Rows of keys or of values in host memory, with room to grow.
+
+    Attributes:
+        live: The live rows, of shape (tokens, batch, heads, width), contiguous; None before any.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        """Start empty."""
+        self.live: torch.Tensor | None = None
+        self._room: torch.Tensor | None = None  # live is a prefix of it
+        self._pinned = pinned
+
+    def set(self, live: torch.Tensor | None) -> None:
+        """Take rows from elsewhere: of shape (tokens, batch, heads, width), in any memory."""
+        self.live = self._room = None
+        if live is not None:
+            self._grow(live.shape, live.dtype, len(live))
+            self.append(live)
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Copy rows behind the live ones."""
+        before = 0 if self.live is None else len(self.live)
+        after = before + len(rows)
+        if self._room is None or after > len(self._room):
+            self._grow(rows.shape, rows.dtype, after)
+        assert self._room is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._room[before:after].copy_(rows)
+            self.live = self._room[:after]
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Keep the live rows of these sequences of the batch, in this order, perhaps repeated."""
+        before = self.live
+        if before is None:
+            return
+        self.live = self._room = None
+        shape = (len(before), len(sequences), *before.shape[2:])
+        self._grow(shape, before.dtype, len(before))
+        assert self._room is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self.live = self._room[: len(before)]
+            torch.index_select(before, 1, sequences, out=self.live)
+
+    def stretch(self, num_rows: int) -> None:
+        """Have this many live rows, whatever is in them."""
+        if self.live is not None:
+            before, self.live = self.live, None
+            self._grow(before.shape, before.dtype, num_rows)
+            assert self._room is not None
+            self.live = self._room[:num_rows]
+
+    def _grow(self, shape: Sequence[int], dtype: torch.dtype, num_rows: int) -> None:
+        capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length() if num_rows else 0)
+        numel = capacity
+        for size in shape[1:]:
+            numel *= size
+        with torch.inference_mode(False), torch.no_grad():  # later callers may not be in it
+            room = host_bytes(numel * dtype.itemsize, pinned=self._pinned)
+            room = room.view(dtype).view(capacity, *shape[1:])
+            if self.live is not None:
+                room[: len(self.live)].copy_(self.live)
+        self._room = room
+
+
+class HostLayer(DynamicLayer):
+    """A layer of a dynamic cache whose rows are in host memory."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        """Start empty."""
+        self._keys, self._values = HostRows(pinned=pinned), HostRows(pinned=pinned)
+        self.live_keys: torch.Tensor | None = None
+        self.live_values: torch.Tensor | None = None
+        self.new_keys: torch.Tensor | None = None  # of the forward that was last
+        self.new_values: torch.Tensor | None = None
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The live keys in host memory, of shape (batch, heads, tokens, width)."""
+        return None if self.live_keys is None else self.live_keys.permute(HEADS_SECOND)
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self.live_keys = None if value is None else value.permute(TOKENS_FIRST)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The live values in host memory, of shape (batch, heads, tokens, width)."""
+        return None if self.live_values is None else self.live_values.permute(HEADS_SECOND)
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self.live_values = None if value is None else value.permute(TOKENS_FIRST)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note what the rows are made of."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all keys and values on the device, the new ones last."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = key_states, value_states
+        if self.live_keys is not None and self.live_values is not None:
+            old_keys = to_device(self.live_keys, key_states).permute(HEADS_SECOND)
+            old_values = to_device(self.live_values, value_states).permute(HEADS_SECOND)
+            keys = torch.cat([old_keys, key_states], dim=-2)
+            values = torch.cat([old_values, value_states], dim=-2)
+        self.new_keys = to_host(key_states.permute(TOKENS_FIRST))
+        self.new_values = to_host(value_states.permute(TOKENS_FIRST))
+        if not torch.compiler.is_compiling():  # perhaps a model that settles nothing by itself
+            self.settle()
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Return the number of live tokens."""
+        return 0 if self.live_keys is None else self.live_keys.shape[0]
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.live_keys = self.live_values = self.new_keys = self.new_values = None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; ``tokens_to_remove`` is not positive, as transformers has it."""
+        if tokens_to_remove > 0:
+            super().crop(tokens_to_remove)  # which says what it thinks of that
+        if tokens_to_remove and self.live_keys is not None and self.live_values is not None:
+            left = max(0, len(self.live_keys) - abs(tokens_to_remove))
+            self.live_keys, self.live_values = self.live_keys[:left], self.live_values[:left]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put the sequences of the batch into another order, as beam search does."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch."""
+        if self.live_keys is not None:
+            self._select(torch.arange(self.live_keys.shape[1])[indices.to("cpu")])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        if self.live_keys is not None:
+            self._select(torch.arange(self.live_keys.shape[1]).repeat_interleave(repeats))
+
+    def _select(self, sequences: torch.Tensor) -> None:
+        self.prepare()
+        self._keys.select(sequences.to("cpu"))
+        self._values.select(sequences.to("cpu"))
+        self.live_keys, self.live_values = self._keys.live, self._values.live
+
+    def stretch(self, num_rows: int) -> None:
+        """Have this many live rows, whatever is in them: for looking at a longer call."""
+        self._keys.stretch(num_rows)
+        self._values.stretch(num_rows)
+        self.live_keys, self.live_values = self._keys.live, self._values.live
+
+    def take(self, layer: DynamicLayer) -> None:
+        """Take the state of a caller's layer; rows that are ours already stay where they are."""
+        self.forget_new()
+        self.is_initialized = layer.is_initialized
+        if not layer.is_initialized:
+            self.live_keys = self.live_values = None
+            return
+        self.dtype, self.device = layer.dtype, layer.device
+        self.keys, self.values = _some(layer.keys), _some(layer.values)
+
+    def give(self, layer: DynamicLayer) -> None:
+        """Give a caller's layer the state of this one, with keys and values in host memory."""
+        layer.is_initialized = self.is_initialized and self.live_keys is not None
+        layer.keys = self.keys if layer.is_initialized else None
+        layer.values = self.values if layer.is_initialized else None
+        if layer.is_initialized:
+            layer.dtype, layer.device = self.dtype, self.device
+
+    # Between two calls.
+
+    def settle(self) -> None:
+        """Copy the rows of the forward that was last behind the live ones."""
+        if self.new_keys is not None and self.new_values is not None:
+            self.prepare()
+            if self.new_keys.is_pinned():
+                torch.cuda.current_stream().synchronize()  # they may still be on their way
+            self._keys.append(self.new_keys)
+            self._values.append(self.new_values)
+            self.live_keys, self.live_values = self._keys.live, self._values.live
+        self.forget_new()
+
+    def forget_new(self) -> None:
+        """Forget what a forward that failed has left."""
+        self.new_keys = self.new_values = None
+
+    def prepare(self) -> None:
+        """Bring rows that somebody reordered or cut back into place."""
+        for rows, live in ((self._keys, self.live_keys), (self._values, self.live_values)):
+            if live is not None and len(live) == 0:
+                live = None
+            if live is None or rows.live is None or not _is_prefix(live, rows.live):
+                rows.set(live)
+            else:
+                rows.live = live
+        self.live_keys, self.live_values = self._keys.live, self._values.live
+
+
+def _some(rows: torch.Tensor | None) -> torch.Tensor | None:
+    return None if rows is None or rows.numel() == 0 else rows
+
+
+def _is_prefix(live: torch.Tensor, of: torch.Tensor) -> bool:
+    return (
+        live.data_ptr() == of.data_ptr()
+        and live.is_contiguous()
+        and live.shape[1:] == of.shape[1:]
+        and live.dtype == of.dtype
+    )
+
+
+def host_layers(values: Iterable[Any]) -> list[HostLayer]:
+    """List the layers in host memory of all caches among a call's arguments."""
+    return [
+        layer
+        for cache in caches_among(values)
+        for layer in cache.layers
+        if isinstance(layer, HostLayer)
+    ]
+
+
+def seen_lengths(values: Iterable[Any]) -> list[tuple[Cache, list[tuple[Any, int | None]]]]:
+    """List the caches among a call's arguments, with their layers and the lengths of these."""
+    return [
+        (cache, [(layer, _length(layer)) for layer in cache.layers])
+        for cache in caches_among(values)
+    ]
+
+
+def _length(layer: Any) -> int | None:
+    return int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else None
+
+
+def take_back(before: Sequence[tuple[Cache, Sequence[tuple[Any, int | None]]]]) -> bool:
+    """Take back what a forward that failed has added; False where that cannot be.
+
+    Args:
+        before: What :func:`seen_lengths` found before the forward.
+    """
+    for cache, layers in before:
+        del cache.layers[len(layers) :]  # one without a config gets its layers in the forward
+        for layer, length in layers:
+            if length is None or layer.get_seq_length() == length:
+                continue
+            if not isinstance(layer, DynamicLayer) or layer.is_sliding:
+                return False
+            if length:
+                layer.crop(length - layer.get_seq_length())
+            else:
+                layer.reset()
+    return True
+
+
+def caches_among(values: Iterable[Any], *, growing: bool = False) -> list[Cache]:
+    """List the caches among a call's arguments, those of a decoder with an encoder too.
+
+    Args:
+        values: The arguments.
+        growing: Leave out those that are filled once, from the encoder's output.
+    """
+    found: list[Cache] = []
+    for value in values:
+        if isinstance(value, EncoderDecoderCache):
+            found.append(value.self_attention_cache)
+            if not growing:
+                found.append(value.cross_attention_cache)
+        elif isinstance(value, Cache):
+            found.append(value)
+    return found
+
+
+def move_to_host(cache: Cache, *, pinned: bool) -> bool:
+    """Move what a cache holds to host memory, in place; False where there is nothing to move.
+
+    Only layers that grow with every token are moved; one with a window is as long as that.
+    """
+    moved = False
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = _moved(layer, pinned=pinned)
+            moved = True
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = _PinnedLayer if pinned else _PageableLayer
+        moved = True
+    return moved
+
+
+def _moved(layer: DynamicLayer, *, pinned: bool) -> HostLayer:
+    found = HostLayer(pinned=pinned)
+    keys, values = layer.keys, layer.values
+    if layer.is_initialized and keys is not None and values is not None and keys.numel():
+        found.lazy_initialization(keys, values)
+        found._keys.set(keys.permute(TOKENS_FIRST))
+        found._values.set(values.permute(TOKENS_FIRST))
+        del keys, values
+        layer.keys = layer.values = None  # its device bytes go before those of the next layer
+        found.live_keys, found.live_values = found._keys.live, found._values.live
+    return found
+
+
+class _PinnedLayer(HostLayer):
+    def __init__(self) -> None:
+        super().__init__(pinned=True)
+
+
+class _PageableLayer(HostLayer):
+    def __init__(self) -> None:
+        super().__init__(pinned=False)
+
+
+def with_cache(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a call's arguments with an empty cache where the model would make one itself."""
+    config = getattr(module, "config", None)
+    wants = kwargs.get("use_cache")
+    wants = getattr(config, "use_cache", False) if wants is None else wants
+    is_decoder = not getattr(config, "is_encoder_decoder", False)
+    if not wants or not is_decoder or kwargs.get("past_key_values") is not None or len(args) > 1:
+        return kwargs
+    if "past_key_values" not in inspect.signature(module.forward).parameters:
+        return kwargs
+    return {**kwargs, "past_key_values": DynamicCache(config=config)}
+
+
+def _told(config: Any, name: str) -> Any:
+    """Return what a config says; None where it says nothing, or not the same for all layers."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # some configs refuse to be asked for what differs from layer to layer
+        return None
+
+
+def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
+    """Refuse a cache that cannot be one of this model's.
+
+    Raises:
+        StoreError: It has more layers than the model, or other heads.
+    """
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(config, "get_text_config") or config.is_encoder_decoder:
+        return
+    text = config.get_text_config(decoder=True)
+    num_layers = _told(text, "num_hidden_layers")
+    held = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    if num_layers is not None and len(held) > num_layers:
+        raise StoreError(
+            f"past_key_values has {len(held)} layers and the model {num_layers}: it is the cache "
+            f"of another model"
+        )
+    if hasattr(text, "kv_lora_rank"):
+        return  # its keys are made of parts, and have other widths than the config's heads
+    shared, width = _told(text, "num_key_value_heads"), _told(text, "head_dim")
+    for layer in held:
+        keys = getattr(layer, "keys", None)
+        if keys is None or keys.dim() != 4 or not isinstance(shared, int):
+            continue
+        if keys.shape[1] != shared or (isinstance(width, int) and keys.shape[3] != width):
+            raise StoreError(
+                f"past_key_values has keys of shape {tuple(keys.shape)}, and the model has "
+                f"{shared} heads for keys"
+                + (f" of width {width}" if isinstance(width, int) else "")
+                + ": it is the cache of another model"
+            )

@@ -1,0 +1,1 @@
+"""Rewrites of taskgraphs and memgraphs before and after planning."""

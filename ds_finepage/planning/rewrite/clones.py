@@ -1,0 +1,157 @@
+"""Puts clones of tasks into a taskgraph: TaskGraph -> TaskGraph.
+
+The hands of ``recompute``, which decides what is cloned where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_finepage.graph.taskgraph import BufferKind, ModuleCall, Ref, Task, TaskGraph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clone:
+    """A buffer that is made again instead of being held.
+
+    Attributes:
+        buffer: The buffer.
+        begin: The last task that uses it before it gives way.
+        end: The next task that uses it; what is run again runs just before.
+        tasks: What is run again, in order: the maker of the buffer and those whose results only it
+            needs by then.
+    """
+
+    buffer: int
+    begin: int
+    end: int
+    tasks: tuple[int, ...]
+
+
+def insert_clones(graph: TaskGraph, clones: Sequence[Clone]) -> TaskGraph:
+    """Run tasks again, each clone into buffers of its own, and let later tasks use those.
+
+    A task that was cloned and whose own result nobody uses any more is left out. Buffers and
+    tensors keep their ids, new ones are appended, so inputs and outputs stand.
+
+    Args:
+        graph: The pass.
+        clones: Those before the same task run in this order.
+
+    Returns:
+        The taskgraph with the clones; ``graph`` itself if there are none.
+    """
+    if not clones:
+        return graph
+    before: dict[int, list[Clone]] = {}
+    for clone in clones:
+        before.setdefault(clone.end, []).append(clone)
+    writer = _Writer(graph)
+    starts = []
+    for task in graph.tasks:
+        starts.append(len(writer.tasks))
+        for clone in before.get(task.index, ()):
+            writer.clone(clone)
+        writer.keep(task)
+    starts.append(len(writer.tasks))
+    cloned = {t for clone in clones for t in clone.tasks}
+    return writer.finish(starts, cloned)
+
+
+class _Writer:
+    """Builds the new taskgraph.
+
+    Invariant: ``_names`` says of every buffer that was made again which buffer stands for it now.
+    """
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self._graph = graph
+        self._buffers = list(graph.buffers)
+        self._tensors = list(graph.tensors)
+        self._views: dict[tuple[int, int], int] = {}  # tensor, new buffer -> the new tensor
+        self._names: dict[int, int] = {}
+        self.tasks: list[Task] = []
+        self._origins: list[int | None] = []  # of each task: its old index, None for clones
+
+    def keep(self, task: Task) -> None:
+        self._origins.append(task.index)
+        self.tasks.append(self._renamed(task, self._names))
+
+    def clone(self, clone: Clone) -> None:
+        names = dict(self._names)
+        for index in clone.tasks:
+            task = self._graph.tasks[index]
+            for buffer in task.writes:
+                names[buffer] = len(self._buffers)
+                new = dataclasses.replace(
+                    self._graph.buffers[buffer], id=names[buffer], kind=BufferKind.ACTIVATION
+                )
+                self._buffers.append(new)
+            self._origins.append(None)
+            self.tasks.append(self._renamed(task, names))
+        # What was made on the way is not taken by anybody else.
+        self._names[clone.buffer] = names[clone.buffer]
+
+    def _renamed(self, task: Task, names: Mapping[int, int]) -> Task:
+        index = len(self.tasks)
+        if not any(b in names for b in task.buffers):
+            return dataclasses.replace(task, index=index)
+        return dataclasses.replace(
+            task,
+            index=index,
+            args=self._renamed_refs(task.args, names),
+            kwargs=self._renamed_refs(task.kwargs, names),
+            results=tuple(None if r is None else self._tensor(r, names) for r in task.results),
+            reads=tuple(sorted(names.get(b, b) for b in task.reads)),
+            writes=tuple(sorted(names.get(b, b) for b in task.writes)),
+        )
+
+    def _renamed_refs(self, value: Any, names: Mapping[int, int]) -> Any:
+        if isinstance(value, Ref):
+            return Ref(self._tensor(value.tensor, names))
+        if isinstance(value, tuple):
+            return tuple(self._renamed_refs(v, names) for v in value)
+        return value
+
+    def _tensor(self, tensor: int, names: Mapping[int, int]) -> int:
+        view = self._graph.tensors[tensor]
+        if view.buffer not in names:
+            return tensor
+        key = (tensor, names[view.buffer])
+        if key not in self._views:
+            self._views[key] = len(self._tensors)
+            self._tensors.append(dataclasses.replace(view, id=len(self._tensors), buffer=key[1]))
+        return self._views[key]
+
+    def finish(self, starts: Sequence[int], cloned: set[int]) -> TaskGraph:
+        """Leave out what nobody uses any more.
+
+        Args:
+            starts: Old task index -> where what stands for it begins; one more for the end.
+            cloned: Old indices of the tasks that may be left out.
+        """
+        needed: set[int] = set()
+        kept: list[Task] = []
+        num_kept = [0] * (len(self.tasks) + 1)  # of the tasks from each one on
+        for index in range(len(self.tasks) - 1, -1, -1):
+            task = self.tasks[index]
+            only_held = all(self._buffers[b].kind is BufferKind.ACTIVATION for b in task.writes)
+            may_go = self._origins[index] in cloned and only_held
+            if not may_go or not needed.isdisjoint(task.writes):
+                kept.append(task)
+                needed.update(task.reads)
+            num_kept[index] = len(kept)
+        at = [len(kept) - num_kept[start] for start in starts]
+        return dataclasses.replace(
+            self._graph,
+            buffers=tuple(self._buffers),
+            tensors=tuple(self._tensors),
+            tasks=tuple(dataclasses.replace(t, index=i) for i, t in enumerate(reversed(kept))),
+            calls=tuple(_moved(call, at) for call in self._graph.calls),
+        )
+
+
+def _moved(call: ModuleCall, at: Sequence[int]) -> ModuleCall:
+    return dataclasses.replace(call, begin=at[call.begin], end=at[call.end])

@@ -1,0 +1,137 @@
+"""From a captured pass to its checked plan."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+
+from ds_finepage.checker.checker import check
+from ds_finepage.errors import ConfigError, InvalidPlanError
+from ds_finepage.graph.codec import fingerprint, load_memgraph, save
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.finepage.stacking import Standing, standing_of
+from ds_finepage.planning.policies import plan_steady, with_tables_that_fit
+from ds_finepage.runtime.pass_table import Pass
+from ds_finepage.runtime.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+
+def plan_folder(plan_dir: str) -> Path:
+    """Return the folder in which plans are kept; it is made if it is not there.
+
+    Args:
+        plan_dir: The setting; ``~`` is the home folder.
+
+    Raises:
+        ConfigError: It is a file, cannot be made, or nothing can be written there.
+    """
+    try:
+        folder = Path(plan_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    # RuntimeError: there is no such home folder. ValueError: a null byte.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"finepage.plan_dir: plans cannot be kept in {plan_dir!r}: {error}. Name a folder that "
+            f"can be made and written to, or leave plan_dir out."
+        ) from error
+    return folder
+
+
+def plan_pass(
+    found: Pass,
+    arena_bytes: int,
+    *,
+    stats: Stats,
+    policy: str,
+    split: bool,
+    alignment: int,
+    profile: HardwareProfile,
+    plan_dir: Path | None,
+) -> MemGraph:
+    """Plan a pass, or find its plan on disk; check it, and note its figures.
+
+    Args:
+        found: The pass. Its neighbour is forgotten where that has another arena now.
+        arena_bytes: Size of the arena.
+        stats: Counters to keep.
+        policy: A key of ``POLICIES``.
+        split: Whether weights may be cut.
+        alignment: Of extents, in bytes.
+        profile: Rates to plan with.
+        plan_dir: Folder in which plans are kept.
+
+    Raises:
+        PlanInfeasibleError: There is no plan in this arena.
+        InvalidPlanError: The plan breaks an invariant, which is a fault of the planner.
+    """
+    graph = found.graph
+    if not split:
+        graph = with_tables_that_fit(
+            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
+        )
+    path = None
+    standing: tuple[Standing, ...] = ()
+    if found.neighbour is not None:
+        kept = found.neighbour.memgraph
+        if kept is None or kept.arena_bytes != arena_bytes:
+            found.neighbour = None  # it will be planned anew, and then this pass again
+        else:
+            standing = standing_of(kept)
+    # A plan of a cut graph, or one that depends on another plan, is planned anew.
+    if plan_dir is not None and not split and not standing:
+        name = f"{fingerprint(graph)[:16]}-{policy}-{arena_bytes}-{alignment}.json"
+        path = plan_dir / name
+    memgraph = None if path is None else _kept_plan(path, graph, arena_bytes)
+    if memgraph is None:
+        memgraph = plan_steady(
+            graph,
+            arena_bytes=arena_bytes,
+            policy=policy,
+            alignment=alignment,
+            profile=profile,
+            split=split,
+            standing=standing,
+        )
+        stats.num_plans += 1
+        check(memgraph)
+        # A plan of another taskgraph than the captured one is planned anew.
+        if path is not None and memgraph.graph is graph:
+            _keep_plan(memgraph, path)
+    found.stats.arena_bytes = arena_bytes
+    bound = divisible_lower_bound_bytes if split else lower_bound_bytes
+    found.stats.lower_bound_bytes = bound(graph, arena_bytes, alignment)
+    return memgraph
+
+
+def _kept_plan(path: Path, graph: TaskGraph, arena_bytes: int) -> MemGraph | None:
+    """Return a plan that is kept in a file; None where there is none that can be used.
+
+    The files are a cache: one that is no plan of this pass costs a plan, and is written anew.
+    """
+    if not path.exists():
+        return None
+    try:
+        memgraph = check(load_memgraph(path, graph))
+        if memgraph.arena_bytes == arena_bytes:
+            return memgraph
+        reason = f"it is a plan for an arena of {memgraph.arena_bytes} bytes, not {arena_bytes}"
+    except (ConfigError, InvalidPlanError) as error:
+        reason = str(error)
+    logger.warning("%s cannot be used, and is made anew: %s", path, reason)
+    return None
+
+
+def _keep_plan(memgraph: MemGraph, path: Path) -> None:
+    """Write a plan to a file. Where that fails the pass runs all the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(memgraph, path)
+    except (ConfigError, OSError) as error:
+        logger.warning("%s cannot be kept: %s", path, error)

@@ -1,0 +1,213 @@
+"""What a model would cost on a machine, when neither is there.
+
+The upper row of the pipeline in ``api.py`` for the command line: a model's config and a hardware
+profile in, checked plans with predicted times and lower bounds out.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ds_finepage.capture.from_config import capture_config
+from ds_finepage.capture.models import default_dtype, load_model_config
+from ds_finepage.checker.checker import check
+from ds_finepage.config import BudgetKind, DeviceBudget, did_you_mean
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.execution.measure import estimate_workspaces
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.finepage.search import min_split_arena_bytes
+from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
+from ds_finepage.planning.policies import (
+    CAN_SPLIT,
+    PAGING,
+    POLICIES,
+    plan_steady,
+    with_tables_that_fit,
+)
+from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.reporting.figures import (
+    NS_PER_S,
+    PlanFigures,
+    entry_bytes,
+    layout_overhead,
+    num_memory_dependencies,
+)
+
+CUDA_ALIGNMENT = 512
+
+AUTO_MARGIN_BYTES = 512 << 20
+"""What a budget of "auto" leaves to driver and libraries on a machine that is not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedModel:
+    """A pass of a model that was captured from its config."""
+
+    model: str
+    phase: str
+    batch: int
+    seq: int
+    graph: TaskGraph
+    capture_seconds: float  # of processor time
+
+    @property
+    def around_bytes(self) -> int:
+        """Device bytes that the pass needs outside the arena."""
+        return around_bytes(self.graph, CUDA_ALIGNMENT)
+
+    @property
+    def min_budget_bytes(self) -> int:
+        """The least budget under which every task can run, with weights in one piece."""
+        return self.around_bytes + min_arena_bytes(self.graph, CUDA_ALIGNMENT)
+
+    @property
+    def needed_budget_bytes(self) -> int:
+        """The budget under which all weights are resident."""
+        return self.around_bytes + needed_arena_bytes(self.graph, CUDA_ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A checked plan of a captured pass, what it looks like in time, and its figures."""
+
+    memgraph: MemGraph
+    timeline: Timeline
+    figures: PlanFigures
+
+
+def capture_model(
+    model: str, *, phase: str, batch: int, seq: int, profile: HardwareProfile
+) -> CapturedModel:
+    """Capture a pass from a model's config, in the dtype that the machine is fast with."""
+    start = time.process_time()
+    config = load_model_config(model)
+    dtype = default_dtype(config, profile)
+    graph = capture_config(config, phase=phase, batch=batch, seq=seq, dtype=dtype)
+    graph = estimate_workspaces(graph)
+    return CapturedModel(
+        model=model,
+        phase=phase,
+        batch=batch,
+        seq=seq,
+        graph=graph,
+        capture_seconds=time.process_time() - start,
+    )
+
+
+def plan_captured(
+    captured: CapturedModel,
+    *,
+    budget_bytes: int,
+    profile: HardwareProfile,
+    policy: str = "finepage",
+    split: bool = True,
+) -> PlannedModel:
+    """Plan a captured pass under a budget, check the plan, and predict its time."""
+    graph, around = captured.graph, captured.around_bytes
+    arena_bytes = budget_bytes - around
+    start = time.process_time()
+    try:
+        if arena_bytes < 1:
+            raise PlanInfeasibleError("nothing is left for the arena")
+        memgraph = plan_steady(
+            graph,
+            arena_bytes=arena_bytes,
+            policy=policy,
+            alignment=CUDA_ALIGNMENT,
+            profile=profile,
+            split=split,
+        )
+    except PlanInfeasibleError:
+        # Say it once more with the budget in it, of which policies know nothing.
+        smallest = gather_rows(graph) if policy in PAGING else graph
+        require_feasible(smallest, arena_bytes, CUDA_ALIGNMENT, around_bytes=around)
+        raise
+    plan_seconds = time.process_time() - start
+    # A policy that never comes to rest has to bring back what it finds but does not leave.
+    left = set(check(memgraph).exit)
+    missing = [r.buffer for r in memgraph.entry if r not in left]
+    timeline = simulate(memgraph, profile, entry_missing=missing)
+    reloaded_bytes = memgraph.reloaded_bytes
+    reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in missing)
+    if split:
+        bound_bytes = divisible_lower_bound_bytes(graph, arena_bytes, CUDA_ALIGNMENT)
+    else:
+        whole = with_tables_that_fit(
+            graph, arena_bytes=arena_bytes, policy=policy, alignment=CUDA_ALIGNMENT
+        )
+        bound_bytes = lower_bound_bytes(whole, arena_bytes, CUDA_ALIGNMENT)
+    if split and policy in CAN_SPLIT:
+        least_bytes = min_split_arena_bytes(graph, CUDA_ALIGNMENT)
+    else:
+        smallest = gather_rows(graph) if policy in PAGING else graph
+        least_bytes = min_arena_bytes(smallest, CUDA_ALIGNMENT)
+    compute_ns = sum(task_time_ns(graph, task, profile) for task in graph.tasks)
+
+    def of_one_pass(amount: int) -> int:
+        return -(-amount // memgraph.graph.num_batches)
+
+    figures = PlanFigures(
+        model=captured.model,
+        phase=captured.phase,
+        batch=captured.batch,
+        seq=captured.seq,
+        policy=policy,
+        hardware=profile.name,
+        weight_bytes=graph.weight_bytes,
+        budget_bytes=budget_bytes,
+        min_budget_bytes=around + least_bytes,
+        peak_bytes=around + memgraph.peak_bytes,
+        entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
+        reloaded_bytes=of_one_pass(reloaded_bytes),
+        offloaded_bytes=of_one_pass(memgraph.offloaded_bytes),
+        lower_bound_bytes=bound_bytes,
+        predicted_ns=of_one_pass(timeline.total_ns),
+        compute_ns=of_one_pass(timeline.compute_ns),
+        transfer_ns=of_one_pass(timeline.transfer_ns),
+        lower_bound_ns=max(compute_ns, int(bound_bytes * NS_PER_S / profile.h2d_bytes_per_s)),
+        stall_ns=of_one_pass(timeline.stall_ns),
+        num_tasks=len(graph.tasks),
+        num_memory_dependencies=num_memory_dependencies(memgraph),
+        capture_seconds=captured.capture_seconds,
+        plan_seconds=plan_seconds,
+        layout_overhead=layout_overhead(memgraph),
+    )
+    return PlannedModel(memgraph=memgraph, timeline=timeline, figures=figures)
+
+
+def budget_on(device_budget: DeviceBudget, weight_bytes: int, profile: HardwareProfile) -> int:
+    """Turn a budget into bytes on a machine that is known by its profile only.
+
+    A share of the weights may be more than the device has: that asks what a larger one would do.
+
+    Raises:
+        ConfigError: Another budget is larger than the device, or nothing is left of it.
+    """
+    device = profile.capacity_bytes
+    if device_budget.kind is BudgetKind.WEIGHTS:
+        assert device_budget.share is not None
+        device = max(device, int(device_budget.share * weight_bytes))
+    return device_budget.resolve(
+        weight_bytes=weight_bytes,
+        device_bytes=device,
+        free_bytes=device,
+        margin_bytes=AUTO_MARGIN_BYTES,
+        name="--device-budget",
+    )
+
+
+def require_policy(policy: str) -> None:
+    """Refuse a policy that does not exist, before anything is captured for it.
+
+    Raises:
+        ConfigError: Unknown policy.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"unknown policy {policy!r}. {did_you_mean(policy, POLICIES)}")

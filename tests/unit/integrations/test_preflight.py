@@ -1,0 +1,203 @@
+"""What is asked before a generation begins, worked out from settings and a config alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.integrations.transformers.preflight import (
+    Longest,
+    WatchedGenerate,
+    kv_bytes,
+    longest_of,
+    require_memory,
+    require_positions,
+)
+
+IDS = torch.zeros(3, 6, dtype=torch.int64)
+
+
+def model(**defaults: Any) -> Any:
+    return SimpleNamespace(
+        config=SimpleNamespace(is_encoder_decoder=False),
+        generation_config=SimpleNamespace(**defaults),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "defaults", "expected"),
+    [
+        ({"max_new_tokens": 4}, {}, (3, 10)),
+        ({"max_length": 30}, {}, (3, 30)),
+        ({"max_length": 5}, {}, (3, 7)),  # generate makes one token at least
+        ({}, {}, (3, 7)),
+        ({}, {"max_new_tokens": 5}, (3, 11)),
+        ({"max_new_tokens": 4, "max_length": 30}, {}, (3, 10)),
+        ({"max_new_tokens": 4, "num_beams": 4}, {}, (12, 10)),
+        ({"max_new_tokens": 4, "num_beams": 2, "num_return_sequences": 5}, {}, (15, 10)),
+        ({"max_new_tokens": 4}, {"num_beams": 3, "max_new_tokens": 9}, (9, 10)),
+    ],
+)
+def test_the_longest_call_follows_from_the_settings(
+    settings: dict[str, int], defaults: dict[str, int], expected: tuple[int, int]
+) -> None:
+    for args, kwargs in (((IDS,), {}), ((), {"input_ids": IDS}), ((), {"inputs": IDS})):
+        found = longest_of(model(**defaults), args, {**kwargs, **settings})
+        assert found == Longest(*expected, prompt_tokens=6)
+    config = SimpleNamespace(**settings)
+    if not defaults:
+        assert longest_of(model(), (IDS, config), {}) == Longest(*expected, prompt_tokens=6)
+        named = {"generation_config": config}
+        assert longest_of(model(), (IDS,), named) == Longest(*expected, prompt_tokens=6)
+
+
+def test_what_does_not_tell_is_not_guessed() -> None:
+    assert longest_of(model(), (), {"max_new_tokens": 4}) is None
+    assert longest_of(model(), (IDS[0],), {"max_new_tokens": 4}) is None
+    of_two = model()
+    of_two.config.is_encoder_decoder = True
+    assert longest_of(of_two, (IDS,), {"max_new_tokens": 4}) is None
+
+
+def config(**changes: Any) -> Any:
+    text = SimpleNamespace(
+        **{
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "hidden_size": 64,
+            "num_hidden_layers": 5,
+            **changes,
+        }
+    )
+    return SimpleNamespace(get_text_config=lambda decoder: text)
+
+
+LONGEST = Longest(3, 100, 6)
+ROW = 2 * 3 * 2 * 8 * 2  # keys and values, sequences, heads, width, bytes of an element
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 5 * 100 * ROW),
+        ({"num_key_value_heads": None}, 5 * 100 * ROW * 4),
+        ({"head_dim": 32}, 5 * 100 * ROW * 4),
+        ({"sliding_window": 40}, 5 * 40 * ROW),
+        ({"sliding_window": 400}, 5 * 100 * ROW),
+        (
+            {
+                "sliding_window": 40,
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 2,
+            },
+            (3 * 40 + 2 * 100) * ROW,
+        ),
+        ({"layer_types": ["full_attention"] * 4 + ["linear_attention"]}, None),
+        ({"hidden_size": None}, None),
+        ({"num_hidden_layers": 0}, None),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_a_kv_cache_follow_from_the_config(
+    changes: dict[str, Any], expected: int | None
+) -> None:
+    assert kv_bytes(config(**changes), torch.bfloat16, LONGEST) == expected
+    in_float32 = kv_bytes(config(**changes), torch.float32, LONGEST)
+    assert in_float32 == (None if expected is None else 2 * expected)
+
+
+def test_a_config_that_refuses_to_be_asked_tells_nothing() -> None:
+    class Refusing:
+        def get_text_config(self, decoder: bool) -> Any:
+            raise RuntimeError("differs from layer to layer")
+
+    assert kv_bytes(Refusing(), torch.float32, LONGEST) is None
+
+
+def test_device_and_host_together_have_to_hold_the_cache() -> None:
+    require_memory(100, 60, 60, 40, LONGEST)
+    with pytest.raises(PlanInfeasibleError, match="device_budget is 60 bytes and 39 bytes of host"):
+        require_memory(100, 60, 60, 39, LONGEST)
+    with pytest.raises(PlanInfeasibleError, match="59 bytes and 40 bytes of host"):
+        require_memory(100, 50, 59, 40, LONGEST)
+
+
+def test_the_device_has_to_hold_the_cache_of_one_layer() -> None:
+    with pytest.raises(PlanInfeasibleError, match="61 bytes.* of KV cache in one layer"):
+        require_memory(100, 61, 60, 10**6, LONGEST)
+
+
+class WithPositions(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(max_position_embeddings=10)
+        self.add_module(name, nn.Embedding(10, 2))
+
+
+@pytest.mark.parametrize("name", ("wpe", "position_embeddings", "embed_positions"))
+def test_a_prompt_has_to_fit_a_table_of_positions(name: str) -> None:
+    require_positions(WithPositions(name), Longest(1, 30, 10))
+    with pytest.raises(ConfigError, match=rf"has 11 tokens.*knows 10 positions \({name}\)"):
+        require_positions(WithPositions(name), Longest(1, 12, 11))
+
+
+def test_a_model_without_such_a_table_takes_any_prompt() -> None:
+    require_positions(WithPositions("embed_tokens"), Longest(1, 30, 29))
+
+
+class Generating:
+    """A model that notes its generations."""
+
+    def __init__(self) -> None:
+        self.order: list[Any] = []
+
+    def generate(self, *args: Any, **kwargs: Any) -> str:
+        """Theirs."""
+        self.order.append("generate")
+        if kwargs.get("has_no_room"):
+            raise PlanInfeasibleError("no room")
+        return f"{args} {kwargs}"
+
+
+def watched(module: Generating) -> WatchedGenerate:
+    ahead: Any = SimpleNamespace(require=lambda args, kwargs: module.order.append((args, kwargs)))
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        module.order.append("begin")
+        yield
+        module.order.append("end")
+
+    def refuse(error: Exception, *_: Any) -> PlanInfeasibleError:
+        return PlanInfeasibleError(f"{error}, whatever the budget")
+
+    return WatchedGenerate(module, ahead, around, refuse)
+
+
+def test_generate_is_asked_first_and_then_called_as_it_was() -> None:
+    module = Generating()
+    generate = watched(module)
+    assert generate(1, a=2) == "(1,) {'a': 2}"
+    assert module.order == [((1,), {"a": 2}), "begin", "generate", "end"]
+    assert generate.__doc__ == "Theirs."
+
+
+def test_a_refused_generation_says_what_it_needs() -> None:
+    with pytest.raises(PlanInfeasibleError, match="no room, whatever the budget"):
+        watched(Generating())(has_no_room=True)
+
+
+def test_a_copy_of_a_model_generates_by_itself() -> None:
+    module = Generating()
+    module.generate = watched(module)  # type: ignore[method-assign]
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert twin.generate(3) == "(3,) {}"
+        assert twin.order == ["generate"] and module.order == []

@@ -1,0 +1,83 @@
+"""Which weights are kept for good, evenly and without leaving room unused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ds_finepage.graph.memgraph import Extent
+from ds_finepage.planning.finepage.small_arena import (
+    candidates,
+    least_lower_bytes,
+    plan_keeping,
+    spread,
+    weights_by_first_use,
+)
+from tests.unit.planning.sketches import chain, sketch
+
+UNIT = 64
+
+
+def test_all_are_kept_where_they_fit() -> None:
+    assert spread([0, 1, 2], {0: 64, 1: 64, 2: 64}, 192) == {0, 1, 2}
+
+
+def test_nothing_is_kept_without_room() -> None:
+    assert spread([0, 1, 2], {0: 64, 1: 64, 2: 64}, 0) == frozenset()
+
+
+def test_every_second_is_kept_in_half_of_the_room() -> None:
+    sizes = dict.fromkeys(range(8), 64)
+    assert spread(list(range(8)), sizes, 4 * 64) == {0, 2, 4, 6}
+
+
+def test_room_that_the_even_choice_leaves_over_is_used() -> None:
+    """Half of the room is due to the large ones, none of which fits; the small ones do."""
+    sizes = {0: 640, 1: 640, 2: 64, 3: 64, 4: 64}
+    assert spread([0, 1, 2, 3, 4], sizes, 3 * 64) == {2, 3, 4}
+
+
+def test_the_largest_that_fits_takes_the_room_that_is_left() -> None:
+    sizes = {0: 64, 1: 256, 2: 640}
+    kept = spread([0, 1, 2], sizes, 330)
+    assert kept == {0, 1}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_kept_fits_and_nothing_more_would(seed: int) -> None:
+    rng = random.Random(seed)
+    weights = list(range(rng.randint(1, 30)))
+    sizes = {w: 64 * rng.randint(1, 12) for w in weights}
+    room = rng.randint(0, sum(sizes.values()))
+    kept = spread(weights, sizes, room)
+    left = room - sum(sizes[w] for w in kept)
+    assert left >= 0
+    assert all(sizes[w] > left for w in weights if w not in kept)
+
+
+def test_weights_come_by_their_first_use_and_unused_ones_not_at_all() -> None:
+    graph = sketch("w0:64 w1:64 w2:64 a:64", "w2 -> a", "w0 a -> a", "w2 a ->")
+    assert weights_by_first_use(graph) == [2, 0]
+
+
+def test_the_lower_end_holds_what_is_not_kept() -> None:
+    graph = sketch("w0:640 w1:64 a:64", "w0 -> a", "w1 a ->")
+    assert least_lower_bytes(graph, set(), UNIT) == 704
+    assert least_lower_bytes(graph, {0}, UNIT) == 128
+
+
+def test_sets_to_keep_leave_room_for_the_rest() -> None:
+    graph = chain(8)
+    weights = weights_by_first_use(graph)
+    found = candidates(graph, weights, 6 * UNIT, UNIT)
+    assert found[0] == frozenset(weights)
+    assert found[-1] == frozenset()
+    assert len(found) == len(set(found)) > 2
+    for kept in found[1:]:
+        assert len(kept) * UNIT + least_lower_bytes(graph, kept, UNIT) <= 6 * UNIT
+
+
+def test_what_is_kept_outside_the_arena_is_no_plan() -> None:
+    graph = chain(3)
+    assert plan_keeping(graph, [0, 1, 2], {0: Extent(-UNIT, UNIT)}, 4 * UNIT, UNIT) is None

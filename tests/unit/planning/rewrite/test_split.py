@@ -1,0 +1,257 @@
+"""Cutting weights and looking rows up: what the new taskgraph says, and what is left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+
+from ds_finepage.execution.moving import MovingViews
+from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
+from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, gather_rows
+from tests.property.matmul_chains import matmul_chain
+
+
+def test_products_with_whole_weights_are_divisible() -> None:
+    graph = matmul_chain([8, 16, 4])
+    found = divisible_weights(graph)
+    assert [(d.num_rows, d.row_bytes, d.task) for d in found] == [(16, 32, 1), (4, 64, 2)]
+
+
+def test_a_weight_that_is_used_twice_is_not() -> None:
+    graph = matmul_chain([8, 8, 8])
+    twice = dataclasses.replace(graph.tasks[2], args=graph.tasks[1].args, reads=(2, 3))
+    graph = dataclasses.replace(graph, tasks=(*graph.tasks[:2], twice))
+    assert divisible_weights(graph) == []
+
+
+def test_a_product_with_a_scale_is_not() -> None:
+    graph = matmul_chain([8, 16], with_bias=True)
+    scaled = dataclasses.replace(graph.tasks[1], kwargs=(("alpha", 2),))
+    graph = dataclasses.replace(graph, tasks=(graph.tasks[0], scaled))
+    assert divisible_weights(graph) == []
+
+
+def test_a_result_in_other_strides_is_not() -> None:
+    graph = matmul_chain([8, 16], num_rows=2)
+    (result,) = graph.tasks[1].results
+    assert result is not None
+    tensors = list(graph.tensors)
+    tensors[result] = dataclasses.replace(tensors[result], stride=(1, 2))
+    assert divisible_weights(dataclasses.replace(graph, tensors=tuple(tensors))) == []
+
+
+def test_one_task_a_slice_and_a_join() -> None:
+    graph = matmul_chain([8, 16, 4])
+    weight = divisible_weights(graph)[0].buffer
+    cut = cut_weights(graph, {weight: [0, 4, 10]})
+    assert [t.op.split(".")[1] for t in cut.tasks] == [
+        "embedding", "mm", "mm", "mm", "join", "mm",
+    ]  # fmt: skip
+    assert [t.index for t in cut.tasks] == list(range(6))
+    slices = [cut.buffers[t.reads[-1]] for t in cut.tasks[1:4]]
+    assert [(s.offset, s.nbytes, s.name) for s in slices] == [
+        (0, 128, "w0"), (128, 192, "w0"), (320, 192, "w0"),
+    ]  # fmt: skip
+    assert len({s.key for s in slices}) == 3
+    outs = [cut.tensors[t.results[0]] for t in cut.tasks[1:4]]
+    assert [(o.shape, o.offset, o.stride) for o in outs] == [
+        ((1, 4), 0, (16, 1)), ((1, 6), 4, (16, 1)), ((1, 6), 10, (16, 1)),
+    ]  # fmt: skip
+    out = graph.tasks[1].writes[0]
+    assert all(t.touches == (out,) and not t.writes for t in cut.tasks[1:4])
+    assert cut.tasks[4].op == JOIN and cut.tasks[4].reads == (out,)
+
+
+def test_bytes_and_work_are_neither_made_nor_lost() -> None:
+    graph = matmul_chain([8, 16, 4])
+    weight = divisible_weights(graph)[0].buffer
+    cut = cut_weights(graph, {weight: [0, 4, 10]})
+    assert cut.weight_bytes == graph.weight_bytes
+    assert sum(t.flops for t in cut.tasks) == sum(t.flops for t in graph.tasks)
+
+
+def test_the_bias_is_cut_like_the_columns() -> None:
+    graph = matmul_chain([8, 16], with_bias=True)
+    (weight,) = divisible_weights(graph)
+    cut = cut_weights(graph, {weight.buffer: [0, 4]})
+    biases = [cut.tensors[t.args[0].tensor] for t in cut.tasks[1:3]]
+    assert [(b.shape, b.offset) for b in biases] == [((4,), 0), ((12,), 4)]
+
+
+def test_a_bias_with_gaps_is_cut_in_its_own_steps() -> None:
+    graph = matmul_chain([8, 16], with_bias=True)
+    graph = changed(graph, graph.tasks[1].args[0].tensor, stride=(3,), offset=5)
+    (weight,) = divisible_weights(graph)
+    cut = cut_weights(graph, {weight.buffer: [0, 4, 6]})
+    biases = [cut.tensors[t.args[0].tensor] for t in cut.tasks[1:4]]
+    assert [(b.shape, b.stride, b.offset) for b in biases] == [
+        ((4,), (3,), 5), ((2,), (3,), 17), ((10,), (3,), 23),
+    ]  # fmt: skip
+
+
+def test_no_cut_is_the_same_graph() -> None:
+    graph = matmul_chain([8, 16])
+    (weight,) = divisible_weights(graph)
+    assert cut_weights(graph, {weight.buffer: [0]}) is graph
+
+
+def test_rows_stand_in_for_the_table() -> None:
+    graph = gather_rows(matmul_chain([8, 16], num_rows=3))
+    (lookup, _) = graph.tasks
+    rows, numbers = (graph.tensors[a.tensor] for a in lookup.args)
+    assert graph.buffers[rows.buffer].nbytes == 3 * 8 * 4
+    assert graph.buffers[rows.buffer].gather == graph.inputs[0].tensor
+    assert graph.buffers[numbers.buffer].payload == struct.pack("=3q", 0, 1, 2)
+    assert graph.weight_bytes == 3 * 8 * 4 + 8 * 16 * 4
+
+
+def test_a_table_that_is_smaller_than_its_rows_stays() -> None:
+    graph = matmul_chain([8, 16], num_rows=3, vocabulary=3)
+    assert gather_rows(graph) is graph
+
+
+def test_rows_that_stand_in_already_stay() -> None:
+    graph = gather_rows(matmul_chain([8, 16], num_rows=3))
+    assert gather_rows(graph) is graph
+
+
+def test_indices_that_the_pass_computes_are_not_known_before_it() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    assert gather_rows(dataclasses.replace(graph, inputs=())).tasks == graph.tasks
+
+
+def test_a_table_that_a_product_uses_too_stays_for_the_product() -> None:
+    graph = matmul_chain([8, 16])
+    tied = dataclasses.replace(
+        graph.tasks[1],
+        args=(graph.tasks[1].args[0], Ref(1)),
+        reads=tuple(sorted({1, graph.tensors[graph.tasks[1].args[0].tensor].buffer})),
+    )
+    graph = dataclasses.replace(graph, tasks=(graph.tasks[0], tied))
+    found = gather_rows(graph)
+    assert found.buffers[1].kind is BufferKind.WEIGHT
+    assert found.buffers[1].nbytes == graph.buffers[1].nbytes
+
+
+def test_indices_that_the_pass_changes_are_not_known_before_it() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    (ids,) = (b for b in graph.buffers if b.kind is BufferKind.INPUT)
+    buffers = list(graph.buffers)
+    buffers[ids.id] = dataclasses.replace(ids, kind=BufferKind.STATE)
+    graph = dataclasses.replace(graph, buffers=tuple(buffers))
+    assert gather_rows(graph) == graph
+
+
+def test_rows_of_a_part_of_a_table_are_left_to_the_table() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    table = graph.tensors[graph.tasks[0].args[0].tensor]
+    tensors = list(graph.tensors)
+    tensors[table.id] = dataclasses.replace(table, shape=(table.shape[0] // 2, table.shape[1]))
+    graph = dataclasses.replace(graph, tensors=tuple(tensors))
+    assert gather_rows(graph) == graph
+
+
+def test_no_index_is_nothing_to_gather() -> None:
+    graph = matmul_chain([8, 16], num_rows=0)
+    assert gather_rows(graph) == graph
+
+
+def test_a_table_with_another_use_can_be_left_whole() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    assert gather_rows(graph, whole_tables=True) == gather_rows(graph)
+    again = dataclasses.replace(graph.tasks[0], index=len(graph.tasks))
+    graph = dataclasses.replace(graph, tasks=(*graph.tasks, again))
+    assert gather_rows(graph, whole_tables=True) == graph
+    assert gather_rows(graph) != graph
+
+
+# Sizes that differ from call to call.
+
+PLANNED_ROWS = 16
+
+
+def of_any_length(graph: TaskGraph) -> TaskGraph:
+    """Say that the rows of all activations follow from an argument."""
+    rows = Length(PLANNED_ROWS, "s0")
+    tensors = tuple(
+        dataclasses.replace(t, shape=(rows, *t.shape[1:]))
+        if graph.buffers[t.buffer].kind is not BufferKind.WEIGHT
+        else t
+        for t in graph.tensors
+    )
+    return dataclasses.replace(graph, tensors=tensors, symbols=(("s0", 0),))
+
+
+def changed(graph: TaskGraph, tensor: int, **changes: object) -> TaskGraph:
+    tensors = list(graph.tensors)
+    tensors[tensor] = dataclasses.replace(tensors[tensor], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(graph, tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize("with_bias", (False, True))
+def test_a_cut_of_any_length_is_the_cut_of_each_length(with_bias: bool) -> None:
+    widths = [8, 16, 24]
+    many = of_any_length(matmul_chain(widths, num_rows=PLANNED_ROWS, with_bias=with_bias))
+    cuts = {d.buffer: [0, 4, 10] for d in divisible_weights(many)}
+    assert len(cuts) == 2
+    cut = cut_weights(many, cuts)
+    assert cut.symbols == many.symbols
+    moving = MovingViews(cut)
+    for num_rows in (7, 1, PLANNED_ROWS, 3):
+        assert moving.set_sizes([num_rows])
+        one = matmul_chain(widths, num_rows=num_rows, with_bias=with_bias)
+        assert tuple(moving.views) == cut_weights(one, cuts).tensors
+
+
+def test_a_bias_that_begins_elsewhere_in_each_call_is_cut_from_there() -> None:
+    graph = of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS, with_bias=True))
+    graph = changed(graph, graph.tasks[1].args[0].tensor, offset=Length(32, "2*s0"))
+    (weight,) = divisible_weights(graph)
+    cut = cut_weights(graph, {weight.buffer: [0, 4]})
+    moving = MovingViews(cut)
+    biases = [t.args[0].tensor for t in cut.tasks[1:3]]
+    for num_rows in (PLANNED_ROWS, 3):
+        assert moving.set_sizes([num_rows])
+        assert [moving.views[b].offset for b in biases] == [2 * num_rows, 2 * num_rows + 4]
+
+
+@pytest.mark.parametrize("place", ("weight", "bias", "result"))
+def test_what_is_as_wide_as_the_call_says_is_not_cut(place: str) -> None:
+    graph = of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS, with_bias=True))
+    bias, _, weight = (a.tensor for a in graph.tasks[1].args)
+    (result,) = graph.tasks[1].results
+    assert result is not None
+    width = Length(16, "s0")
+    changes: dict[str, tuple[int, dict[str, object]]] = {
+        "weight": (weight, {"shape": (8, width)}),
+        "bias": (bias, {"shape": (width,)}),
+        "result": (result, {"stride": (width, 1)}),
+    }
+    tensor, change = changes[place]
+    assert len(divisible_weights(graph)) == 1
+    assert divisible_weights(changed(graph, tensor, **change)) == []
+
+
+@pytest.mark.parametrize("shape", ((), (1,)))
+def test_a_bias_that_is_the_same_for_all_columns_is_not_cut(shape: tuple[int, ...]) -> None:
+    graph = matmul_chain([8, 16], with_bias=True)
+    bias = graph.tasks[1].args[0].tensor
+    assert divisible_weights(changed(graph, bias, shape=shape, stride=shape)) == []
+
+
+def test_rows_of_an_embedding_lie_where_those_of_the_longest_call_would() -> None:
+    graph = gather_rows(of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS)))
+    moving = MovingViews(graph)
+    assert moving.set_sizes([3])
+    rows, numbers = (moving.views[a.tensor] for a in graph.tasks[0].args)
+    assert rows.shape == (PLANNED_ROWS, 8)
+    assert (numbers.shape, numbers.stride) == ((3,), (1,))
+
+
+def test_rows_of_as_much_of_a_table_as_the_call_says_are_left_to_the_table() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    table = graph.tasks[0].args[0].tensor
+    graph = changed(graph, table, shape=(Length(50, "s0"), 8))
+    assert gather_rows(graph) == graph
