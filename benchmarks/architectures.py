@@ -132,7 +132,7 @@ def measure_model(family: str, dtype: str) -> Iterator[Cell]:
         return
     inputs = make_inputs(tiny, dtype)  # anew: BLIP's generate changes its prompt
     handle = attach(model, device_budget=AMPLE_BYTES, device="cpu")
-    handle._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
+    handle._memory._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
     try:
         for seed, budget in enumerate(ALL_BUDGETS):
             yield measure(handle, model, inputs, replace(cell, budget=budget), plain, seed)
@@ -176,7 +176,7 @@ def measure(
         budget_bytes=budget_bytes,
         peak_bytes=meter.peak_bytes,
         unplanned=unplanned,
-        reasons=tuple(sorted({one_line(reason) for reason in stats.unplanned_reasons})),
+        reasons=tuple(sorted({one_line(reason) for reason in handle.stats.unplanned_reasons})),
         seconds=time.perf_counter() - start,
         fault=fault,
     )

@@ -224,7 +224,7 @@ def measure_family(family: str, dtype: str, prompts: list[int], num_tokens: int)
     model = make_model(family, dtype)
     plain = {length: run_model(model, inputs_of(model, length), num_tokens) for length in prompts}
     handle = attach(model, device_budget=AMPLE_BYTES, device="cpu")
-    handle._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
+    handle._memory._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
     try:
         # The shortest first: the least budget is that of the calls so far.
         for length in sorted(prompts):
@@ -242,7 +242,7 @@ def measure(handle: Handle, model: Any, cell: Cell, plain: torch.Tensor, num_tok
     shares = {"ample": AMPLE_BYTES, "min": least, "50%": max(least, needed // 2), "100%": needed}
     budget_bytes = shares[cell.budget]
     handle.replan(budget_bytes=budget_bytes)
-    before = (stats.num_captures, stats.num_aside_runs, num_unplanned(handle))
+    before = (stats.num_captures, stats.num_resident_runs, num_unplanned(handle))
     inputs = inputs_of(model, cell.prompt)  # the caller's: not in the meter's sight
     start, seconds, fault = time.perf_counter(), 0.0, ""
     meter = DeviceMeter(torch.device("cpu"))
@@ -258,7 +258,7 @@ def measure(handle: Handle, model: Any, cell: Cell, plain: torch.Tensor, num_tok
     if not fault and meter.peak_bytes > budget_bytes:
         fault = f"peak {meter.peak_bytes} bytes, budget {budget_bytes} bytes"
     elif not fault and unplanned:
-        fault = f"{unplanned} runs without a plan: {'; '.join(set(stats.unplanned_reasons))}"
+        fault = f"{unplanned} runs without a plan: {'; '.join(set(handle.stats.unplanned_reasons))}"
     return Cell(
         family=cell.family,
         dtype=cell.dtype,
@@ -267,9 +267,9 @@ def measure(handle: Handle, model: Any, cell: Cell, plain: torch.Tensor, num_tok
         budget_bytes=budget_bytes,
         peak_bytes=meter.peak_bytes,
         distinct=plain[0, -num_tokens:].unique().numel() if model.can_generate() else None,
-        captures=stats.num_captures - before[0],
+        captures=handle.stats.num_captures - before[0],
         unplanned=unplanned,
-        aside_runs=stats.num_aside_runs - before[1],
+        aside_runs=handle.stats.num_resident_runs - before[1],
         seconds=seconds,
         fault=fault,
     )

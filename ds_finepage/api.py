@@ -5,13 +5,14 @@
                                                       |
                                HardwareProfile --> simulate --> Timeline
 
-``attach`` puts all of it to work on a model; the functions before it are the same arrows by hand.
-``plan_model`` goes as far as the predicted timeline for a model and a machine that are not there.
+``attach`` runs all of it for a model. The other functions are its arrows one by one, for a model
+and a machine that need not be there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +27,40 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.policies import RUNNABLE, plan_steady
+from ds_finepage.planning.pipeline import PlanSettings, plan_checked
+from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.planning.simulator import simulate
+from ds_finepage.runtime.calls import AroundCall
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.plan_cache import plan_folder
+from ds_finepage.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
     from ds_finepage.whatif import PlannedModel
 
+__all__ = ["attach", "capture", "check", "plan", "plan_model", "simulate"]
+
 PROBE_SCRATCH_BYTES = 16 << 20
+
+
+def capture(model: str, *, phase: str, batch: int, seq: int, hardware: str) -> TaskGraph:
+    """Capture a pass of a model from its config, without weights.
+
+    Args:
+        model: A shipped name, a directory or a transformers config.json.
+        phase: "prefill" or "decode".
+        batch: Sequences in the batch.
+        seq: Tokens of a sequence that are in the KV cache after the pass.
+        hardware: A shipped profile's name, or the path of one; it decides the dtype.
+
+    Raises:
+        ConfigError: An argument cannot be used.
+        CaptureError: The model's forward cannot be captured.
+    """
+    from ds_finepage import whatif  # it imports transformers, which attach() does not need
+
+    profile = load_profile(hardware)
+    return whatif.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile).graph
 
 
 def plan(
@@ -46,31 +72,23 @@ def plan(
     profile: HardwareProfile,
     split: bool = False,
 ) -> tuple[MemGraph, Timeline]:
-    """Plan the pass that comes again and again, check the plan, and predict its time.
+    """Plan a pass that repeats, check the plan, and predict its time.
 
     Args:
         graph: A captured pass.
         arena_bytes: Device bytes for weights and activations.
-        policy: A name in ``ds_finepage.planning.policies.POLICIES``.
-        alignment: Of extents, in bytes.
-        profile: Rates of the machine it will run on.
-        split: Let the policy cut weights, if it can; the plan's taskgraph is then another one.
+        policy: A name in ``ds_finepage.planning.policies``.
+        alignment: Alignment of extents, in bytes.
+        profile: Rates of the machine that runs the plan.
+        split: Let the policy cut weights, if it can; the plan then has its own taskgraph.
 
     Raises:
         ConfigError: Unknown policy.
         PlanInfeasibleError: Some task needs more than ``arena_bytes`` at once.
     """
-    memgraph = check(
-        plan_steady(
-            graph,
-            arena_bytes=arena_bytes,
-            policy=policy,
-            alignment=alignment,
-            profile=profile,
-            split=split,
-        )
-    )
-    return memgraph, simulate(memgraph, profile)
+    settings = PlanSettings(policy=policy, split=split, alignment=alignment, profile=profile)
+    planned = plan_checked(graph, arena_bytes, settings)
+    return planned.memgraph, simulate(planned.memgraph, profile)
 
 
 def plan_model(
@@ -84,31 +102,31 @@ def plan_model(
     policy: str = "finepage",
     split: bool = True,
 ) -> PlannedModel:
-    """Plan a pass of a model for a machine, without GPU and without weights.
+    """Capture, plan, check and simulate a pass of a model on a machine, with all figures.
 
     Args:
         model: A shipped name, a directory or a transformers config.json.
         phase: "prefill" or "decode".
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
-        device_budget: The limit on all device bytes, as a ds_config has it.
+        device_budget: The limit on all device bytes, as in a ds_config.
         hardware: A shipped profile's name, or the path of one.
-        policy: A name in ``ds_finepage.planning.policies.POLICIES``.
+        policy: A name in ``ds_finepage.planning.policies``.
         split: Let the policy cut weights where it can.
 
     Raises:
         ConfigError: An argument cannot be used.
-        CaptureError: The model's forward cannot be written down.
+        CaptureError: The model's forward cannot be captured.
         PlanInfeasibleError: Some task needs more than the budget.
     """
-    from ds_finepage import whatif as forecast  # transformers, which attach() can do without
+    from ds_finepage import whatif  # it imports transformers, which attach() does not need
 
-    forecast.require_policy(policy)
+    whatif.require_policy(policy)
     budget = DeviceBudget.parse(device_budget, name="--device-budget")
     profile = load_profile(hardware)
-    captured = forecast.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile)
-    budget_bytes = forecast.budget_on(budget, captured.graph.weight_bytes, profile)
-    return forecast.plan_captured(
+    captured = whatif.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile)
+    budget_bytes = whatif.budget_on(budget, captured.graph.weight_bytes, profile)
+    return whatif.plan_captured(
         captured, budget_bytes=budget_bytes, profile=profile, policy=policy, split=split
     )
 
@@ -120,16 +138,18 @@ def attach(
     device: torch.device | str | None = None,
     profile: HardwareProfile | None = None,
     take: TakeWeights = weights_of,
+    around_call: AroundCall = nullcontext,
     **settings: Any,
 ) -> Handle:
-    """Run a module's forward passes by plan, under a device budget, from now on.
+    """Run the forward passes of a module by plan, under a device budget, from now on.
 
     Args:
         module: Any ``torch.nn.Module``; its parameters become host masters.
         config: The ``finepage`` section.
         device: Where to compute; by default CUDA where there is one.
-        profile: Rates to plan with; by default they are measured, in a moment.
-        take: Makes the host masters of parameters; DeepSpeed has made them already.
+        profile: Rates to plan with; by default they are measured now.
+        take: Makes the host masters of parameters; DeepSpeed's are there already.
+        around_call: Makes a context that holds while the module runs.
         **settings: Keys of the section, one by one.
 
     Returns:
@@ -143,27 +163,34 @@ def attach(
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else None
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    table = WeightTable(take(dict(module.named_parameters()), where), where)
-    budget = resolve_budget(config, table.nbytes, where)
+    weights = WeightTable(take(dict(module.named_parameters()), where), where)
+    budget_bytes = resolve_budget(config, weights.nbytes, where)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(where)
-    scratch = min(PROBE_SCRATCH_BYTES, budget // 2)
-    return Handle(
-        module,
-        table,
+    scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
+    run_settings = RunSettings(
         device=where,
-        budget_bytes=budget,
+        budget_bytes=budget_bytes,
         policy=config.policy,
         split=config.split,
         debug=config.debug,
-        profile=profile or probe(where, scratch_bytes=scratch),
+        profile=profile or probe(where, scratch_bytes=scratch_bytes),
         plan_dir=plan_dir,
-        take=take,
     )
+    return Handle(module, weights, run_settings, take=take, around_call=around_call)
 
 
 def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.device) -> int:
-    """Turn ``device_budget`` into bytes on this device."""
+    """Turn ``device_budget`` into bytes.
+
+    Args:
+        config: The ``finepage`` section.
+        weight_bytes: Bytes of all weights.
+        device: The device that the budget is for.
+
+    Raises:
+        ConfigError: The budget is above the device.
+    """
     is_auto = config.device_budget.kind is BudgetKind.AUTO
     return config.device_budget.resolve(
         weight_bytes=weight_bytes,

@@ -39,8 +39,8 @@ COMPILED_BY_CALLER = "ds_finepage runs this model by plan; torch.compile goes on
 
 
 @dataclass(slots=True)
-class Runner:
-    """Tells who runs a call of an attached model.
+class RunningCall:
+    """Tells which thread runs a call of an attached model.
 
     Attributes:
         thread: Identifies the thread; None while no call runs.
@@ -140,7 +140,7 @@ def hook_modules(
     module: torch.nn.Module,
     weights: WeightTable,
     on_use: Callable[[torch.nn.Module], None],
-    runner: Runner,
+    running: RunningCall,
 ) -> list[RemovableHandle]:
     """Register hooks that bring in a module's own parameters when it runs outside any graph.
 
@@ -148,13 +148,13 @@ def hook_modules(
         module: The root.
         weights: Where to fetch from.
         on_use: Called before every such use; it counts, and gives the arena back.
-        runner: Tells whether a call of the root runs.
+        running: Tells whether a call of the root runs.
     """
     handles = []
     for owner in module.modules():
         own = [p for p in owner.parameters(recurse=False) if p in weights]
         if own:
-            fill = _FillHook(own, weights, on_use, runner)
+            fill = _FillHook(own, weights, on_use, running)
             handles.append(owner.register_forward_pre_hook(fill))
             handles.append(owner.register_forward_hook(_EmptyHook(own, weights), always_call=True))
     return handles
@@ -188,11 +188,11 @@ class _FillHook(_OwnHook):
         own: list[torch.nn.Parameter],
         weights: WeightTable,
         on_use: Callable[[torch.nn.Module], None],
-        runner: Runner,
+        running: RunningCall,
     ) -> None:
         super().__init__(own, weights)
         self._on_use = on_use
-        self._runner = runner
+        self._runner = running
         self._aside = torch._dynamo.disable(self._bring_in)
 
     def _bring_in(self, module: torch.nn.Module) -> None:

@@ -1,23 +1,20 @@
-"""What stands in a module while it is attached: hooks, taken-over calls, settings."""
+"""Installs planned calls, hooks and settings in a module, and removes them again."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule
 
-from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.execution.fallback import Runner, hook_modules
+from ds_finepage.execution.fallback import RunningCall, hook_modules
 from ds_finepage.execution.stores import WeightTable
-from ds_finepage.integrations.transformers.preflight import LookAhead, WatchedGenerate
+from ds_finepage.integrations.transformers.preflight import WatchedGenerate, WatchesGeneration
 from ds_finepage.runtime.interception import (
     ModuleTree,
     PlannedCall,
-    RunCall,
     allow_recompiles,
     attribute_restorer,
     captured_call,
@@ -25,28 +22,42 @@ from ds_finepage.runtime.interception import (
     entries,
 )
 
-RunGraph = Callable[[GraphModule, Sequence[int], Sequence[Any]], Any]
-"""Runs one of Dynamo's graphs: the graph, which arguments are parameters, the arguments."""
-
 COMPILED_ONLY = ("use_associative_scan",)
-"""Attributes by which modules of transformers take another algorithm where they are compiled; its
-last bits are others than those of the plain model."""
+"""Attributes by which modules of transformers take another algorithm where they are compiled. Its
+last bits differ from those of the plain model."""
 
 
-def weak_backend(run_graph: RunGraph) -> Callable[..., Any]:
-    """Return a Dynamo backend that does not keep a method's object alive.
+class TakesCalls(WatchesGeneration, Protocol):
+    """Receives the calls of an attached module."""
 
-    Dynamo keeps backends, and what they compile, as long as the code of the model's class.
+    running: RunningCall
+    num_graph_runs: int
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the root, or of a part of it, by plan."""
+
+    def run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
+        """Run one of Dynamo's graphs; ``positions`` are the arguments that are parameters."""
+
+    def run_unplanned(self, module: torch.nn.Module) -> None:
+        """Prepare for a module that is called outside any graph."""
+
+
+def weak_backend(calls: TakesCalls) -> Callable[..., Any]:
+    """Return a Dynamo backend that does not keep the receiver of its graphs alive.
+
+    Dynamo keeps compiled code, and with it the backend, for as long as the code object of the
+    forward lives, which is as long as its class does.
     """
-    reference = weakref.WeakMethod(run_graph)
+    reference = weakref.ref(calls)
 
     def backend(module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
         positions = [i for i, a in enumerate(example_args) if isinstance(a, torch.nn.Parameter)]
 
         def run(*args: Any) -> Any:
-            run_now = reference()
-            assert run_now is not None, "a call of the model keeps its handle alive"
-            return run_now(module, positions, args)
+            now = reference()
+            assert now is not None, "a call of the model keeps the receiver alive"
+            return now.run_graph(module, positions, args)
 
         return run
 
@@ -54,48 +65,23 @@ def weak_backend(run_graph: RunGraph) -> Callable[..., Any]:
 
 
 class Attachment:
-    """Installs all of it, and removes it again.
+    """All that is installed in a module while it is attached.
 
     Attributes:
         tree: The modules and parameters that it was installed in.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        weights: WeightTable,
-        *,
-        run: RunCall,
-        run_graph: RunGraph,
-        runner: Runner,
-        on_unplanned: Callable[[torch.nn.Module], None],
-        num_runs: Callable[[], int],
-        look_ahead: LookAhead,
-        during_generation: Callable[[], AbstractContextManager[None]],
-        refuse: Callable[..., PlanInfeasibleError],
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, weights: WeightTable, calls: TakesCalls) -> None:
         """Install it.
 
         Args:
             module: The root.
             weights: Its weights.
-            run: Runs a call of the root, or of a part of it, by plan.
-            run_graph: Runs a graph of such a call.
-            runner: Tells whether a call runs.
-            on_unplanned: Called before a module runs outside any graph.
-            num_runs: Counts the graphs that ran.
-            look_ahead: Stands in front of ``generate``.
-            during_generation: Makes a context for each generation.
-            refuse: Says what a refused generation needs; see :class:`WatchedGenerate`.
+            calls: Receives the calls.
         """
         self._module = module
         self._weights = weights
-        self._run = run
-        self._run_graph = run_graph
-        self._runner = runner
-        self._on_unplanned = on_unplanned
-        self._num_runs = num_runs
-        self._in_front_of_generate = (look_ahead, during_generation, refuse)
+        self._calls = calls
         self._undo: list[Callable[[], None]] = []
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
         self.tree = ModuleTree(module, weights)
@@ -103,12 +89,12 @@ class Attachment:
 
     def install(self) -> None:
         """Install it in the modules that there are now."""
-        module = self._module
-        for handle in hook_modules(module, self._weights, self._on_unplanned, self._runner):
-            self._undo.append(handle.remove)
+        module, calls = self._module, self._calls
+        for hook in hook_modules(module, self._weights, calls.run_unplanned, calls.running):
+            self._undo.append(hook.remove)
         for part in entries(module, self._weights):
             self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
-            part._compiled_call_impl = PlannedCall(part, self._run, self._runner)
+            part._compiled_call_impl = PlannedCall(part, calls.call, calls.running)
         for part in module.modules():
             for name in COMPILED_ONLY:
                 if getattr(part, name, None) is True:
@@ -121,7 +107,7 @@ class Attachment:
             generation.disable_compile = True
         if generation is not None and hasattr(module, "generate"):
             self._undo.append(attribute_restorer(module, "generate"))
-            watched: Any = WatchedGenerate(module, *self._in_front_of_generate)
+            watched: Any = WatchedGenerate(module, calls)
             module.generate = watched
         self.tree.see()
 
@@ -136,11 +122,11 @@ class Attachment:
         """Return the call of the root, or of a part of it, as Dynamo compiles it."""
         found = self._compiled.get(id(module))
         if found is None:
-            backend = weak_backend(self._run_graph)
+            call = captured_call(module, self._weights)
             found = eager_where_refused(
-                torch.compile(captured_call(module, self._weights), backend=backend),
+                torch.compile(call, backend=weak_backend(self._calls)),
                 module,
-                self._num_runs,
+                lambda: self._calls.num_graph_runs,
             )
             self._compiled[id(module)] = found
         return found

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.external_utils import wrap_inline
 
-from ds_finepage.execution.fallback import Runner, is_traced
+from ds_finepage.execution.fallback import RunningCall, is_traced
 from ds_finepage.execution.stores import WeightTable
 
 logger = logging.getLogger(__name__)
@@ -66,24 +66,24 @@ class PlannedCall:
     A copy of the module is an ordinary module: copying and pickling leave this object out.
     """
 
-    def __init__(self, module: torch.nn.Module, run: RunCall, runner: Runner) -> None:
+    def __init__(self, module: torch.nn.Module, run: RunCall, running: RunningCall) -> None:
         """Take over the calls of ``module``.
 
         Args:
             module: The module.
             run: Runs a call by plan.
-            runner: Tells which thread runs a call of the model now. In that thread a part of the
+            running: Tells which thread runs a call of the model now. In that thread a part of the
                 model is called as ever: Dynamo traces the call, or it stands between two graphs.
         """
         self._module = module
         self._run = run
-        self._runner = runner
+        self._running = running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call."""
         if (
             torch.compiler.is_dynamo_compiling()
-            or self._runner.thread == get_ident()
+            or self._running.thread == get_ident()
             or is_traced()
         ):
             return self._module._call_impl(*args, **kwargs)

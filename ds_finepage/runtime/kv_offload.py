@@ -1,4 +1,4 @@
-"""Calls with KV caches: what is asked of one before, and where it goes without room."""
+"""Runs forwards that carry a KV cache; moves the cache to host memory when it does not fit."""
 
 from __future__ import annotations
 
@@ -19,38 +19,36 @@ from ds_finepage.integrations.transformers.host_cache import (
     take_back,
     with_cache,
 )
-from ds_finepage.runtime.stats import Stats
+from ds_finepage.runtime.stats import Counters
 
 
-class CachedCalls:
-    """Runs captured calls; where there is no room for a KV cache, with that in host memory.
+class KVOffload:
+    """Runs calls on the device; repeats a refused call with its KV cache in host memory.
 
-    Weights have made way for the cache before that: the arena is what it leaves.
+    Weights make way first: the arena is the rest of the budget beside the cache.
     """
 
-    def __init__(self, stats: Stats, *, pinned: bool, may_move: Callable[[], bool]) -> None:
-        """Start without having seen a cache.
+    def __init__(self, counters: Counters, *, pinned: bool) -> None:
+        """Start without a cache.
 
         Args:
-            stats: Counters to keep.
+            counters: Counts the caches that move.
             pinned: Whether host memory is to be pinned.
-            may_move: Tells whether a cache may be moved now.
         """
-        self._stats = stats
-        self.may_move = may_move
+        self._counters = counters
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handed_out = HandedOut(pinned=pinned)
-        self._num_generations = 0  # that are going on, one within the other
+        self._num_generations = 0  # nested ones count each
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def is_generating(self) -> bool:
-        """True while a generation goes on."""
+        """True during a generation."""
         return self._num_generations > 0
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Hand caches out at the end of a generation, and not between its steps."""
+        """Give callers their own cache layers back at the end of a generation, not at each step."""
         self._num_generations += 1
         try:
             yield
@@ -61,8 +59,12 @@ class CachedCalls:
                     self._handed_out.hand_out(cache)
                 self._of_generation.clear()
 
-    def apart(self, values: Any) -> Any:
-        """Return a call's arguments with caches of their own, which share the tensors."""
+    def with_own_caches(self, values: Any) -> Any:
+        """Copy the caches among a call's arguments; the copies share the tensors.
+
+        Args:
+            values: A pair of positional and named arguments.
+        """
         caches = caches_among(_leaves(values), growing=True)
         for cache in caches:
             self._handed_out.take(cache)
@@ -72,11 +74,11 @@ class CachedCalls:
             self._hand_out(caches)
 
     def move(self, cache: Any) -> bool:
-        """Move one cache to host memory; False where there is nothing to move."""
-        return self.may_move() and self._handed_out.move(cache)
+        """Move one cache to host memory; False where it has no layer that can move."""
+        return self._handed_out.move(cache)
 
     def bring_back(self) -> None:
-        """Bring the caches in host memory back to the device, when the model is let go."""
+        """Bring the caches in host memory back to the device, when the model is detached."""
         self._handed_out.bring_back()
 
     def call(
@@ -85,17 +87,20 @@ class CachedCalls:
         module: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        may_move: bool,
     ) -> Any:
         """Run a call.
 
         Args:
             compiled: The captured call.
-            module: The module that it is a call of.
-            args: Its arguments.
+            module: The module that is called.
+            args: Its positional arguments.
             kwargs: Its named arguments.
+            may_move: The policy allows KV caches in host memory.
 
         Raises:
-            StoreError: A cache is that of another model.
+            StoreError: A cache belongs to another model.
             PlanInfeasibleError: There is no room, wherever the cache is.
         """
         for cache in caches_among(kwargs.values()):
@@ -104,11 +109,11 @@ class CachedCalls:
                 self._known.add(cache)
         for cache in caches_among((*args, *kwargs.values()), growing=True):
             self._handed_out.take(cache)
-        given = dict(kwargs)
+        own = dict(kwargs)
         try:
-            return self._call(compiled, module, args, given)
+            return self._call(compiled, module, args, own, may_move=may_move)
         finally:
-            self._hand_out(caches_among((*args, *given.values()), growing=True))
+            self._hand_out(caches_among((*args, *own.values()), growing=True))
 
     def _call(
         self,
@@ -116,25 +121,26 @@ class CachedCalls:
         module: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        may_move: bool,
     ) -> Any:
         for layer in host_layers((*args, *kwargs.values())):
             layer.prepare()
         before = seen_lengths((*args, *kwargs.values()))
-        num_moved = 0
+        refusal: PlanInfeasibleError | None = None
         try:
             try:
                 result = compiled(*args, **kwargs)
             except PlanInfeasibleError as error:
-                refusal = error.bare()
-                # Behind a graph break a part of the forward may have been run already.
-                if not take_back(before) or not self.may_move():
+                # Behind a graph break a part of the forward may have run already.
+                if not take_back(before) or not may_move:
                     raise
                 kwargs.update(with_cache(module, args, kwargs))
-                num_moved = self._move((*args, *kwargs.values()))
-                if not num_moved:
+                if not self._move((*args, *kwargs.values())):
                     raise
-            if num_moved:  # not while the error is there, whose frames hold what was on the device
-                result = self._in_host_memory(compiled, args, kwargs, refusal)
+                refusal = error.bare()
+            if refusal is not None:  # the frames of the error are gone, and the tensors they held
+                result = self._repeat(compiled, args, kwargs, refusal)
         except BaseException:
             for layer in host_layers((*args, *kwargs.values())):
                 layer.forget_new()
@@ -143,14 +149,14 @@ class CachedCalls:
             layer.settle()
         return result
 
-    def _in_host_memory(
+    def _repeat(
         self,
         compiled: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         refusal: PlanInfeasibleError,
     ) -> Any:
-        """Run a call whose caches were moved; where it is refused too, the lesser need counts."""
+        """Repeat a refused call after its caches moved; report the lesser of two needs."""
         try:
             return compiled(*args, **kwargs)
         except PlanInfeasibleError as error:
@@ -160,14 +166,14 @@ class CachedCalls:
             raise
 
     def _move(self, values: tuple[Any, ...]) -> int:
-        """Move the caches among a call's arguments to host memory; return how many were moved."""
+        """Move the caches among a call's arguments to host memory; return how many moved."""
         caches = caches_among(values, growing=True)
         num_moved = sum(self._handed_out.move(cache) for cache in caches)
-        self._stats.num_caches_on_host += num_moved
+        self._counters.num_caches_on_host += num_moved
         return num_moved
 
     def _hand_out(self, caches: Iterable[Any]) -> None:
-        """Let callers see their own layers, between the steps of a generation excepted."""
+        """Give callers their own cache layers back; within a generation only at its end."""
         for cache in caches:
             if self._num_generations:
                 self._of_generation.add(cache)

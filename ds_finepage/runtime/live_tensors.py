@@ -1,8 +1,7 @@
-"""What passes were given and have made, and somebody still holds.
+"""Device tensors that passes have seen, and that somebody still holds.
 
-A tensor that one pass returned may outlive it without being given to the next: the output of an
-encoder while its decoder runs, the KV cache of another chat. Its bytes are on the device, so they
-count against the budget of whatever runs then.
+The output of an encoder lives while its decoder runs; the KV cache of one chat lives while another
+chat runs. Their bytes are on the device, so they count against the budget of every other pass.
 """
 
 from __future__ import annotations
@@ -14,27 +13,28 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Held:
-    """Device tensors that passes have seen, held weakly."""
+class LiveTensors:
+    """Refers weakly to the device tensors that passes have read or returned."""
 
-    def __init__(self, other: Held | None = None) -> None:
-        """Start empty, or with what another one knows of."""
+    def __init__(self, other: LiveTensors | None = None) -> None:
+        """Start empty, or with the tensors that another table knows."""
         self._latest: list[weakref.ref[torch.Tensor]] = list(other._latest) if other else []
         self._known: dict[StorageWeakRef, int] = dict(other._known) if other else {}  # -> bytes
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note what the pass that ran last was given and has made; called after every pass."""
+        """Note the inputs and outputs of the pass that ran last."""
         self._latest = [weakref.ref(tensor) for tensor in tensors]
 
-    def bytes_beside(self, given: Iterable[torch.Tensor]) -> int:
-        """Count the bytes of tensors that are still alive, but for those given to the next pass.
+    def bytes_beside(self, inputs: Iterable[torch.Tensor]) -> int:
+        """Add up the bytes of live tensors that are no inputs of the next pass.
 
-        It is asked when another pass runs than the one before.
+        Args:
+            inputs: Device tensors that the next pass reads.
         """
         alive = (ref() for ref in self._latest)
         for storage in (tensor.untyped_storage() for tensor in alive if tensor is not None):
             self._known[StorageWeakRef(storage)] = storage.nbytes()
         self._latest = []
         self._known = {ref: n for ref, n in self._known.items() if not ref.expired()}
-        taken = {tensor.untyped_storage()._cdata for tensor in given}
+        taken = {tensor.untyped_storage()._cdata for tensor in inputs}
         return sum(n for ref, n in self._known.items() if ref.cdata not in taken)

@@ -1,4 +1,4 @@
-"""From a captured pass to its checked plan."""
+"""From a sized pass to its checked plan, made by the planner or kept in a folder."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from pathlib import Path
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import ConfigError, InvalidPlanError
 from ds_finepage.graph.codec import fingerprint, load_memgraph, save
-from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.finepage.stacking import Standing, standing_of
-from ds_finepage.planning.policies import plan_steady, with_tables_that_fit
-from ds_finepage.runtime.pass_table import Pass
-from ds_finepage.runtime.stats import Stats
+from ds_finepage.planning.pipeline import Planned, graph_to_plan, plan_checked
+from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.settings import RunSettings
+from ds_finepage.runtime.stats import Counters
 
 logger = logging.getLogger(__name__)
 
 
 def plan_folder(plan_dir: str) -> Path:
-    """Return the folder in which plans are kept; it is made if it is not there.
+    """Return the folder that keeps plans; make it if it does not exist.
 
     Args:
         plan_dir: The setting; ``~`` is the home folder.
@@ -44,76 +43,52 @@ def plan_folder(plan_dir: str) -> Path:
     return folder
 
 
-def plan_pass(
-    found: Pass,
-    arena_bytes: int,
-    *,
-    stats: Stats,
-    policy: str,
-    split: bool,
-    alignment: int,
-    profile: HardwareProfile,
-    plan_dir: Path | None,
-) -> MemGraph:
-    """Plan a pass, or find its plan on disk; check it, and note its figures.
+def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Counters) -> Planned:
+    """Plan a pass, or read its plan from the folder; either is checked.
 
     Args:
-        found: The pass. Its neighbour is forgotten where that has another arena now.
+        found: The pass. It forgets the pass that it alternates with if that has another arena now.
         arena_bytes: Size of the arena.
-        stats: Counters to keep.
-        policy: A key of ``POLICIES``.
-        split: Whether weights may be cut.
-        alignment: Of extents, in bytes.
-        profile: Rates to plan with.
-        plan_dir: Folder in which plans are kept.
+        settings: The settings of now.
+        counters: Counts new plans.
 
     Raises:
         PlanInfeasibleError: There is no plan in this arena.
-        InvalidPlanError: The plan breaks an invariant, which is a fault of the planner.
+        InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
-    graph = found.graph
-    if not split:
-        graph = with_tables_that_fit(
-            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
-        )
+    planning = settings.planning
+    residents = _residents_to_leave(found, arena_bytes)
+    graph = graph_to_plan(found.graph, arena_bytes, planning)
     path = None
-    standing: tuple[Standing, ...] = ()
-    if found.neighbour is not None:
-        kept = found.neighbour.memgraph
-        if kept is None or kept.arena_bytes != arena_bytes:
-            found.neighbour = None  # it will be planned anew, and then this pass again
-        else:
-            standing = standing_of(kept)
-    # A plan of a cut graph, or one that depends on another plan, is planned anew.
-    if plan_dir is not None and not split and not standing:
-        name = f"{fingerprint(graph)[:16]}-{policy}-{arena_bytes}-{alignment}.json"
-        path = plan_dir / name
-    memgraph = None if path is None else _kept_plan(path, graph, arena_bytes)
-    if memgraph is None:
-        memgraph = plan_steady(
-            graph,
-            arena_bytes=arena_bytes,
-            policy=policy,
-            alignment=alignment,
-            profile=profile,
-            split=split,
-            standing=standing,
-        )
-        stats.num_plans += 1
-        check(memgraph)
-        # A plan of another taskgraph than the captured one is planned anew.
-        if path is not None and memgraph.graph is graph:
-            _keep_plan(memgraph, path)
-    found.stats.arena_bytes = arena_bytes
-    bound = divisible_lower_bound_bytes if split else lower_bound_bytes
-    found.stats.lower_bound_bytes = bound(graph, arena_bytes, alignment)
-    return memgraph
+    # The files know neither cut graphs nor plans that depend on another plan.
+    if settings.plan_dir is not None and not planning.cuts_weights and not residents:
+        name = f"{fingerprint(graph)[:16]}-{planning.policy}-{arena_bytes}-{planning.alignment}"
+        path = settings.plan_dir / f"{name}.json"
+        kept = _kept_plan(path, graph, arena_bytes)
+        if kept is not None:
+            return Planned(graph, kept, planning)
+    planned = plan_checked(graph, arena_bytes, planning, residents)
+    counters.num_plans += 1
+    if path is not None and planned.memgraph.graph is graph:
+        _keep_plan(planned.memgraph, path)
+    return planned
+
+
+def _residents_to_leave(found: Pass, arena_bytes: int) -> tuple[Standing, ...]:
+    """Return the weights of an alternating pass that a plan must leave in place."""
+    if found.alternating is None:
+        return ()
+    theirs = found.alternating.memgraph
+    if theirs is None or theirs.arena_bytes != arena_bytes:
+        found.forget_alternating()  # its next plan may differ
+        return ()
+    return standing_of(theirs)
 
 
 def _kept_plan(path: Path, graph: TaskGraph, arena_bytes: int) -> MemGraph | None:
-    """Return a plan that is kept in a file; None where there is none that can be used.
+    """Return the plan in a file; None where there is no file, or no usable plan in it.
 
-    The files are a cache: one that is no plan of this pass costs a plan, and is written anew.
+    The files are a cache: a new plan replaces a file that is not usable.
     """
     if not path.exists():
         return None
@@ -124,12 +99,12 @@ def _kept_plan(path: Path, graph: TaskGraph, arena_bytes: int) -> MemGraph | Non
         reason = f"it is a plan for an arena of {memgraph.arena_bytes} bytes, not {arena_bytes}"
     except (ConfigError, InvalidPlanError) as error:
         reason = str(error)
-    logger.warning("%s cannot be used, and is made anew: %s", path, reason)
+    logger.warning("%s cannot be used, and is replaced: %s", path, reason)
     return None
 
 
 def _keep_plan(memgraph: MemGraph, path: Path) -> None:
-    """Write a plan to a file. Where that fails the pass runs all the same."""
+    """Write a plan to a file; a failure is only logged, and the pass runs."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save(memgraph, path)

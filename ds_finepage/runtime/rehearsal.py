@@ -1,45 +1,42 @@
-"""What a refused call needs, found by going through it without running it.
+"""Finds the budget that a refused call needs, by going through the call without running it.
 
-One error knows the need of one step: the pass that came first, of which some ops could not be
-measured in so little room. Raising the budget to that shows the next step. So the call is gone
-through here, with a copy of the handle under one budget after the other: passes are captured,
-measured and planned as ever, and what they would return is full of zeros. The budget under which
-nothing is refused any more is the one that the error names.
+One error knows the need of one step: of the pass that came first, some of whose ops could not be
+measured in so little room. A larger budget shows the next step. So a rehearsal goes through the
+call under one budget after the other: it captures, measures and plans every pass, and returns
+zeros. The error then names the first budget under which nothing is refused.
 
 [Note: two rounds]
-An estimate of a kernel's workspace may be above what is measured once there is room. The budgets
-are therefore looked for with estimates that are never too high, which ends at the least; then it
-is verified with those that the engine goes by.
+An estimate of a kernel's workspace may be above the figure that is measured once there is room. The
+first round therefore uses estimates that are never too high, and finds the least budget. The second
+round verifies it with the estimates that the engine uses.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import view_of
-from ds_finepage.execution.executor import PassCounters, Residents
+from ds_finepage.execution.executor import OpHook, PassCounters, Residents
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.probe import free_bytes
+from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, GraphOutput
 from ds_finepage.integrations.transformers.host_cache import HostLayer, caches_among
 from ds_finepage.integrations.transformers.preflight import setting_of
-from ds_finepage.runtime.kv_offload import CachedCalls
-from ds_finepage.runtime.live_tensors import Held
-from ds_finepage.runtime.pass_table import Captures
-from ds_finepage.runtime.stats import Stats
-
-if TYPE_CHECKING:
-    from ds_finepage.runtime.handle import Handle
+from ds_finepage.runtime.device_memory import DeviceState
+from ds_finepage.runtime.live_tensors import LiveTensors
+from ds_finepage.runtime.passes import BoundPass, Pass
+from ds_finepage.runtime.plan_runner import PlanRunner
+from ds_finepage.runtime.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
@@ -55,22 +52,20 @@ OF_THE_CALLER = (
 )
 """Arguments of ``generate`` that would notice a rehearsal."""
 
-Attempt = Callable[[Any], None]
-
 
 class RehearsalError(Exception):
-    """What comes next in a call is not known without running it."""
+    """A rehearsal cannot go on without running something."""
 
 
 class _LastStepSeenError(Exception):
-    """A generation has been looked at up to its last step."""
+    """A rehearsal of a generation has reached its last step."""
 
 
 class UnrunPass:
-    """Stands in for an executor: a pass that returns zeros."""
+    """Stands in for an executor, and returns zeros."""
 
     def __init__(self, memgraph: MemGraph, *, device: torch.device, pinned: bool) -> None:
-        """Look at a plan.
+        """Prepare for a plan.
 
         Args:
             memgraph: The plan.
@@ -88,7 +83,7 @@ class UnrunPass:
         return self._moving.set_sizes(args)
 
     def run(self, args: Sequence[Any], host_outputs: Sequence[Any], residents: Residents) -> Any:
-        """Return what a pass would, with zeros in it."""
+        """Return the outputs of the pass, filled with zeros."""
         bases: dict[int, tuple[torch.Tensor, int]] = {}
         for given in self._graph.inputs:
             view, arg = self._moving.views[given.tensor], args[given.position]
@@ -120,91 +115,271 @@ class UnrunPass:
         return view_of(bases[view.buffer][0], view, bases[view.buffer][1])
 
 
-def run_call(
-    handle: Handle,
-    compiled: Callable[..., Any],
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a call of a model; where that has no room, say what would be enough.
+class RehearsedMemory:
+    """Stands in for device memory, and holds nothing."""
 
-    Raises:
-        PlanInfeasibleError: There is no room. In a generation that is said of one step, and the
-            generation as a whole is rehearsed.
+    can_be_resident = False
+    state = DeviceState.RELEASED
+
+    def __init__(self, settings: RunSettings) -> None:
+        """Stand in for the memory of one device."""
+        self.residents: Residents = {}
+        self._settings = settings
+
+    def to_released(self) -> None:
+        """Do nothing."""
+
+    def to_paged(self, arena_bytes: int) -> None:
+        """Do nothing."""
+
+    def to_resident(self) -> int:
+        """Do nothing."""
+        return 0
+
+    def reload(self, names: Sequence[str]) -> None:
+        """Do nothing."""
+
+    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> BoundPass:
+        """Bind a planned pass to zeros."""
+        assert found.memgraph is not None
+        device, pinned = self._settings.device, self._settings.pins_memory
+        executor = UnrunPass(found.memgraph, device=device, pinned=pinned)
+        found.bind(executor)
+        return executor
+
+
+class Rehearsal:
+    """Goes through the calls of a model under one budget.
+
+    Attributes:
+        runner: Captures, measures and plans; its passes return zeros.
     """
-    calls = handle._cached_calls
-    try:
-        return calls.call(compiled, module, args, kwargs)
-    except PlanInfeasibleError as error:
-        if calls.is_generating or handle._acting is not handle:
-            raise
-        refusal = error.bare()
 
-    def attempt(shadow: Any) -> None:
-        own_args, own_kwargs = calls.apart((args, kwargs))
-        shadow._cached_calls.call(compiled, module, own_args, own_kwargs)
+    def __init__(self, runner: PlanRunner) -> None:
+        """Rehearse with a runner of one's own."""
+        self.runner = runner
 
-    raise _with_least_budget(handle, refusal, attempt)
+    def call(
+        self,
+        compiled: Callable[..., Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Go through a call of a module; see :meth:`PlanRunner.call`."""
+        return self.runner.call(compiled, module, args, kwargs)
 
 
-def refuse_generation(
-    handle: Handle,
-    refusal: PlanInfeasibleError,
-    generate: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> PlanInfeasibleError:
-    """Return the error of a generation that has no room, with a budget that is enough for it."""
-    if handle._cached_calls.is_generating or handle._acting is not handle:
-        return refusal
-    root = handle._module
-    new, most = (setting_of(root, args, kwargs, n) for n in ("max_new_tokens", "max_length"))
+class GenerationRehearsal(Rehearsal):
+    """Goes through the first and the last step of a generation.
 
-    def attempt(shadow: Any) -> None:
-        own_args, own_kwargs = handle._cached_calls.apart((args, kwargs))
-        own_kwargs = {n: v for n, v in own_kwargs.items() if n not in OF_THE_CALLER}
-        own_kwargs["min_new_tokens"] = new if new is not None else 2  # zeros may mean an end
-        shadow._perform = functools.partial(_call_or_jump, shadow, new, most)
-        devices = [shadow._device] if shadow._device.type == "cuda" else []
+    Every step between needs less than the last one.
+    """
+
+    def __init__(
+        self,
+        runner: PlanRunner,
+        root: torch.nn.Module,
+        num_new: int | None,
+        max_length: int | None,
+    ) -> None:
+        """Rehearse a generation.
+
+        Args:
+            runner: Captures, measures and plans; its passes return zeros.
+            root: The model.
+            num_new: Tokens to generate; None where ``max_length`` counts.
+            max_length: Tokens of the prompt and the result; None where nothing limits them.
+        """
+        super().__init__(runner)
+        self._root = root
+        self._num_new = num_new
+        self._max_length = max_length
+
+    def call(
+        self,
+        compiled: Callable[..., Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Go through a step, or jump from the second step to the last one."""
+        if module is self._root:
+            caches = caches_among((*args, *kwargs.values()), growing=True)
+            num_rows = max((cache.get_seq_length() for cache in caches), default=0)
+            last = self._last_length(num_rows)
+            if 0 < num_rows <= last and all(_stretch(self.runner, c, last) for c in caches):
+                super().call(compiled, module, args, _with_masks(kwargs, num_rows, last))
+                raise _LastStepSeenError
+        return super().call(compiled, module, args, kwargs)
+
+    def _last_length(self, num_rows: int) -> int:
+        """Return the length of the KV cache before the last step."""
+        if self._num_new is not None:
+            return num_rows + self._num_new - 2
+        return num_rows if self._max_length is None else self._max_length - 2
+
+
+MakeRehearsal = Callable[[PlanRunner], Rehearsal]
+Attempt = Callable[[PlanRunner], None]
+
+
+class Rehearser:
+    """Rehearses refused calls of one model.
+
+    Attributes:
+        current: The rehearsal that goes on; the model's calls go there meanwhile.
+    """
+
+    def __init__(self, module: torch.nn.Module, weights: WeightTable, runner: PlanRunner) -> None:
+        """Start without a rehearsal.
+
+        Args:
+            module: The model.
+            weights: Its host masters.
+            runner: Refused the calls; a rehearsal takes its settings and its measured ops.
+        """
+        self.current: Rehearsal | None = None
+        self._module = module
+        self._weights = weights
+        self._runner = runner
+
+    def refused_call(
+        self,
+        refusal: PlanInfeasibleError,
+        compiled: Callable[..., Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> PlanInfeasibleError:
+        """Return the error of a refused call; it names a budget that is enough, if one is found.
+
+        Args:
+            refusal: The error of the pass that was refused.
+            compiled: The call as Dynamo compiled it.
+            module: The module that is called.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+        """
+
+        def attempt(runner: PlanRunner) -> None:
+            own_args, own_kwargs = self._runner.kv_offload.with_own_caches((args, kwargs))
+            runner.call(compiled, module, own_args, own_kwargs)
+
+        return self._with_least_budget(refusal, attempt, Rehearsal)
+
+    def refused_generation(
+        self,
+        refusal: PlanInfeasibleError,
+        generate: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> PlanInfeasibleError:
+        """Return the error of a refused generation; it names a budget that is enough, if one is.
+
+        Args:
+            refusal: The error of the step that was refused.
+            generate: The model's own ``generate``.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+        """
+        if self._runner.kv_offload.is_generating or self.current is not None:
+            return refusal
+        root, device = self._module, self._runner.settings.device
+        num_new = setting_of(root, args, kwargs, "max_new_tokens")
+        max_length = setting_of(root, args, kwargs, "max_length")
+
+        def attempt(runner: PlanRunner) -> None:
+            own_args, own_kwargs = self._runner.kv_offload.with_own_caches((args, kwargs))
+            own_kwargs = {n: v for n, v in own_kwargs.items() if n not in OF_THE_CALLER}
+            # Zeros may mean the end of a text.
+            own_kwargs["min_new_tokens"] = num_new if num_new is not None else 2
+            devices = [device] if device.type == "cuda" else []
+            try:
+                with torch.random.fork_rng(devices), runner.kv_offload.generation():
+                    generate(*own_args, **own_kwargs)
+            except _LastStepSeenError:
+                pass
+
+        def make(runner: PlanRunner) -> Rehearsal:
+            return GenerationRehearsal(runner, root, num_new, max_length)
+
+        return self._with_least_budget(refusal, attempt, make)
+
+    def _with_least_budget(
+        self, refusal: PlanInfeasibleError, attempt: Attempt, make: MakeRehearsal
+    ) -> PlanInfeasibleError:
+        """Return a refusal with a budget under which an attempt is not refused."""
+        if refusal.min_budget_bytes is None:
+            return refusal
+        self._runner.memory.to_released()
         try:
-            with torch.random.fork_rng(devices), shadow._cached_calls.generation():
-                generate(*own_args, **own_kwargs)
-        except _LastStepSeenError:
-            pass
+            least = self.least_budget(attempt, make)
+        except Exception as error:  # the caller's code runs here, with zeros
+            logger.info("the need of the whole call is not known: %r", error)
+            return refusal
+        finally:
+            self.current = None
+        if least in (None, self._runner.settings.budget_bytes, refusal.min_budget_bytes):
+            return refusal
+        assert least is not None
+        return refusal.of_whole_call(least)
 
-    return _with_least_budget(handle, refusal, attempt)
+    def least_budget(self, attempt: Attempt, make: MakeRehearsal) -> int | None:
+        """Find a budget under which an attempt is not refused; see [Note: two rounds].
 
+        Args:
+            attempt: Goes through the call.
+            make: Makes the rehearsal that receives the calls of the model meanwhile.
 
-def _call_or_jump(
-    shadow: Any,
-    num_new: int | None,
-    max_length: int | None,
-    compiled: Callable[..., Any],
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Go through a call of a generation; from its first step go to its last one.
+        Returns:
+            Bytes; None where no budget was found.
+        """
+        settings = self._runner.settings
+        budget_bytes = settings.budget_bytes
+        most = budget_bytes + free_bytes(settings.device) // 2
+        for is_modest in (True, False):
+            for _ in range(MAX_ROUNDS):
+                found = self._refusal(attempt, make, budget_bytes, is_modest=is_modest)
+                if found is None:
+                    break
+                if found.min_budget_bytes is None or found.min_budget_bytes <= budget_bytes:
+                    return None
+                budget_bytes = found.min_budget_bytes
+                if budget_bytes > most:
+                    return budget_bytes  # no larger budget can be tried here
+            else:
+                return None
+        return budget_bytes
 
-    All steps between need less than the last.
-    """
-    if module is shadow._module:
-        caches = caches_among((*args, *kwargs.values()), growing=True)
-        num_rows = max((cache.get_seq_length() for cache in caches), default=0)
-        last = num_rows
-        if num_new is not None:
-            last = num_rows + num_new - 2
-        elif max_length is not None:
-            last = max_length - 2
-        if 0 < num_rows <= last and all(_stretch(shadow, cache, last) for cache in caches):
-            shadow._cached_calls.call(compiled, module, args, _with_masks(kwargs, num_rows, last))
-            raise _LastStepSeenError
-    return shadow._cached_calls.call(compiled, module, args, kwargs)
+    def _refusal(
+        self, attempt: Attempt, make: MakeRehearsal, budget_bytes: int, *, is_modest: bool
+    ) -> PlanInfeasibleError | None:
+        """Go through a call under a budget; return the refusal, if there is one."""
+        meter = self._runner.table.maker.meter
+        settings = replace(self._runner.settings, budget_bytes=budget_bytes, plan_dir=None)
+        runner = PlanRunner(
+            settings,
+            self._weights,
+            RehearsedMemory(settings),
+            meter.modest(is_modest=is_modest),
+            live=LiveTensors(self._runner.live),
+            on_unplanned=_give_up,
+        )
+        self.current = make(runner)
+        try:
+            attempt(runner)
+        except PlanInfeasibleError as error:
+            return error.bare()
+        finally:
+            self.current = None
+            grown = runner.table.maker.meter.library_bytes - meter.library_bytes
+            self._runner.table.count_library(grown)
+        return None
 
 
 def _with_masks(kwargs: Mapping[str, Any], num_rows: int, last: int) -> dict[str, Any]:
-    """Return a step's arguments with masks for a longer cache."""
+    """Return the arguments of a step, with masks for a longer cache."""
     found = dict(kwargs)
     for name, value in kwargs.items():
         if not isinstance(value, torch.Tensor) or not name.endswith("attention_mask"):
@@ -215,19 +390,22 @@ def _with_masks(kwargs: Mapping[str, Any], num_rows: int, last: int) -> dict[str
     return found
 
 
-def _stretch(shadow: Any, cache: Any, num_rows: int) -> bool:
-    """Make a cache as long as it will be, in host memory where it becomes too large for the device.
+def _stretch(runner: PlanRunner, cache: Any, num_rows: int) -> bool:
+    """Make a cache as long as it becomes; move it to host memory where the device is too small.
 
     Returns:
-        False where there is a layer of a kind that nothing is known of.
+        False where a layer is of an unknown kind.
     """
+    budget_bytes = runner.settings.budget_bytes
     for layer in cache.layers:
         known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
         if not known and not isinstance(layer, HostLayer) and layer.get_max_length() < 1:
             return False
     full = [layer for layer in cache.layers if type(layer) is DynamicLayer and layer.is_initialized]
     most = sum((t.nbytes // t.shape[-2]) * num_rows for x in full for t in _rows(x))
-    if most > shadow.stats.budget_bytes and not shadow._cached_calls.move(cache):
+    if most > budget_bytes and not (
+        runner.settings.moves_kv_caches and runner.kv_offload.move(cache)
+    ):
         return False
     for layer in cache.layers:
         if isinstance(layer, HostLayer):
@@ -252,90 +430,6 @@ def _stretch_window(layer: DynamicSlidingWindowLayer, num_rows: int) -> None:
     made = [_rows_like(t, min(num_rows, kept + 1)) for t in _rows(layer)]
     layer.keys, layer.values = (t[:, :, -kept:, :] for t in made)
     layer.cumulative_length = num_rows
-
-
-# Going through a call.
-
-
-def _with_least_budget(
-    handle: Handle, refusal: PlanInfeasibleError, attempt: Attempt
-) -> PlanInfeasibleError:
-    """Return a refusal with a budget under which an attempt is not refused."""
-    if refusal.min_budget_bytes is None:
-        return refusal
-    handle._make_room()
-    try:
-        least = _least_budget(handle, attempt)
-    except Exception as error:  # it is the caller's code that is gone through, with zeros
-        logger.info("what the whole call needs is not known: %r", error)
-        return refusal
-    finally:
-        handle._acting = handle
-    if least in (None, handle.stats.budget_bytes, refusal.min_budget_bytes):
-        return refusal
-    assert least is not None
-    return refusal.of_whole_call(least)
-
-
-def _least_budget(handle: Handle, attempt: Attempt) -> int | None:
-    """Find a budget under which an attempt is not refused; see [Note: two rounds]."""
-    budget_bytes = handle.stats.budget_bytes
-    most = budget_bytes + free_bytes(handle._device) // 2
-    for is_modest in (True, False):
-        for _ in range(MAX_ROUNDS):
-            found = _refusal(handle, attempt, budget_bytes, is_modest=is_modest)
-            if found is None:
-                break
-            if found.min_budget_bytes is None or found.min_budget_bytes <= budget_bytes:
-                return None
-            budget_bytes = found.min_budget_bytes
-            if budget_bytes > most:
-                return budget_bytes  # no more can be tried out here
-        else:
-            return None
-    return budget_bytes
-
-
-def _refusal(
-    handle: Handle, attempt: Attempt, budget_bytes: int, *, is_modest: bool
-) -> PlanInfeasibleError | None:
-    """Go through a call under a budget; return what is refused, if anything is."""
-    shadow = _shadow(handle, budget_bytes, is_modest=is_modest)
-    handle._acting = shadow
-    try:
-        attempt(shadow)
-    except PlanInfeasibleError as error:
-        return error.bare()
-    finally:
-        handle._acting = handle
-        grown = shadow._captures.costs.library_bytes - handle._captures.costs.library_bytes
-        handle._captures.count_library(grown)
-    return None
-
-
-def _shadow(handle: Handle, budget_bytes: int, *, is_modest: bool) -> Any:
-    """Copy a handle: all that it remembers is the copy's own, and nothing runs."""
-    shadow: Any = copy.copy(handle)
-    pinned = handle._device.type == "cuda"
-    shadow.stats = Stats(budget_bytes, handle.stats.weight_bytes)
-    shadow._arena, shadow._arena_limit, shadow._residents = None, budget_bytes, {}
-    shadow._last = shadow._entered = shadow._plan_dir = None
-    shadow._held = Held(handle._held)
-    shadow._cached_calls = CachedCalls(
-        shadow.stats, pinned=pinned, may_move=handle._cached_calls.may_move
-    )
-    shadow._captures = Captures(
-        shadow.stats,
-        handle._captures.costs.modest(is_modest=is_modest),
-        alignment=handle._alignment,
-        all_weights_bytes=handle._weights.block_bytes,
-        may_cut=lambda: handle._split,
-        make_room=lambda: None,
-    )
-    shadow._captures.warn_unplanned = _give_up
-    shadow._may_step_aside = lambda found: False
-    shadow._built = functools.partial(UnrunPass, device=handle._device, pinned=pinned)
-    return shadow
 
 
 def _give_up(reason: str) -> None:

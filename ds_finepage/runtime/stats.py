@@ -1,18 +1,32 @@
-"""Counters of an attached model."""
+"""Counters of an attached model, and the snapshots that users read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassStats:
-    """Counters of one captured pass."""
+    """Counters of one captured pass.
+
+    Attributes:
+        name: The graph that the pass is a call of.
+        num_tasks: Captured ops that compute.
+        arena_bytes: Size of the arena that the pass is planned for; 0 before its first plan.
+        non_arena_bytes: Device bytes that the pass needs outside the arena.
+        min_budget_bytes: The least budget under which the pass runs.
+        needed_budget_bytes: The budget under which the pass runs with all weights resident.
+        lower_bound_bytes: Reloads of a run that no plan can avoid.
+        num_runs: Runs so far.
+        last_reloaded_bytes: Host-to-device bytes of the last run.
+        last_entry_reloaded_bytes: The part of them that restored the residents of the plan.
+        last_offloaded_bytes: Device-to-host bytes of the last run.
+    """
 
     name: str
     num_tasks: int
     arena_bytes: int
-    around_bytes: int
+    non_arena_bytes: int
     min_budget_bytes: int
     needed_budget_bytes: int
     lower_bound_bytes: int = 0
@@ -21,37 +35,59 @@ class PassStats:
     last_entry_reloaded_bytes: int = 0
     last_offloaded_bytes: int = 0
 
-    def add_around(self, nbytes: int) -> None:
-        """Count device bytes around the arena that were not known before."""
-        self.around_bytes += nbytes
-        self.min_budget_bytes += nbytes
-        self.needed_budget_bytes += nbytes
 
+@dataclass(slots=True)
+class Counters:
+    """Events of an attached model; the runtime adds to them and never reads them.
 
-@dataclass
-class Stats:
-    """Counters of an attached model, readable at any time.
-
-    ``num_captures`` counts recordings, each of which serves all calls of its kind; ``num_plans``
-    plans; ``num_forgotten`` passes that made way for others; ``num_aside_runs`` runs for which the
-    engine stepped aside, because everything fits; ``num_unplanned_graphs`` calls of graphs that ran
-    without a plan; ``num_unplanned_modules`` module calls outside any graph;
-    ``num_caches_on_host`` KV caches that had no room on the device.
+    Attributes:
+        num_captures: Recordings, each of which serves all calls of its kind.
+        num_plans: Plans made.
+        num_forgotten: Passes that made way for others.
+        num_resident_runs: Runs with every weight on the device, by PyTorch itself.
+        num_caches_on_host: KV caches that moved to host memory.
+        num_unplanned_graphs: Runs of graphs without a plan.
+        num_unplanned_modules: Module calls outside any graph.
+        reloaded_bytes: Host-to-device bytes of all runs.
+        offloaded_bytes: Device-to-host bytes of all runs.
+        unplanned_reasons: Why something ran without a plan.
     """
 
-    budget_bytes: int
-    weight_bytes: int
     num_captures: int = 0
     num_plans: int = 0
     num_forgotten: int = 0
-    num_aside_runs: int = 0
+    num_resident_runs: int = 0
     num_caches_on_host: int = 0
     num_unplanned_graphs: int = 0
     num_unplanned_modules: int = 0
     reloaded_bytes: int = 0
     offloaded_bytes: int = 0
-    passes: list[PassStats] = field(default_factory=list)
     unplanned_reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """A snapshot of the counters of an attached model; see :class:`Counters`.
+
+    Attributes:
+        budget_bytes: The limit on all device bytes.
+        weight_bytes: Bytes of all weights.
+        passes: The passes that are remembered, in the order of their last use.
+    """
+
+    budget_bytes: int
+    weight_bytes: int
+    num_captures: int
+    num_plans: int
+    num_forgotten: int
+    num_resident_runs: int
+    num_caches_on_host: int
+    num_unplanned_graphs: int
+    num_unplanned_modules: int
+    reloaded_bytes: int
+    offloaded_bytes: int
+    unplanned_reasons: tuple[str, ...]
+    passes: tuple[PassStats, ...]
 
     @property
     def min_budget_bytes(self) -> int:

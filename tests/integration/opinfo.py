@@ -60,9 +60,9 @@ class WatchingLanes(CpuLanes):
         self.faults: list[str] = []
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
-        assert self.handle is not None and self.handle._arena is not None
-        arena = self.handle._arena.bytes
-        (found,) = self.handle._captures.planned()
+        assert self.handle is not None and self.handle._memory._arena is not None
+        arena = self.handle._memory._arena.bytes
+        (found,) = self.handle._runner.table.passes
         assert found.memgraph is not None
         for step in program.merged:
             before = arena.clone()
@@ -167,7 +167,7 @@ def try_sample(op: Callable[..., Any], sample: Any, outcome: Outcome) -> None:
     ample_bytes = LEAST_AMPLE_BYTES + AMPLE_SHARE * nbytes
     with torch.no_grad(), watched(model, ample_bytes) as (handle, lanes):
         args = (x, model.first, model.last, *tensors)
-        run = weak_backend(handle._run_graph)(graph_of(call, len(tensors), len(plain) - 1), args)
+        run = weak_backend(handle._calls)(graph_of(call, len(tensors), len(plain) - 1), args)
         for is_least in (False, True):
             if is_least:
                 handle.replan(budget_bytes=handle.stats.min_budget_bytes)

@@ -115,7 +115,7 @@ def test_a_cache_that_grows_and_one_in_host_memory_give_the_same_tokens(
     model = make_model("llama", dtype, num_hidden_layers=10)
     handle = ds_finepage.attach(model, device_budget="2GiB", device=device)
     assert torch.equal(grow(model, ids), tokens)
-    assert handle.stats.num_aside_runs
+    assert handle.stats.num_resident_runs
     handle.register_op_hook()  # planned from here on
     assert torch.equal(grow(model, ids), tokens)
     held = 2 * 10 * 6 * (100 + NEW_TOKENS) * 64 * dtype.itemsize

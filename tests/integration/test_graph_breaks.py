@@ -366,7 +366,7 @@ def test_a_module_outside_any_graph_leaves_weights_to_graphs_that_run_by_themsel
         plain = model(x)
         handle = attach(model, device_budget="1MiB", device="cpu")
         assert all(torch.equal(model(x), plain) for _ in range(3))
-    assert handle.stats.num_aside_runs and handle.stats.num_unplanned_modules
+    assert handle.stats.num_resident_runs and handle.stats.num_unplanned_modules
     handle.detach()
 
 

@@ -12,7 +12,7 @@ import transformers as hf
 from ds_finepage.api import attach
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.runtime import rehearsal
+from ds_finepage.runtime.rehearsal import Rehearser
 from tests.integration.families import make_model, token_ids
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_the_first_error_names_a_budget_that_is_enough(
     torch._dynamo.reset()
     handle = attach(model, device_budget=least, device="cpu", split=split)
     try:
-        handle._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
+        handle._memory._pool.reserve(POOL_BYTES)  # host memory: kept out of the meter's sight
         with DeviceMeter(CPU) as meter:
             found = work(model)
         if split and work is forward:
@@ -117,7 +117,7 @@ def test_the_first_error_names_a_budget_that_is_enough(
         assert meter.peak_bytes <= least
         assert handle.stats.num_unplanned_graphs == 0
         del found
-        monkeypatch.setattr(rehearsal, "_least_budget", lambda handle, attempt: None)
+        monkeypatch.setattr(Rehearser, "least_budget", lambda self, attempt, make: None)
         handle.replan(budget_bytes=least - ALIGNMENT)
         try:
             found = work(model)
@@ -147,7 +147,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     for layer, (keys, values) in zip(cache.layers, rows, strict=True):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
     assert handle.stats.num_unplanned_graphs == 0 and not handle.stats.reloaded_bytes
-    assert handle._acting is handle
+    assert handle._calls._rehearser.current is None
     handle.detach()
 
 

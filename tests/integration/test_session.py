@@ -176,7 +176,7 @@ def test_replanning_goes_on_under_another_policy_and_budget(attached: Any) -> No
             plans = handle.plans()
             assert {p.policy for p, _ in plans} == {policy}
             for stats, (memgraph, timeline) in zip(handle.stats.passes, plans, strict=True):
-                assert stats.arena_bytes == memgraph.arena_bytes <= budget - stats.around_bytes
+                assert stats.arena_bytes == memgraph.arena_bytes <= budget - stats.non_arena_bytes
                 assert timeline.total_ns > 0
 
 
@@ -187,7 +187,7 @@ def test_the_last_row_of_a_batch_is_that_of_plain_transformers() -> None:
     handle = attach(model, device_budget="64MiB", device="cpu")
     handle.register_op_hook()  # the engine does not step aside
     assert torch.equal(logits(model, ids, **last), plain)
-    assert handle.stats.num_aside_runs == 0
+    assert handle.stats.num_resident_runs == 0
     handle.detach()
 
 

@@ -121,8 +121,7 @@ def test_a_call_that_fits_only_as_it_is_is_captured_by_itself(is_known: bool) ->
     single, many = (p.min_budget_bytes for p in handle.stats.passes)
     assert single < many
     if not is_known:
-        handle._make_room()
-        handle._captures.forget()
+        handle._runner.forget()
     num_captures = handle.stats.num_captures
     handle.replan(budget_bytes=(single + many) // 2)
     for _ in range(2):

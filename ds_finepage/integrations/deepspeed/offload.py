@@ -60,8 +60,8 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             self.finepage_config,
             device=get_accelerator().current_device_name(),
             take=weights_of_zero,
+            around_call=_plain_linear,
         )
-        self.finepage.around_call = _plain_linear
 
     def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
         """Do nothing: libraries call this to bring stock hooks back."""

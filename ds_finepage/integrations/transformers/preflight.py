@@ -1,4 +1,4 @@
-"""What a generation will need at its longest, said before its first token."""
+"""Rejects a ``generate`` call that would run out of memory, before its first token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -18,10 +18,7 @@ from ds_finepage.capture.from_config import DTYPES, capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution.host_ops import to_device
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.budget import around_bytes
-from ds_finepage.planning.finepage.search import min_split_arena_bytes
-from ds_finepage.planning.liveness import require_feasible
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.pipeline import PlanSettings, needs_of
 from ds_finepage.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -156,37 +153,32 @@ def require_memory(
     )
 
 
-class LookAhead:
-    """What is asked before a generation begins, of one model."""
+class Preflight:
+    """Checks the generations of one model before they begin."""
 
-    def __init__(
-        self,
-        module: Any,
-        *,
-        alignment: int,
-        budget_bytes: Callable[[], int],
-        may_cut: Callable[[], bool],
-    ) -> None:
-        """Start without having looked.
+    def __init__(self, module: Any) -> None:
+        """Start without a checked generation.
 
         Args:
             module: The model.
-            alignment: Of extents, in bytes.
-            budget_bytes: Tells the device budget of now.
-            may_cut: Tells whether plans may cut weights now.
         """
         self._module = module
-        self._alignment = alignment
-        self._budget_bytes = budget_bytes
-        self._may_cut = may_cut
-        self._longest_that_fits: dict[tuple[int, int, bool], int] = {}  # by batch and budget
+        self._longest_that_fits: dict[tuple[Any, ...], int] = {}  # tokens
 
-    def require(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a generation that is known to end for want of memory.
+    def require(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        budget_bytes: int,
+        planning: PlanSettings,
+    ) -> None:
+        """Refuse a generation that would run out of memory.
 
         Args:
-            args: The arguments of ``generate``.
+            args: The positional arguments of ``generate``.
             kwargs: Its named arguments.
+            budget_bytes: The limit on all device bytes.
+            planning: How passes are planned.
 
         Raises:
             ConfigError: The prompt is longer than a table of positions.
@@ -202,36 +194,37 @@ class LookAhead:
         given = kwargs.get("past_key_values")
         free = psutil.virtual_memory().available + (0 if given is None else _held_bytes(given))
         layers = module.config.get_text_config(decoder=True).num_hidden_layers
-        require_memory(need, need // layers, self._budget_bytes(), free, longest)
-        if FEW_LAYERS * (need // layers) <= self._budget_bytes():
-            return
-        self._require_last_step(longest)
+        require_memory(need, need // layers, budget_bytes, free, longest)
+        if FEW_LAYERS * (need // layers) > budget_bytes:
+            self._require_last_step(longest, budget_bytes, planning)
 
-    def _require_last_step(self, longest: Longest) -> None:
+    def _require_last_step(
+        self, longest: Longest, budget_bytes: int, planning: PlanSettings
+    ) -> None:
         """Refuse a generation whose last step cannot run with its KV cache in host memory.
 
-        A capture takes seconds for a large model, so lengths are looked at as rounded up first: if
-        those fit, so does whatever is shorter.
+        A capture takes seconds for a large model. Lengths are therefore rounded up first: if those
+        fit, all shorter ones do.
         """
         if longest.num_tokens - 1 <= longest.prompt_tokens:
-            return  # no step follows the prompt: what is generated last is never looked at
-        settings = (longest.num_sequences, self._budget_bytes(), self._may_cut())
+            return  # no step follows the prompt, since no step reads the last token
+        settings = (longest.num_sequences, budget_bytes, planning.cuts_weights)
         if longest.num_tokens <= self._longest_that_fits.get(settings, 0):
             return
         rounded_up = replace(longest, num_tokens=1 << (longest.num_tokens - 1).bit_length())
         step = self._capture(rounded_up)
-        if step is not None and self._refusal(step) is None:
+        if step is not None and _refusal(step, budget_bytes, planning) is None:
             self._longest_that_fits[settings] = rounded_up.num_tokens
             return
         step = self._capture(longest)
-        refusal = None if step is None else self._refusal(step)
+        refusal = None if step is None else _refusal(step, budget_bytes, planning)
         if refusal is not None:
             raise PlanInfeasibleError(
                 f"the last step of {longest.num_sequences} sequences of {longest.num_tokens} "
                 f"tokens has no room, even with their KV cache in host memory: {refusal}",
                 refusal.min_budget_bytes,
             )
-        self._longest_that_fits[settings] = longest.num_tokens  # or nothing is known of it
+        self._longest_that_fits[settings] = longest.num_tokens  # or its need is not known
 
     def _capture(self, longest: Longest) -> TaskGraph | None:
         """Return the last step of a generation; None where the model's config does not tell."""
@@ -251,66 +244,73 @@ class LookAhead:
             logger.info("the last step is not known before it comes: %s", error)
             return None
 
-    def _refusal(self, step: TaskGraph) -> PlanInfeasibleError | None:
-        """Say why a step cannot run; None where it can.
 
-        It is counted without the workspaces of its ops, which are known when they are measured.
-        """
-        smallest = gather_rows(step)
-        around = around_bytes(smallest, self._alignment)
-        room = self._budget_bytes() - around
-        least = min_split_arena_bytes(step, self._alignment) if self._may_cut() else None
-        try:
-            require_feasible(
-                smallest, room, self._alignment, around_bytes=around, least_bytes=least
-            )
-        except PlanInfeasibleError as error:
-            return error
-        return None
+def _refusal(
+    step: TaskGraph, budget_bytes: int, planning: PlanSettings
+) -> PlanInfeasibleError | None:
+    """Return why a step cannot run; None where it can.
+
+    The workspaces of its ops are not counted, because they are not measured yet.
+    """
+    needs = needs_of(step, alignment=planning.alignment, cuts_weights=planning.cuts_weights)
+    try:
+        needs.require_room(budget_bytes)
+    except PlanInfeasibleError as error:
+        return error
+    return None
+
+
+class WatchesGeneration(Protocol):
+    """Is told of the generations of a model."""
+
+    def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a generation that would run out of memory."""
+
+    def generation(self) -> AbstractContextManager[None]:
+        """Return the context of one generation."""
+
+    def refused_generation(
+        self,
+        refusal: PlanInfeasibleError,
+        generate: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> PlanInfeasibleError:
+        """Return the error of a generation without room; it names a budget that is enough."""
 
 
 class WatchedGenerate:
-    """``generate`` of one model with a look ahead in front of it.
+    """``generate`` of one model, with a preflight check before it.
 
     A copy of the model gets the ordinary ``generate`` of its class.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        ahead: LookAhead,
-        around: Callable[[], AbstractContextManager[None]],
-        refuse: Callable[..., PlanInfeasibleError],
-    ) -> None:
-        """Stand in front of ``module.generate``.
+    def __init__(self, module: Any, watcher: WatchesGeneration) -> None:
+        """Take the place of ``module.generate``.
 
         Args:
             module: The model.
-            ahead: Refuses a generation that is known to end for want of memory.
-            around: Makes a context for each generation.
-            refuse: ``refuse(error, generate, args, kwargs)`` says what a refused generation needs.
+            watcher: Checks generations, and explains refused ones.
         """
         self._module = module
         self._generate = module.generate
-        self._ahead = ahead
-        self._around = around
-        self._refuse = refuse
+        self._watcher = watcher
         functools.update_wrapper(self, self._generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look ahead, then generate.
+        """Check, then generate.
 
         Raises:
             ConfigError: The prompt is longer than a table of positions.
-            PlanInfeasibleError: The generation is known to end for want of memory.
+            PlanInfeasibleError: The generation would run out of memory.
         """
         try:
-            self._ahead.require(args, kwargs)
-            with self._around():
+            self._watcher.preflight(args, kwargs)
+            with self._watcher.generation():
                 return self._generate(*args, **kwargs)
         except PlanInfeasibleError as error:
             refusal = error.bare()
-        raise self._refuse(refusal, self._generate, args, kwargs)
+        raise self._watcher.refused_generation(refusal, self._generate, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the ordinary ``generate`` of the copy that is being made."""

@@ -121,7 +121,7 @@ def debug_mode(subject: Subject) -> None:
 def change_while_everything_fits(subject: Subject) -> None:
     subject.make_room()
     subject.same(times=3)
-    assert subject.handle.stats.num_aside_runs
+    assert subject.handle.stats.num_resident_runs
     subject.both(lambda m: m.up.weight.data.mul_(2))
     subject.same()
     subject.both(lambda m: setattr(m.up.weight, "data", torch.ones(48, 16)))
@@ -173,7 +173,7 @@ def detach_a_changed_model(subject: Subject) -> None:
 @action
 def delete_everything(subject: Subject) -> None:
     dead = [weakref.ref(o) for o in (subject.model, subject.handle, subject.model.up.weight)]
-    arena = subject.handle._arena
+    arena = subject.handle._memory._arena
     assert arena is not None
     dead.append(weakref.ref(arena.bytes))
     del arena

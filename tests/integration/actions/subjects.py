@@ -118,7 +118,7 @@ def make_subject(*, deepspeed: bool, language_model: bool) -> Subject:
     stats = handle.stats
     handle.replan(budget_bytes=(2 * stats.min_budget_bytes + stats.needed_budget_bytes) // 3)
     subject.same()
-    last = stats.passes[-1]
+    last = handle.stats.passes[-1]
     assert 0 < last.last_reloaded_bytes < stats.weight_bytes, "some weights are to stay"
     gc.collect()
     return subject

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,25 @@ from ds_finepage.cli import demo
 from ds_finepage.cli.demo import TINY, Demo, print_result
 from ds_finepage.cli.instruments import FetchCounter, Reading, reading_of
 from ds_finepage.errors import FinepageError
-from ds_finepage.runtime.stats import PassStats, Stats
+from ds_finepage.runtime.stats import Counters, PassStats, Stats
 
 
 def pass_stats(reloaded: int, lower_bound: int) -> PassStats:
     return PassStats(
-        "pass", 1, 0, 0, 0, 0, lower_bound_bytes=lower_bound, last_reloaded_bytes=reloaded
+        name="pass",
+        num_tasks=1,
+        arena_bytes=0,
+        non_arena_bytes=0,
+        min_budget_bytes=0,
+        needed_budget_bytes=0,
+        lower_bound_bytes=lower_bound,
+        last_reloaded_bytes=reloaded,
     )
+
+
+def stats_with(*passes: PassStats, reasons: tuple[str, ...] = ()) -> Stats:
+    counters = {**asdict(Counters()), "unplanned_reasons": reasons}
+    return Stats(budget_bytes=600, weight_bytes=1500, passes=passes, **counters)
 
 
 def engine_with(stats: Stats) -> Any:
@@ -30,8 +43,7 @@ def engine_with(stats: Stats) -> Any:
 
 
 def test_the_first_pass_is_the_prefill_and_the_last_a_decode_step() -> None:
-    stats = Stats(600, 1500)
-    stats.passes += [pass_stats(11, 12), pass_stats(13, 14), pass_stats(15, 16)]
+    stats = stats_with(pass_stats(11, 12), pass_stats(13, 14), pass_stats(15, 16))
     assert reading_of(engine_with(stats), 17, FetchCounter()) == Reading(
         peak_bytes=17,
         prefill_reloaded_bytes=11,
@@ -44,8 +56,7 @@ def test_the_first_pass_is_the_prefill_and_the_last_a_decode_step() -> None:
 
 
 def test_a_run_without_plans_has_no_reading() -> None:
-    stats = Stats(600, 1500, unplanned_reasons=["this", "that"])
-    stats.passes.append(pass_stats(11, 12))
+    stats = stats_with(pass_stats(11, 12), reasons=("this", "that"))
     with pytest.raises(FinepageError, match="ran without a plan: this; that"):
         reading_of(engine_with(stats), 17, FetchCounter())
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.fallback import Runner, hook_modules, run_unplanned
+from ds_finepage.execution.fallback import RunningCall, hook_modules, run_unplanned
 from ds_finepage.execution.masters import weights_of_module
 from ds_finepage.execution.stores import WeightTable
 
@@ -185,7 +185,7 @@ class Nested(nn.Module):
 
 
 def hooked(
-    runner: Runner | None = None,
+    running: RunningCall | None = None,
 ) -> tuple[Nested, WeightTable, list[nn.Module], list[Any], Nested]:
     model = Nested()
     plain = Nested()
@@ -193,7 +193,7 @@ def hooked(
     table = WeightTable(weights_of_module(model, CPU), CPU)
     table.install()
     used: list[nn.Module] = []
-    hooks = hook_modules(model, table, used.append, runner or Runner())
+    hooks = hook_modules(model, table, used.append, running or RunningCall())
     return model, table, used, hooks, plain
 
 
@@ -224,7 +224,7 @@ def test_use_is_counted_before_the_parameters_come() -> None:
     table = WeightTable(weights_of_module(model, CPU), CPU)
     table.install()
     found: list[bool] = []
-    hook_modules(model, table, lambda m: found.append(shows_masters(m, table)), Runner())
+    hook_modules(model, table, lambda m: found.append(shows_masters(m, table)), RunningCall())
     model(torch.randn(2, 3))
     assert found == [True]
 
@@ -237,7 +237,7 @@ def test_an_error_in_forward_leaves_parameters_that_show_their_masters() -> None
 
 
 def test_in_a_graph_the_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, table, used, _, _ = hooked(Runner(is_active=True))
+    model, table, used, _, _ = hooked(RunningCall(is_active=True))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     table.fill(model.scale)
     for hook in [*model._forward_pre_hooks.values()]:
@@ -261,7 +261,7 @@ def test_hooks_can_be_removed() -> None:
 def test_parameters_that_are_not_in_the_table_are_left_alone() -> None:
     model = nn.Linear(3, 3)
     table = WeightTable([], CPU)
-    assert hook_modules(model, table, lambda m: None, Runner()) == []
+    assert hook_modules(model, table, lambda m: None, RunningCall()) == []
 
 
 def test_a_copy_of_a_hooked_module_is_an_ordinary_module() -> None:

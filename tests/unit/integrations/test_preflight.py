@@ -167,19 +167,27 @@ class Generating:
         return f"{args} {kwargs}"
 
 
-def watched(module: Generating) -> WatchedGenerate:
-    ahead: Any = SimpleNamespace(require=lambda args, kwargs: module.order.append((args, kwargs)))
+class Watcher:
+    """Notes what it is told in the order of a model."""
+
+    def __init__(self, order: list[Any]) -> None:
+        self.order = order
+
+    def preflight(self, args: Any, kwargs: Any) -> None:
+        self.order.append((args, kwargs))
 
     @contextmanager
-    def around() -> Iterator[None]:
-        module.order.append("begin")
+    def generation(self) -> Iterator[None]:
+        self.order.append("begin")
         yield
-        module.order.append("end")
+        self.order.append("end")
 
-    def refuse(error: Exception, *_: Any) -> PlanInfeasibleError:
-        return PlanInfeasibleError(f"{error}, whatever the budget")
+    def refused_generation(self, refusal: Exception, *_: Any) -> PlanInfeasibleError:
+        return PlanInfeasibleError(f"{refusal}, whatever the budget")
 
-    return WatchedGenerate(module, ahead, around, refuse)
+
+def watched(module: Generating) -> WatchedGenerate:
+    return WatchedGenerate(module, Watcher(module.order))
 
 
 def test_generate_is_asked_first_and_then_called_as_it_was() -> None:

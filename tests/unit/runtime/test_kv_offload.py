@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.integrations.transformers.host_cache import HostLayer
-from ds_finepage.runtime.kv_offload import CachedCalls
-from ds_finepage.runtime.stats import Stats
+from ds_finepage.runtime.kv_offload import KVOffload
+from ds_finepage.runtime.stats import Counters
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +52,15 @@ def forward(cache: DynamicCache, num_refusals: int = 0, after: int = 1) -> Calla
     return run
 
 
-def calls(*, may_move: bool = True) -> tuple[CachedCalls, Stats]:
-    stats = Stats(0, 0)
-    return CachedCalls(stats, pinned=False, may_move=lambda: may_move), stats
+def calls() -> tuple[KVOffload, Counters]:
+    counters = Counters()
+    return KVOffload(counters, pinned=False), counters
 
 
-def call(made: CachedCalls, run: Callable[..., Any], cache: DynamicCache) -> Any:
-    return made.call(run, nn.Identity(), (), {"past_key_values": cache})
+def call(
+    made: KVOffload, run: Callable[..., Any], cache: DynamicCache, *, may_move: bool = True
+) -> Any:
+    return made.call(run, nn.Identity(), (), {"past_key_values": cache}, may_move=may_move)
 
 
 def lengths(cache: DynamicCache) -> list[int]:
@@ -69,21 +71,21 @@ EXPECTED = torch.cat([rows(5), rows(9, 1)], dim=-2)
 
 
 def test_a_call_with_room_leaves_the_cache_where_it_is() -> None:
-    made, stats = calls()
+    made, counters = calls()
     cache = cache_with(5)
     assert torch.equal(call(made, forward(cache), cache), EXPECTED)
     assert lengths(cache) == [4, 4]
-    assert stats.num_caches_on_host == 0
+    assert counters.num_caches_on_host == 0
 
 
 @pytest.mark.parametrize("after", (0, 1, 2))
 def test_rows_of_a_refused_forward_are_taken_back_before_the_next(after: int) -> None:
     """Behind a graph break some layers have added their rows already."""
-    made, stats = calls()
+    made, counters = calls()
     cache = cache_with(5)
     assert torch.equal(call(made, forward(cache, 1, after), cache), EXPECTED)
     assert lengths(cache) == [4, 4]
-    assert stats.num_caches_on_host == 1
+    assert counters.num_caches_on_host == 1
     for layer in cache.layers:
         assert type(layer) is DynamicLayer  # the caller's own, with rows in host memory
         assert torch.equal(layer.keys, EXPECTED)
@@ -91,31 +93,31 @@ def test_rows_of_a_refused_forward_are_taken_back_before_the_next(after: int) ->
 
 
 def test_an_empty_cache_is_empty_again_before_the_next() -> None:
-    made, stats = calls()
+    made, counters = calls()
     cache = DynamicCache()
     assert torch.equal(call(made, forward(cache, 1), cache), rows(9, 1))
     assert lengths(cache) == [1, 1]
-    assert stats.num_caches_on_host == 1
+    assert counters.num_caches_on_host == 1
 
 
 def test_a_refusal_leaves_the_cache_as_it_was() -> None:
-    made, stats = calls(may_move=False)
+    made, counters = calls()
     cache = cache_with(5)
     with pytest.raises(PlanInfeasibleError):
-        call(made, forward(cache, 1), cache)
+        call(made, forward(cache, 1), cache, may_move=False)
     assert lengths(cache) == [3, 3]
-    assert stats.num_caches_on_host == 0
+    assert counters.num_caches_on_host == 0
     assert torch.equal(cache.layers[0].keys, rows(5))
 
 
 def test_a_second_refusal_is_passed_on_and_leaves_no_rows() -> None:
-    made, stats = calls()
+    made, counters = calls()
     cache = cache_with(5)
     with made.generation():  # between whose steps the layers stay as they are
         with pytest.raises(PlanInfeasibleError):
             call(made, forward(cache, 2), cache)
         assert lengths(cache) == [3, 3]
-        assert stats.num_caches_on_host == 1
+        assert counters.num_caches_on_host == 1
         # What the refused forward has handed back is let go, and not settled by the next call.
         for layer in cache.layers:
             assert isinstance(layer, HostLayer)
@@ -125,7 +127,7 @@ def test_a_second_refusal_is_passed_on_and_leaves_no_rows() -> None:
 
 
 def test_a_call_without_a_cache_is_refused_once() -> None:
-    made, stats = calls()
+    made, counters = calls()
     tries = []
 
     def run() -> None:
@@ -133,9 +135,9 @@ def test_a_call_without_a_cache_is_refused_once() -> None:
         raise PlanInfeasibleError("no room")
 
     with pytest.raises(PlanInfeasibleError):
-        made.call(run, nn.Identity(), (), {})
+        made.call(run, nn.Identity(), (), {}, may_move=True)
     assert len(tries) == 1
-    assert stats.num_caches_on_host == 0
+    assert counters.num_caches_on_host == 0
 
 
 def test_other_errors_are_not_tried_again() -> None:

@@ -7,74 +7,81 @@ import gc
 import torch
 
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.runtime.live_tensors import Held
-from ds_finepage.runtime.pass_table import FEW_HELD_BYTES, Pass
-from ds_finepage.runtime.stats import PassStats
+from ds_finepage.planning.pipeline import Needs
+from ds_finepage.runtime.live_tensors import LiveTensors
+from ds_finepage.runtime.passes import IGNORED_LIVE_BYTES, Pass
 
 
 def test_what_nobody_holds_is_not_counted() -> None:
-    held = Held()
+    live = LiveTensors()
     kept, dropped = torch.ones(100), torch.ones(50)
-    held.note([kept, dropped])
+    live.note([kept, dropped])
     del dropped
     gc.collect()
-    assert held.bytes_beside([]) == 400
+    assert live.bytes_beside([]) == 400
     del kept
-    assert held.bytes_beside([]) == 0
+    assert live.bytes_beside([]) == 0
 
 
 def test_what_is_given_is_counted_by_whoever_is_given_it() -> None:
-    held = Held()
+    live = LiveTensors()
     rows, states = torch.ones(100), torch.ones(50)
-    held.note([rows, states])
-    assert held.bytes_beside([rows[10:]]) == 200
-    assert held.bytes_beside([states]) == 400
+    live.note([rows, states])
+    assert live.bytes_beside([rows[10:]]) == 200
+    assert live.bytes_beside([states]) == 400
 
 
 def test_a_view_holds_all_of_its_bytes() -> None:
-    held = Held()
+    live = LiveTensors()
     whole = torch.ones(100)
-    held.note([whole])
-    assert held.bytes_beside([]) == 400
+    live.note([whole])
+    assert live.bytes_beside([]) == 400
     part = whole[:1]
     del whole
-    assert held.bytes_beside([]) == 400
+    assert live.bytes_beside([]) == 400
     assert part.numel() == 1
 
 
 def test_tensors_of_many_passes_add_up() -> None:
-    held = Held()
+    live = LiveTensors()
     tensors = [torch.ones(10) for _ in range(3)]
     for number, tensor in enumerate(tensors):
-        held.note([tensor])
-        assert held.bytes_beside([tensor]) == 40 * number
-    assert held.bytes_beside([]) == 120
+        live.note([tensor])
+        assert live.bytes_beside([tensor]) == 40 * number
+    assert live.bytes_beside([]) == 120
 
 
 def a_pass(min_budget_bytes: int) -> Pass:
     graph = TaskGraph("nothing", (), (), ())
-    return Pass(graph, PassStats("nothing", 0, 0, 0, min_budget_bytes, min_budget_bytes))
+    needs = Needs(
+        graph=graph,
+        alignment=64,
+        non_arena_bytes=min_budget_bytes,
+        min_arena_bytes=0,
+        needed_arena_bytes=0,
+    )
+    return Pass(graph, needs)
 
 
 def test_room_is_left_ahead_of_need_where_there_is_some() -> None:
     found = a_pass(10**6)
-    found.leave_room(FEW_HELD_BYTES, 10**9)
-    assert (found.held_bytes, found.stats.min_budget_bytes) == (0, 10**6)
+    found.leave_room(IGNORED_LIVE_BYTES, 10**9)
+    assert (found.live_bytes, found.needs.min_budget_bytes) == (0, 10**6)
     found.leave_room(10**6, 10**9)
     found.leave_room(10**6 + 1, 10**9)
-    assert found.held_bytes == 1_250_000
-    assert found.stats.min_budget_bytes == found.stats.needed_budget_bytes == 2_250_000
+    assert found.live_bytes == 1_250_000
+    assert found.needs.min_budget_bytes == found.needs.needed_budget_bytes == 2_250_000
     found.leave_room(10**5, 10**9)  # a plan that has room for more is as good
-    assert found.held_bytes == 1_250_000
+    assert found.live_bytes == 1_250_000
 
 
 def test_room_is_taken_back_where_it_stands_in_the_way() -> None:
     found = a_pass(10**6)
     found.leave_room(10**6, 2 * 10**6)
     found.leave_room(10**6 + 5, 2 * 10**6)
-    assert found.held_bytes == 10**6 + 5
+    assert found.live_bytes == 10**6 + 5
     assert not found.has_room(10**6 + 5, 2 * 10**6)
     found.leave_room(10**5, 2 * 10**6)
-    assert (found.held_bytes, found.stats.min_budget_bytes) == (10**5, 11 * 10**5)
+    assert (found.live_bytes, found.needs.min_budget_bytes) == (10**5, 11 * 10**5)
     found.leave_room(0, 10**6)
-    assert (found.held_bytes, found.stats.min_budget_bytes) == (0, 10**6)
+    assert (found.live_bytes, found.needs.min_budget_bytes) == (0, 10**6)

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.runtime import pass_table as captures
-from ds_finepage.runtime.pass_table import Captures, Pass
-from ds_finepage.runtime.stats import PassStats, Stats
+from ds_finepage.runtime import pass_table
+from ds_finepage.runtime.pass_maker import GraphCall, PassMaker
+from ds_finepage.runtime.pass_table import PassTable
+from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.settings import RunSettings
+from ds_finepage.runtime.stats import Counters
 from tests.unit.planning.sketches import chain
-
-
-class KnownCosts:
-    """Ops that have been measured already."""
-
-    library_bytes = 0
-
-    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
-        return True
-
-    def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
-        return graph
+from tests.unit.runtime.settings import KnownCosts, run_settings
 
 
 class OneSizeGraph:
@@ -50,101 +43,137 @@ class OneSizeGraph:
         return chain(size)
 
 
-def remembering(budget_bytes: int = 1 << 30, may_cut: bool = False) -> tuple[Captures, Stats]:
-    stats = Stats(budget_bytes, 0)
+@dataclass
+class Remembering:
+    """A table with settings, and what happened in it."""
+
+    table: PassTable
+    settings: RunSettings
+    counters: Counters
+    reasons: list[str]
+
+    def find(self, graph: OneSizeGraph, *sizes: int) -> list[Pass | None]:
+        like_dynamos: Any = graph
+        calls = [GraphCall(0, like_dynamos, (size,)) for size in sizes]
+        return [self.table.find(call, self.settings) for call in calls]
+
+    def found(self, graph: OneSizeGraph, *sizes: int) -> list[Pass]:
+        return [found for found in self.find(graph, *sizes) if found is not None]
+
+
+def remembering(
+    budget_bytes: int = 1 << 30, *, split: bool = False, model_bytes: int = 0
+) -> Remembering:
     costs: Any = KnownCosts()
-    made = Captures(
-        stats,
-        costs,
-        alignment=64,
-        all_weights_bytes=0,
-        may_cut=lambda: may_cut,
-        make_room=lambda: None,
-    )
-    return made, stats
-
-
-def find(made: Captures, graph: OneSizeGraph, *sizes: int) -> list[Pass | None]:
-    like_dynamos: Any = graph
-    return [made.find(0, like_dynamos, [size]) for size in sizes]
+    maker = PassMaker(costs, model_bytes=model_bytes, free_device=lambda: None)
+    counters, reasons = Counters(), list[str]()
+    table = PassTable(maker, counters, reasons.append)
+    return Remembering(table, run_settings(budget_bytes, split=split), counters, reasons)
 
 
 @pytest.fixture
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captures, "MAX_PASSES", 3)
+    monkeypatch.setattr(pass_table, "MAX_PASSES", 3)
 
 
 def test_a_pass_that_is_known_is_not_captured_again() -> None:
-    made, stats = remembering()
-    graph = OneSizeGraph()
-    first, again = find(made, graph, 4, 4)
-    assert first is again is not None
+    made, graph = remembering(), OneSizeGraph()
+    first, again = made.found(graph, 4, 4)
+    assert first is again
     assert graph.captured == [4]
-    assert stats.num_captures == 1
-    assert [p.name for p in stats.passes] == [first.graph.name]
+    assert made.counters.num_captures == 1
+    assert made.table.passes == [first]
 
 
 @pytest.mark.usefixtures("_few")
-def test_the_pass_that_was_not_used_for_longest_is_forgotten() -> None:
-    made, stats = remembering()
-    graph = OneSizeGraph()
-    passes = find(made, graph, 4, 5, 6, 4, 7)
-    assert stats.num_forgotten == 1
-    assert made.planned() == [passes[2], passes[0], passes[4]]
-    assert [p.num_tasks for p in stats.passes] == [4, 6, 7]
-    find(made, graph, 6, 4, 7)
+def test_the_pass_that_was_used_longest_ago_is_forgotten() -> None:
+    made, graph = remembering(), OneSizeGraph()
+    passes = made.find(graph, 4, 5, 6, 4, 7)
+    assert made.counters.num_forgotten == 1
+    assert made.table.passes == [passes[0], passes[2], passes[4]]
+    made.find(graph, 6, 4, 7)
     assert graph.captured == [4, 5, 6, 7]
-    find(made, graph, 5)
+    made.find(graph, 5)
     assert graph.captured == [4, 5, 6, 7, 5]
 
 
 @pytest.mark.usefixtures("_few")
-def test_a_neighbour_that_is_forgotten_is_nobodys_neighbour() -> None:
-    made, _ = remembering()
-    graph = OneSizeGraph()
-    first, second, third = find(made, graph, 4, 5, 6)
-    assert first is not None and second is not None and third is not None
-    second.neighbour, third.neighbour = first, second
-    find(made, graph, 7)
-    assert second.neighbour is None
-    assert third.neighbour is second
+def test_no_pass_alternates_with_a_forgotten_one() -> None:
+    made, graph = remembering(), OneSizeGraph()
+    first, second, third = made.found(graph, 4, 5, 6)
+    second.alternating, third.alternating = first, second
+    made.find(graph, 7)
+    assert second.alternating is None
+    assert third.alternating is second
 
 
 @pytest.mark.usefixtures("_few")
 def test_calls_without_a_plan_are_remembered_too() -> None:
-    made, stats = remembering()
-    graph = OneSizeGraph()
+    made, graph = remembering(), OneSizeGraph()
     graph.refused = {4}
-    assert find(made, graph, 4, 4) == [None, None]
+    assert made.find(graph, 4, 4) == [None, None]
     assert graph.captured == [4]
-    assert stats.unplanned_reasons == ["a size of 4"]
-    find(made, graph, 5, 6, 7)
-    assert len(made.passes) == 3
-    assert stats.num_forgotten == 0  # it had no plan to forget
+    assert made.reasons == ["a size of 4"]
+    made.find(graph, 5, 6, 7)
+    assert len(made.table) == 3
+    assert made.counters.num_forgotten == 0  # it had no plan to forget
 
 
-def test_after_forgetting_everything_is_captured_anew() -> None:
-    made, stats = remembering()
-    graph = OneSizeGraph()
-    find(made, graph, 4, 5)
-    made.forget()
-    assert made.planned() == [] and stats.passes == []
-    assert made.most_resident_bytes == 0
-    find(made, graph, 4)
+def test_after_forgetting_every_call_is_captured_again() -> None:
+    made, graph = remembering(), OneSizeGraph()
+    made.find(graph, 4, 5)
+    made.table.forget()
+    made.table.maker.forget(0)
+    assert made.table.passes == []
+    assert made.table.maker.most_resident_bytes == 0
+    made.find(graph, 4)
     assert graph.captured == [4, 5, 4]
 
 
-@pytest.mark.parametrize("may_cut", (False, True))
-def test_a_pass_without_room_is_refused(may_cut: bool) -> None:
-    made, stats = remembering(budget_bytes=70_000, may_cut=may_cut)
-    found = find(made, OneSizeGraph(), 4)[0]
-    assert found is not None
-    assert found.stats.min_budget_bytes == found.stats.around_bytes + 128
-    stats.budget_bytes = found.stats.min_budget_bytes - 1
+@pytest.mark.parametrize("split", (False, True))
+def test_a_pass_without_room_is_refused(split: bool) -> None:
+    made = remembering(budget_bytes=70_000, split=split)
+    (found,) = made.found(OneSizeGraph(), 4)
+    assert found.needs.min_budget_bytes == found.needs.non_arena_bytes + 128
+    least = found.needs.min_budget_bytes
     with pytest.raises(PlanInfeasibleError):
-        made._require_room(found.graph)
-    stats.budget_bytes += 1
-    made._require_room(found.graph)
+        made.table.maker.require_room(found.graph, run_settings(least - 1, split=split))
+    made.table.maker.require_room(found.graph, run_settings(least, split=split))
+
+
+def test_bytes_of_libraries_count_in_every_pass() -> None:
+    made = remembering()
+    first, second = made.found(OneSizeGraph(), 4, 5)
+    before = [p.needs.non_arena_bytes for p in (first, second)]
+    made.table.count_library(1000)
+    assert [p.needs.non_arena_bytes for p in (first, second)] == [b + 1000 for b in before]
+    (third,) = made.found(OneSizeGraph(), 6)
+    assert third.needs.non_arena_bytes > 1000 + before[0] - 2 * 64
+
+
+class Growing(KnownCosts):
+    """Finds, while it measures, that a library keeps bytes for good."""
+
+    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
+        return self.library_bytes >= 3 * 512
+
+    def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
+        if not self.knows_all(graph):
+            self.library_bytes += 512
+        return graph
+
+
+def test_bytes_that_a_library_takes_while_ops_are_measured_count_in_earlier_passes() -> None:
+    made, costs = remembering(), Growing()
+    freed: list[int] = []
+    made.table.maker.meter = costs  # type: ignore[assignment]
+    made.table.maker._free_device = lambda: freed.append(1)
+    first, second, third, fourth = made.found(OneSizeGraph(), 4, 4 + 1, 6, 7)
+    assert [p.needs.non_arena_bytes % 512 for p in (first, second, third, fourth)]
+    alone = remembering().found(OneSizeGraph(), 4, 5, 6, 7)
+    for found, without in zip((first, second, third, fourth), alone, strict=True):
+        assert found.needs.non_arena_bytes == without.needs.non_arena_bytes + 3 * 512
+    assert len(freed) == 3
 
 
 class ManySizesGraph(OneSizeGraph):
@@ -179,43 +208,39 @@ class ManySizesGraph(OneSizeGraph):
 
 
 def test_calls_of_one_bucket_share_a_pass() -> None:
-    made, stats = remembering()
-    graph = ManySizesGraph()
-    passes = find(made, graph, 5, 7, 10, 11, 3)
+    made, graph = remembering(), ManySizesGraph()
+    passes = made.find(graph, 5, 7, 10, 11, 3)
     assert passes[0] is passes[1] is passes[2] is passes[4] is not passes[3]
     assert (graph.num_recorded, graph.made, graph.captured) == (1, [10, 20], [])
-    assert stats.num_captures == 1
-    assert len(made.passes) == 2
+    assert made.counters.num_captures == 1
+    assert len(made.table) == 2
 
 
-def test_a_call_that_fits_only_as_it_is_is_captured_by_itself() -> None:
-    made, stats = remembering(budget_bytes=90_000)
-    graph = ManySizesGraph()
-    assert find(made, graph, 5)[0] is not None
-    found = find(made, graph, 35)[0]  # 40,000 bytes have no room beside what is always there
+def test_a_call_whose_bucket_has_no_room_is_captured_by_itself() -> None:
+    made, graph = remembering(budget_bytes=90_000), ManySizesGraph()
+    assert made.find(graph, 5)[0] is not None
+    (found,) = made.found(graph, 35)  # 40,000 bytes have no room beside what is always there
     assert graph.made == [10, 40]
     assert graph.captured == [35]
-    assert found is not None and len(found.graph.tasks) == 35
-    assert find(made, graph, 35)[0] is found
-    assert stats.num_captures == 2
+    assert len(found.graph.tasks) == 35
+    assert made.find(graph, 35)[0] is found
+    assert made.counters.num_captures == 2
 
 
-def test_a_size_that_a_recording_does_not_hold_for_is_recorded_anew(
+def test_a_size_outside_every_recording_is_recorded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(captures, "MAX_RECORDINGS", 2)
-    made, _ = remembering()
-    graph = ManySizesGraph()
-    find(made, graph, 5, 101)
+    monkeypatch.setattr(pass_table, "MAX_RECORDINGS", 2)
+    made, graph = remembering(), ManySizesGraph()
+    made.find(graph, 5, 101)
     assert graph.num_recorded == 2
-    find(made, graph, 102)
-    assert graph.num_recorded == 2  # and no more than so many
+    made.find(graph, 102)
+    assert graph.num_recorded == 2  # the limit
     assert graph.captured == [102]
 
 
-def test_a_graph_that_cannot_be_recorded_for_many_sizes_is_not_asked_again() -> None:
-    made, _ = remembering()
-    graph = OneSizeGraph()
+def test_a_graph_of_one_size_is_not_recorded_for_many_sizes_again() -> None:
+    made, graph = remembering(), OneSizeGraph()
     asked = []
 
     def refuse(args: Sequence[Any], **_: Any) -> None:
@@ -223,24 +248,15 @@ def test_a_graph_that_cannot_be_recorded_for_many_sizes_is_not_asked_again() -> 
         raise CaptureError("one size")
 
     graph.record_lengths = refuse  # type: ignore[method-assign]
-    find(made, graph, 4, 5)
-    assert asked == [[4]]
+    made.find(graph, 4, 5)
+    assert asked == [(4,)]
     assert graph.captured == [4, 5]
 
 
-def test_a_pass_is_a_visitor_where_most_runs_followed_another() -> None:
-    found = Pass(chain(1), PassStats("pass", 1, 0, 0, 0, 0))
-    for num_entries, num_runs, is_visitor in ((1, 1, True), (1, 2, False), (2, 3, True)):
-        found.num_entries, found.stats.num_runs = num_entries, num_runs
-        assert found.is_visitor == is_visitor
-
-
-def test_what_lets_a_model_stay_on_the_device_counts_all_weights_and_activations() -> None:
-    made, _ = remembering()
-    made.all_weights_bytes = 10_000
-    (found,) = find(made, OneSizeGraph(), 4)
-    assert found is not None
-    around = found.stats.around_bytes
-    assert found.stats.needed_budget_bytes == around + 4 * 64 + 64
-    assert found.resident_bytes == around + 10_000 + 2 * 64
-    assert made.most_resident_bytes == found.resident_bytes
+def test_a_resident_model_needs_room_for_all_weights_and_activations() -> None:
+    made = remembering(model_bytes=10_000)
+    (found,) = made.found(OneSizeGraph(), 4)
+    outside = found.needs.non_arena_bytes
+    assert found.needs.needed_budget_bytes == outside + 4 * 64 + 64
+    assert found.resident_bytes == outside + 10_000 + 2 * 64
+    assert made.table.maker.most_resident_bytes == found.resident_bytes

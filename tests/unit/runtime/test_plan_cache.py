@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_finepage import api
 from ds_finepage import whatif as forecast
@@ -14,18 +15,18 @@ from ds_finepage.errors import InvalidPlanError
 from ds_finepage.graph.codec import save
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning import pipeline
 from ds_finepage.planning.policies import plan_steady
-from ds_finepage.runtime import plan_cache as plans
-from ds_finepage.runtime.pass_table import Pass
-from ds_finepage.runtime.stats import PassStats, Stats
+from ds_finepage.runtime import plan_cache
+from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.stats import Counters
 from ds_finepage.whatif import CapturedModel
-from tests.unit.planning.finepage.test_search import machine
 from tests.unit.planning.sketches import chain
+from tests.unit.runtime.settings import PROFILE, UNIT, run_settings, sized_pass
 
-UNIT = 64
-GRAPH = chain(9, nbytes=128)
-ARENA = 7 * 2 * UNIT
-PROFILE = machine(h2d=1e9)
+NBYTES = 1024
+GRAPH = chain(9, nbytes=NBYTES)
+ARENA = 7 * NBYTES
 
 
 def plan_pass(
@@ -33,21 +34,12 @@ def plan_pass(
     *,
     graph: TaskGraph = GRAPH,
     arena_bytes: int = ARENA,
-    policy: str = "finepage",
-    alignment: int = UNIT,
-    split: bool = False,
-    stats: Stats | None = None,
+    counters: Counters | None = None,
+    **changes: Any,
 ) -> MemGraph:
-    return plans.plan_pass(
-        Pass(graph, PassStats(graph.name, len(graph.tasks), 0, 0, 0, 0)),
-        arena_bytes,
-        stats=stats or Stats(arena_bytes, 0),
-        policy=policy,
-        split=split,
-        alignment=alignment,
-        profile=PROFILE,
-        plan_dir=folder,
-    )
+    settings = run_settings(plan_dir=folder, **changes)
+    found = sized_pass(graph, settings)
+    return plan_cache.plan_pass(found, arena_bytes, settings, counters or Counters()).memgraph
 
 
 def spoiled(memgraph: MemGraph) -> MemGraph:
@@ -67,7 +59,7 @@ def spoiled_plan(*args: Any, **kwargs: Any) -> MemGraph:
 
 def test_a_new_plan_is_checked_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_pass()
-    monkeypatch.setattr(plans, "plan_steady", spoiled_plan)
+    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):
         plan_pass()
 
@@ -80,13 +72,13 @@ def test_a_plan_from_a_file_is_checked_and_replaced(
     kept = path.read_bytes()
     save(spoiled(right), path)
     assert plan_pass(tmp_path) == right
-    assert "cannot be used, and is made anew" in caplog.text and "rule" in caplog.text
+    assert "cannot be used, and is replaced" in caplog.text and "rule" in caplog.text
     assert path.read_bytes() == kept
 
 
 def test_a_plan_made_by_hand_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     api.plan(GRAPH, arena_bytes=ARENA, alignment=UNIT, profile=PROFILE)
-    monkeypatch.setattr(api, "plan_steady", spoiled_plan)
+    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):
         api.plan(GRAPH, arena_bytes=ARENA, alignment=UNIT, profile=PROFILE)
 
@@ -98,7 +90,7 @@ def test_a_forecast_is_that_of_a_checked_plan(monkeypatch: pytest.MonkeyPatch) -
     )
     budget = captured.around_bytes + 6 * 512
     forecast.plan_captured(captured, budget_bytes=budget, profile=PROFILE)
-    monkeypatch.setattr(forecast, "plan_steady", spoiled_plan)
+    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):
         forecast.plan_captured(captured, budget_bytes=budget, profile=PROFILE)
 
@@ -106,87 +98,73 @@ def test_a_forecast_is_that_of_a_checked_plan(monkeypatch: pytest.MonkeyPatch) -
 # --- plans that are kept in a folder ---------------------------------------------------------
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "arena": {"arena_bytes": ARENA - 2 * UNIT},
-    "alignment": {"alignment": 2 * UNIT},
+    "arena": {"arena_bytes": ARENA - NBYTES},
+    "alignment": {"device": torch.device("meta")},
     "policy": {"policy": "horizon"},
-    "taskgraph": {"graph": chain(10, nbytes=128)},
+    "taskgraph": {"graph": chain(10, nbytes=NBYTES)},
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_plan_is_kept_for_what_was_asked_alone(what: str, tmp_path: Path) -> None:
-    stats = Stats(ARENA, 0)
-    first = plan_pass(tmp_path, stats=stats)
-    other = plan_pass(tmp_path, stats=stats, **OTHERS[what])
-    assert stats.num_plans == len(list(tmp_path.iterdir())) == 2
-    asked = {"arena_bytes": ARENA, "alignment": UNIT, "policy": "finepage", **OTHERS[what]}
+    counters = Counters()
+    first = plan_pass(tmp_path, counters=counters)
+    other = plan_pass(tmp_path, counters=counters, **OTHERS[what])
+    assert counters.num_plans == len(list(tmp_path.iterdir())) == 2
+    asked = {"arena_bytes": ARENA, "policy": "finepage", **OTHERS[what]}
     assert other.arena_bytes == asked["arena_bytes"]
-    assert other.alignment == asked["alignment"]
+    assert other.alignment == (512 if what == "alignment" else 64)
     assert other.policy == asked["policy"]
     assert other == plan_pass(**OTHERS[what])
     # Both are found again, each for its own question.
-    assert plan_pass(tmp_path, stats=stats) == first
-    assert plan_pass(tmp_path, stats=stats, **OTHERS[what]) == other
-    assert stats.num_plans == 2
+    assert plan_pass(tmp_path, counters=counters) == first
+    assert plan_pass(tmp_path, counters=counters, **OTHERS[what]) == other
+    assert counters.num_plans == 2
 
 
 # --- plans that leave in place what another pass keeps ---------------------------------------
 
 
-def with_neighbour(arena_bytes: int = ARENA) -> tuple[Pass, MemGraph]:
+def alternating(arena_bytes: int = ARENA) -> tuple[Pass, MemGraph]:
     """Make a pass of the same weights with larger activations, beside one that is planned."""
-    before = plan_pass(arena_bytes=arena_bytes)
-    neighbour = Pass(GRAPH, PassStats("neighbour", 9, 0, 0, 0, 0), memgraph=before)
-    other = chain(9, nbytes=128, activation_bytes=256)
-    return Pass(other, PassStats("pass", 9, 0, 0, 0, 0), neighbour=neighbour), before
+    other = sized_pass(GRAPH)
+    other.set_plan(plan_cache.plan_pass(other, arena_bytes, run_settings(), Counters()))
+    found = sized_pass(chain(9, nbytes=NBYTES, activation_bytes=2 * NBYTES))
+    found.follow(other, may_adapt=True)
+    found.follow(other, may_adapt=True)
+    assert found.alternating is other and other.memgraph is not None
+    return found, other.memgraph
 
 
 def planned_beside(found: Pass, folder: Path | None = None) -> MemGraph:
-    return plans.plan_pass(
-        found,
-        ARENA,
-        stats=Stats(ARENA, 0),
-        policy="finepage",
-        split=False,
-        alignment=UNIT,
-        profile=PROFILE,
-        plan_dir=folder,
-    )
+    settings = run_settings(plan_dir=folder)
+    return plan_cache.plan_pass(found, ARENA, settings, Counters()).memgraph
 
 
-def test_a_pass_leaves_in_place_what_its_neighbour_keeps() -> None:
-    found, before = with_neighbour()
-    alone = plans.plan_pass(
-        Pass(found.graph, PassStats("pass", 9, 0, 0, 0, 0)),
-        ARENA,
-        stats=Stats(ARENA, 0),
-        policy="finepage",
-        split=False,
-        alignment=UNIT,
-        profile=PROFILE,
-        plan_dir=None,
-    )
+def test_a_pass_leaves_the_residents_of_an_alternating_pass_in_place() -> None:
+    found, before = alternating()
+    alone = planned_beside(sized_pass(found.graph))
     beside = planned_beside(found)
-    assert found.neighbour is not None
+    assert found.alternating is not None
     assert beside.entry and set(beside.entry) <= set(before.entry)
     assert not set(alone.entry) <= set(before.entry)
 
 
 @pytest.mark.parametrize("is_planned", (True, False))
-def test_a_neighbour_with_another_arena_is_forgotten(is_planned: bool) -> None:
-    found, _ = with_neighbour(ARENA - 2 * UNIT)
-    assert found.neighbour is not None
+def test_an_alternating_pass_with_another_arena_is_forgotten(is_planned: bool) -> None:
+    found, _ = alternating(ARENA - NBYTES)
+    assert found.alternating is not None
     if not is_planned:
-        found.neighbour.memgraph = None
+        found.alternating.invalidate_plan("a test")
     assert planned_beside(found).entry
-    assert found.neighbour is None
+    assert found.alternating is None
 
 
 def test_a_plan_that_depends_on_another_is_not_kept(tmp_path: Path) -> None:
-    found, _ = with_neighbour()
+    found, _ = alternating()
     planned_beside(found, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    found.neighbour = None
+    found.forget_alternating()
     planned_beside(found, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -197,18 +175,9 @@ def test_plans_that_cut_weights_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_the_figures_of_a_pass_are_those_of_its_arena() -> None:
-    found = Pass(GRAPH, PassStats("chain", 9, 0, 0, 0, 0))
-    stats = Stats(ARENA, 0)
-    memgraph = plans.plan_pass(
-        found,
-        ARENA,
-        stats=stats,
-        policy="finepage",
-        split=False,
-        alignment=UNIT,
-        profile=PROFILE,
-        plan_dir=None,
-    )
-    assert found.stats.arena_bytes == ARENA
-    assert 0 < found.stats.lower_bound_bytes <= memgraph.reloaded_bytes
-    assert stats.num_plans == 1
+    found, counters = sized_pass(GRAPH), Counters()
+    planned = plan_cache.plan_pass(found, ARENA, run_settings(), counters)
+    found.set_plan(planned)
+    assert found.stats().arena_bytes == ARENA
+    assert 0 < found.stats().lower_bound_bytes <= planned.memgraph.reloaded_bytes
+    assert counters.num_plans == 1

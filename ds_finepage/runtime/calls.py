@@ -1,0 +1,222 @@
+"""Takes the calls of an attached model: notices changes, compiles, and runs them by plan."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.fallback import RunningCall
+from ds_finepage.execution.stores import TakeWeights, WeightChanges, WeightTable
+from ds_finepage.integrations.transformers.preflight import Preflight
+from ds_finepage.runtime.attachment import Attachment
+from ds_finepage.runtime.pass_maker import GraphCall
+from ds_finepage.runtime.plan_runner import PlanRunner
+from ds_finepage.runtime.rehearsal import RehearsalError, Rehearser
+
+AroundCall = Callable[[], AbstractContextManager[Any]]
+"""Makes a context that holds while the model runs."""
+
+
+class CallTaker:
+    """Stands between the callers of a model and its plans.
+
+    Attributes:
+        running: Tells which thread runs a call now.
+        lock: Held while a call runs, and while the handle changes something.
+        num_graph_runs: Runs of Dynamo's graphs so far.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        weights: WeightTable,
+        runner: PlanRunner,
+        *,
+        take: TakeWeights,
+        around_call: AroundCall,
+    ) -> None:
+        """Take over the calls of a model.
+
+        Args:
+            module: The model.
+            weights: Its host masters, installed in its parameters.
+            runner: Runs graph calls by plan.
+            take: Makes host masters of parameters that the model gets later.
+            around_call: Makes a context that holds while the model runs.
+        """
+        self.running = RunningCall()
+        self.lock = threading.RLock()
+        self.num_graph_runs = 0
+        self._module = module
+        self._weights = weights
+        self._runner = runner
+        self._take = take
+        self._around_call = around_call
+        self._num_graphs = 0
+        self._graphs: dict[Any, tuple[int, DynamoGraph]] = {}
+        self._unplanned_modules: list[torch.nn.Module] = []
+        self._rehearser = Rehearser(module, weights, runner)
+        self._preflight = Preflight(module)
+        self._attachment = Attachment(module, weights, self)
+
+    def remove(self) -> None:
+        """Give the model its own calls back."""
+        self._attachment.remove()
+        self._graphs.clear()
+
+    # Calls of modules.
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the model or of a part of it.
+
+        Args:
+            module: The module that is called.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+
+        Raises:
+            PlanInfeasibleError: There is no room; the error names a budget that is enough.
+        """
+        with self.lock:
+            self._notice_changes()
+            compiled = self._attachment.compiled(module)
+            num_graphs = self._num_graphs
+            self.running.begin()
+            try:
+                with self._around_call():
+                    return self._run(compiled, module, args, kwargs)
+            finally:
+                self.running.end()
+                if self._num_graphs != num_graphs:
+                    gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
+
+    def _run(
+        self,
+        compiled: Callable[..., Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        rehearsal = self._rehearser.current
+        if rehearsal is not None:
+            return rehearsal.call(compiled, module, args, kwargs)
+        try:
+            return self._runner.call(compiled, module, args, kwargs)
+        except PlanInfeasibleError as error:
+            if self._runner.kv_offload.is_generating:
+                raise  # the whole generation is rehearsed
+            refusal = error.bare()
+        raise self._rehearser.refused_call(refusal, compiled, module, args, kwargs)
+
+    def run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
+        """Run one of Dynamo's graphs.
+
+        Weights are arguments of a graph. Where a graph is the forward of one module, Dynamo runs
+        it for other modules of the same class too. Each choice of weights is a graph of ours.
+
+        Args:
+            module: The graph.
+            positions: The arguments that are parameters.
+            args: The arguments.
+        """
+        self.num_graph_runs += 1
+        chosen = (id(module), *(id(args[i]) for i in positions))
+        if chosen not in self._graphs:
+            index, self._num_graphs = self._num_graphs, self._num_graphs + 1
+            graph = DynamoGraph(module, args, self._weights.names, f"graph {index}")
+            self._graphs[chosen] = index, graph
+        rehearsal = self._rehearser.current
+        runner = self._runner if rehearsal is None else rehearsal.runner
+        return runner.run(GraphCall(*self._graphs[chosen], args))
+
+    def run_unplanned(self, module: torch.nn.Module) -> None:
+        """Prepare for a module that is called outside any graph.
+
+        Args:
+            module: The module.
+
+        Raises:
+            RehearsalError: The call is only rehearsed.
+        """
+        if self._rehearser.current is not None:
+            raise RehearsalError("a module is called outside any graph")
+        self._runner.counters.num_unplanned_modules += 1
+        if module not in self._unplanned_modules:
+            self._unplanned_modules.append(module)
+            name = next((n for n, m in self._module.named_modules() if m is module), "")
+            self._runner.warn_unplanned(
+                f"module {name or 'at the root'} is called outside any graph"
+            )
+        self._runner.memory.to_released()
+
+    # Generations.
+
+    def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a generation that would run out of memory, before its first token.
+
+        Args:
+            args: The positional arguments of ``generate``.
+            kwargs: Its named arguments.
+
+        Raises:
+            ConfigError: The prompt is longer than a table of positions.
+            PlanInfeasibleError: The KV cache fits nowhere, or the last step cannot be planned.
+        """
+        settings = self._runner.settings
+        self._preflight.require(args, kwargs, settings.budget_bytes, settings.planning)
+
+    def generation(self) -> AbstractContextManager[None]:
+        """Return the context of one generation."""
+        return self._runner.kv_offload.generation()
+
+    def refused_generation(
+        self,
+        refusal: PlanInfeasibleError,
+        generate: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> PlanInfeasibleError:
+        """Return the error of a generation without room; it names a budget that is enough.
+
+        Args:
+            refusal: The error of one step.
+            generate: The model's own ``generate``.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+        """
+        return self._rehearser.refused_generation(refusal, generate, args, kwargs)
+
+    # Changes of the model.
+
+    def _notice_changes(self) -> None:
+        """Take over the changes that others made to the model since the last call."""
+        self.take_over(self._weights.changes())
+        if self._attachment.tree.has_new_parts():
+            self._weights.exchange(dict(self._module.named_parameters()), self._take)
+            self._forget_passes()
+            self._attachment.remove()
+            self._attachment.install()
+
+    def take_over(self, changes: WeightChanges) -> None:
+        """Forget everything that a change of weights made wrong.
+
+        Args:
+            changes: The changes.
+        """
+        if changes.reshaped:
+            self._forget_passes()
+        elif changes.moved:
+            self._runner.memory.to_released()  # executors copy from the old masters
+        self._runner.memory.reload(changes.rewritten)
+
+    def _forget_passes(self) -> None:
+        self._runner.forget()
+        self._graphs.clear()

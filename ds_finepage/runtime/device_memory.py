@@ -1,0 +1,203 @@
+"""The device memory of an attached model: one owner, with named states."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ds_finepage.execution.arena import Arena, HostPool
+from ds_finepage.execution.executor import Executor, OpHook, Residents
+from ds_finepage.execution.lanes import make_lanes
+from ds_finepage.execution.stores import WeightTable
+from ds_finepage.graph.taskgraph import name_of_key
+from ds_finepage.runtime.passes import BoundPass, Pass
+from ds_finepage.runtime.settings import RunSettings
+
+
+class DeviceState(enum.Enum):
+    """What is on the device, and what that costs.
+
+    RELEASED: Nothing of ours. Code outside any plan runs in this state; it brings the weights of
+        one op or one module at a time, and the budget is not promised meanwhile.
+    PAGED: One arena; ``residents`` tells which extents of it hold valid weights.
+    RESIDENT: Every weight, and no arena; PyTorch allocates the rest.
+    """
+
+    RELEASED = "released"
+    PAGED = "paged"
+    RESIDENT = "resident"
+
+
+class Memory(Protocol):
+    """Device memory as :class:`PlanRunner` uses it; a rehearsal has one that holds nothing."""
+
+    can_be_resident: bool
+    residents: Residents
+
+    @property
+    def state(self) -> DeviceState:
+        """The present state."""
+
+    def to_released(self) -> None:
+        """Free everything."""
+
+    def to_paged(self, arena_bytes: int) -> None:
+        """Hold one arena of this size."""
+
+    def to_resident(self) -> int:
+        """Hold every weight; return the bytes that were copied."""
+
+    def reload(self, names: Sequence[str]) -> None:
+        """Take over new values of weights."""
+
+    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> BoundPass:
+        """Bind a planned pass to the arena."""
+
+
+class DeviceMemory:
+    """Owns the arena, the pinned pool, the lanes and the weights on the device.
+
+    Invariant: a pass is bound only in state PAGED. Leaving that state unbinds every pass, because
+    the views of its executor hold the arena.
+
+    Attributes:
+        residents: Which weights are valid where in the arena; an executor updates it.
+    """
+
+    can_be_resident = True
+
+    def __init__(self, weights: WeightTable, settings: RunSettings) -> None:
+        """Start in state RELEASED.
+
+        Args:
+            weights: The host masters.
+            settings: Name the device, and the debug checks.
+        """
+        self.residents: Residents = {}
+        self._weights = weights
+        self._device = settings.device
+        self._arena: Arena | None = None
+        self._bound: dict[int, Pass] = {}  # by id
+        self._pool = HostPool(pinned=settings.pins_memory)
+        self._use(settings)
+
+    def _use(self, settings: RunSettings) -> None:
+        self._debug = settings.debug
+        self._lanes = make_lanes(
+            settings.device,
+            delay_seed=settings.debug.lane_delay_seed,
+            max_delay_us=settings.debug.max_lane_delay_us,
+        )
+
+    @property
+    def state(self) -> DeviceState:
+        """The present state."""
+        if self._weights.on_device:
+            return DeviceState.RESIDENT
+        return DeviceState.RELEASED if self._arena is None else DeviceState.PAGED
+
+    # Transitions.
+
+    def to_released(self) -> None:
+        """Free everything; weights that were resident are reloaded when they are needed."""
+        self._weights.unload()
+        self._free_arena()
+
+    def to_paged(self, arena_bytes: int) -> None:
+        """Hold one arena.
+
+        Args:
+            arena_bytes: Its size; an arena of another size is freed, with what is resident in it.
+        """
+        self._weights.unload()
+        if self._arena is not None and self._arena.nbytes != arena_bytes:
+            self._free_arena()
+        if self._arena is None:
+            self._arena = Arena(arena_bytes, self._device)
+
+    def to_resident(self) -> int:
+        """Hold every weight, and no arena; return the bytes that were copied."""
+        if self._weights.on_device:
+            return 0
+        self._free_arena()
+        self._weights.load_all()
+        return self._weights.nbytes
+
+    def _free_arena(self) -> None:
+        if self._arena is None:
+            return
+        self._unbind_all()
+        # A view that somebody still holds, if only in a cycle of dead objects, must hold no bytes.
+        self._arena.bytes.untyped_storage().resize_(0)
+        self._arena = None
+        self.residents.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _unbind_all(self) -> None:
+        for found in self._bound.values():
+            found.unbind()
+        self._bound.clear()
+
+    # Passes.
+
+    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> BoundPass:
+        """Bind a planned pass to the arena.
+
+        Args:
+            found: The pass; its plan is for an arena of the present size.
+            in_place: Tasks that may write their results into their extents.
+            hooks: The user's op hooks, read again in every run.
+
+        Raises:
+            StoreError: A master is missing or has another size than the captured weight.
+        """
+        memgraph = found.memgraph
+        assert memgraph is not None
+        self.to_paged(memgraph.arena_bytes)
+        assert self._arena is not None
+        if memgraph.host_bytes > self._pool.bytes.numel():
+            self._pool.reserve(memgraph.host_bytes)
+            self._unbind_all()  # they point into the old pool
+        executor = Executor(
+            memgraph,
+            arena=self._arena,
+            pool=self._pool,
+            lanes=self._lanes,
+            masters=self._weights.masters,
+            in_place=in_place,
+            poison=self._debug.poison_vacated,
+            hooks=hooks,
+        )
+        found.bind(executor)
+        self._bound[id(found)] = found
+        return executor
+
+    # Changes from outside.
+
+    def reload(self, names: Sequence[str]) -> None:
+        """Take over new values of weights.
+
+        Args:
+            names: Weights whose host masters changed.
+        """
+        changed = set(names)
+        for key in [k for k in self.residents if name_of_key(k) in changed]:
+            del self.residents[key]
+        self._weights.reload(names)
+
+    def use(self, settings: RunSettings) -> None:
+        """Free everything and go on under other settings."""
+        self.to_released()
+        if settings.debug is not self._debug:
+            self._lanes.close()
+            self._use(settings)
+
+    def close(self) -> None:
+        """Free everything, and end the lanes."""
+        self._free_arena()
+        self._lanes.close()
+        self._weights.unload()

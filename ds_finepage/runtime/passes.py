@@ -1,0 +1,224 @@
+"""A captured pass on its way: sized -> planned -> bound.
+
+[Note: the states of a pass]
+A pass is *sized* when its ops were measured and its needs are known. It is *planned* when it has a
+checked memgraph, and *bound* when an executor points into device memory. Only the methods here
+change these fields. ``invalidate_plan`` leads back to sized, ``unbind`` back to planned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from ds_finepage.execution.executor import PassCounters, Residents
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
+from ds_finepage.planning.pipeline import Needs, Planned
+from ds_finepage.runtime.stats import PassStats
+
+logger = logging.getLogger(__name__)
+
+IGNORED_LIVE_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
+"""Live tensors of earlier passes count only above this; the slack of the budget covers less."""
+
+
+class BoundPass(Protocol):
+    """Runs one plan on device memory; :class:`Executor` is the one that computes."""
+
+    counters: PassCounters
+
+    def set_sizes(self, args: Sequence[Any]) -> bool:
+        """Prepare for the sizes of a call; False where the plan has no room for them."""
+
+    def run(self, args: Sequence[Any], host_outputs: Sequence[Any], residents: Residents) -> Any:
+        """Run the pass."""
+
+
+class Pass:
+    """One captured shape of one graph; see [Note: the states of a pass].
+
+    Attributes:
+        graph: The measured taskgraph.
+        needs: Device bytes that it needs, live tensors of other passes included.
+        resident_bytes: Budget under which the whole model may stay on the device.
+        memgraph: The checked plan; None while the pass is only sized.
+        executor: The plan on device memory; None while the pass is not bound.
+        alternating: The pass that this one keeps following, whose resident weights it leaves in
+            place; None where there is none.
+        live_bytes: Bytes of live tensors beside the pass that its needs include.
+    """
+
+    def __init__(self, graph: TaskGraph, needs: Needs, *, resident_bytes: int = 0) -> None:
+        """Start sized."""
+        self.graph = graph
+        self.needs = needs
+        self.resident_bytes = resident_bytes
+        self.memgraph: MemGraph | None = None
+        self.executor: BoundPass | None = None
+        self.alternating: Pass | None = None
+        self.live_bytes = 0
+        self._rewrite_workspace_bytes = 0  # beyond the workspace of the captured tasks
+        self._arena_bytes = self._lower_bound_bytes = 0
+        self._num_runs = self._num_entries = 0
+        self._last_run = PassCounters()
+
+    # Transitions.
+
+    def set_plan(self, planned: Planned) -> None:
+        """Take a checked plan."""
+        self.executor = None
+        self.memgraph = planned.memgraph
+        self._arena_bytes = planned.memgraph.arena_bytes
+        self._lower_bound_bytes = planned.lower_bound_bytes
+
+    def bind(self, executor: BoundPass) -> None:
+        """Take the executor of the plan."""
+        assert self.memgraph is not None
+        self.executor = executor
+
+    def unbind(self) -> None:
+        """Let go of the executor, whose views hold device memory."""
+        self.executor = None
+
+    def invalidate_plan(self, why: str) -> None:
+        """Drop the plan; the next run plans again."""
+        if self.memgraph is not None:
+            logger.debug("%s is planned again: %s", self.graph.name, why)
+        self.executor = self.memgraph = None
+
+    # Needs.
+
+    def add_non_arena_bytes(self, nbytes: int) -> None:
+        """Count device bytes outside the arena that were not known before."""
+        self.needs = self.needs.with_more(nbytes)
+
+    def count_rewritten_workspace(self, workspace_bytes: int) -> bool:
+        """Count the workspace of a plan's rewritten tasks.
+
+        Args:
+            workspace_bytes: The largest workspace of a task of the plan.
+
+        Returns:
+            True where it is more than was known; the plan is dropped then.
+        """
+        more = workspace_bytes - self.graph.workspace_bytes - self._rewrite_workspace_bytes
+        if more <= 0:
+            return False
+        self._rewrite_workspace_bytes += more
+        self.add_non_arena_bytes(more)
+        self.invalidate_plan("its rewritten tasks need more workspace")
+        return True
+
+    def has_room(self, live_bytes: int, budget_bytes: int) -> bool:
+        """Tell whether the pass can run beside live tensors of other passes.
+
+        Args:
+            live_bytes: Bytes of tensors on the device that are no arguments of the call.
+            budget_bytes: The limit on all device bytes.
+        """
+        counted = live_bytes if live_bytes > IGNORED_LIVE_BYTES else 0
+        return self.needs.min_budget_bytes - self.live_bytes + counted <= budget_bytes
+
+    def leave_room(self, live_bytes: int, budget_bytes: int) -> None:
+        """Reserve bytes for live tensors of other passes; a change drops the plan.
+
+        The reservation grows in steps of a quarter, since a plan for each size is too many. It
+        shrinks only where the budget is too small for it.
+
+        Args:
+            live_bytes: Bytes of tensors on the device that are no arguments of the call.
+            budget_bytes: The limit on all device bytes.
+        """
+        wanted = live_bytes if live_bytes > IGNORED_LIVE_BYTES else 0
+        if wanted > self.live_bytes:
+            ample = max(wanted, self.live_bytes * 5 // 4)
+            wanted = ample if self.has_room(ample, budget_bytes) else wanted
+        elif wanted == self.live_bytes or self.has_room(self.live_bytes, budget_bytes):
+            return
+        more = wanted - self.live_bytes
+        self.live_bytes += more
+        self.resident_bytes += more
+        self.add_non_arena_bytes(more)
+        self.invalidate_plan("it leaves other room for live tensors")
+
+    # The order of passes.
+
+    @property
+    def is_alternating(self) -> bool:
+        """True where most runs followed another pass."""
+        return 2 * self._num_entries > self._num_runs
+
+    def follow(self, before: Pass | None, *, may_adapt: bool) -> None:
+        """Note that the pass runs after another one.
+
+        A decode step repeats, and a prefill comes between decode steps. Weights that the prefill
+        keeps for itself are gone each time, so it should leave those of the decode step in place.
+
+        Args:
+            before: The pass that ran last; None where none did.
+            may_adapt: The policy can plan around the residents of another pass.
+        """
+        may_adapt = may_adapt and self.is_alternating
+        self._num_entries += 1
+        if before is None or before.memgraph is None or not may_adapt:
+            return
+        if self.alternating is not before and before.alternating is not self:
+            self.alternating = before
+            self.invalidate_plan("it keeps following another pass")
+
+    def forget_alternating(self) -> None:
+        """Plan without regard to another pass from now on."""
+        self.alternating = None
+
+    # Calls.
+
+    @cached_property
+    def _tensor_inputs(self) -> list[int]:
+        kinds = (BufferKind.INPUT, BufferKind.STATE)
+        return [i.position for i in self.graph.inputs if self._kind_of(i.tensor) in kinds]
+
+    @cached_property
+    def _tensor_outputs(self) -> list[int]:
+        return [
+            at
+            for at, output in enumerate(self.graph.outputs)
+            if output.tensor is not None and self._kind_of(output.tensor) is BufferKind.OUTPUT
+        ]
+
+    def _kind_of(self, tensor: int) -> BufferKind:
+        return self.graph.buffers[self.graph.tensors[tensor].buffer].kind
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """Return the device tensors among a call's arguments, without the weights."""
+        return [args[position] for position in self._tensor_inputs]
+
+    def outputs(self, results: Sequence[Any]) -> list[Any]:
+        """Return the device tensors that a call created among its results."""
+        return [results[at] for at in self._tensor_outputs]
+
+    # Counters.
+
+    def count_run(self, counted: PassCounters) -> None:
+        """Count a run and its transfers."""
+        self._num_runs += 1
+        self._last_run = counted
+
+    def stats(self) -> PassStats:
+        """Return a snapshot of the counters."""
+        return PassStats(
+            name=self.graph.name,
+            num_tasks=len(self.graph.tasks),
+            arena_bytes=self._arena_bytes,
+            non_arena_bytes=self.needs.non_arena_bytes,
+            min_budget_bytes=self.needs.min_budget_bytes,
+            needed_budget_bytes=self.needs.needed_budget_bytes,
+            lower_bound_bytes=self._lower_bound_bytes,
+            num_runs=self._num_runs,
+            last_reloaded_bytes=self._last_run.reloaded_bytes,
+            last_entry_reloaded_bytes=self._last_run.entry_reloaded_bytes,
+            last_offloaded_bytes=self._last_run.offloaded_bytes,
+        )

@@ -1,0 +1,57 @@
+"""Settings, passes and stand-ins for tests of the runtime that need no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_finepage.config import DebugConfig
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.pipeline import Needs, needs_of
+from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.settings import RunSettings
+from tests.unit.planning.finepage.test_search import machine
+
+UNIT = 64
+PROFILE = machine(h2d=1e9)
+
+
+def run_settings(budget_bytes: int = 1 << 30, **changes: Any) -> RunSettings:
+    """Make settings for the CPU, whose alignment is one unit."""
+    defaults: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "budget_bytes": budget_bytes,
+        "policy": "finepage",
+        "split": False,
+        "debug": DebugConfig(),
+        "profile": PROFILE,
+        "plan_dir": None,
+    }
+    return RunSettings(**{**defaults, **changes})
+
+
+def needs_for(graph: TaskGraph, settings: RunSettings) -> Needs:
+    planning = settings.planning
+    return needs_of(graph, alignment=planning.alignment, cuts_weights=planning.cuts_weights)
+
+
+def sized_pass(graph: TaskGraph, settings: RunSettings | None = None) -> Pass:
+    """Make a pass whose ops count as measured."""
+    return Pass(graph, needs_for(graph, settings or run_settings()))
+
+
+class KnownCosts:
+    """Stands in for the meter of ops, all of which have been measured already."""
+
+    def __init__(self, library_bytes: int = 0) -> None:
+        self.library_bytes = library_bytes
+
+    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
+        return True
+
+    def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
+        return graph
+
+    def in_place(self, graph: TaskGraph) -> frozenset[int]:
+        return frozenset(range(len(graph.tasks)))
