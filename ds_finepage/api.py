@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, device_bytes, free_bytes, probe
@@ -26,8 +25,8 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.policies import RUNNABLE, plan_steady
-from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.pipeline import PlanSettings, plan_checked
+from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.plan_cache import plan_folder
 
@@ -60,17 +59,9 @@ def plan(
         ConfigError: Unknown policy.
         PlanInfeasibleError: Some task needs more than ``arena_bytes`` at once.
     """
-    memgraph = check(
-        plan_steady(
-            graph,
-            arena_bytes=arena_bytes,
-            policy=policy,
-            alignment=alignment,
-            profile=profile,
-            split=split,
-        )
-    )
-    return memgraph, simulate(memgraph, profile)
+    settings = PlanSettings(policy=policy, split=split, alignment=alignment, profile=profile)
+    planned = plan_checked(graph, arena_bytes, settings)
+    return planned.memgraph, planned.timeline
 
 
 def plan_model(

@@ -442,7 +442,7 @@ class Handle:
                 gather_rows(found.graph),
                 self.stats.budget_bytes - around,
                 self._alignment,
-                around_bytes=around,
+                non_arena_bytes=around,
                 least_bytes=need,
             )
         else:  # one that cannot run takes nothing from the others

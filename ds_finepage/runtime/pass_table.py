@@ -17,14 +17,8 @@ from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, around_bytes
-from ds_finepage.planning.finepage.search import min_split_arena_bytes
-from ds_finepage.planning.liveness import (
-    min_arena_bytes,
-    needed_arena_bytes,
-    require_feasible,
-)
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, non_arena_bytes
+from ds_finepage.planning.pipeline import Needs, needs_of
 from ds_finepage.runtime.stats import PassStats, Stats
 
 logger = logging.getLogger(__name__)
@@ -253,20 +247,14 @@ class Captures:
     def _prepare(self, taskgraph: TaskGraph) -> Pass:
         """Measure a captured pass, and find out what it needs."""
         taskgraph = self.with_costs(taskgraph)
-        # Rows that stand in for an embedding table need their numbers beside them.
-        smallest = gather_rows(taskgraph)
-        around = around_bytes(smallest, self._alignment) + self.costs.library_bytes
-        if self._may_cut():
-            least_bytes = min_split_arena_bytes(taskgraph, self._alignment)
-        else:
-            least_bytes = min_arena_bytes(smallest, self._alignment)
+        needs = self._needs(taskgraph)
         stats = PassStats(
             name=taskgraph.name,
             num_tasks=len(taskgraph.tasks),
             arena_bytes=0,
-            around_bytes=around,
-            min_budget_bytes=around + least_bytes,
-            needed_budget_bytes=around + needed_arena_bytes(taskgraph, self._alignment),
+            around_bytes=needs.non_arena_bytes,
+            min_budget_bytes=needs.min_budget_bytes,
+            needed_budget_bytes=needs.needed_budget_bytes,
         )
         if not self._may_cut():  # cutting may make room yet
             self._require_room(taskgraph)
@@ -276,23 +264,28 @@ class Captures:
             for b in taskgraph.buffers
             if b.kind is BufferKind.WEIGHT
         )
-        activations = stats.needed_budget_bytes - around - mine
+        activations = needs.needed_arena_bytes - mine
+        around = needs.non_arena_bytes
         resident = around + self.all_weights_bytes + UNPLANNED_SHARE * activations
         self.most_resident_bytes = max(self.most_resident_bytes, resident)
         return Pass(taskgraph, stats, resident_bytes=resident)
 
     def _require_room(self, graph: TaskGraph) -> None:
         """Refuse a captured pass of which no plan has room in the budget."""
-        smallest = gather_rows(graph)
-        around = around_bytes(smallest, self._alignment) + self.costs.library_bytes
-        room = self._stats.budget_bytes - around
-        least = min_split_arena_bytes(graph, self._alignment) if self._may_cut() else None
-        require_feasible(smallest, room, self._alignment, around_bytes=around, least_bytes=least)
+        self._needs(graph).require_room(self._stats.budget_bytes)
+
+    def _needs(self, graph: TaskGraph) -> Needs:
+        return needs_of(
+            graph,
+            alignment=self._alignment,
+            cuts_weights=self._may_cut(),
+            library_bytes=self.costs.library_bytes,
+        )
 
     def with_costs(self, graph: TaskGraph) -> TaskGraph:
         """Return a taskgraph with what its ops take, measured where that is not known yet."""
         before = self.costs.library_bytes
-        around = around_bytes(graph, self._alignment) + before
+        around = non_arena_bytes(graph, self._alignment) + before
         outputs = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.OUTPUT)
         room_bytes = self._stats.budget_bytes - around + outputs  # which are not there yet
         if self.costs.knows_all(graph, room_bytes=room_bytes):

@@ -12,9 +12,8 @@ from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
-from ds_finepage.planning.finepage.stacking import Standing, standing_of
-from ds_finepage.planning.policies import plan_steady, with_tables_that_fit
+from ds_finepage.planning.finepage.stacking import SharedResident, residents_of
+from ds_finepage.planning.pipeline import Planned, PlanSettings, graph_to_plan, plan_checked
 from ds_finepage.runtime.pass_table import Pass
 from ds_finepage.runtime.stats import Stats
 
@@ -71,43 +70,32 @@ def plan_pass(
         PlanInfeasibleError: There is no plan in this arena.
         InvalidPlanError: The plan breaks an invariant, which is a fault of the planner.
     """
-    graph = found.graph
-    if not split:
-        graph = with_tables_that_fit(
-            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
-        )
+    settings = PlanSettings(policy=policy, split=split, alignment=alignment, profile=profile)
+    graph = graph_to_plan(found.graph, arena_bytes, settings)
     path = None
-    standing: tuple[Standing, ...] = ()
+    shared: tuple[SharedResident, ...] = ()
     if found.neighbour is not None:
         kept = found.neighbour.memgraph
         if kept is None or kept.arena_bytes != arena_bytes:
             found.neighbour = None  # it will be planned anew, and then this pass again
         else:
-            standing = standing_of(kept)
+            shared = residents_of(kept)
     # A plan of a cut graph, or one that depends on another plan, is planned anew.
-    if plan_dir is not None and not split and not standing:
+    if plan_dir is not None and not split and not shared:
         name = f"{fingerprint(graph)[:16]}-{policy}-{arena_bytes}-{alignment}.json"
         path = plan_dir / name
     memgraph = None if path is None else _kept_plan(path, graph, arena_bytes)
     if memgraph is None:
-        memgraph = plan_steady(
-            graph,
-            arena_bytes=arena_bytes,
-            policy=policy,
-            alignment=alignment,
-            profile=profile,
-            split=split,
-            standing=standing,
-        )
+        planned = plan_checked(graph, arena_bytes, settings, shared)
         stats.num_plans += 1
-        check(memgraph)
         # A plan of another taskgraph than the captured one is planned anew.
-        if path is not None and memgraph.graph is graph:
-            _keep_plan(memgraph, path)
+        if path is not None and planned.memgraph.graph is graph:
+            _keep_plan(planned.memgraph, path)
+    else:
+        planned = Planned(graph, memgraph, settings)
     found.stats.arena_bytes = arena_bytes
-    bound = divisible_lower_bound_bytes if split else lower_bound_bytes
-    found.stats.lower_bound_bytes = bound(graph, arena_bytes, alignment)
-    return memgraph
+    found.stats.lower_bound_bytes = planned.lower_bound_bytes
+    return planned.memgraph
 
 
 def _kept_plan(path: Path, graph: TaskGraph, arena_bytes: int) -> MemGraph | None:

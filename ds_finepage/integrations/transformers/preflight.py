@@ -18,10 +18,7 @@ from ds_finepage.capture.from_config import DTYPES, capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution.host_ops import to_device
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.budget import around_bytes
-from ds_finepage.planning.finepage.search import min_split_arena_bytes
-from ds_finepage.planning.liveness import require_feasible
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -256,14 +253,9 @@ class LookAhead:
 
         It is counted without the workspaces of its ops, which are known when they are measured.
         """
-        smallest = gather_rows(step)
-        around = around_bytes(smallest, self._alignment)
-        room = self._budget_bytes() - around
-        least = min_split_arena_bytes(step, self._alignment) if self._may_cut() else None
+        needs = needs_of(step, alignment=self._alignment, cuts_weights=self._may_cut())
         try:
-            require_feasible(
-                smallest, room, self._alignment, around_bytes=around, least_bytes=least
-            )
+            needs.require_room(self._budget_bytes())
         except PlanInfeasibleError as error:
             return error
         return None

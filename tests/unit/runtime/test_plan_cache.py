@@ -14,6 +14,7 @@ from ds_finepage.errors import InvalidPlanError
 from ds_finepage.graph.codec import save
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning import pipeline
 from ds_finepage.planning.policies import plan_steady
 from ds_finepage.runtime import plan_cache as plans
 from ds_finepage.runtime.pass_table import Pass
@@ -67,7 +68,7 @@ def spoiled_plan(*args: Any, **kwargs: Any) -> MemGraph:
 
 def test_a_new_plan_is_checked_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_pass()
-    monkeypatch.setattr(plans, "plan_steady", spoiled_plan)
+    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):
         plan_pass()
 
@@ -86,7 +87,7 @@ def test_a_plan_from_a_file_is_checked_and_replaced(
 
 def test_a_plan_made_by_hand_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     api.plan(GRAPH, arena_bytes=ARENA, alignment=UNIT, profile=PROFILE)
-    monkeypatch.setattr(api, "plan_steady", spoiled_plan)
+    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):
         api.plan(GRAPH, arena_bytes=ARENA, alignment=UNIT, profile=PROFILE)
 
@@ -96,9 +97,9 @@ def test_a_forecast_is_that_of_a_checked_plan(monkeypatch: pytest.MonkeyPatch) -
     captured = CapturedModel(
         model="chain", phase="decode", batch=1, seq=1, graph=graph, capture_seconds=0
     )
-    budget = captured.around_bytes + 6 * 512
+    budget = captured.needs.non_arena_bytes + 6 * 512
     forecast.plan_captured(captured, budget_bytes=budget, profile=PROFILE)
-    monkeypatch.setattr(forecast, "plan_steady", spoiled_plan)
+    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):
         forecast.plan_captured(captured, budget_bytes=budget, profile=PROFILE)
 

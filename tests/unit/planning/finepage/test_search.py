@@ -23,7 +23,7 @@ from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.sketches import chain, names, sketch
 
 UNIT = 64
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def planned(graph: TaskGraph, units: int, profile: HardwareProfile | None = None) -> MemGraph:

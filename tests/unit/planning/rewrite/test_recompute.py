@@ -33,7 +33,7 @@ from tests.property.value_interpreter import values_at_end
 from tests.unit.planning.sketches import sketch
 
 UNIT = 64
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def passing(buffers: str, *tasks: str) -> TaskGraph:
