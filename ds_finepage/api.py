@@ -88,7 +88,7 @@ def plan(
     """
     settings = PlanSettings(policy=policy, split=split, alignment=alignment, profile=profile)
     planned = plan_checked(graph, arena_bytes, settings)
-    return planned.memgraph, simulate(planned.memgraph, profile)
+    return planned.memgraph, planned.timeline
 
 
 def plan_model(

@@ -6,12 +6,12 @@ profile in, checked plans with predicted times and lower bounds out.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config
-from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, did_you_mean
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.execution.measure import estimate_workspaces
@@ -19,19 +19,9 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
-from ds_finepage.planning.budget import around_bytes
-from ds_finepage.planning.finepage.search import min_split_arena_bytes
-from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
-from ds_finepage.planning.policies import (
-    CAN_SPLIT,
-    PAGING,
-    POLICIES,
-    plan_steady,
-    with_tables_that_fit,
-)
-from ds_finepage.planning.rewrite.split import gather_rows
-from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.pipeline import Needs, PlanSettings, needs_of, plan_checked
+from ds_finepage.planning.policies import PAGING, POLICIES
+from ds_finepage.planning.simulator import task_time_ns
 from ds_finepage.reporting.figures import (
     NS_PER_S,
     PlanFigures,
@@ -58,19 +48,11 @@ class CapturedModel:
     capture_seconds: float  # of processor time
 
     @property
-    def around_bytes(self) -> int:
-        """Device bytes that the pass needs outside the arena."""
-        return around_bytes(self.graph, CUDA_ALIGNMENT)
-
-    @property
-    def min_budget_bytes(self) -> int:
-        """The least budget under which every task can run, with weights in one piece."""
-        return self.around_bytes + min_arena_bytes(self.graph, CUDA_ALIGNMENT)
-
-    @property
-    def needed_budget_bytes(self) -> int:
-        """The budget under which all weights are resident."""
-        return self.around_bytes + needed_arena_bytes(self.graph, CUDA_ALIGNMENT)
+    def needs(self) -> Needs:
+        """Device bytes that the pass needs if weights stay whole, embedding tables included."""
+        return needs_of(
+            self.graph, alignment=CUDA_ALIGNMENT, cuts_weights=False, looks_up_rows=False
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,44 +92,32 @@ def plan_captured(
     split: bool = True,
 ) -> PlannedModel:
     """Plan a captured pass under a budget, check the plan, and predict its time."""
-    graph, around = captured.graph, captured.around_bytes
-    arena_bytes = budget_bytes - around
+    graph = captured.graph
+    settings = PlanSettings(policy=policy, split=split, alignment=CUDA_ALIGNMENT, profile=profile)
+    around = captured.needs.non_arena_bytes
+    needs = dataclasses.replace(
+        needs_of(
+            graph,
+            alignment=CUDA_ALIGNMENT,
+            cuts_weights=settings.cuts_weights,
+            looks_up_rows=policy in PAGING,
+        ),
+        non_arena_bytes=around,
+    )
     start = time.process_time()
     try:
-        if arena_bytes < 1:
+        if budget_bytes <= around:
             raise PlanInfeasibleError("nothing is left for the arena")
-        memgraph = plan_steady(
-            graph,
-            arena_bytes=arena_bytes,
-            policy=policy,
-            alignment=CUDA_ALIGNMENT,
-            profile=profile,
-            split=split,
-        )
+        planned = plan_checked(graph, budget_bytes - around, settings)
     except PlanInfeasibleError:
-        # Say it once more with the budget in it, of which policies know nothing.
-        smallest = gather_rows(graph) if policy in PAGING else graph
-        require_feasible(smallest, arena_bytes, CUDA_ALIGNMENT, around_bytes=around)
+        needs.require_room(budget_bytes)  # names the budget, which policies do not know
         raise
     plan_seconds = time.process_time() - start
-    # A policy that never comes to rest has to bring back what it finds but does not leave.
-    left = set(check(memgraph).exit)
-    missing = [r.buffer for r in memgraph.entry if r not in left]
-    timeline = simulate(memgraph, profile, entry_missing=missing)
+    memgraph, timeline = planned.memgraph, planned.timeline
+    bound_bytes = planned.lower_bound_bytes
+    # The weights that the plan finds but does not leave have to be reloaded in every pass.
     reloaded_bytes = memgraph.reloaded_bytes
-    reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in missing)
-    if split:
-        bound_bytes = divisible_lower_bound_bytes(graph, arena_bytes, CUDA_ALIGNMENT)
-    else:
-        whole = with_tables_that_fit(
-            graph, arena_bytes=arena_bytes, policy=policy, alignment=CUDA_ALIGNMENT
-        )
-        bound_bytes = lower_bound_bytes(whole, arena_bytes, CUDA_ALIGNMENT)
-    if split and policy in CAN_SPLIT:
-        least_bytes = min_split_arena_bytes(graph, CUDA_ALIGNMENT)
-    else:
-        smallest = gather_rows(graph) if policy in PAGING else graph
-        least_bytes = min_arena_bytes(smallest, CUDA_ALIGNMENT)
+    reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in planned.missing)
     compute_ns = sum(task_time_ns(graph, task, profile) for task in graph.tasks)
 
     def of_one_pass(amount: int) -> int:
@@ -162,7 +132,7 @@ def plan_captured(
         hardware=profile.name,
         weight_bytes=graph.weight_bytes,
         budget_bytes=budget_bytes,
-        min_budget_bytes=around + least_bytes,
+        min_budget_bytes=needs.min_budget_bytes,
         peak_bytes=around + memgraph.peak_bytes,
         entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
         reloaded_bytes=of_one_pass(reloaded_bytes),

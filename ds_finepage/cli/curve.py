@@ -146,8 +146,8 @@ class Planner:
         Two thirds of the budgets are spread evenly, the others go where the speed jumps most.
         """
         both = (self.prefill, self.decode)
-        least = max(captured.min_budget_bytes for captured in both)
-        most = max(captured.needed_budget_bytes for captured in both)
+        least = max(captured.needs.min_budget_bytes for captured in both)
+        most = max(captured.needs.needed_budget_bytes for captured in both)
         steps = max(1, num_points * 2 // 3 - 1)
         even = [least + (most - least) * i // steps for i in range(steps + 1)]
         found: list[CurvePoint] = []

@@ -7,7 +7,7 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 HOST_PROGRAM_SLACK_BYTES = 64 * 1024
 
 
-def around_bytes(graph: TaskGraph, alignment: int) -> int:
+def non_arena_bytes(graph: TaskGraph, alignment: int) -> int:
     """Return the device bytes that a pass needs outside the arena.
 
     They are its inputs, outputs, KV cache and constants, the largest op workspace, and what the

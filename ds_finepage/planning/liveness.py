@@ -69,7 +69,7 @@ def require_feasible(
     arena_bytes: int,
     alignment: int,
     *,
-    around_bytes: int = 0,
+    non_arena_bytes: int = 0,
     least_bytes: int | None = None,
 ) -> None:
     """Refuse an arena that cannot hold the working set of some task.
@@ -78,7 +78,7 @@ def require_feasible(
         graph: The pass.
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes.
-        around_bytes: Device bytes outside the arena, to express both numbers as a budget.
+        non_arena_bytes: Device bytes outside the arena, to express both numbers as a budget.
         least_bytes: The smallest arena, where cutting makes do with less than a working set.
 
     Raises:
@@ -94,12 +94,12 @@ def require_feasible(
     cut = "" if least == need else f" ({least} bytes, cut into pieces)"
     raise PlanInfeasibleError(
         f"{worst.where} needs {format_bytes(need)} ({need} bytes) resident together{cut}, and "
-        f"{around_bytes} bytes are needed around the arena (inputs, outputs, KV cache, op "
+        f"{non_arena_bytes} bytes are needed around the arena (inputs, outputs, KV cache, op "
         f"workspaces, results of earlier calls that somebody holds), which makes min_budget_bytes "
-        f"{least + around_bytes}; device_budget is {arena_bytes + around_bytes} bytes, "
+        f"{least + non_arena_bytes}; device_budget is {arena_bytes + non_arena_bytes} bytes, "
         f"{max(0, arena_bytes)} of them for the arena. Raise "
-        f"finepage.device_budget to >= {least + around_bytes} or lower the batch or the length.",
-        least + around_bytes,
+        f"finepage.device_budget to >= {least + non_arena_bytes} or lower the batch or the length.",
+        least + non_arena_bytes,
     )
 
 

@@ -17,7 +17,7 @@ from ds_finepage.planning.baselines.zero import (
     plan_zero_persistence,
 )
 from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.finepage.stacking import Standing
+from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.rewrite.split import gather_rows
@@ -63,7 +63,7 @@ def plan(
     entry: tuple[Residency, ...] = (),
     profile: HardwareProfile | None = None,
     split: bool = False,
-    standing: Sequence[Standing] = (),
+    shared: Sequence[SharedResident] = (),
 ) -> MemGraph:
     """Plan one pass.
 
@@ -76,7 +76,7 @@ def plan(
         profile: Rates for policies that plan for time.
         split: Let a policy that can do so cut weights; its plan's taskgraph is then another one.
             So it may be without, where ``finepage`` runs cheap tasks again.
-        standing: What the pass before and after this one keeps; see ``plan_finepage``.
+        shared: What the pass before and after this one keeps; see ``plan_finepage``.
 
     Raises:
         ConfigError: Unknown policy.
@@ -94,7 +94,7 @@ def plan(
             alignment=alignment,
             profile=profile,
             split=split,
-            standing=standing,
+            shared=shared,
         )
     if policy in CARRYING:
         return CARRYING[policy](graph, arena_bytes=arena_bytes, alignment=alignment, entry=entry)
@@ -127,7 +127,7 @@ def plan_steady(
     alignment: int = 64,
     profile: HardwareProfile | None = None,
     split: bool = False,
-    standing: Sequence[Standing] = (),
+    shared: Sequence[SharedResident] = (),
 ) -> MemGraph:
     """Plan the pass that comes again and again.
 
@@ -147,7 +147,7 @@ def plan_steady(
         alignment=alignment,
         profile=profile,
         split=split,
-        standing=standing,
+        shared=shared,
     )
     for _ in range(MAX_STEADY_ROUNDS if policy in CARRYING else 0):
         if set(found.entry) == set(found.exit):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class GraphCall:
 
     index: int
     graph: DynamoGraph
-    args: tuple[Any, ...]
+    args: Sequence[Any]
 
     def key(self) -> tuple[Any, ...]:
         """Return what selects the pass of exactly this shape."""

@@ -11,7 +11,7 @@ from ds_finepage.errors import ConfigError, InvalidPlanError
 from ds_finepage.graph.codec import fingerprint, load_memgraph, save
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage.stacking import Standing, standing_of
+from ds_finepage.planning.finepage.stacking import SharedResident, residents_of
 from ds_finepage.planning.pipeline import Planned, graph_to_plan, plan_checked
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
@@ -74,7 +74,7 @@ def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Co
     return planned
 
 
-def _residents_to_leave(found: Pass, arena_bytes: int) -> tuple[Standing, ...]:
+def _residents_to_leave(found: Pass, arena_bytes: int) -> tuple[SharedResident, ...]:
     """Return the weights of an alternating pass that a plan must leave in place."""
     if found.alternating is None:
         return ()
@@ -82,7 +82,7 @@ def _residents_to_leave(found: Pass, arena_bytes: int) -> tuple[Standing, ...]:
     if theirs is None or theirs.arena_bytes != arena_bytes:
         found.forget_alternating()  # its next plan may differ
         return ()
-    return standing_of(theirs)
+    return residents_of(theirs)
 
 
 def _kept_plan(path: Path, graph: TaskGraph, arena_bytes: int) -> MemGraph | None:

@@ -55,7 +55,7 @@ PLANNING = (
         f"{UNIT}/finepage/test_residency.py",
     ),
     mutant(
-        "standing-weights-from-below",
+        "shared-residents-from-below",
         "planning/finepage/stacking.py",
         "key=lambda s: (-s.extent.offset, s.buffer.key)",
         "key=lambda s: (s.extent.offset, s.buffer.key)",

@@ -12,25 +12,9 @@ RUNNING = (
     # Plans on their way.
     mutant(
         "a-plan-runs-unchecked",
-        "runtime/plan_cache.py",
-        "    check(memgraph)\n",
-        "",
-        PLANS,
-        is_named=True,
-    ),
-    mutant(
-        "a-plan-by-hand-is-unchecked",
-        "api.py",
-        "    memgraph = check(\n",
-        "    memgraph = (\n",
-        PLANS,
-        is_named=True,
-    ),
-    mutant(
-        "a-forecast-is-unchecked",
-        "whatif.py",
-        "left = set(check(memgraph).exit)",
-        "left = set(memgraph.exit)",
+        "planning/pipeline.py",
+        "Planned(graph, check(memgraph), settings)",
+        "Planned(graph, memgraph, settings)",
         PLANS,
         is_named=True,
     ),
@@ -68,15 +52,15 @@ RUNNING = (
     mutant(
         "a-plan-that-depends-on-another-is-kept",
         "runtime/plan_cache.py",
-        "if plan_dir is not None and not split and not standing:",
+        "if plan_dir is not None and not split and not shared:",
         "if plan_dir is not None and not split:",
         PLANS,
     ),
     mutant(
         "what-a-neighbour-keeps-is-not-left-in-place",
         "runtime/plan_cache.py",
-        "standing=standing,",
-        "standing=(),",
+        "plan_checked(graph, arena_bytes, settings, shared)",
+        "plan_checked(graph, arena_bytes, settings)",
         PLANS,
     ),
     # Captures.

@@ -32,7 +32,7 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of
 from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.baselines.unroll import Unrolled, unroll
-from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.liveness import live_activation_bytes, require_feasible, uses
 from ds_finepage.planning.simulator import task_time_ns
 
@@ -216,7 +216,7 @@ class _Static:
         """What the further batches take on the device outside the arena."""
         one = dataclasses.replace(self._graph, tasks=())
         all_of_them = unroll(one, [0], self.num_batches).graph
-        before, after = (around_bytes(g, self._alignment) for g in (one, all_of_them))
+        before, after = (non_arena_bytes(g, self._alignment) for g in (one, all_of_them))
         return after - before
 
     def _crossing(self, start: int) -> list[int]:

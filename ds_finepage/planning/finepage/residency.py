@@ -9,7 +9,7 @@ from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.small_arena import FIXED_SHARE, weights_by_first_use
-from ds_finepage.planning.finepage.stacking import Standing
+from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import aligned, uses
 from ds_finepage.planning.rewrite.split import Divisible, cut_weights, divisible_weights
 
@@ -28,7 +28,7 @@ class Chosen:
 
     graph: TaskGraph
     streamed: list[int]
-    standing: Mapping[int, Extent] = field(default_factory=dict)  # kept, at these places
+    shared: Mapping[int, Extent] = field(default_factory=dict)  # kept, at these places
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,13 @@ class Shares:
                 kept.add(buffer)
         return left
 
-    def choose_standing(
-        self, standing: Sequence[Standing], lower: int, ring_bytes: int, top: int
+    def choose_shared(
+        self, shared: Sequence[SharedResident], lower: int, ring_bytes: int, top: int
     ) -> Chosen | None:
         """Choose to keep just what stands above activations and ring, and what must be kept.
 
         Args:
-            standing: What there is to keep, uppermost first.
+            shared: What there is to keep, uppermost first.
             lower: Bytes of the activations.
             ring_bytes: Size of the ring.
             top: Upper end of the arena.
@@ -179,9 +179,9 @@ class Shares:
         if not self.handed.isdisjoint(must):
             return None
         names = {self.graph.buffers[b].name: b for b in self.sizes if b not in self.handed}
-        kept: dict[int, Standing] = {}
+        kept: dict[int, SharedResident] = {}
         need = sum(self.sizes[b] for b in must)
-        for piece in standing:
+        for piece in shared:
             buffer = names.get(piece.buffer.name)
             if buffer is None or not self._can_keep(buffer, piece):
                 continue
@@ -204,7 +204,7 @@ class Shares:
             {b.id: extents[b.key] for b in cut.buffers if b.key in extents},
         )
 
-    def _can_keep(self, buffer: int, piece: Standing) -> bool:
+    def _can_keep(self, buffer: int, piece: SharedResident) -> bool:
         """Tell whether another pass's piece of a weight is one that this pass can keep."""
         whole = self.graph.buffers[buffer]
         if piece.buffer.offset or piece.buffer.gather is not None or whole.gather is not None:

@@ -32,7 +32,7 @@ from ds_finepage.planning.finepage.small_arena import (
     plan_keeping,
     weights_by_first_use,
 )
-from ds_finepage.planning.finepage.stacking import Standing, spread_order, stack_down
+from ds_finepage.planning.finepage.stacking import SharedResident, spread_order, stack_down
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
@@ -54,7 +54,7 @@ def plan_finepage(
     alignment: int,
     profile: HardwareProfile | None = None,
     split: bool = False,
-    standing: Sequence[Standing] = (),
+    shared: Sequence[SharedResident] = (),
 ) -> MemGraph:
     """Plan a cyclic pass: the fastest, and of equally fast plans the one with fewest bytes.
 
@@ -65,7 +65,7 @@ def plan_finepage(
         profile: Rates to predict the time with. Without one, bytes alone decide.
         split: Cut matrix products along their output features, and bring in the rows of
             an embedding instead of its table.
-        standing: What the pass that comes before and after this one keeps in the same arena,
+        shared: What the pass that comes before and after this one keeps in the same arena,
             uppermost first. It is left in place as far as there is room, and nothing else is kept
             that would have to be brought in each time.
 
@@ -76,12 +76,10 @@ def plan_finepage(
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
     search = _Search(arena_bytes, alignment, profile)
-    if standing:
+    if shared:
         search.try_with_and_without_recomputing(
             graph,
-            lambda g: search.try_standing(
-                gather_rows(g) if split else g, standing, may_split=split
-            ),
+            lambda g: search.try_shared(gather_rows(g) if split else g, shared, may_split=split),
         )
         if search.best is not None:
             return search.best
@@ -205,11 +203,11 @@ class _Search:
     def _plan_streaming(
         self, chosen: Chosen, placed: dict[int, Extent], ring_bytes: int
     ) -> MemGraph | None:
-        graph, elsewhere = chosen.graph, {*chosen.streamed, *chosen.standing}
+        graph, elsewhere = chosen.graph, {*chosen.streamed, *chosen.shared}
         kept = [b for b in weights_by_first_use(graph) if b not in elsewhere]
         sizes = {b: aligned(graph.buffers[b].nbytes, self._alignment) for b in kept}
         small = FIXED_SHARE * max(sizes.values(), default=0)
-        top = min((e.offset for e in chosen.standing.values()), default=self._top)
+        top = min((e.offset for e in chosen.shared.values()), default=self._top)
         order = [b for b in kept if sizes[b] <= small]
         order += spread_order([b for b in kept if sizes[b] > small])
         # Cutting appends tasks, so live ranges shift, but their order and so the layout stand.
@@ -221,20 +219,20 @@ class _Search:
             activations=placed,
             activation_bytes=top_of(placed),
             ring_bytes=ring_bytes,
-            residents={**chosen.standing, **stack_down(order, sizes, top)},
+            residents={**chosen.shared, **stack_down(order, sizes, top)},
         ).plan()
 
     # Leaving in place what another pass keeps.
 
-    def try_standing(
-        self, graph: TaskGraph, standing: Sequence[Standing], *, may_split: bool
+    def try_shared(
+        self, graph: TaskGraph, shared: Sequence[SharedResident], *, may_split: bool
     ) -> bool:
         """Offer plans that keep nothing else; return whether there is room for a ring."""
         placed = place_activations(graph, self._alignment)
         weights = Shares.of(graph, self._alignment, may_split=may_split)
         room, has_room = self._arena_bytes - top_of(placed), False
         for ring_bytes in weights.ring_sizes(room):
-            chosen = weights.choose_standing(standing, top_of(placed), ring_bytes, self._top)
+            chosen = weights.choose_shared(shared, top_of(placed), ring_bytes, self._top)
             if chosen is None:
                 continue
             plan = self._plan_streaming(chosen, placed, ring_bytes)
@@ -242,13 +240,13 @@ class _Search:
             if self.offer(plan):
                 return True
         if not may_split and len(graph.tasks) <= MAX_TASKS_FOR_HORIZON:
-            self._try_keeping_standing(graph, standing)
+            self._try_keeping_shared(graph, shared)
         return has_room
 
-    def _try_keeping_standing(self, graph: TaskGraph, standing: Sequence[Standing]) -> None:
+    def _try_keeping_shared(self, graph: TaskGraph, shared: Sequence[SharedResident]) -> None:
         weights = weights_by_first_use(graph)
         mine = {graph.buffers[b].key: b for b in weights}
-        at = {mine[s.buffer.key]: s.extent for s in standing if s.buffer.key in mine}
+        at = {mine[s.buffer.key]: s.extent for s in shared if s.buffer.key in mine}
         least = least_lower_bytes(graph, at.keys(), self._alignment)
         tried = set()
         for lower_bytes in (0, *(int(least * factor) for factor in STREAM_FACTORS)):

@@ -16,16 +16,16 @@ from ds_finepage.graph.taskgraph import Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SharedResident:
     """A weight, or a slice of one, that another pass keeps, and where."""
 
     buffer: Buffer
     extent: Extent
 
 
-def standing_of(memgraph: MemGraph) -> tuple[Standing, ...]:
+def residents_of(memgraph: MemGraph) -> tuple[SharedResident, ...]:
     """List what a plan keeps from pass to pass, the uppermost first."""
-    found = [Standing(memgraph.graph.buffers[r.buffer], r.extent) for r in memgraph.entry]
+    found = [SharedResident(memgraph.graph.buffers[r.buffer], r.extent) for r in memgraph.entry]
     return tuple(sorted(found, key=lambda s: (-s.extent.offset, s.buffer.key)))
 
 

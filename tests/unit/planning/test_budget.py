@@ -10,7 +10,7 @@ from ds_finepage.graph.taskgraph import (
     TaskGraph,
     TensorView,
 )
-from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, around_bytes
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, non_arena_bytes
 
 UNIT = 512
 
@@ -36,7 +36,7 @@ def graph_of(
 
 
 def beside(*given: tuple[BufferKind, int, str, tuple[int, ...]], **others: tuple[int, ...]) -> int:
-    return around_bytes(graph_of(*given, **others), UNIT) - HOST_PROGRAM_SLACK_BYTES
+    return non_arena_bytes(graph_of(*given, **others), UNIT) - HOST_PROGRAM_SLACK_BYTES
 
 
 def test_what_is_not_paged_counts_in_whole_units() -> None:

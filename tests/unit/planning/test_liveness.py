@@ -97,7 +97,7 @@ def test_a_smaller_one_is_refused_with_the_task_and_both_numbers() -> None:
 
 def test_what_is_needed_around_the_arena_is_added_to_both_numbers() -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
-        require_feasible(sketch("a:640", "-> a"), 512, 64, around_bytes=1000)
+        require_feasible(sketch("a:640", "-> a"), 512, 64, non_arena_bytes=1000)
     message = str(caught.value)
     assert "min_budget_bytes 1640" in message
     assert "device_budget is 1512 bytes, 512 of them for the arena" in message

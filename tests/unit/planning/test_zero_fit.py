@@ -22,7 +22,7 @@ from ds_finepage.planning.baselines.zero import (
     authors_settings,
     plan_zero_with,
 )
-from ds_finepage.planning.budget import around_bytes
+from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.simulator import simulate
 
 LINK_BYTES_PER_S = 10.1e9
@@ -49,7 +49,7 @@ def step_seconds(graph: TaskGraph, settings: ZeroSettings, num_pinned: int) -> f
             param_persistence_threshold=EVERY_PARAMETER,
             model_persistence_threshold=num_pinned,
         )
-    arena_bytes = CARD.capacity_bytes - around_bytes(graph, ALIGNMENT)
+    arena_bytes = CARD.capacity_bytes - non_arena_bytes(graph, ALIGNMENT)
     memgraph = plan_zero_with(graph, settings, arena_bytes=arena_bytes, alignment=ALIGNMENT)
     return simulate(check(memgraph), CARD).total_ns / 1e9
 

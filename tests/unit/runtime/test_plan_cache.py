@@ -88,7 +88,7 @@ def test_a_forecast_is_that_of_a_checked_plan(monkeypatch: pytest.MonkeyPatch) -
     captured = CapturedModel(
         model="chain", phase="decode", batch=1, seq=1, graph=graph, capture_seconds=0
     )
-    budget = captured.around_bytes + 6 * 512
+    budget = captured.needs.non_arena_bytes + 6 * 512
     forecast.plan_captured(captured, budget_bytes=budget, profile=PROFILE)
     monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):

@@ -1,0 +1,206 @@
+"""The one road from a captured pass to a checked plan, and the bytes that a pass needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_finepage.checker.checker import check
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.budget import non_arena_bytes
+from ds_finepage.planning.finepage.search import min_split_arena_bytes
+from ds_finepage.planning.finepage.stacking import SharedResident
+from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
+from ds_finepage.planning.policies import CAN_SPLIT, plan_steady, with_tables_that_fit
+from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.simulator import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """How to plan.
+
+    Attributes:
+        policy: A key of ``POLICIES``.
+        split: Plans may cut weights. A policy that cannot cut ignores it, but its plan is still
+            held against the lower bound of plans that cut.
+        alignment: Of extents, in bytes.
+        profile: The machine to plan for.
+    """
+
+    policy: str
+    split: bool
+    alignment: int
+    profile: HardwareProfile
+
+    @property
+    def cuts_weights(self) -> bool:
+        """True if plans may cut weights and the policy can."""
+        return self.split and self.policy in CAN_SPLIT
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A checked plan. Its figures are computed when they are read first.
+
+    Attributes:
+        graph: The captured pass. The plan's own taskgraph differs from it if the plan cuts weights,
+            looks rows up, or runs cheap tasks again.
+        memgraph: The plan.
+        settings: How it was planned.
+    """
+
+    graph: TaskGraph
+    memgraph: MemGraph
+    settings: PlanSettings
+
+    @cached_property
+    def missing(self) -> list[int]:
+        """Weights that the plan finds but does not leave, because its policy never settles."""
+        left = set(self.memgraph.exit)
+        return [r.buffer for r in self.memgraph.entry if r not in left]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted times of a pass that follows itself."""
+        return simulate(self.memgraph, self.settings.profile, entry_missing=self.missing)
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """Bytes that no plan with these settings can avoid reloading."""
+        arena_bytes, alignment = self.memgraph.arena_bytes, self.settings.alignment
+        if self.settings.split:
+            return divisible_lower_bound_bytes(self.graph, arena_bytes, alignment)
+        graph = graph_to_plan(self.graph, arena_bytes, self.settings)
+        return lower_bound_bytes(graph, arena_bytes, alignment)
+
+
+def graph_to_plan(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> TaskGraph:
+    """Return the pass as the policy gets it: with looked-up rows if tables are in the way.
+
+    Args:
+        graph: The captured pass.
+        arena_bytes: Size of the arena.
+        settings: How to plan.
+    """
+    if settings.cuts_weights:
+        return graph  # the policy itself decides
+    return with_tables_that_fit(
+        graph, arena_bytes=arena_bytes, policy=settings.policy, alignment=settings.alignment
+    )
+
+
+def plan_checked(
+    graph: TaskGraph,
+    arena_bytes: int,
+    settings: PlanSettings,
+    shared: Sequence[SharedResident] = (),
+) -> Planned:
+    """Plan the pass that comes again and again, and check the plan.
+
+    Args:
+        graph: The captured pass.
+        arena_bytes: Size of the arena.
+        settings: How to plan.
+        shared: The weights that an alternating pass keeps in the same arena.
+
+    Raises:
+        ConfigError: Unknown policy.
+        PlanInfeasibleError: The arena is too small for this policy.
+        InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
+    """
+    memgraph = plan_steady(
+        graph,
+        arena_bytes=arena_bytes,
+        policy=settings.policy,
+        alignment=settings.alignment,
+        profile=settings.profile,
+        split=settings.split,
+        shared=shared,
+    )
+    return Planned(graph, check(memgraph), settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Device bytes that a pass needs.
+
+    Attributes:
+        graph: The pass in its smallest form, to name the task that needs most.
+        alignment: Of extents, in bytes.
+        non_arena_bytes: Bytes outside the arena.
+        min_arena_bytes: The smallest arena in which the pass can run.
+        needed_arena_bytes: The arena in which all weights stay resident.
+    """
+
+    graph: TaskGraph
+    alignment: int
+    non_arena_bytes: int
+    min_arena_bytes: int
+    needed_arena_bytes: int
+
+    @property
+    def min_budget_bytes(self) -> int:
+        """The smallest device budget under which the pass can run."""
+        return self.non_arena_bytes + self.min_arena_bytes
+
+    @property
+    def needed_budget_bytes(self) -> int:
+        """The device budget under which all weights stay resident."""
+        return self.non_arena_bytes + self.needed_arena_bytes
+
+    def with_more(self, nbytes: int) -> Needs:
+        """Return the needs with this many more bytes outside the arena (fewer if negative)."""
+        return dataclasses.replace(self, non_arena_bytes=self.non_arena_bytes + nbytes)
+
+    def require_room(self, budget_bytes: int) -> None:
+        """Refuse a device budget that is too small.
+
+        Raises:
+            PlanInfeasibleError: Names the task with the largest working set, and both budgets.
+        """
+        require_feasible(
+            self.graph,
+            budget_bytes - self.non_arena_bytes,
+            self.alignment,
+            non_arena_bytes=self.non_arena_bytes,
+            least_bytes=self.min_arena_bytes,
+        )
+
+
+def needs_of(
+    graph: TaskGraph,
+    *,
+    alignment: int,
+    cuts_weights: bool,
+    looks_up_rows: bool = True,
+    library_bytes: int = 0,
+) -> Needs:
+    """Compute the device bytes that a pass needs.
+
+    Args:
+        graph: The captured pass.
+        alignment: Of extents, in bytes.
+        cuts_weights: Plans may cut weights.
+        looks_up_rows: Plans may replace embedding tables by the rows that the pass looks up. The
+            numbers of the rows are then counted as non-arena bytes.
+        library_bytes: Device bytes of libraries, to add to the non-arena bytes.
+    """
+    smallest = gather_rows(graph) if looks_up_rows else graph
+    if cuts_weights:
+        least = min_split_arena_bytes(graph, alignment)
+    else:
+        least = min_arena_bytes(smallest, alignment)
+    return Needs(
+        graph=smallest,
+        alignment=alignment,
+        non_arena_bytes=non_arena_bytes(smallest, alignment) + library_bytes,
+        min_arena_bytes=least,
+        needed_arena_bytes=needed_arena_bytes(graph, alignment),
+    )
