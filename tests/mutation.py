@@ -33,8 +33,9 @@ from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.planning import PLANNING
 from tests.mutations.running import RUNNING
+from tests.mutations.runtime import RUNTIME
 
-MUTANTS: tuple[Mutant, ...] = (*PLANNING, *CHECKING, *RUNNING, *AROUND, *MOVING)
+MUTANTS: tuple[Mutant, ...] = (*PLANNING, *CHECKING, *RUNNING, *RUNTIME, *AROUND, *MOVING)
 
 MOST_SURVIVORS = 0.05
 """Share of all faults that may survive."""

@@ -6,11 +6,15 @@ chat runs. Their bytes are on the device, so they count against the budget of ev
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_finepage.runtime.passes import Pass
 
 
 class LiveTensors:
@@ -20,10 +24,34 @@ class LiveTensors:
         """Start empty, or with the tensors that another table knows."""
         self._latest: list[weakref.ref[torch.Tensor]] = list(other._latest) if other else []
         self._known: dict[StorageWeakRef, int] = dict(other._known) if other else {}  # -> bytes
+        self._last_pass: Pass | None = None
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the inputs and outputs of the pass that ran last."""
         self._latest = [weakref.ref(tensor) for tensor in tensors]
+
+    def forget_pass(self) -> None:
+        """Forget which pass ran last."""
+        self._last_pass = None
+
+    def reserve(self, found: Pass | None, args: Sequence[Any], budget_bytes: int) -> None:
+        """Let a pass leave room for live tensors that are no arguments of its call.
+
+        Args:
+            found: The pass that runs next; None where the call runs without a plan.
+            args: The arguments of its call.
+            budget_bytes: The limit on all device bytes.
+        """
+        before, self._last_pass = self._last_pass, found
+        # A pass that repeats mostly finds that its own earlier results are gone.
+        if found is None or (before is found and found.has_room(found.live_bytes, budget_bytes)):
+            return
+        inputs = found.inputs(args)
+        live_bytes = self.bytes_beside(inputs)
+        if not found.has_room(live_bytes, budget_bytes):
+            gc.collect()  # tensors in dead cycles are still there
+            live_bytes = self.bytes_beside(inputs)
+        found.leave_room(live_bytes, budget_bytes)
 
     def bytes_beside(self, inputs: Iterable[torch.Tensor]) -> int:
         """Add up the bytes of live tensors that are no inputs of the next pass.

@@ -162,6 +162,8 @@ class Pass:
             before: The pass that ran last; None where none did.
             may_adapt: The policy can plan around the residents of another pass.
         """
+        if before is self:
+            return
         may_adapt = may_adapt and self.is_alternating
         self._num_entries += 1
         if before is None or before.memgraph is None or not may_adapt:

@@ -7,26 +7,8 @@ from tests.mutations.mutant import mutant
 FALLBACK = "unit/execution/test_fallback.py"
 OFFLOAD = "unit/integrations/test_offload.py"
 STORES = ("unit/execution/test_stores.py", "unit/execution/test_weight_table.py")
-CHANGES = "integration/test_weight_changes.py"
-CHANGED = f"{CHANGES}::test_a_changed_weight_is_that_of_the_next_call"
-ACTIONS = "integration/test_actions.py::test_action"
 
 MOVING = (
-    mutant(
-        "changed-weights-are-taken-for-resident",
-        "runtime/handle.py",
-        "            del self._residents[key]",
-        "            pass",
-        f"{CHANGED}[small-1-written]",
-        is_named=True,
-    ),
-    mutant(
-        "a-hooked-model-steps-aside",
-        "runtime/handle.py",
-        "and not self._hooks\n",
-        "and True\n",
-        "integration/test_aside.py::test_a_hook_sees_the_ops_as_long_as_it_is_there",
-    ),
     mutant(
         "views-of-a-weight-may-be-written",
         "execution/fallback.py",
@@ -70,41 +52,6 @@ MOVING = (
         "if parameter.is_meta:",
         "if False:",
         "unit/execution/test_stores.py::test_a_parameter_on_the_meta_device_is_refused_by_name",
-    ),
-    mutant(
-        "copies-on-the-device-are-not-renewed",
-        "runtime/handle.py",
-        "self._weights.reload(changes.rewritten)",
-        "pass",
-        f"{CHANGED}[ample-1-written]",
-    ),
-    mutant(
-        "executors-copy-from-old-masters",
-        "runtime/handle.py",
-        "elif changes.moved:",
-        "elif False:",
-        f"{CHANGED}[small-1-assigned]",
-    ),
-    mutant(
-        "another-dtype-is-not-captured",
-        "runtime/handle.py",
-        "if changes.reshaped:",
-        "if False:",
-        f"{CHANGES}::test_another_dtype_is_that_of_the_next_call",
-    ),
-    mutant(
-        "new-modules-are-not-taken-over",
-        "runtime/handle.py",
-        "if self._attachment.tree.has_new_parts():",
-        "if False:",
-        f"{CHANGES}::test_another_module_is_that_of_the_next_call",
-    ),
-    mutant(
-        "detach-is-not-refused-inside-a-call",
-        "runtime/handle.py",
-        'self._runner.refuse("detach")',
-        "pass",
-        f"{ACTIONS}[detach_inside_a_call]",
     ),
     mutant(
         "uses-of-data-are-not-seen",

@@ -74,8 +74,7 @@ def test_more_workspace_of_rewritten_tasks_counts_once() -> None:
 def test_a_pass_alternates_where_most_runs_followed_another_pass() -> None:
     found, other = sized_pass(chain(1)), planned_pass()
     for follows, is_alternating in ((True, True), (False, False), (True, True), (False, False)):
-        if follows:
-            found.follow(other, may_adapt=False)
+        found.follow(other if follows else found, may_adapt=False)
         found.count_run(PassCounters())
         assert found.is_alternating == is_alternating
 

@@ -1,0 +1,121 @@
+"""Brings a sized pass into the arena: choose the arena, plan, bind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.executor import OpHook
+from ds_finepage.runtime.device_memory import Memory
+from ds_finepage.runtime.pass_table import PassTable
+from ds_finepage.runtime.passes import BoundPass, Pass
+from ds_finepage.runtime.plan_cache import plan_pass
+from ds_finepage.runtime.settings import RunSettings
+from ds_finepage.runtime.stats import Counters
+
+
+class Binder:
+    """Plans passes and binds them to device memory.
+
+    All passes share one arena size, so that weights stay resident between passes: the rest of the
+    budget beside the pass with the most non-arena bytes. A pass that does not fit in there gets an
+    arena of its own.
+    """
+
+    def __init__(
+        self, table: PassTable, memory: Memory, counters: Counters, hooks: Sequence[OpHook]
+    ) -> None:
+        """Start without a pass.
+
+        Args:
+            table: Measures the tasks that a plan rewrote.
+            memory: The device memory.
+            counters: Counts plans.
+            hooks: The user's op hooks, read again in every run.
+        """
+        self._table = table
+        self._memory = memory
+        self._counters = counters
+        self._hooks = hooks
+        self._shared_arena_bytes: int | None = None  # only ever shrinks
+        self._last: Pass | None = None
+
+    def reset_arena(self) -> None:
+        """Choose the shared arena size again."""
+        self._shared_arena_bytes = None
+
+    def reset(self) -> None:
+        """Forget the shared arena size, and the pass that ran last."""
+        self._shared_arena_bytes = self._last = None
+
+    def bind_next(
+        self, found: Pass, args: Sequence[Any], settings: RunSettings
+    ) -> BoundPass | None:
+        """Bind the pass that runs next, and prepare it for the sizes of a call.
+
+        Args:
+            found: The pass.
+            args: The arguments of the call.
+            settings: The settings of now.
+
+        Returns:
+            The executor; None where a pass for a bucket of sizes has no room, and a pass for
+            exactly these sizes may have.
+
+        Raises:
+            PlanInfeasibleError: The pass does not fit in the budget.
+        """
+        found.follow(self._last, may_adapt=settings.is_cyclic)
+        self._last = found
+        try:
+            executor = self.bind(found, settings)
+        except PlanInfeasibleError:
+            if not found.graph.symbols:
+                raise
+            return None
+        return executor if executor.set_sizes(args) else None
+
+    def bind(self, found: Pass, settings: RunSettings) -> BoundPass:
+        """Bind a pass; plan it first where it has no plan for the present arena.
+
+        Args:
+            found: The pass.
+            settings: The settings of now.
+
+        Raises:
+            PlanInfeasibleError: The pass does not fit in the budget.
+        """
+        if found.executor is not None:
+            return found.executor
+        arena_bytes = self._arena_bytes(found, settings)
+        while found.memgraph is None or found.memgraph.arena_bytes != arena_bytes:
+            found.set_plan(plan_pass(found, arena_bytes, settings, self._counters))
+            self._count_workspace(found, settings)
+            arena_bytes = self._arena_bytes(found, settings)
+        in_place = self._table.maker.meter.in_place(found.memgraph.graph)
+        return self._memory.bind(found, in_place, self._hooks)
+
+    def _count_workspace(self, found: Pass, settings: RunSettings) -> None:
+        """Measure the tasks that the plan rewrote; drop the plan where one needs more room."""
+        assert found.memgraph is not None
+        if found.memgraph.graph is not found.graph:
+            measured = self._table.measured(found.memgraph.graph, settings)
+            found.count_rewritten_workspace(measured.workspace_bytes)
+
+    def _arena_bytes(self, found: Pass, settings: RunSettings) -> int:
+        """Return the size of the arena that a pass runs in.
+
+        Raises:
+            PlanInfeasibleError: The pass does not fit in any arena within the budget.
+        """
+        needs, alignment = found.needs, settings.planning.alignment
+        allowed = (settings.budget_bytes - needs.non_arena_bytes) // alignment * alignment
+        if needs.min_arena_bytes > allowed:
+            needs.require_room(settings.budget_bytes)
+            return allowed  # a pass that cannot run takes nothing from the others
+        shared = allowed if self._shared_arena_bytes is None else self._shared_arena_bytes
+        self._shared_arena_bytes = min(shared, allowed)
+        if needs.min_arena_bytes > self._shared_arena_bytes:
+            return allowed
+        return self._shared_arena_bytes
