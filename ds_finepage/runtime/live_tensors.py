@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Iterable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_finepage._compat.torch import StorageWeakRef
 
 
 class Held:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, modeling_utils
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
+from ds_finepage._compat import MODEL_BUILD, MODEL_LOAD
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed import checkpoint_files, loading
 from ds_finepage.integrations.deepspeed.checkpoint_files import FileTensor
@@ -349,7 +350,7 @@ def assert_stock_names() -> None:
 
 
 def is_installed() -> bool:
-    wrapped = [is_wrapped(hf.PreTrainedModel, name) for name in (loading.BUILD, loading.LOAD)]
+    wrapped = [is_wrapped(hf.PreTrainedModel, name) for name in (MODEL_BUILD, MODEL_LOAD)]
     assert len(set(wrapped)) == 1
     return wrapped[0]
 
@@ -406,9 +407,9 @@ def test_other_formats_are_read_as_by_stock(tmp_path: Path, seen: dict[str, Any]
 def test_install_and_uninstall_may_be_repeated(tmp_path: Path, seen: dict[str, Any]) -> None:
     make_model("llama").save_pretrained(tmp_path)
     assert is_installed()
-    wrapped = vars(hf.PreTrainedModel)[loading.LOAD]
+    wrapped = vars(hf.PreTrainedModel)[MODEL_LOAD]
     ds_finepage.install()
-    assert vars(hf.PreTrainedModel)[loading.LOAD] is wrapped
+    assert vars(hf.PreTrainedModel)[MODEL_LOAD] is wrapped
     try:
         ds_finepage.uninstall()
         ds_finepage.uninstall()

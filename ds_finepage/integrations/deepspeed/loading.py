@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
 from ds_finepage.planning.policies import RUNNABLE
@@ -25,28 +26,15 @@ logger = logging.getLogger(__name__)
 
 _one_at_a_time = threading.RLock()  # of two that overlap, one would leave its names behind
 
-MODEL = "PreTrainedModel"
-BUILD = "get_init_context"
-LOAD = "_load_pretrained_model"
-READ_FILE = "load_state_dict"
-GATHER = "GatheredParameters"
-NEEDED = (
-    MODEL,
-    READ_FILE,
-    "_load_state_dict_into_zero3_model",
-    "deepspeed_config",
-    "is_deepspeed_zero3_enabled",
-)
-
 
 def install(modeling_utils: ModuleType) -> None:
     """Wrap the model class; a second call does nothing, nor does one that finds other names."""
-    model_class: Any = getattr(modeling_utils, MODEL, None)
+    model_class: Any = getattr(modeling_utils, _compat.MODEL, None)
     members = {} if model_class is None else vars(model_class)
-    missing = [name for name in NEEDED if not hasattr(modeling_utils, name)]
+    missing = [name for name in _compat.MODEL_NEEDS if not hasattr(modeling_utils, name)]
     missing += [
-        f"{MODEL}.{name}"
-        for name, kind in ((BUILD, classmethod), (LOAD, staticmethod))
+        f"{_compat.MODEL}.{name}"
+        for name, kind in ((_compat.MODEL_BUILD, classmethod), (_compat.MODEL_LOAD, staticmethod))
         if not isinstance(members.get(name), kind)
     ]
     if missing:
@@ -55,14 +43,14 @@ def install(modeling_utils: ModuleType) -> None:
             ", ".join(missing),
         )
         return
-    wrap(model_class, BUILD, functools.partial(_build, modeling_utils))
-    wrap(model_class, LOAD, functools.partial(_load, modeling_utils))
+    wrap(model_class, _compat.MODEL_BUILD, functools.partial(_build, modeling_utils))
+    wrap(model_class, _compat.MODEL_LOAD, functools.partial(_load, modeling_utils))
 
 
 def uninstall(modeling_utils: ModuleType) -> None:
     """Unwrap the model class."""
-    model_class = getattr(modeling_utils, MODEL, object)
-    for name in (BUILD, LOAD):
+    model_class = getattr(modeling_utils, _compat.MODEL, object)
+    for name in (_compat.MODEL_BUILD, _compat.MODEL_LOAD):
         unwrap(model_class, name)
 
 
@@ -113,11 +101,11 @@ def _load(
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
     from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
 
-    reader = functools.partial(_read_file, getattr(modeling_utils, READ_FILE))
+    reader = functools.partial(_read_file, getattr(modeling_utils, _compat.MODEL_READ_FILE))
     with (
         _one_at_a_time,
-        exchanged(modeling_utils, READ_FILE, reader),
-        exchanged(deepspeed.zero, GATHER, PartitionsInPlace),
+        exchanged(modeling_utils, _compat.MODEL_READ_FILE, reader),
+        exchanged(deepspeed.zero, _compat.GATHERED_PARAMETERS, PartitionsInPlace),
     ):
         result = original(*args, **kwargs)
     trim_heap()

@@ -13,29 +13,25 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
 from ds_finepage.planning.policies import RUNNABLE
 
-ENGINE = "DeepSpeedEngine"
-CONFIGURE = "_configure_zero_optimizer"
-SANITY_CHECK = "_do_sanity_check"
-OFFLOAD = "DeepSpeedZeRoOffload"
-
 
 def install(engine_module: ModuleType) -> None:
     """Wrap the engine class; a second call does nothing, nor does a module without the class."""
-    engine_class = getattr(engine_module, ENGINE, None)
+    engine_class = getattr(engine_module, _compat.ENGINE, None)
     if engine_class is not None:  # None: the module is being imported at this moment
-        wrap(engine_class, SANITY_CHECK, _checked)
-        wrap(engine_class, CONFIGURE, functools.partial(_configured, engine_module))
+        wrap(engine_class, _compat.ENGINE_SANITY_CHECK, _checked)
+        wrap(engine_class, _compat.ENGINE_CONFIGURE, functools.partial(_configured, engine_module))
 
 
 def uninstall(engine_module: ModuleType) -> None:
     """Unwrap the engine class."""
-    engine_class = getattr(engine_module, ENGINE, object)
-    for name in (SANITY_CHECK, CONFIGURE):
+    engine_class = getattr(engine_module, _compat.ENGINE, object)
+    for name in (_compat.ENGINE_SANITY_CHECK, _compat.ENGINE_CONFIGURE):
         unwrap(engine_class, name)
 
 
@@ -62,7 +58,7 @@ def _configured(
         return original(*args, **kwargs)
     from ds_finepage.integrations.deepspeed.offload import offload_class
 
-    with exchanged(engine_module, OFFLOAD, offload_class(config)):
+    with exchanged(engine_module, _compat.ENGINE_OFFLOAD, offload_class(config)):
         return original(*args, **kwargs)
 
 
