@@ -17,10 +17,9 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from ds_finepage._compat.torch import FakeTensor, FakeTensorMode, free_symbols
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
 from ds_finepage.capture.lengths import SymbolicSizes, size_of, upper_end
 from ds_finepage.capture.plain import require_plain

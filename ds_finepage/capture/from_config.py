@@ -25,16 +25,16 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _pop_mode_temporarily
 from transformers import AutoModelForCausalLM, Cache, PretrainedConfig, modeling_utils
 from transformers.cache_utils import CacheLayerMixin
 
+from ds_finepage._compat.torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    _pop_mode_temporarily,
+)
 from ds_finepage.capture.dynamo_graph import versions
 from ds_finepage.capture.models import positions_of
 from ds_finepage.capture.recorder import Recorder, finish

@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ds_finepage._compat.torch import (
+    FakeTensor,
+    _disable_current_modes,
+    has_free_unbacked_symbols,
+    tree_leaves,
+    tree_map,
+)
 from ds_finepage.capture.lengths import Evaluator, size_of
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.layout import Layout

@@ -17,14 +17,17 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.printers import PythonPrinter
-from torch.utils._sympy.reference import PythonReferenceAnalysis
-from torch.utils._sympy.value_ranges import ValueRanges
 
+from ds_finepage._compat.torch import (
+    ConstantSource,
+    DimDynamic,
+    PythonPrinter,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    ValueRanges,
+    sympy_interp,
+)
 from ds_finepage.graph.taskgraph import Length
 
 MIN_BUCKET = 16

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ds_finepage._compat.torch import is_traceable_wrapper_subclass
 from ds_finepage.errors import CaptureError
 
 

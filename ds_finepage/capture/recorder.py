@@ -17,11 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
+from ds_finepage._compat.torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    _disable_current_modes,
+    has_free_unbacked_symbols,
+    tree_flatten,
+)
 from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.errors import CaptureError
@@ -176,7 +180,7 @@ class Recorder(TorchDispatchMode):
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
         """Return the id of a tensor, registering its view, and its buffer if it is a constant."""
-        if not isinstance(tensor, torch._subclasses.FakeTensor):
+        if not isinstance(tensor, FakeTensor):
             return self._constant(tensor)
         buffer = self._storages.get(tensor.untyped_storage()._cdata)
         if buffer is None:
@@ -283,7 +287,7 @@ class Recorder(TorchDispatchMode):
         for value in flat_results:
             if not isinstance(value, torch.Tensor):
                 continue
-            if not isinstance(value, torch._subclasses.FakeTensor):
+            if not isinstance(value, FakeTensor):
                 self._constant(value)  # lift_fresh of a literal and the like
             elif value.untyped_storage()._cdata not in self._storages:
                 nbytes = value.untyped_storage().nbytes()

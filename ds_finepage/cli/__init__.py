@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import ds_finepage
 from ds_finepage.errors import FinepageError
 
 COMMANDS = ("demo", "plan", "curve", "grid", "probe")
 INTERRUPTED = 130
+LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+"""The logging level for each number of ``-v``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The one place where errors become messages and exit statuses.
     """
     arguments = make_parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    level = LEVELS[min(arguments.verbose, len(LEVELS) - 1)]
+    logging.getLogger(ds_finepage.__name__).setLevel(level)
     try:
         status = arguments.run(arguments)
         assert isinstance(status, int)
@@ -42,6 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     purpose = (ds_finepage.__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="ds-finepage", description=purpose)
     parser.add_argument("--version", action="version", version=ds_finepage.__version__)
+    verbose: dict[str, Any] = {
+        "action": "count",
+        "help": "log what the program does; -vv logs more",
+    }
+    parser.add_argument("-v", "--verbose", default=0, **verbose)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for name in COMMANDS:
         module = import_module(f"ds_finepage.cli.{name}")
@@ -52,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        command.add_argument("-v", "--verbose", default=argparse.SUPPRESS, **verbose)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

@@ -64,7 +64,7 @@ class FetchCounter:
 
     def install(self) -> None:
         """Get between DeepSpeed and the one function that fetches on a single rank."""
-        from deepspeed.runtime.zero import partition_parameters
+        from ds_finepage._compat.deepspeed import partition_parameters
 
         fetch: Callable[[list[Any]], Any] = partition_parameters._no_gather_coalesced
 

@@ -22,14 +22,22 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import skip_code
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from ds_finepage._compat.torch import (
+    FakeTensorMode,
+    FunctionalTensorMode,
+    ProxyTorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    graph_break,
+    peek_interpreter_stack,
+    skip_code,
+    tree_leaves,
+    tree_map,
+)
 from ds_finepage.errors import FinepageError, StoreError
 from ds_finepage.execution.stores import WeightTable
 
@@ -94,7 +102,7 @@ class _FetchingInterpreter(Interpreter):
 
         if n.op == "output":
             return args, kwargs
-        replaced = torch.utils._pytree.tree_map(replace, (args, kwargs))
+        replaced = tree_map(replace, (args, kwargs))
         self._fetched = [(t, t._version) for t in fetched.values()]
         return replaced
 
@@ -108,7 +116,7 @@ class _FetchingInterpreter(Interpreter):
             )
         storages = [
             t.untyped_storage()._cdata
-            for t in torch.utils._pytree.tree_leaves(result)
+            for t in tree_leaves(result)
             if isinstance(t, torch.Tensor) and t.layout is torch.strided
         ]
         self._viewed += [f for f in self._fetched if f[0].untyped_storage()._cdata in storages]
@@ -127,10 +135,10 @@ def is_traced() -> bool:
     Such a call runs as ever, on parameters that show the host masters.
     """
     return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        _get_tracing_state() is not None
+        or peek_interpreter_stack() is not None
         or (
-            torch._C._len_torch_dispatch_stack() > 0
+            _len_torch_dispatch_stack() > 0
             and any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
         )
     )
@@ -192,8 +200,8 @@ class _FillHook(_OwnHook):
     ) -> None:
         super().__init__(own, weights)
         self._on_use = on_use
-        self._runner = running
-        self._aside = torch._dynamo.disable(self._bring_in)
+        self._running = running
+        self._aside = torch.compiler.disable(self._bring_in)
 
     def _bring_in(self, module: torch.nn.Module) -> None:
         if is_traced():
@@ -205,14 +213,14 @@ class _FillHook(_OwnHook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self._aside(module)
-        elif not self._runner.is_active:
-            torch._dynamo.graph_break(COMPILED_BY_CALLER)
+        elif not self._running.is_active:
+            graph_break(COMPILED_BY_CALLER)
 
 
 class _EmptyHook(_OwnHook):
     def __init__(self, own: list[torch.nn.Parameter], weights: WeightTable) -> None:
         super().__init__(own, weights)
-        self._aside = torch._dynamo.disable(self._take_away)
+        self._aside = torch.compiler.disable(self._take_away)
 
     def _take_away(self) -> None:
         for parameter in self._own:

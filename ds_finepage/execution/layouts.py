@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ds_finepage._compat.torch import _disable_current_modes, tree_leaves, tree_map
 from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.layout import Layout
 

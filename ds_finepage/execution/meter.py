@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch.autograd.profiler import profile
+
+from ds_finepage._compat.torch import _enable_record_function, _profiler_enabled
 
 _running: ContextVar[DeviceMeter | None] = ContextVar("finepage_meter", default=None)
 

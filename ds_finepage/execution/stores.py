@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_finepage._compat.torch import TensorBase
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.masters import HostWeight, device_view, rehome
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
@@ -20,7 +21,7 @@ from ds_finepage.execution.watch import DataWatch, data_of, set_data
 BLOCK_ALIGNMENT = 512
 
 _ADDRESS = torch.Tensor.data_ptr
-_VERSION = vars(torch._C.TensorBase)["_version"].__get__
+_VERSION = vars(TensorBase)["_version"].__get__
 
 TakeWeights = Callable[[Mapping[str, torch.nn.Parameter], torch.device], list[HostWeight]]
 """Makes the masters of named parameters; the second argument is the device to compute on."""

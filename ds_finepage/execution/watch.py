@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
-_DATA: Any = torch._C.TensorBase.data
+from ds_finepage._compat.torch import TensorBase
+
+_DATA: Any = TensorBase.data
 """The attribute as torch defines it."""
 
 Replacement = Callable[[torch.Tensor], torch.Tensor]

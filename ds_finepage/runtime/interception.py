@@ -11,9 +11,16 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule, skip_code
-from torch._dynamo.external_utils import wrap_inline
 
+from ds_finepage._compat.torch import (
+    OptimizedModule,
+    TorchDynamoException,
+    dynamo_config,
+    get_eval_frame_callback,
+    skip_code,
+    trace_rules,
+    wrap_inline,
+)
 from ds_finepage.execution.fallback import RunningCall, is_traced
 from ds_finepage.execution.stores import WeightTable
 
@@ -51,7 +58,7 @@ def captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[...
     where forward is one of torch's own (``Sequential``). An outer frame brings both in.
     """
     has_own = any(p in weights for p in module.parameters(recurse=False))
-    if has_own or torch._dynamo.trace_rules.check(module.forward):
+    if has_own or trace_rules.check(module.forward):
         return wrap_inline(module._call_impl)
     return module._call_impl
 
@@ -87,10 +94,10 @@ class PlannedCall:
             or is_traced()
         ):
             return self._module._call_impl(*args, **kwargs)
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):
+        if get_eval_frame_callback() in (None, False):
             return self._run(self._module, args, kwargs)
         # Dynamo works on the caller; it must not work on what is in here.
-        return torch._dynamo.disable(self._run)(self._module, args, kwargs)
+        return torch.compiler.disable(self._run)(self._module, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> None:
         """Leave a copy of the module without this object."""
@@ -171,18 +178,18 @@ def eager_where_refused(
         at_start = num_runs()
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             if num_runs() != at_start:
                 raise
             logger.info("Dynamo has no graph for a call, which runs eagerly: %s", error)
-        return torch._dynamo.disable(module._call_impl)(*args, **kwargs)
+        return torch.compiler.disable(module._call_impl)(*args, **kwargs)
 
     return call
 
 
 def allow_recompiles() -> Callable[[], None]:
     """Raise Dynamo's recompile limit; return what restores it."""
-    config = torch._dynamo.config
+    config = dynamo_config
     before = config.recompile_limit
     if before >= MIN_RECOMPILES:
         return lambda: None

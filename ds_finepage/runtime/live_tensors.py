@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from ds_finepage._compat.torch import StorageWeakRef
 from ds_finepage.runtime.passes import Pass
 
 

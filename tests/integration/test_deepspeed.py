@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
+from ds_finepage._compat import ENGINE_CONFIGURE
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.engine import detach
+from ds_finepage.integrations.deepspeed.patches import is_wrapped
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
 
@@ -367,12 +369,12 @@ def test_install_and_uninstall_may_be_repeated(initialize: Initialize) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     def is_installed() -> bool:
-        return hasattr(DeepSpeedEngine._configure_zero_optimizer, "__finepage__")
+        return is_wrapped(DeepSpeedEngine, ENGINE_CONFIGURE)
 
     assert is_installed()
-    wrapped = DeepSpeedEngine._configure_zero_optimizer
+    wrapped = vars(DeepSpeedEngine)[ENGINE_CONFIGURE]
     ds_finepage.install()
-    assert DeepSpeedEngine._configure_zero_optimizer is wrapped
+    assert vars(DeepSpeedEngine)[ENGINE_CONFIGURE] is wrapped
     try:
         ds_finepage.uninstall()
         ds_finepage.uninstall()
@@ -406,7 +408,8 @@ def imports(code: str) -> str:
     """Run imports in a fresh interpreter; say whether the seam is in."""
     code += (
         "\nfrom deepspeed.runtime.engine import DeepSpeedEngine"
-        "\nprint(hasattr(DeepSpeedEngine._configure_zero_optimizer, '__finepage__'))"
+        "\nfrom ds_finepage.integrations.deepspeed.patches import is_wrapped"
+        f"\nprint(is_wrapped(DeepSpeedEngine, {ENGINE_CONFIGURE!r}))"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, modeling_utils
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
+from ds_finepage._compat import MODEL_BUILD, MODEL_LOAD
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed import checkpoint_files, loading
 from ds_finepage.integrations.deepspeed.checkpoint_files import FileTensor
 from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
+from ds_finepage.integrations.deepspeed.patches import is_wrapped
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
 
@@ -348,10 +350,7 @@ def assert_stock_names() -> None:
 
 
 def is_installed() -> bool:
-    wrapped = [
-        hasattr(getattr(hf.PreTrainedModel, name), "__finepage__")
-        for name in (loading.BUILD, loading.LOAD)
-    ]
+    wrapped = [is_wrapped(hf.PreTrainedModel, name) for name in (MODEL_BUILD, MODEL_LOAD)]
     assert len(set(wrapped)) == 1
     return wrapped[0]
 
@@ -408,9 +407,9 @@ def test_other_formats_are_read_as_by_stock(tmp_path: Path, seen: dict[str, Any]
 def test_install_and_uninstall_may_be_repeated(tmp_path: Path, seen: dict[str, Any]) -> None:
     make_model("llama").save_pretrained(tmp_path)
     assert is_installed()
-    wrapped = hf.PreTrainedModel._load_pretrained_model
+    wrapped = vars(hf.PreTrainedModel)[MODEL_LOAD]
     ds_finepage.install()
-    assert hf.PreTrainedModel._load_pretrained_model is wrapped
+    assert vars(hf.PreTrainedModel)[MODEL_LOAD] is wrapped
     try:
         ds_finepage.uninstall()
         ds_finepage.uninstall()
@@ -427,7 +426,8 @@ def test_the_seam_waits_for_transformers() -> None:
 import sys, ds_finepage
 assert not {"torch", "transformers", "deepspeed"} & {*sys.modules}
 import transformers
-def wrapped(): return hasattr(transformers.PreTrainedModel.get_init_context, "__finepage__")
+from ds_finepage.integrations.deepspeed.patches import is_wrapped
+def wrapped(): return is_wrapped(transformers.PreTrainedModel, "get_init_context")
 print(wrapped()); ds_finepage.uninstall(); print(wrapped())
 """
     root = Path(__file__).parents[2]

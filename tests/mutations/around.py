@@ -48,16 +48,16 @@ AROUND = (
     # The seams that stay where they are.
     mutant(
         "every-later-engine-is-ours",
-        "integrations/deepspeed/seam.py",
-        "setattr(engine_module, OFFLOAD, stock)",
+        "integrations/deepspeed/patches.py",
+        "setattr(owner, name, stock)",
         "pass",
         SEAM,
     ),
     mutant(
         "the-engine-is-wrapped-twice",
-        "integrations/deepspeed/seam.py",
-        'if hasattr(getattr(engine_class, CONFIGURE), "__finepage__"):',
-        "if False:",
+        "integrations/deepspeed/patches.py",
+        "if not is_wrapped(owner, name):",
+        "if True:",
         SEAM,
     ),
     mutant(

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.utils._pytree import tree_map_only
 
+from ds_finepage._compat.torch import _disabled_torch_function_impl, tree_map_only
 from ds_finepage.errors import StoreError
 
 PIECE_BYTES = 4 << 20
@@ -106,7 +106,7 @@ class FileTensor(torch.Tensor):
         made.changed = None
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

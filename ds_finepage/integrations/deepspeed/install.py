@@ -1,78 +1,51 @@
-"""Installs the seams without importing what they are put into.
+"""Installs the seams without importing the packages that they change.
 
 DeepSpeed and transformers have no entry points. ``import ds_finepage`` is the explicit, documented
-act; where they are not loaded yet, finders on ``sys.meta_path`` wait for the modules, so that the
-order of the imports does not matter and a program that only plans never loads torch.
+act. A seam goes in at once if its module is loaded, else as soon as the module is loaded. So the
+order of the imports does not matter, and a program that only plans never loads torch.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import importlib
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 
+import wrapt
+
 SEAMS = {
-    "deepspeed.runtime.engine": (f"{__package__}.seam", "DeepSpeedEngine"),
-    "transformers.modeling_utils": (
-        f"{__package__}.loading",
-        "PreTrainedModel",
-    ),
+    "deepspeed.runtime.engine": f"{__package__}.seam",
+    "transformers.modeling_utils": f"{__package__}.loading",
 }
-"""The modules, each with its seam and the class that it has once it is loaded."""
+"""Module -> the seam that changes it."""
+
+_waiting: dict[str, bool] = {}
+"""Module that is not loaded yet -> whether its seam goes in when it is loaded."""
 
 
-class _SeamFinder(importlib.abc.MetaPathFinder):
-    """Finds one module as usual and sees to it that the seam is put in once it is loaded."""
-
-    def __init__(self, module: str) -> None:
-        self.module = module
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _SeamLoader(spec.loader)
-        return spec
+def install() -> None:
+    """Install the seams, now or when their modules are loaded; a second call does nothing."""
+    for name in SEAMS:
+        is_registered = name in _waiting
+        _waiting[name] = True
+        if not is_registered:
+            wrapt.register_post_import_hook(_loaded, name)  # calls it at once for a loaded module
 
 
-class _SeamLoader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
+def uninstall() -> None:
+    """Remove the seams; engines that exist keep what they have."""
+    for name in SEAMS:
+        if name in _waiting:
+            _waiting[name] = False
+        module = sys.modules.get(name)
+        if module is not None:
+            _seam_of(name).uninstall(module)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+def _loaded(module: ModuleType) -> None:
+    if _waiting.pop(module.__name__):
         _seam_of(module.__name__).install(module)
 
 
 def _seam_of(name: str) -> ModuleType:
-    return importlib.import_module(SEAMS[name][0])
-
-
-def install() -> None:
-    """Put the seams in, now or when their modules are imported; a second call does nothing."""
-    waiting = {finder.module for finder in sys.meta_path if isinstance(finder, _SeamFinder)}
-    for name, (_, loaded_class) in SEAMS.items():
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, loaded_class):
-            _seam_of(name).install(module)
-        elif name not in waiting:
-            sys.meta_path.insert(0, _SeamFinder(name))
-
-
-def uninstall() -> None:
-    """Take the seams out again; engines that exist keep what they have."""
-    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _SeamFinder)]
-    for name in SEAMS:
-        module = sys.modules.get(name)
-        if module is not None:
-            _seam_of(name).uninstall(module)
+    return importlib.import_module(SEAMS[name])

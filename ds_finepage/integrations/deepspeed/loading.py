@@ -10,43 +10,31 @@ Every other load stays stock.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
+from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
 from ds_finepage.planning.policies import RUNNABLE
 
 logger = logging.getLogger(__name__)
 
 _one_at_a_time = threading.RLock()  # of two that overlap, one would leave its names behind
 
-MODEL = "PreTrainedModel"
-BUILD = "get_init_context"
-LOAD = "_load_pretrained_model"
-READ_FILE = "load_state_dict"
-GATHER = "GatheredParameters"
-NEEDED = (
-    MODEL,
-    READ_FILE,
-    "_load_state_dict_into_zero3_model",
-    "deepspeed_config",
-    "is_deepspeed_zero3_enabled",
-)
-
 
 def install(modeling_utils: ModuleType) -> None:
     """Wrap the model class; a second call does nothing, nor does one that finds other names."""
-    model_class = getattr(modeling_utils, MODEL, None)
+    model_class: Any = getattr(modeling_utils, _compat.MODEL, None)
     members = {} if model_class is None else vars(model_class)
-    missing = [name for name in NEEDED if not hasattr(modeling_utils, name)]
+    missing = [name for name in _compat.MODEL_NEEDS if not hasattr(modeling_utils, name)]
     missing += [
-        f"{MODEL}.{name}"
-        for name, kind in ((BUILD, classmethod), (LOAD, staticmethod))
+        f"{_compat.MODEL}.{name}"
+        for name, kind in ((_compat.MODEL_BUILD, classmethod), (_compat.MODEL_LOAD, staticmethod))
         if not isinstance(members.get(name), kind)
     ]
     if missing:
@@ -55,31 +43,15 @@ def install(modeling_utils: ModuleType) -> None:
             ", ".join(missing),
         )
         return
-    if hasattr(members[LOAD].__func__, "__finepage__"):
-        return
-    _wrap(model_class, BUILD, functools.partial(_build, modeling_utils))
-    _wrap(model_class, LOAD, functools.partial(_load, modeling_utils))
+    wrap(model_class, _compat.MODEL_BUILD, functools.partial(_build, modeling_utils))
+    wrap(model_class, _compat.MODEL_LOAD, functools.partial(_load, modeling_utils))
 
 
 def uninstall(modeling_utils: ModuleType) -> None:
     """Unwrap the model class."""
-    model_class: Any = getattr(modeling_utils, MODEL, object)
-    for name in (BUILD, LOAD):
-        wrapped: Any = getattr(vars(model_class).get(name), "__func__", None)
-        if hasattr(wrapped, "__finepage__"):
-            setattr(model_class, name, wrapped.__finepage__)
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    descriptor = vars(owner)[name]
-    original = descriptor.__func__
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    wrapper.__finepage__ = descriptor  # type: ignore[attr-defined]
-    setattr(owner, name, type(descriptor)(wrapper))
+    model_class = getattr(modeling_utils, _compat.MODEL, object)
+    for name in (_compat.MODEL_BUILD, _compat.MODEL_LOAD):
+        unwrap(model_class, name)
 
 
 def is_wanted(modeling_utils: ModuleType) -> bool:
@@ -99,9 +71,13 @@ def is_wanted(modeling_utils: ModuleType) -> bool:
 
 
 def _build(
-    modeling_utils: ModuleType, original: Callable[..., Any], *args: Any, **kwargs: Any
+    modeling_utils: ModuleType,
+    original: Callable[..., Any],
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Add a mode to the contexts in which a model is built that a checkpoint will fill."""
+    """Add a mode to the contexts in which transformers builds a model before it loads weights."""
     contexts = original(*args, **kwargs)  # zero.Init is among them, which counts the ranks
     if is_wanted(modeling_utils):
         from ds_finepage.integrations.deepspeed.partitions import NothingIntoNothing
@@ -111,7 +87,11 @@ def _build(
 
 
 def _load(
-    modeling_utils: ModuleType, original: Callable[..., Any], *args: Any, **kwargs: Any
+    modeling_utils: ModuleType,
+    original: Callable[..., Any],
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
     if not is_wanted(modeling_utils):
@@ -121,11 +101,11 @@ def _load(
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
     from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
 
-    reader = functools.partial(_read_file, getattr(modeling_utils, READ_FILE))
+    reader = functools.partial(_read_file, getattr(modeling_utils, _compat.MODEL_READ_FILE))
     with (
         _one_at_a_time,
-        _exchanged(modeling_utils, READ_FILE, reader),
-        _exchanged(deepspeed.zero, GATHER, PartitionsInPlace),
+        exchanged(modeling_utils, _compat.MODEL_READ_FILE, reader),
+        exchanged(deepspeed.zero, _compat.GATHERED_PARAMETERS, PartitionsInPlace),
     ):
         result = original(*args, **kwargs)
     trim_heap()
@@ -147,13 +127,3 @@ def _read_file(
         if found is not None:
             return found
     return original(checkpoint_file, map_location, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
-    stock = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)

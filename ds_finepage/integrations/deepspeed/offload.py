@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
-from deepspeed.runtime.zero.partition_parameters import (
+
+from ds_finepage._compat.deepspeed import (
+    DeepSpeedZeRoOffload,
     InsertPostInitMethodToModuleSubClasses,
+    ZeROOrderedDict,
     ZeroParamStatus,
     _init_external_params,
     is_zero_param,
 )
-
 from ds_finepage.api import attach
 from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.executor import byte_view

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_finepage._compat.deepspeed import GatheredParameters, ZeroParamStatus
+from ds_finepage._compat.torch import StorageWeakRef, TorchDispatchMode, tree_leaves
 
 _ALLOCATIONS = (
     torch.ops.aten.empty,
@@ -104,7 +104,7 @@ class NothingIntoNothing(TorchDispatchMode):
             self._unwritten.add(StorageWeakRef(result.untyped_storage()))
         # On one rank, a collective leaves everything as it was.
         elif op._schema.is_mutable and op.namespace != "c10d":
-            for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            for value in tree_leaves((args, kwargs)):
                 if isinstance(value, torch.Tensor):
                     self._unwritten.discard(StorageWeakRef(value.untyped_storage()))
         return result

@@ -1,9 +1,9 @@
-"""The seam into DeepSpeed: one method wrapped, one class exchanged while it runs.
+"""The seam into DeepSpeed: wraps two methods of its engine.
 
 ``DeepSpeedEngine._configure_zero_optimizer`` builds a ``DeepSpeedZeRoOffload`` when ZeRO stage 3
-runs without an optimizer. For an engine whose ds_config enables finepage, the name is rebound to a
-subclass for the duration of that call; DeepSpeed passes its own arguments, so that drift between
-its versions does not matter. Every other engine stays stock.
+runs without an optimizer. If the ds_config of the engine enables finepage, the name stands for a
+subclass during that call. DeepSpeed passes its own arguments, so changes of those between its
+versions do not matter. Every other engine stays stock.
 """
 
 from __future__ import annotations
@@ -13,70 +13,53 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
+from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
 from ds_finepage.planning.policies import RUNNABLE
-
-CONFIGURE = "_configure_zero_optimizer"
-SANITY_CHECK = "_do_sanity_check"
-OFFLOAD = "DeepSpeedZeRoOffload"
 
 
 def install(engine_module: ModuleType) -> None:
-    """Wrap the engine class; a second call does nothing."""
-    engine_class = engine_module.DeepSpeedEngine
-    if hasattr(getattr(engine_class, CONFIGURE), "__finepage__"):
-        return
-    _wrap(engine_class, SANITY_CHECK, _checked)
-    _wrap(engine_class, CONFIGURE, functools.partial(_configured, engine_module))
+    """Wrap the engine class; a second call does nothing, nor does a module without the class."""
+    engine_class = getattr(engine_module, _compat.ENGINE, None)
+    if engine_class is not None:  # None: the module is being imported at this moment
+        wrap(engine_class, _compat.ENGINE_SANITY_CHECK, _checked)
+        wrap(engine_class, _compat.ENGINE_CONFIGURE, functools.partial(_configured, engine_module))
 
 
 def uninstall(engine_module: ModuleType) -> None:
     """Unwrap the engine class."""
-    engine_class = engine_module.DeepSpeedEngine
-    for name in (SANITY_CHECK, CONFIGURE):
-        wrapped = getattr(engine_class, name)
-        if hasattr(wrapped, "__finepage__"):
-            setattr(engine_class, name, wrapped.__wrapped__)
+    engine_class = getattr(engine_module, _compat.ENGINE, object)
+    for name in (_compat.ENGINE_SANITY_CHECK, _compat.ENGINE_CONFIGURE):
+        unwrap(engine_class, name)
 
 
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(functools.partial(original, self), self, *args, **kwargs)
-
-    wrapper.__finepage__ = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapper)
-
-
-def _checked(original: Callable[..., Any], engine: Any) -> Any:
-    """Refuse what finepage cannot do before DeepSpeed does anything with the model."""
+def _checked(
+    original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Refuse a setup that finepage does not support before DeepSpeed changes the model."""
     config = config_of(engine)
     if config.enabled:
         refuse_unsupported(engine)
-    return original()
+    return original(*args, **kwargs)
 
 
 def _configured(
     engine_module: ModuleType,
     original: Callable[..., Any],
     engine: Any,
-    *args: Any,
-    **kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
+    """Let an engine that enables finepage build a ``FinepageOffload``."""
     config = config_of(engine)
     if not config.enabled:
         return original(*args, **kwargs)
     from ds_finepage.integrations.deepspeed.offload import offload_class
 
-    stock = getattr(engine_module, OFFLOAD)
-    setattr(engine_module, OFFLOAD, offload_class(config))
-    try:
+    with exchanged(engine_module, _compat.ENGINE_OFFLOAD, offload_class(config)):
         return original(*args, **kwargs)
-    finally:
-        setattr(engine_module, OFFLOAD, stock)
 
 
 def config_of(engine: Any) -> FinepageConfig:

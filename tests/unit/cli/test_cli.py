@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import subprocess
 import sys
 from importlib import import_module
@@ -113,6 +114,37 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fake"], ["WARNING"]),
+        (["-v", "fake"], ["WARNING", "INFO"]),
+        (["fake", "-v"], ["WARNING", "INFO"]),
+        (["fake", "-vv"], ["WARNING", "INFO", "DEBUG"]),
+        (["fake", "--verbose", "-vv"], ["WARNING", "INFO", "DEBUG"]),
+    ],
+    ids=str,
+)
+def test_verbose_sets_the_level_of_the_log(
+    command: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    arguments: list[str],
+    expected: list[str],
+) -> None:
+    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+    logged: list[str] = []
+
+    def run(_: argparse.Namespace) -> int:
+        logger = logging.getLogger("ds_finepage.anything")
+        logged.extend(logging.getLevelName(v) for v in levels if logger.isEnabledFor(v))
+        return 0
+
+    command.run = run
+    caplog.set_level(logging.WARNING, logger="ds_finepage")  # restores the level afterwards
+    assert cli.main(arguments) == 0
+    assert logged == expected
 
 
 def test_help_starts_without_anything_heavy() -> None:

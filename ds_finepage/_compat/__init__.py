@@ -1,0 +1,55 @@
+"""Names the private parts of torch, transformers and DeepSpeed that ds_finepage uses.
+
+Such names can move or disappear in any release. Only this package imports them, and
+``tests/unit/test_compat.py`` proves that each exists. It has three parts:
+
+- this file: names as text, of methods that the seams wrap and of attributes of objects;
+- ``torch``: what the product imports from torch;
+- ``deepspeed``: what the product imports from DeepSpeed.
+"""
+
+from __future__ import annotations
+
+ENGINE = "DeepSpeedEngine"
+ENGINE_SANITY_CHECK = "_do_sanity_check"
+ENGINE_CONFIGURE = "_configure_zero_optimizer"
+ENGINE_OFFLOAD = "DeepSpeedZeRoOffload"
+"""The class that an engine builds for ZeRO stage 3 without an optimizer; looked up by name."""
+
+MODEL = "PreTrainedModel"
+MODEL_BUILD = "get_init_context"
+MODEL_LOAD = "_load_pretrained_model"
+MODEL_READ_FILE = "load_state_dict"
+MODEL_NEEDS = (
+    MODEL,
+    MODEL_READ_FILE,
+    "_load_state_dict_into_zero3_model",
+    "deepspeed_config",
+    "is_deepspeed_zero3_enabled",
+)
+"""The names that loading into partitions needs in ``transformers.modeling_utils``."""
+
+GATHERED_PARAMETERS = "GatheredParameters"
+"""The name in ``deepspeed.zero`` under which transformers looks up the gathering context."""
+
+ATTRIBUTES = {
+    "_call_impl": "torch.nn.Module",
+    "_cdata": "torch.UntypedStorage",
+    "_compiled_call_impl": "torch.nn.Module",
+    "_config": "deepspeed.runtime.engine.DeepSpeedEngine",
+    "_make_wrapper_subclass": "torch.Tensor",
+    "_modules": "torch.nn.Module",
+    "_no_gather_coalesced": "deepspeed.runtime.zero.partition_parameters",
+    "_param_dict": "deepspeed.runtime.config.DeepSpeedConfig",
+    "_parameters": "torch.nn.Module",
+    "_register_deepspeed_module": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
+    "_remove_module_hooks": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
+    "_schema": "torch._ops.OpOverload",
+    "_version": "torch.Tensor",
+}
+"""Private attribute that the product reads or replaces -> its owner."""
+
+FORMER_ATTRIBUTES = {
+    "_register_hooks_recursively": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
+}
+"""Like ``ATTRIBUTES``, for names that only some of the supported versions have."""

@@ -1,0 +1,90 @@
+"""torch's private and experimental names.
+
+Callers import the objects themselves, so a hot path pays for no extra lookup.
+"""
+
+from torch._C import (
+    TensorBase,
+    _disabled_torch_function_impl,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
+from torch._C._autograd import _enable_record_function, _profiler_enabled
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._functorch import peek_interpreter_stack
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import graph_break, trace_rules
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    free_symbols,
+    has_free_unbacked_symbols,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.value_ranges import ValueRanges
+
+__all__ = [
+    "ConstantSource",
+    "DataDependentOutputException",
+    "DimDynamic",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensorMode",
+    "OptimizedModule",
+    "ProxyTorchDispatchMode",
+    "PythonPrinter",
+    "PythonReferenceAnalysis",
+    "ShapeEnv",
+    "StorageWeakRef",
+    "TensorBase",
+    "TorchDispatchMode",
+    "TorchDynamoException",
+    "ValueRanges",
+    "_disable_current_modes",
+    "_disabled_torch_function_impl",
+    "_enable_record_function",
+    "_get_current_dispatch_mode_stack",
+    "_get_tracing_state",
+    "_len_torch_dispatch_stack",
+    "_pop_mode_temporarily",
+    "_profiler_enabled",
+    "dynamo_config",
+    "free_symbols",
+    "get_eval_frame_callback",
+    "graph_break",
+    "has_free_unbacked_symbols",
+    "is_traceable_wrapper_subclass",
+    "peek_interpreter_stack",
+    "skip_code",
+    "sympy_interp",
+    "trace_rules",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "wrap_inline",
+]

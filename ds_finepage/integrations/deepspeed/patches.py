@@ -1,0 +1,48 @@
+"""Changes other packages and restores them: wraps methods, exchanges names for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import wrapt
+
+
+class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """A method that a seam has wrapped."""
+
+
+def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Wrap a method; one that is wrapped already stays as it is.
+
+    Args:
+        owner: The class that defines the method.
+        name: The method's name. A class method or a static method stays one.
+        wrapper: Called with the original method (bound), the instance or class, the positional
+            arguments and the keyword arguments.
+    """
+    if not is_wrapped(owner, name):
+        setattr(owner, name, SeamWrapper(vars(owner)[name], wrapper))
+
+
+def unwrap(owner: type, name: str) -> None:
+    """Restore the original method; one that is not wrapped stays as it is."""
+    if is_wrapped(owner, name):
+        setattr(owner, name, vars(owner)[name].__wrapped__)
+
+
+def is_wrapped(owner: type, name: str) -> bool:
+    """Return whether a seam has wrapped a class's method."""
+    return isinstance(vars(owner).get(name), SeamWrapper)
+
+
+@contextlib.contextmanager
+def exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module's or a class's name another value inside the context."""
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)

@@ -1,0 +1,55 @@
+"""Methods are wrapped once and restored as they were, whatever their kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_finepage.integrations.deepspeed.patches import exchanged, is_wrapped, unwrap, wrap
+
+
+class Theirs:
+    def of_an_instance(self, value: int) -> tuple[Any, int]:
+        return self, value
+
+    @classmethod
+    def of_a_class(cls, value: int) -> tuple[Any, int]:
+        return cls, value
+
+    @staticmethod
+    def of_nobody(value: int) -> tuple[Any, int]:
+        return None, value
+
+
+def doubled(original: Any, owner: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return owner, original(*args, **kwargs)[1] * 2
+
+
+@pytest.mark.parametrize("name", ("of_an_instance", "of_a_class", "of_nobody"))
+def test_every_kind_of_method_is_wrapped_once_and_restored(name: str) -> None:
+    descriptor = vars(Theirs)[name]
+    theirs = Theirs()
+    stock = getattr(theirs, name)(1)
+    assert not is_wrapped(Theirs, name)
+    try:
+        wrap(Theirs, name, doubled)
+        wrap(Theirs, name, doubled)
+        assert is_wrapped(Theirs, name)
+        assert getattr(theirs, name)(value=1) == (stock[0], 2)
+        assert isinstance(vars(Theirs)[name], type(descriptor))
+    finally:
+        unwrap(Theirs, name)
+        unwrap(Theirs, name)
+    assert vars(Theirs)[name] is descriptor
+    assert not is_wrapped(Theirs, name)
+
+
+def test_an_exchanged_name_is_restored_after_an_error_too() -> None:
+    class Owner:
+        name = "stock"
+
+    with pytest.raises(RuntimeError), exchanged(Owner, "name", "ours"):
+        assert Owner.name == "ours"
+        raise RuntimeError
+    assert Owner.name == "stock"

@@ -1,0 +1,132 @@
+"""Private names of torch, transformers and DeepSpeed: all in one package, and all of them exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ds_finepage import _compat
+
+ROOT = Path(_compat.__file__).parents[1]
+FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent.name != "_compat")
+THEIRS = ("torch", "transformers", "deepspeed", "accelerate")
+INTERNAL = ("deepspeed.runtime.", "torch.fx.experimental.", "torch.multiprocessing.reductions")
+
+
+def is_private(module: str, name: str = "") -> bool:
+    """Return whether an import from one of their packages is of a private or internal name."""
+    if module.split(".")[0] not in THEIRS:
+        return False
+    parts = [*module.split("."), name]
+    return any(p.startswith("_") for p in parts) or f"{module}.".startswith(INTERNAL)
+
+
+def imported_private_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found = [a.name for a in node.names if is_private(node.module, a.name)]
+            yield from (f"{node.module}.{name}" for name in found)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+
+
+def private_attributes(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            if not node.attr.startswith("__"):
+                yield node.attr
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that a file defines or assigns to."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def test_only_compat_imports_private_names() -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in FILES
+        if (names := list(imported_private_names(ast.parse(path.read_text()))))
+    }
+    assert found == {}
+
+
+def test_compat_lists_every_private_attribute() -> None:
+    trees = [ast.parse(path.read_text()) for path in FILES]
+    ours = {name for tree in trees for name in own_names(tree)}
+    used = {name for tree in trees for name in private_attributes(tree)}
+    listed = {*_compat.ATTRIBUTES, *_compat.FORMER_ATTRIBUTES}
+    assert sorted(used - ours - listed) == []
+    assert sorted(listed - used - {"_compiled_call_impl", "_modules", "_parameters"}) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("from torch._dynamo import config", ["torch._dynamo.config"]),
+        ("from torch.utils.x import _y, z", ["torch.utils.x._y"]),
+        ("import deepspeed.runtime.engine", ["deepspeed.runtime.engine"]),
+        ("from torch.fx.experimental.proxy_tensor import make_fx, Proxy", 2),
+        ("from torch.fx import Node\nfrom ds_finepage._compat.torch import _x", []),
+    ],
+)
+def test_the_rule_itself(code: str, expected: list[str] | int) -> None:
+    found = list(imported_private_names(ast.parse(code)))
+    assert found == expected or len(found) == expected
+    assert list(private_attributes(ast.parse("a._b.c.__d__"))) == ["_b"]
+
+
+@pytest.mark.parametrize("name", ("torch", "deepspeed"))
+def test_every_imported_name_exists(name: str) -> None:
+    pytest.importorskip(name)
+    part = import_module(f"ds_finepage._compat.{name}")
+    assert part.__all__
+    assert [n for n in part.__all__ if getattr(part, n, None) is None] == []
+
+
+def exists(owner: str, name: str) -> bool:
+    """Return whether a class or module has a name, or the code of a class assigns to it."""
+    found = pkgutil.resolve_name(owner)
+    return hasattr(found, name) or f"self.{name} = " in inspect.getsource(found)
+
+
+@pytest.mark.parametrize("name", sorted(_compat.ATTRIBUTES))
+def test_every_attribute_exists(name: str) -> None:
+    owner = _compat.ATTRIBUTES[name]
+    pytest.importorskip(owner.split(".")[0])
+    if owner == "torch.nn.Module":
+        assert hasattr(pkgutil.resolve_name(owner)(), name)
+    else:
+        assert exists(owner, name)
+
+
+def test_an_attribute_that_does_not_exist_is_noticed() -> None:
+    assert not exists("torch.nn.Module", "_no_such_name")
+
+
+def test_the_seams_find_the_names_of_deepspeed() -> None:
+    pytest.importorskip("deepspeed")
+    import deepspeed
+
+    module = import_module("deepspeed.runtime.engine")
+    engine = getattr(module, _compat.ENGINE)
+    assert vars(engine).keys() >= {_compat.ENGINE_CONFIGURE, _compat.ENGINE_SANITY_CHECK}
+    assert hasattr(module, _compat.ENGINE_OFFLOAD)
+    assert hasattr(deepspeed.zero, _compat.GATHERED_PARAMETERS)
+
+
+def test_the_seams_find_the_names_of_transformers() -> None:
+    module = import_module("transformers.modeling_utils")
+    assert [name for name in _compat.MODEL_NEEDS if not hasattr(module, name)] == []
+    model = getattr(module, _compat.MODEL)
+    assert vars(model).keys() >= {_compat.MODEL_BUILD, _compat.MODEL_LOAD}
