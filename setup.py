@@ -20,6 +20,7 @@ setup(
         "accelerate>=1.1",
         "deepspeed>=0.16,<0.20",
         "psutil",
+        "pydantic>=2.7",
         "rich",
         "safetensors",
         "scipy",
