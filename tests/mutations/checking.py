@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutant import mutant
 
-CHECKER = "unit/checker/test_checker.py"
+CHECKER = "unit/checker"
 ROUTING = "unit/planning/rewrite/test_late_experts.py"
 
 CHECKING = (
@@ -32,50 +32,50 @@ CHECKING = (
     ),
     mutant(
         "vacators-are-not-waited-for",
-        "checker/walk.py",
-        'self.wait(Fault.NO_MEMORY_EDGE, vacators, node.id, "the vacator of its bytes")',
+        "checker/arena.py",
+        "vacators[segment.vacator] = None",
         "pass",
         CHECKER,
     ),
     mutant(
         "live-extents-may-overlap",
-        "checker/walk.py",
+        "checker/arena.py",
         "            elif segment.tenant is not None:",
         "            elif False:",
         CHECKER,
     ),
     mutant(
         "extents-may-begin-anywhere",
-        "checker/walk.py",
-        "if extent.offset % self.memgraph.alignment:",
+        "checker/arena.py",
+        "if extent.offset % self._memgraph.alignment:",
         "if False:",
         CHECKER,
     ),
     mutant(
         "extents-may-end-behind-the-arena",
-        "checker/walk.py",
-        "or extent.end > self.memgraph.arena_bytes:",
-        "or extent.end > self.memgraph.arena_bytes + 1:",
+        "checker/arena.py",
+        "or extent.end > self._memgraph.arena_bytes:",
+        "or extent.end > self._memgraph.arena_bytes + 1:",
         CHECKER,
     ),
     mutant(
         "dirty-contents-may-be-dropped",
         "checker/walk.py",
-        "and self.host.get(buffer) != life.contents",
+        "and self.host.contents.get(buffer) != life.contents",
         "and False",
         CHECKER,
     ),
     mutant(
         "host-copies-may-be-overwritten",
-        "checker/walk.py",
-        "self._host_race(node.id, buffer)",
+        "checker/host.py",
+        "self._require_users_done(node.id, buffer)",
         "pass",
         CHECKER,
     ),
     mutant(
         "stale-host-copies-may-come-back",
-        "checker/walk.py",
-        "or self.host[buffer] != self.latest[buffer]:",
+        "checker/host.py",
+        "or self.contents[buffer] != latest:",
         "or False:",
         CHECKER,
     ),
