@@ -1,7 +1,7 @@
-"""The ``finepage`` section of a ds_config: read strictly, then immutable.
+"""The ``finepage`` section of a ds_config: validated once, then immutable.
 
-DeepSpeed accepts unknown top-level keys without a word, so a misspelt setting would silently be
-none. Everything here is refused unless it is understood.
+DeepSpeed ignores unknown top-level keys, so a misspelt setting would silently have no effect. These
+models refuse every key and value that they do not know. A new setting is one more field.
 """
 
 from __future__ import annotations
@@ -11,9 +11,21 @@ import enum
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.units import SIZE_FORMS, format_bytes, parse_bytes
@@ -29,12 +41,25 @@ BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 _PERCENT = re.compile(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
+def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Ask whether the known name that is closest to a wrong one was meant.
+
+    Args:
+        name: The wrong name.
+        known: All right names.
+        cutoff: The least similarity, from 0 to 1, that a name must have.
+
+    Returns:
+        ``"Did you mean 'x'? "``, or an empty text where no name is close.
+    """
+    close = difflib.get_close_matches(str(name).lower(), known, 1, cutoff)
+    return f"Did you mean {close[0]!r}? " if close else ""
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Say which known name is close to a wrong one, and list them all."""
+    """Name the known name that is closest to a wrong one, and list all known names."""
     names = list(known)
-    close = difflib.get_close_matches(str(name), names, 1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(names)}."
+    return f"{nearest(name, names)}Known: {', '.join(names)}."
 
 
 class BudgetKind(str, enum.Enum):
@@ -81,10 +106,9 @@ class DeviceBudget:
                 return cls()
             if "%" in text:
                 return cls._parse_percent(value, text, name)
-            if "auto" in difflib.get_close_matches(text, ["auto"]):
-                raise ConfigError(
-                    f"{name}: cannot read {value!r}. Did you mean 'auto'? Write {BUDGET_FORMS}."
-                )
+            hint = nearest(text, [BudgetKind.AUTO.value])
+            if hint:
+                raise ConfigError(f"{name}: cannot read {value!r}. {hint}Write {BUDGET_FORMS}.")
         return cls(kind=BudgetKind.BYTES, num_bytes=parse_bytes(value, name=name))
 
     @classmethod
@@ -178,70 +202,103 @@ class DeviceBudget:
         return budget_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebugConfig:
+_S = TypeVar("_S", bound="_Settings")
+
+
+class _Settings(BaseModel):
+    """Settings by name; strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def _read(cls: type[_S], value: Mapping[Any, Any], name: str, context: Any = None) -> _S:
+        """Validate an object; errors name the setting."""
+        try:
+            return cls.model_validate(dict(value), context=context)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            cause = first.get("ctx", {}).get("error")
+            if isinstance(cause, ConfigError):
+                raise cause from None
+            key, given = first["loc"][0], first["input"]
+            if first["type"] in ("extra_forbidden", "invalid_key"):
+                known = did_you_mean(key, cls.model_fields)
+                raise ConfigError(f"{name}: unknown key {key!r}. {known}") from None
+            message = _MESSAGES.get(first["type"], first["msg"] + ".")
+            raise ConfigError(f"{name}.{key}: {given!r} {message}") from None
+
+
+_MESSAGES = {
+    "bool_type": "is not a truth value. Write true or false.",
+    "int_type": "is not a whole number.",
+    "greater_than_equal": "is negative. Write 0 or more.",
+    "string_type": "is not a text. Write a name in quotes.",
+    "string_pattern_mismatch": "is not a text. Write a name in quotes.",
+}
+"""Endings of messages, by pydantic's type of an error."""
+
+
+class DebugConfig(_Settings):
     """Checks that cost time and change no result."""
 
     poison_vacated: bool = False  # fill vacated extents with NaN
     lane_delay_seed: int | None = None  # delay lanes at random; None: never
-    max_lane_delay_us: int = 200  # microseconds; longest of these delays
+    max_lane_delay_us: NonNegativeInt = 200  # microseconds; longest of these delays
 
     @classmethod
-    def parse(cls, value: object, *, name: str = f"{SECTION}.debug") -> DebugConfig:
+    def parse(cls, value: object) -> DebugConfig:
         """Read the setting.
 
         Args:
             value: ``false``: all off. ``true``: vacated extents are poisoned, lanes are delayed
                 with seed 0. Or an object with any of the fields.
-            name: The setting, as the error names it.
 
         Raises:
             ConfigError: Another type, an unknown key, or a negative delay.
         """
+        name = f"{SECTION}.debug"
         if isinstance(value, DebugConfig):
             return value
         if isinstance(value, bool):
             return cls(poison_vacated=True, lane_delay_seed=0) if value else cls()
         if not isinstance(value, Mapping):
-            known = ", ".join(f.name for f in fields(cls))
+            known = ", ".join(cls.model_fields)
             raise ConfigError(
                 f"{name}: {value!r} is neither true nor false nor an object. Keys: {known}."
             )
-        _refuse_unknown_keys(value, [f.name for f in fields(cls)], name)
-        given: dict[str, Any] = {}
-        if "poison_vacated" in value:
-            given["poison_vacated"] = _bool(value["poison_vacated"], f"{name}.poison_vacated")
-        if value.get("lane_delay_seed") is not None:
-            given["lane_delay_seed"] = _int(value["lane_delay_seed"], f"{name}.lane_delay_seed")
-        if "max_lane_delay_us" in value:
-            delay_us = _int(value["max_lane_delay_us"], f"{name}.max_lane_delay_us")
-            if delay_us < 0:
-                raise ConfigError(
-                    f"{name}.max_lane_delay_us: {delay_us} is negative. Write microseconds, "
-                    "0 or more."
-                )
-            if "lane_delay_seed" not in given:
-                logger.warning(
-                    "%s.max_lane_delay_us has no effect: %s.lane_delay_seed is not set", name, name
-                )
-            given["max_lane_delay_us"] = delay_us
-        return cls(**given)
+        found = cls._read(value, name)
+        if found.lane_delay_seed is None and "max_lane_delay_us" in found.model_fields_set:
+            logger.warning(
+                "%s.max_lane_delay_us has no effect: %s.lane_delay_seed is not set", name, name
+            )
+        return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinepageConfig:
+class FinepageConfig(_Settings):
     """The ``finepage`` section. Without one, ``enabled`` is false and DeepSpeed is stock."""
 
     enabled: bool = False
-    device_budget: DeviceBudget = field(default_factory=DeviceBudget)
+    device_budget: Annotated[DeviceBudget, PlainValidator(DeviceBudget.parse)] = DeviceBudget()
     policy: str = "finepage"
     split: bool = False  # cut matrix products; results may then differ in the last bit
-    debug: DebugConfig = field(default_factory=DebugConfig)
-    plan_dir: str | None = None  # folder in which captured taskgraphs and plans are kept as JSON
+    debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
+    plan_dir: Annotated[str, Field(pattern=r"\S")] | None = (
+        None  # folder in which captured taskgraphs and plans are kept as JSON
+    )
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, policy: str, info: ValidationInfo) -> str:
+        known = (info.context or {}).get("policies", (policy,))
+        if policy not in known:
+            raise ConfigError(
+                f"{SECTION}.policy: unknown policy {policy!r}. {did_you_mean(policy, known)}"
+            )
+        return policy
 
     @classmethod
     def from_ds_config(cls, section: object, *, policies: Sequence[str]) -> FinepageConfig:
-        """Read what a ds_config has under ``finepage``.
+        """Read the ``finepage`` section of a ds_config.
 
         Args:
             section: The section (see ``section_of``); ``None`` where the ds_config has none.
@@ -264,32 +321,13 @@ class FinepageConfig:
             ConfigError: Not a mapping, an unknown key or policy (with the nearest known one), or
                 a value of the wrong type or out of range.
         """
-        names = [f.name for f in fields(cls)]
         if not isinstance(section, Mapping):
             raise ConfigError(
                 f"{SECTION}: {section!r} is not an object. Write for example "
-                f'{{"enabled": true, "device_budget": "6GiB"}}. Keys: {", ".join(names)}.'
+                f'{{"enabled": true, "device_budget": "6GiB"}}. Keys: '
+                f"{', '.join(cls.model_fields)}."
             )
-        _refuse_unknown_keys(section, names, SECTION)
-        given: dict[str, Any] = {}
-        if "enabled" in section:
-            given["enabled"] = _bool(section["enabled"], f"{SECTION}.enabled")
-        if "device_budget" in section:
-            given["device_budget"] = DeviceBudget.parse(section["device_budget"])
-        if "policy" in section:
-            policy = _text(section["policy"], f"{SECTION}.policy")
-            if policy not in policies:
-                raise ConfigError(
-                    f"{SECTION}.policy: unknown policy {policy!r}. {did_you_mean(policy, policies)}"
-                )
-            given["policy"] = policy
-        if "split" in section:
-            given["split"] = _bool(section["split"], f"{SECTION}.split")
-        if "debug" in section:
-            given["debug"] = DebugConfig.parse(section["debug"])
-        if section.get("plan_dir") is not None:
-            given["plan_dir"] = _text(section["plan_dir"], f"{SECTION}.plan_dir")
-        return cls(**given)
+        return cls._read(section, SECTION, {"policies": policies})
 
 
 def section_of(ds_config: Mapping[str, Any]) -> object:
@@ -301,38 +339,15 @@ def section_of(ds_config: Mapping[str, Any]) -> object:
     if SECTION in ds_config:
         return ds_config[SECTION]
     for key in ds_config:
-        # Strict enough to leave alone whatever keys other programs keep in a ds_config.
-        if difflib.get_close_matches(str(key).lower(), [SECTION], 1, cutoff=0.85):
+        # A strict cutoff: other programs keep keys of their own in a ds_config.
+        hint = nearest(key, [SECTION], cutoff=0.85)
+        if hint:
             raise ConfigError(
-                f"ds_config: unknown key {key!r}. Did you mean {SECTION!r}? DeepSpeed ignores "
-                "keys that it does not know, so this would silently run without ds_finepage."
+                f"ds_config: unknown key {key!r}. {hint}DeepSpeed ignores keys that it does not "
+                "know, so this would silently run without ds_finepage."
             )
     return None
 
 
 def _exact(num_bytes: int) -> str:
     return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"
-
-
-def _refuse_unknown_keys(given: Mapping[Any, Any], known: Sequence[str], name: str) -> None:
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"{name}: unknown key {key!r}. {did_you_mean(key, known)}")
-
-
-def _bool(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}: {value!r} is not a truth value. Write true or false.")
-    return value
-
-
-def _int(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}: {value!r} is not a whole number.")
-    return value
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{name}: {value!r} is not a text. Write a name in quotes.")
-    return value

@@ -6,7 +6,6 @@ published with each model, so dimensions without weights. Nothing here asks the 
 
 from __future__ import annotations
 
-import difflib
 import json
 from importlib import resources
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ds_finepage.config import did_you_mean
+from ds_finepage.config import did_you_mean, nearest
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 
@@ -92,9 +91,10 @@ def _read(text: str, where: str) -> PretrainedConfig:
             f"{CONFIG_FILE} of a transformers model."
         )
     if kind not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3)
-        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ConfigError(f"{where}: transformers does not know model_type {kind!r}.{hint}")
+        hint = nearest(kind, CONFIG_MAPPING)
+        raise ConfigError(
+            f"{where}: transformers does not know model_type {kind!r}. {hint}".strip()
+        )
     try:
         config = CONFIG_MAPPING[kind].from_dict(found)
     except Exception as error:  # each config class checks in its own way

@@ -1,8 +1,7 @@
-"""What the checker keeps of buffers and bytes while it walks over a memgraph."""
+"""The contents of buffers, and their lives in the arena, during the checker's walk."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from ds_finepage.graph.memgraph import Extent
@@ -63,51 +62,7 @@ def program_order(graph: TaskGraph) -> tuple[list[dict[int, Contents]], list[Con
     return found, holds
 
 
-# --- bytes -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Segment:
-    """Neighbouring bytes with one history."""
-
-    start: int
-    tenant: int | None  # buffer that lies here or was the last to do so; None: nobody yet
-    vacator: int | None  # node that freed the bytes; None: nobody yet, or the tenant is live
-
-
-class Bytes:
-    """Who had each byte of the arena last. An interval map: sorted segments without gaps."""
-
-    def __init__(self) -> None:
-        self._segments = [_Segment(0, None, None)]  # the last one never ends
-
-    def _range(self, extent: Extent) -> slice:
-        """The segments that make up an extent, which are cut at its borders."""
-        cuts = []
-        for offset in (extent.offset, extent.end):
-            at = bisect_left(self._segments, offset, key=lambda s: s.start)
-            if at == len(self._segments) or self._segments[at].start != offset:
-                old = self._segments[at - 1]
-                self._segments.insert(at, _Segment(offset, old.tenant, old.vacator))
-            cuts.append(at)
-        return slice(*cuts)
-
-    def take(self, extent: Extent, tenant: int) -> list[_Segment]:
-        """Give bytes to a tenant; return the segments that were there."""
-        where = self._range(extent)
-        old = self._segments[where]
-        if old:
-            self._segments[where] = [_Segment(extent.offset, tenant, None)]
-        return old
-
-    def free(self, extent: Extent, tenant: int, vacator: int) -> None:
-        """Note who vacates the bytes that a tenant has."""
-        for segment in self._segments[self._range(extent)]:
-            if segment.tenant == tenant and segment.vacator is None:
-                segment.vacator = vacator
-
-
-# --- the walk --------------------------------------------------------------------------------
+# --- lives ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from rich.progress import track
 
 from ds_finepage.cli import options
 from ds_finepage.errors import ConfigError
+from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.curve import (
@@ -293,4 +294,4 @@ def draw(curve: Curve, path: Path) -> None:
     figure.suptitle(curve.title)
     picture = io.BytesIO()
     figure.savefig(picture, format=picture_kind(path))
-    options.write_bytes(picture.getvalue(), path)
+    write_file(path, picture.getvalue())

@@ -32,6 +32,7 @@ import ds_finepage
 from ds_finepage.cli import options
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
+from ds_finepage.files import write_file
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
@@ -147,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     results = fill(cells, state, planner)
     if out is not None:
         document = to_document(results, arguments)
-        codec.write_text(json.dumps(document, indent=2) + "\n", out)
+        write_file(out, json.dumps(document, indent=2) + "\n")
     if arguments.json:
         print(json.dumps(to_rows(results), indent=2))
     else:
@@ -205,7 +206,7 @@ class State:
             # Begin anew with whole lines only, so that what is added stands on a line of its own.
             whole = [json.dumps({"grid": identity})]
             whole += [_line(cell, result) for cell, result in self.found.items()]
-            options.write_bytes(("\n".join(whole) + "\n").encode(), path)
+            write_file(path, "\n".join(whole) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"cannot keep finished cells in {path}: {error}. Name another file with --state."

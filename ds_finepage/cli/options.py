@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
 import shlex
 from pathlib import Path
 from typing import Any
@@ -89,24 +87,6 @@ def require_writable(path: Path, *, force: bool) -> None:
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}. Make it first.")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists. Give --force to overwrite it, or name another file.")
-
-
-def write_bytes(content: bytes, path: Path) -> None:
-    """Write a file so that nobody, whatever happens, finds half of it.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
 
 
 def require_policies(names: list[str]) -> None:

@@ -10,6 +10,8 @@ import enum
 from dataclasses import dataclass
 from functools import cached_property
 
+from pydantic import NonNegativeInt
+
 from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
 
@@ -61,8 +63,8 @@ class EdgeKind(str, enum.Enum):
 class Extent:
     """``[offset, offset + nbytes)`` in an arena; both in bytes."""
 
-    offset: int
-    nbytes: int
+    offset: NonNegativeInt
+    nbytes: NonNegativeInt
 
     @property
     def end(self) -> int:
@@ -81,10 +83,10 @@ class Node:
     Invariant: ``id`` is the position in ``MemGraph.nodes``; ids are a topological order.
     """
 
-    id: int
+    id: NonNegativeInt
     kind: NodeKind
-    buffer: int | None = None  # None on COMPUTE
-    task: int | None = None  # set on COMPUTE
+    buffer: NonNegativeInt | None = None  # None on COMPUTE
+    task: NonNegativeInt | None = None  # set on COMPUTE
     extent: Extent | None = None
 
 
@@ -92,8 +94,8 @@ class Node:
 class Edge:
     """``after`` starts when ``before`` is complete."""
 
-    before: int
-    after: int
+    before: NonNegativeInt
+    after: NonNegativeInt
     kind: EdgeKind
 
 
@@ -101,7 +103,7 @@ class Edge:
 class Residency:
     """A buffer that is valid in an extent between two passes."""
 
-    buffer: int
+    buffer: NonNegativeInt
     extent: Extent
 
 
@@ -117,15 +119,15 @@ class MemGraph:
 
     graph: TaskGraph
     policy: str
-    arena_bytes: int
-    alignment: int
+    arena_bytes: NonNegativeInt
+    alignment: NonNegativeInt
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     entry: tuple[Residency, ...]
     exit: tuple[Residency, ...]
-    host_slots: tuple[tuple[int, int], ...] = ()  # (buffer, offset in bytes)
-    host_bytes: int = 0
-    routed: tuple[int, ...] = ()
+    host_slots: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()  # (buffer, offset in bytes)
+    host_bytes: NonNegativeInt = 0
+    routed: tuple[NonNegativeInt, ...] = ()
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:

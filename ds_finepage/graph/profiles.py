@@ -6,12 +6,12 @@ a user's own is a file of the same form.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from importlib import resources
 from pathlib import Path
 
+from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError, InvalidPlanError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
@@ -42,7 +42,11 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """
     if isinstance(name_or_path, str) and not _looks_like_path(name_or_path):
         if name_or_path not in profile_names():
-            raise ConfigError(_unknown(name_or_path))
+            raise ConfigError(
+                f"unknown hardware profile {name_or_path!r}. "
+                f"{did_you_mean(name_or_path, profile_names())} Or give the path of a {_SUFFIX} "
+                f"file."
+            )
         where = f"hardware profile {name_or_path!r}"
         text = (_FOLDER / (name_or_path + _SUFFIX)).read_text(encoding="utf-8")
     else:
@@ -88,13 +92,3 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
 def _looks_like_path(text: str) -> bool:
     separators = [s for s in (os.sep, os.altsep) if s]
     return text.endswith(_SUFFIX) or any(s in text for s in separators)
-
-
-def _unknown(name: str) -> str:
-    names = profile_names()
-    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return (
-        f"unknown hardware profile {name!r}.{hint} Known: {', '.join(names)}; or give the path of "
-        f"a {_SUFFIX} file"
-    )

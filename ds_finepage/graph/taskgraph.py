@@ -9,7 +9,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+
+from pydantic import NonNegativeInt
+
+from ds_finepage.graph.arguments import Argument
+from ds_finepage.graph.arguments import Length as Length
+from ds_finepage.graph.arguments import Ref as Ref
+from ds_finepage.graph.arguments import Symbol as Symbol
 
 
 class BufferKind(str, enum.Enum):
@@ -29,26 +35,6 @@ class BufferKind(str, enum.Enum):
         return self in (BufferKind.WEIGHT, BufferKind.ACTIVATION)
 
 
-class Length(int):
-    """A size that follows from the sizes of a call; as an integer, what it is planned for.
-
-    Attributes:
-        formula: Python arithmetic over ``TaskGraph.symbols``. Derived integers do not have one, and
-            no file has: a taskgraph that was written down is of one size.
-    """
-
-    formula: str
-
-    def __new__(cls, value: int, formula: str) -> Length:
-        """Make the integer ``value`` that ``formula`` gives for the planned sizes."""
-        found = super().__new__(cls, value)
-        found.formula = formula
-        return found
-
-    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]
-        return int(self), self.formula
-
-
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """The bytes of one torch storage, or a slice of a weight's: the unit that is paged.
@@ -56,13 +42,15 @@ class Buffer:
     Invariant: ``id`` is the position in ``TaskGraph.buffers``.
     """
 
-    id: int
+    id: NonNegativeInt
     kind: BufferKind
-    nbytes: int
+    nbytes: NonNegativeInt
     name: str = ""  # weight: the parameter's qualified name; else free text
     payload: bytes | None = None  # CONSTANT only: its contents
-    offset: int = 0  # WEIGHT only: where its bytes begin in the master called ``name``
-    gather: int | None = None  # WEIGHT only: what each call brings; see ``TaskGraph.is_handed``
+    offset: NonNegativeInt = 0  # WEIGHT only: where its bytes begin in the master called ``name``
+    gather: NonNegativeInt | None = (
+        None  # WEIGHT only: what each call brings; see ``TaskGraph.is_handed``
+    )
 
     @property
     def key(self) -> str:
@@ -82,27 +70,12 @@ class TensorView:
     Invariant: ``id`` is the position in ``TaskGraph.tensors``.
     """
 
-    id: int
-    buffer: int
+    id: NonNegativeInt
+    buffer: NonNegativeInt
     dtype: str  # "float32", "bfloat16", ...: the attribute of torch
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """Stands for a tensor inside a task's arguments."""
-
-    tensor: int
-
-
-@dataclass(frozen=True, slots=True)
-class Symbol:
-    """Stands for a torch enumeration inside a task's arguments: dtype, layout, device, ..."""
-
-    kind: str  # "dtype" | "layout" | "memory_format" | "device"
-    name: str
+    shape: tuple[NonNegativeInt, ...]
+    stride: tuple[NonNegativeInt, ...]
+    offset: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +91,21 @@ class Task:
     buffer ids is sorted and free of repeats.
     """
 
-    index: int
+    index: NonNegativeInt
     op: str  # "aten.mm.default"
     label: str = ""  # qualified name of the module that called it
-    args: tuple[Any, ...] = ()  # nested tuples of Ref, Symbol, None, bool, int, float, str
-    kwargs: tuple[tuple[str, Any], ...] = ()
-    results: tuple[int | None, ...] = ()  # tensor ids, in the order in which the op returns them
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    touches: tuple[int, ...] = ()
-    workspace_bytes: int = 0  # device bytes the op takes for itself while it runs
-    flops: int = 0
-    moved_bytes: int = 0  # read plus written in device memory
-    time_ns: int | None = None  # measured; None: derive it from a hardware profile
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    results: tuple[
+        NonNegativeInt | None, ...
+    ] = ()  # tensor ids, in the order in which the op returns them
+    reads: tuple[NonNegativeInt, ...] = ()
+    writes: tuple[NonNegativeInt, ...] = ()
+    touches: tuple[NonNegativeInt, ...] = ()
+    workspace_bytes: NonNegativeInt = 0  # device bytes the op takes for itself while it runs
+    flops: NonNegativeInt = 0
+    moved_bytes: NonNegativeInt = 0  # read plus written in device memory
+    time_ns: NonNegativeInt | None = None  # measured; None: derive it from a hardware profile
 
     @property
     def buffers(self) -> tuple[int, ...]:
@@ -156,8 +131,8 @@ TO_HOST = "finepage.to_host.default"
 class GraphInput:
     """Says which call argument carries a tensor."""
 
-    position: int
-    tensor: int
+    position: NonNegativeInt
+    tensor: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +143,9 @@ class GraphOutput:
     ``host``: a Python number computed on the host, by its index among the host outputs.
     """
 
-    tensor: int | None = None
-    position: int | None = None
-    host: int | None = None
+    tensor: NonNegativeInt | None = None
+    position: NonNegativeInt | None = None
+    host: NonNegativeInt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +158,9 @@ class ModuleCall:
 
     name: str  # qualified
     class_name: str
-    depth: int
-    begin: int
-    end: int
+    depth: NonNegativeInt
+    begin: NonNegativeInt
+    end: NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -207,7 +182,7 @@ class TaskGraph:
     outputs: tuple[GraphOutput, ...] = ()
     versions: tuple[tuple[str, str], ...] = field(default=())  # ("torch", "2.13.0"), ...
     calls: tuple[ModuleCall, ...] = ()
-    num_batches: int = 1
+    num_batches: NonNegativeInt = 1
     symbols: tuple[tuple[str, int], ...] = ()
 
     @cached_property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import NonNegativeInt
+
 from ds_finepage.graph.memgraph import Lane
 
 
@@ -11,10 +13,10 @@ from ds_finepage.graph.memgraph import Lane
 class Span:
     """One node on one lane; times in nanoseconds since the pass began."""
 
-    node: int
+    node: NonNegativeInt
     lane: Lane
-    start_ns: int
-    end_ns: int
+    start_ns: NonNegativeInt
+    end_ns: NonNegativeInt
     name: str = ""
 
 
@@ -27,9 +29,11 @@ class Timeline:
     """
 
     spans: tuple[Span, ...]
-    total_ns: int
-    compute_ns: int
-    transfer_ns: int  # the busier of the two transfer lanes
-    stall_ns: int
-    peak_bytes: int  # largest sum of bytes that are allocated in the arena at one time
-    lower_bound_ns: int  # max(compute, bytes over link rate): no schedule of these nodes is faster
+    total_ns: NonNegativeInt
+    compute_ns: NonNegativeInt
+    transfer_ns: NonNegativeInt  # the busier of the two transfer lanes
+    stall_ns: NonNegativeInt
+    peak_bytes: NonNegativeInt  # largest sum of bytes that are allocated in the arena at one time
+    lower_bound_ns: (
+        NonNegativeInt  # max(compute, bytes over link rate): no schedule of these nodes is faster
+    )

@@ -112,7 +112,7 @@ def of_another_arena(text: bytes, folder: Path, x: torch.Tensor) -> bytes:
 
 def with_a_wrong_plan(text: bytes, folder: Path, x: torch.Tensor) -> bytes:
     document = json.loads(text)
-    document["edges"]["rows"] = []
+    document["edges"] = []
     return json.dumps(document).encode()
 
 
@@ -120,6 +120,10 @@ BAD_PLANS: dict[str, tuple[Callable[[bytes, Path, torch.Tensor], bytes], str]] =
     "another model": (
         lambda text, folder, x: wider(folder, x),
         "a plan file of another model or version",
+    ),
+    "the form of before": (
+        lambda text, folder, x: of_version(text, "format", 1),
+        "format version 1",
     ),
     "another format": (lambda text, folder, x: of_version(text, "format", 99), "format version 99"),
     "another arena": (of_another_arena, "a plan for an arena of"),

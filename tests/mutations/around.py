@@ -85,8 +85,8 @@ AROUND = (
     mutant(
         "unknown-keys-are-accepted",
         "config.py",
-        "        if key not in known:",
-        "        if False:",
+        'extra="forbid", frozen=True',
+        'extra="ignore", frozen=True',
         "unit/test_config.py",
     ),
     mutant(

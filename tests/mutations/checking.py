@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutant import mutant
 
-CHECKER = "unit/checker/test_checker.py"
+CHECKER = "unit/checker"
 ROUTING = "unit/planning/rewrite/test_late_experts.py"
 
 CHECKING = (
@@ -32,50 +32,50 @@ CHECKING = (
     ),
     mutant(
         "vacators-are-not-waited-for",
-        "checker/walk.py",
-        'self.wait(Fault.NO_MEMORY_EDGE, vacators, node.id, "the vacator of its bytes")',
+        "checker/arena.py",
+        "vacators[segment.vacator] = None",
         "pass",
         CHECKER,
     ),
     mutant(
         "live-extents-may-overlap",
-        "checker/walk.py",
+        "checker/arena.py",
         "            elif segment.tenant is not None:",
         "            elif False:",
         CHECKER,
     ),
     mutant(
         "extents-may-begin-anywhere",
-        "checker/walk.py",
-        "if extent.offset % self.memgraph.alignment:",
+        "checker/arena.py",
+        "if extent.offset % self._memgraph.alignment:",
         "if False:",
         CHECKER,
     ),
     mutant(
         "extents-may-end-behind-the-arena",
-        "checker/walk.py",
-        "or extent.end > self.memgraph.arena_bytes:",
-        "or extent.end > self.memgraph.arena_bytes + 1:",
+        "checker/arena.py",
+        "or extent.end > self._memgraph.arena_bytes:",
+        "or extent.end > self._memgraph.arena_bytes + 1:",
         CHECKER,
     ),
     mutant(
         "dirty-contents-may-be-dropped",
         "checker/walk.py",
-        "and self.host.get(buffer) != life.contents",
+        "and self.host.contents.get(buffer) != life.contents",
         "and False",
         CHECKER,
     ),
     mutant(
         "host-copies-may-be-overwritten",
-        "checker/walk.py",
-        "self._host_race(node.id, buffer)",
+        "checker/host.py",
+        "self._require_users_done(node.id, buffer)",
         "pass",
         CHECKER,
     ),
     mutant(
         "stale-host-copies-may-come-back",
-        "checker/walk.py",
-        "or self.host[buffer] != self.latest[buffer]:",
+        "checker/host.py",
+        "or self.contents[buffer] != latest:",
         "or False:",
         CHECKER,
     ),
@@ -130,16 +130,37 @@ CHECKING = (
     ),
     mutant(
         "the-plan-of-another-model-is-read",
-        "graph/codec_read.py",
-        "if made_for != at_hand or made_with != graph.versions:",
-        "if made_with != graph.versions:",
+        "graph/codec.py",
+        "if made_for[1:] != at_hand[1:]:",
+        "if made_for[2:] != at_hand[2:]:",
         "unit/graph/test_codec.py",
     ),
     mutant(
         "a-half-written-file-is-left",
-        "graph/codec.py",
+        "files.py",
         "temporary.unlink(missing_ok=True)",
         "pass",
-        "unit/graph/test_codec.py",
+        "unit/graph/test_codec_files.py",
+    ),
+    mutant(
+        "a-row-may-lack-a-field",
+        "graph/codec.py",
+        "if isinstance(row, dict) and row.keys() != names:",
+        "if False:",
+        "unit/graph/test_codec_refusals.py",
+    ),
+    mutant(
+        "a-taskgraph-may-name-what-is-not-there",
+        "graph/codec.py",
+        "        _require_column(graph, table, column, num_ids)",
+        "        pass",
+        "unit/graph/test_codec_refusals.py",
+    ),
+    mutant(
+        "a-file-of-another-form-is-read",
+        "graph/codec.py",
+        "if type(version) is not int or version != form.version:",
+        "if type(version) is not int:",
+        "unit/graph/test_codec_refusals.py",
     ),
 )

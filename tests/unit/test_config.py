@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import logging
 from fractions import Fraction
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from ds_finepage.config import (
     BudgetKind,
@@ -15,6 +15,7 @@ from ds_finepage.config import (
     DeviceBudget,
     FinepageConfig,
     did_you_mean,
+    nearest,
     section_of,
 )
 from ds_finepage.errors import ConfigError
@@ -242,8 +243,10 @@ def test_a_whole_section_is_read() -> None:
 
 
 def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="frozen"):
         read({}).enabled = True  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        read({}).debug.poison_vacated = True  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -309,6 +312,11 @@ def test_a_ds_config_without_the_section_has_none() -> None:
 def test_a_misspelt_section_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{key}'. Did you mean 'finepage'?"):
         section_of({key: {"enabled": True}})
+
+
+def test_nearest_names_one_or_nothing() -> None:
+    assert nearest("LLAMA-7", ["llama-7b", "t5"]) == "Did you mean 'llama-7b'? "
+    assert nearest("llama-7", ["llama-7b"], cutoff=0.99) == nearest("zzz", ["a"]) == ""
 
 
 def test_did_you_mean_lists_what_is_known() -> None:

@@ -18,6 +18,7 @@ FLOORS = {
     "errors": 0,
     "units": 0,
     "config": 0,
+    "files": 0,
     "graph": 1,
     "checker": 2,
     "planning": 3,
@@ -32,7 +33,7 @@ FLOORS = {
     "cli": 9,
     "run": 9,
 }
-TORCH_FREE = ("errors", "units", "config", "graph", "checker", "planning", "reporting")
+TORCH_FREE = ("errors", "units", "config", "files", "graph", "checker", "planning", "reporting")
 HEAVY = ("torch", "deepspeed", "transformers")
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 
@@ -119,13 +118,6 @@ def test_a_plan_is_the_same_when_it_was_written_down() -> None:
     again = loads_memgraph(dumps(memgraph), memgraph.graph)
     assert again == memgraph
     assert again.reloaded_bytes == memgraph.reloaded_bytes
-
-
-def test_a_plan_that_was_written_before_there_were_routes_has_none() -> None:
-    memgraph = plan_finepage(matmul_chain([64] * 6), arena_bytes=2 * 64 * 64 * 4, alignment=UNIT)
-    document = json.loads(dumps(memgraph))
-    assert document.pop("routed") == []
-    assert loads_memgraph(json.dumps(document), memgraph.graph) == memgraph
 
 
 # What the checker finds.

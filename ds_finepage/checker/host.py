@@ -1,0 +1,127 @@
+"""The checker's view of host memory: which copies are there, and who may overwrite them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from heapq import heappop, heappush
+
+from ds_finepage.checker.faults import Fault
+from ds_finepage.checker.report import Report, placed, span
+from ds_finepage.checker.shape import title_of
+from ds_finepage.checker.state import INITIAL, UNDEFINED, Contents
+from ds_finepage.graph.memgraph import Extent, Node, NodeKind
+from ds_finepage.graph.taskgraph import BufferKind
+
+
+class HostCopies:
+    """Contents of the host copies, and the nodes that wrote and read them.
+
+    Attributes:
+        contents: Contents of the host copy of each buffer that has one.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._memgraph = report.memgraph
+        self._graph = report.memgraph.graph
+        self.contents: dict[int, Contents] = {
+            b.id: INITIAL for b in self._graph.buffers if b.kind is BufferKind.WEIGHT
+        }
+        self._source: dict[int, int] = {}  # node that wrote the host copy
+        self._users: dict[int, list[int]] = {}  # nodes that used the pinned slot, first to last
+
+    def begin(self) -> None:
+        """Verify the STORED nodes: each stands for the host master of one weight."""
+        for node in self._memgraph.nodes:
+            if node.kind is not NodeKind.STORED:
+                continue
+            assert node.buffer is not None
+            if self._graph.buffers[node.buffer].kind is not BufferKind.WEIGHT:
+                self._report.wrong(Fault.STORED_WRONG, node.id, "is not a weight")
+            elif node.buffer in self._source:
+                self._report.wrong(Fault.STORED_WRONG, node.id, "is stored twice")
+            self._source[node.buffer] = node.id
+
+    def reload(self, node: Node, latest: Contents, *, started_resident: bool) -> Contents:
+        """Verify that a RELOAD finds a valid copy.
+
+        Args:
+            node: The RELOAD.
+            latest: The newest contents of its buffer.
+            started_resident: Whether the buffer was in the arena when the pass began.
+
+        Returns:
+            The contents that it brings in.
+        """
+        buffer, _ = placed(node)
+        if buffer not in self.contents or self.contents[buffer] != latest:
+            self._report.wrong(Fault.NO_HOST_COPY, node.id, "has no valid copy on the host")
+        source = self._source.get(buffer)
+        if source is not None:
+            self._report.require_waits(
+                Fault.NO_STORE_RELOAD_EDGE, [source], node.id, "the node that stored it"
+            )
+        elif self._graph.buffers[buffer].kind is BufferKind.WEIGHT and not started_resident:
+            text = "is neither resident at the start nor has a STORED node"
+            self._report.wrong(Fault.STORED_WRONG, node.id, text)
+        if buffer in self._users:
+            self._users[buffer].append(node.id)
+        return self.contents.get(buffer, UNDEFINED)
+
+    def offload(self, node: Node, contents: Contents) -> None:
+        """Verify an OFFLOAD, which overwrites the host copy with some contents."""
+        buffer, _ = placed(node)
+        if self._graph.buffers[buffer].kind is BufferKind.WEIGHT:
+            text = "copies a weight; the host has it already"
+            self._report.wrong(Fault.WEIGHT_OFFLOADED, node.id, text)
+        if not contents.is_defined:
+            self._report.wrong(Fault.OFFLOAD_UNDEFINED, node.id, "copies bytes that nobody wrote")
+        self._require_users_done(node.id, buffer)
+        self.contents[buffer] = contents
+        self._source[buffer] = node.id
+        self._users[buffer] = [node.id]
+
+    def _require_users_done(self, node: int, buffer: int) -> None:
+        """Require a path from all earlier users of the pinned slot to an OFFLOAD.
+
+        See [Note: why direct edges are enough]: this is the one search, and rarely a long one.
+        """
+        earlier = self._users.get(buffer, [])
+        missing = set(earlier)
+        seen: set[int] = set()
+        todo = [node]
+        while todo and missing:
+            for before in self._memgraph.predecessors[heappop(todo)]:
+                if before >= earlier[0] and before not in seen:
+                    seen.add(before)
+                    missing.discard(before)
+                    heappush(todo, before)
+        for user in sorted(missing):
+            title = self._report.title(user)
+            text = f"may overwrite the host copy before or while {title} uses it"
+            self._report.wrong(Fault.HOST_RACE, node, text)
+
+    def end(self) -> None:
+        """Verify the slots in the pinned pool: one a buffer, inside the pool, without overlap."""
+        slots = Counter(b for b, _ in self._memgraph.host_slots)
+        offloaded = {n.buffer for n in self._memgraph.nodes if n.kind is NodeKind.OFFLOAD}
+        wrong = self._report.wrong
+        for buffer in self._graph.buffers:
+            if slots[buffer.id] > 1 or (slots[buffer.id] == 0 and buffer.id in offloaded):
+                name = title_of(self._graph, buffer.id)
+                text = f"{name} has {slots[buffer.id]} host slots; it needs 1"
+                wrong(Fault.HOST_SLOT_MISSING, None, text)
+        end = 0
+        for b, offset in sorted(self._memgraph.host_slots, key=lambda s: (s[1], s[0])):
+            if not 0 <= b < len(self._graph.buffers):
+                text = f"a host slot is for buffer {b}, which does not exist"
+                wrong(Fault.HOST_SLOT_MISSING, None, text)
+                continue
+            slot = Extent(offset, self._graph.buffers[b].nbytes)
+            text = f"host slot {span(slot)} of {title_of(self._graph, b)} "
+            if offset < 0 or slot.end > self._memgraph.host_bytes:
+                text += f"is not inside {self._memgraph.host_bytes} bytes"
+                wrong(Fault.HOST_SLOT_OUTSIDE, None, text)
+            elif offset < end and slot.nbytes:
+                wrong(Fault.HOST_SLOT_OVERLAP, None, text + "overlaps the one before it")
+            end = max(end, slot.end)

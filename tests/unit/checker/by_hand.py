@@ -1,0 +1,266 @@
+"""Right memgraphs made by hand, and small changes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ds_finepage.graph.memgraph import (
+    Edge,
+    EdgeKind,
+    Extent,
+    MemGraph,
+    Node,
+    NodeKind,
+    Residency,
+)
+from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph
+
+LEFT, RIGHT = Extent(0, 128), Extent(128, 128)  # the two places of every arena here
+NBYTES = 100
+
+
+# --- memgraphs made by hand ------------------------------------------------------------------
+
+
+def taskgraph(kinds: str, *tasks: Task) -> TaskGraph:
+    """Build a taskgraph; one letter a buffer: w(eight), s(tate), a(ctivation), o(utput)."""
+    named = {kind.value[0]: kind for kind in BufferKind}
+    buffers = [Buffer(i, named[letter], NBYTES) for i, letter in enumerate(kinds)]
+    return TaskGraph("by hand", tuple(buffers), (), tasks)
+
+
+def task(index: int, reads: Any = (), writes: Any = (), touches: Any = (), op: str = "x") -> Task:
+    """Build a task."""
+    return Task(index, op, reads=tuple(reads), writes=tuple(writes), touches=tuple(touches))
+
+
+def memgraph(
+    graph: TaskGraph,
+    nodes: Iterable[tuple[NodeKind, int] | tuple[NodeKind, int, Extent]],
+    edges: str,
+    **others: Any,
+) -> MemGraph:
+    """Build a memgraph; ``edges`` is "before>after ..."."""
+    made = []
+    for i, (kind, which, *extent) in enumerate(nodes):
+        place = extent[0] if extent else None
+        if kind is NodeKind.COMPUTE:
+            made.append(Node(i, kind, task=which))
+        else:
+            made.append(Node(i, kind, buffer=which, extent=place))
+    usual: dict[str, Any] = {
+        "policy": "by hand",
+        "arena_bytes": 256,
+        "alignment": 64,
+        "entry": (),
+        "exit": (),
+    }
+    pairs = (pair.split(">") for pair in edges.split())
+    return MemGraph(
+        graph=graph,
+        nodes=tuple(made),
+        edges=tuple(sorted(Edge(int(b), int(a), EdgeKind.DATA) for b, a in pairs)),
+        **(usual | others),
+    )
+
+
+RESIDENT, STORED, ALLOC = NodeKind.RESIDENT, NodeKind.STORED, NodeKind.ALLOC
+RELOAD, COMPUTE = NodeKind.RELOAD, NodeKind.COMPUTE
+OFFLOAD, DROP = NodeKind.OFFLOAD, NodeKind.DROP
+
+
+def gathering(m: MemGraph, buffer: int) -> MemGraph:
+    """Let a weight hold rows that each call chooses."""
+    buffers = list(m.graph.buffers)
+    buffers[buffer] = replace(buffers[buffer], gather=0)
+    return replace(m, graph=replace(m.graph, buffers=tuple(buffers)))
+
+
+def paging() -> MemGraph:
+    """Two weights and an activation take turns in an arena for two."""
+    return memgraph(
+        taskgraph(
+            "wwaso",
+            task(0, reads=[0], writes=[2]),
+            task(1, reads=[1, 3], writes=[3]),
+            task(2, reads=[2, 3], writes=[2]),
+            task(3, reads=[2], writes=[4]),
+        ),
+        [
+            (RESIDENT, 0, LEFT),
+            (STORED, 1),
+            (ALLOC, 2, RIGHT),
+            (COMPUTE, 0),
+            (DROP, 0, LEFT),
+            (OFFLOAD, 2, RIGHT),
+            (ALLOC, 1, LEFT),
+            (RELOAD, 1, LEFT),
+            (COMPUTE, 1),
+            (ALLOC, 2, RIGHT),
+            (RELOAD, 2, RIGHT),
+            (COMPUTE, 2),
+            (COMPUTE, 3),
+            (DROP, 2, RIGHT),
+        ],
+        "0>3 2>3 0>4 3>4 3>5 4>6 6>7 1>7 7>8 5>9 9>10 5>10 8>11 10>11 11>12 11>13 12>13",
+        entry=(Residency(0, LEFT),),
+        exit=(Residency(1, LEFT),),
+        host_slots=((2, 0),),
+        host_bytes=128,
+    )
+
+
+def touches() -> MemGraph:
+    """Two tasks each write a region; one of the two is followed by an eviction."""
+    return memgraph(
+        taskgraph(
+            "ao",
+            task(0, touches=[0]),
+            task(1, touches=[0]),
+            task(2, touches=[0]),
+            task(3, reads=[0], op=JOIN),
+            task(4, reads=[0], writes=[1]),
+        ),
+        [
+            (ALLOC, 0, LEFT),
+            (COMPUTE, 0),
+            (COMPUTE, 1),
+            (OFFLOAD, 0, LEFT),
+            (ALLOC, 0, LEFT),
+            (RELOAD, 0, LEFT),
+            (COMPUTE, 2),
+            (COMPUTE, 3),
+            (COMPUTE, 4),
+            (DROP, 0, LEFT),
+        ],
+        "0>1 0>2 1>3 2>3 3>4 4>5 3>5 5>6 6>7 7>8 7>9 8>9",
+        host_slots=((0, 0),),
+        host_bytes=NBYTES,
+    )
+
+
+def changes() -> MemGraph:
+    """An activation and a KV cache are read, changed in place, written anew; one result is dead."""
+    return memgraph(
+        taskgraph(
+            "asoa",
+            task(0, writes=[0, 3]),
+            task(1, reads=[0, 1], writes=[2]),
+            task(2, reads=[0, 1], writes=[0, 1]),
+            task(3, writes=[0]),
+            task(4, reads=[0, 1]),
+        ),
+        [
+            (ALLOC, 0, LEFT),
+            (ALLOC, 3, RIGHT),
+            (COMPUTE, 0),
+            (DROP, 3, RIGHT),
+            (COMPUTE, 1),
+            (COMPUTE, 2),
+            (COMPUTE, 3),
+            (COMPUTE, 4),
+            (DROP, 0, LEFT),
+        ],
+        "0>2 1>2 2>3 2>4 2>5 4>5 5>6 5>7 6>7 4>8 5>8 6>8 7>8",
+    )
+
+
+def host_copies() -> MemGraph:
+    """An activation is offloaded, used clean and dropped, used and changed, offloaded again."""
+    return memgraph(
+        taskgraph(
+            "aoo",
+            task(0, writes=[0]),
+            task(1, reads=[0], writes=[1]),
+            task(2, reads=[0], writes=[0]),
+            task(3, reads=[0], writes=[2]),
+        ),
+        [
+            (ALLOC, 0, LEFT),
+            (COMPUTE, 0),
+            (OFFLOAD, 0, LEFT),
+            (ALLOC, 0, LEFT),
+            (RELOAD, 0, LEFT),
+            (COMPUTE, 1),
+            (DROP, 0, LEFT),
+            (ALLOC, 0, RIGHT),
+            (RELOAD, 0, RIGHT),
+            (COMPUTE, 2),
+            (OFFLOAD, 0, RIGHT),
+            (ALLOC, 0, RIGHT),
+            (RELOAD, 0, RIGHT),
+            (COMPUTE, 3),
+            (DROP, 0, RIGHT),
+        ],
+        # 6>10 alone keeps the second offload from overwriting what the first reload reads.
+        "0>1 1>2 2>3 3>4 2>4 4>5 4>6 5>6 6>10 7>8 2>8 8>9 9>10 10>11 11>12 10>12 12>13 12>14 13>14",
+        host_slots=((0, 0),),
+        host_bytes=NBYTES,
+    )
+
+
+GOOD = (paging, touches, changes, host_copies)
+
+
+# --- mutations -------------------------------------------------------------------------------
+
+
+def node(m: MemGraph, which: int, **to: Any) -> MemGraph:
+    """Change a node."""
+    nodes = list(m.nodes)
+    nodes[which] = replace(nodes[which], **to)
+    return replace(m, nodes=tuple(nodes))
+
+
+def edges(m: MemGraph, add: str = "", remove: str = "") -> MemGraph:
+    """Add and remove edges."""
+    pairs = {(e.before, e.after) for e in m.edges}
+    pairs |= {(int(b), int(a)) for b, a in (p.split(">") for p in add.split())}
+    pairs -= {(int(b), int(a)) for b, a in (p.split(">") for p in remove.split())}
+    return replace(m, edges=tuple(Edge(b, a, EdgeKind.DATA) for b, a in sorted(pairs)))
+
+
+def without(m: MemGraph, which: int) -> MemGraph:
+    """Remove a node and its edges; the ones behind it move up."""
+    return replace(
+        m,
+        nodes=tuple(replace(n, id=n.id - (n.id > which)) for n in m.nodes if n.id != which),
+        edges=tuple(
+            Edge(e.before - (e.before > which), e.after - (e.after > which), e.kind)
+            for e in m.edges
+            if which not in (e.before, e.after)
+        ),
+    )
+
+
+def insert(m: MemGraph, new: Node, add: str) -> MemGraph:
+    """Insert a node at its id and add edges, in new ids."""
+    at = new.id
+    moved = [replace(n, id=n.id + (n.id >= at)) for n in m.nodes]
+    return edges(
+        replace(
+            m,
+            nodes=(*moved[:at], new, *moved[at:]),
+            edges=tuple(
+                Edge(e.before + (e.before >= at), e.after + (e.after >= at), e.kind)
+                for e in m.edges
+            ),
+        ),
+        add=add,
+    )
+
+
+def of_task(m: MemGraph, which: int, **to: Any) -> MemGraph:
+    """Change a task."""
+    tasks = list(m.graph.tasks)
+    tasks[which] = replace(tasks[which], **to)
+    return replace(m, graph=replace(m.graph, tasks=tuple(tasks)))
+
+
+def of_buffer(m: MemGraph, which: int, **to: Any) -> MemGraph:
+    """Change a buffer."""
+    buffers = list(m.graph.buffers)
+    buffers[which] = replace(buffers[which], **to)
+    return replace(m, graph=replace(m.graph, buffers=tuple(buffers)))
