@@ -58,6 +58,12 @@ def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -
         )
 
 
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's bytes as a 1-d uint8 tensor on the same storage."""
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 class HostPool:
     """The pinned pool: host memory for offloaded buffers, grown between passes only.
 

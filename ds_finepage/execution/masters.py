@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.executor import byte_view
+from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.watch import data_of, is_watched, set_data
 
 
