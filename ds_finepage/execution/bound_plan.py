@@ -142,10 +142,10 @@ class BoundPlan:
         (node,) = (n.id for n in self._memgraph.nodes if n.task == route.task)
         extent = self._memgraph.placements[node][view.buffer]
 
-        def tells() -> torch.Tensor:
+        def choice() -> torch.Tensor:
             return self._arena.view(self.sizes.views[view.id], extent)
 
-        return RoutedReload(route, on_device, on_host, tells)
+        return RoutedReload(route, on_device, on_host, choice)
 
 
 def _action_of(bound: BoundTask) -> Action:
