@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from ds_finepage.api import attach
-from ds_finepage.execution import executor
+from ds_finepage.execution import bound_plan
 
 ROUNDS = 5
 STEPS = 60
@@ -66,7 +66,7 @@ def measure(hidden: int, layers: int) -> dict[str, float]:
     fits = statistics.median(ours for _, ours in rounds)
     steps = max(handle.stats.passes, key=lambda p: p.num_runs)
     budget = max(handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes // 4)
-    with mock.patch.object(executor, "copy_master", lambda target, master: None):
+    with mock.patch.object(bound_plan, "copy_master", lambda target, master: None):
         handle.replan(budget_bytes=budget)
         step_seconds(model)
         paged = statistics.median(step_seconds(model) for _ in range(ROUNDS))

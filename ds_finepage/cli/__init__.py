@@ -1,6 +1,6 @@
 """The command line, one module a subcommand.
 
-A subcommand is a module with a docstring, which is its help, and two functions:
+A subcommand is a module. Its docstring is the help. It has two functions:
 ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
 """
 

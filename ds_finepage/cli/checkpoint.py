@@ -1,9 +1,9 @@
-"""Makes a small Llama checkpoint with a tokenizer on the spot; nothing is downloaded.
+"""Makes a small Llama checkpoint with a tokenizer; nothing is downloaded.
 
     python -m ds_finepage.cli.checkpoint FOLDER [SHAPE_AS_JSON]
 
 Weights are random, from a fixed seed, and spread widely enough for greedy tokens to vary. The
-tokenizer learns from the one text that is always at hand: the source of this package.
+tokenizer is trained on the source of this package.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import ds_finepage
 
 SEED = 0
 WEIGHT_STD = 0.05
-"""Of the weights. With transformers' own 0.02 the same token comes again and again."""
+"""With the 0.02 of transformers the model repeats one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama model; those of the default make 163 MB of bfloat16 weights."""
+    """Sizes of a Llama model; the default ones make 163 MB of bfloat16 weights."""
 
     hidden_size: int = 1024
     intermediate_size: int = 2816
@@ -44,7 +44,7 @@ def make_checkpoint(folder: Path, shape: LlamaShape) -> None:
         **asdict(shape),
         initializer_range=WEIGHT_STD,
         bos_token_id=None,
-        eos_token_id=None,  # so that every run generates equally many tokens
+        eos_token_id=None,  # so that no run stops early
         pad_token_id=None,
     )
     model = transformers.LlamaForCausalLM(config).bfloat16()

@@ -1,25 +1,19 @@
 """Show speed against budget: tokens a second and time to the first token, and where the knees are.
 
-The price list of a model on a machine. Budgets run from the least that can run to the one under
-which all weights stay resident, whether the device has that much or not.
+The price list of a model on a machine. Budgets go from the smallest that can run to the one under
+which all weights stay resident, even if the device has less memory.
 
 Exit status: 0; 2 for an option that cannot be used.
 """
-
-# Floor 5.
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import track
 
 from ds_finepage.cli import options
 from ds_finepage.errors import ConfigError
@@ -42,7 +36,7 @@ if TYPE_CHECKING:
 PICTURES = ("png", "svg", "pdf")
 
 MAX_ATTEMPTS = 4
-"""Budgets to plan for one speed, each a little larger than the one before."""
+"""Most budgets to plan for one speed, in rising order."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-s",
         metavar="LIST",
-        help="speeds to find the budgets of, with commas in between; by default round numbers",
+        help="speeds to find budgets for, with commas in between; by default round numbers",
     )
     options.add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
@@ -71,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         picture_kind(arguments.plot)
         options.require_writable(arguments.plot, force=arguments.force)
 
-    from ds_finepage.whatif import capture_model  # torch, which wrong options do not wait for
+    from ds_finepage.whatif import capture_model  # imports torch: check the options first
 
     passes = {
         phase: capture_model(
@@ -142,9 +136,9 @@ class Planner:
         )
 
     def points(self, num_points: int) -> list[CurvePoint]:
-        """Plan from the least budget to the one that pages nothing.
+        """Plan from the smallest budget to the one that pages nothing.
 
-        Two thirds of the budgets are spread evenly, the others go where the speed jumps most.
+        Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
         """
         both = (self.prefill, self.decode)
         least = max(captured.needs.min_budget_bytes for captured in both)
@@ -152,7 +146,7 @@ class Planner:
         steps = max(1, num_points * 2 // 3 - 1)
         even = [least + (most - least) * i // steps for i in range(steps + 1)]
         found: list[CurvePoint] = []
-        for number in with_progress(num_points):
+        for number in options.with_progress(range(num_points)):
             if number <= steps:
                 budget = even[number]
             else:
@@ -165,10 +159,10 @@ class Planner:
         return found
 
     def need(self, speed: float, points: tuple[CurvePoint, ...]) -> Need | None:
-        """Find a budget that gives a speed; None where no budget does.
+        """Find a budget that gives a speed; return None if no budget does.
 
-        The time of a pass falls evenly with the budget between two points, or nearly so; what is
-        returned has been planned.
+        Between two points the time of a pass falls nearly evenly with the budget. The returned
+        budget has been planned.
         """
         above = next((i for i, p in enumerate(points) if p.tokens_per_s >= speed), None)
         if above is None:
@@ -207,23 +201,11 @@ def make_curve(planner: Planner, num_points: int, speeds: list[float] | None) ->
     )
 
 
-def with_progress(number: int) -> Iterable[int]:
-    """Count from 0, with a bar on the standard error where somebody is looking."""
-    console = Console(stderr=True)
-    return track(
-        range(number),
-        "planning",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
 def speeds_of(text: str | None) -> list[float] | None:
     """Read a list of speeds.
 
     Raises:
-        ConfigError: Something in it is not a positive number.
+        ConfigError: An element is not a positive number.
     """
     if text is None:
         return None
@@ -240,10 +222,10 @@ def speeds_of(text: str | None) -> list[float] | None:
 
 
 def require_matplotlib() -> None:
-    """Refuse to draw without the library for it.
+    """Refuse to draw without matplotlib.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Matplotlib is not installed.
     """
     try:
         import matplotlib  # noqa: F401
@@ -257,7 +239,7 @@ def picture_kind(path: Path) -> str:
     """Read the kind of a picture from its name.
 
     Raises:
-        ConfigError: It is another one than can be drawn.
+        ConfigError: Matplotlib cannot draw it.
     """
     kind = path.suffix.removeprefix(".").lower()
     if kind not in PICTURES:

@@ -1,14 +1,12 @@
-"""Show both engines side by side on a small model that is made on the spot.
+"""Show both engines side by side on a small model.
 
 Makes a Llama checkpoint with a tokenizer (random weights from a fixed seed, nothing is downloaded)
 and runs examples/generate.py on it, each time in a process of its own: by plain transformers, for
 tokens to compare with; by stock ZeRO-Inference; and by ds_finepage under a budget. The ds_configs
-of the two engines differ in finepage.enabled alone. A CUDA device is used where there is one.
+of the two engines differ in finepage.enabled alone. The demo uses a CUDA device if there is one.
 
 Exit status: 0; 1 if tokens differ or the budget was exceeded; 2 for an option that cannot be used.
 """
-
-# Floor 5.
 
 from __future__ import annotations
 
@@ -33,6 +31,7 @@ from rich.table import Table
 import ds_finepage
 from ds_finepage.cli.checkpoint import LlamaShape
 from ds_finepage.cli.instruments import Reading
+from ds_finepage.cli.options import add_json
 from ds_finepage.cli.options import show as show_table
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError
@@ -42,10 +41,10 @@ from ds_finepage.units import format_bytes
 PROMPT = "The planner never sees torch; the executor never decides."
 ENGINES = {"zero_inference": "stock ZeRO-Inference", "finepage": "ds_finepage"}
 NUM_CALLS = 2
-"""Of ``generate`` in each run: the first captures and plans (or records), the second only runs."""
+"""Calls of ``generate`` in each run. The first captures and plans; the second only runs."""
 
 MIN_NEW_TOKENS = 4
-"""The first decode step follows another shape and the last is cut short: some must be steady."""
+"""With fewer tokens no decode step is steady: the first one follows the prefill."""
 
 TINY = LlamaShape(
     hidden_size=128,
@@ -55,7 +54,7 @@ TINY = LlamaShape(
     num_key_value_heads=4,
     vocab_size=1024,
 )
-"""For tests of this command: same steps, no time."""
+"""For tests of this command: the same steps in little time."""
 
 
 JSON_KEYS = (
@@ -66,14 +65,13 @@ JSON_KEYS = (
     "decode_lower_bound_bytes",
     "wall_s",
 )
-"""What ``--json`` says of an engine."""
+"""The figures of an engine in ``--json``."""
 
 FOOTNOTE = """\
-Peak: by a meter of its own in a run of its own, which listens to the allocator from just before
-deepspeed.initialize and so counts everything but the host copy of the weights. Reloads: of the last
-prefill and the last decode step. Stock has no budget; its peak follows from its default prefetch
-settings. Times are of generate alone, without the meter; ds_finepage captures and plans in the
-first call."""
+Peak: a meter reads the allocator, in a run of its own, from just before deepspeed.initialize on. It
+counts all device bytes, but not the host copy of the weights. Reloads: of the last prefill and the
+last decode step. Stock has no budget; its peak follows from its default prefetch settings. Times
+are of generate alone, without the meter. ds_finepage captures and plans in the first call."""
 
 FOOTNOTE_CPU = """\
 On the CPU a fetch of stock ZeRO-Inference copies nothing (the meter makes it copy), while
@@ -82,10 +80,10 @@ ds_finepage really copies: compare the bytes here, and times on a GPU."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """What was found of one engine; lower bounds are None where there is no budget for them.
+    """The figures of one engine. Stock has no budget, so its lower bounds are None.
 
-    ``wall_s`` is the time of the first call of ``generate``, capture and planning included,
-    ``wall_again_s`` that of the last.
+    ``wall_s`` is the time of the first call of ``generate``, capture and planning included.
+    ``wall_again_s`` is that of the last call.
     """
 
     tokens_equal: bool
@@ -100,14 +98,14 @@ class EngineResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What the demo found."""
+    """The figures of both engines."""
 
     budget_bytes: int
     weight_bytes: int
     engines: dict[str, EngineResult]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as one object for ``--json``; keys without a meaning are left out."""
+        """Return one object for ``--json``; figures that are None are left out."""
         engines = {}
         for name, engine in self.engines.items():
             found = asdict(engine)
@@ -120,7 +118,7 @@ class DemoResult:
 
 
 def problems_of(result: DemoResult) -> list[str]:
-    """Judge a result: everything that must not be, in words."""
+    """List the faults of a result, in words."""
     problems = [
         f"the tokens of {ENGINES[name]} differ from those of plain transformers"
         for name, engine in result.engines.items()
@@ -137,7 +135,7 @@ def problems_of(result: DemoResult) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``ds-finepage demo``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    add_json(parser)
     parser.add_argument(
         "--budget",
         default="40%weights",
@@ -156,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ds-finepage demo``."""
     settings = {"device_budget": arguments.budget, "policy": arguments.policy}
-    FinepageConfig.from_dict(settings, policies=RUNNABLE)  # refuse now, not in a while
+    FinepageConfig.from_dict(settings, policies=RUNNABLE)  # refuse before any work
     if arguments.new_tokens < MIN_NEW_TOKENS:
         raise ConfigError(
             f"--new-tokens: {arguments.new_tokens} is too few for a steady decode step. "
@@ -180,10 +178,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def work_folder(keep: Path | None) -> Iterator[Path]:
-    """Give an empty folder: the one to keep, or one that is gone afterwards.
+    """Yield an empty folder: the one to keep, or a temporary one.
 
     Raises:
-        ConfigError: The folder to keep is a file, or has something in it.
+        ConfigError: The folder to keep is a file, or not empty.
     """
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="ds-finepage-demo-") as name:
@@ -196,7 +194,7 @@ def work_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def example(name: str) -> Path:
-    """Find an example: inside the installed package, or beside it in a checkout."""
+    """Return the path of an example: in the installed package, or beside it in a checkout."""
     package = Path(ds_finepage.__file__).parent
     installed = package / "examples" / name
     return installed if installed.exists() else package.parent / "examples" / name
@@ -217,25 +215,32 @@ class Demo:
     def __init__(
         self, folder: Path, settings: dict[str, Any], num_new_tokens: int, console: Console
     ) -> None:
-        """Take an empty folder, the ``finepage`` section but for ``enabled``, and a console."""
+        """Prepare a demo.
+
+        Args:
+            folder: An empty folder.
+            settings: The ``finepage`` section without ``enabled``.
+            num_new_tokens: Tokens to generate in each call.
+            console: Shows the progress.
+        """
         self._folder = folder
         self._model = folder / "model"
         self._settings = settings
         self._num_new_tokens = num_new_tokens
         self._console = console
-        # Half of the cores compute and leave the others to the transfer lanes; sums, and with them
-        # tokens, depend on the number of threads, so it is the same in every run.
+        # Half of the cores compute; the others serve the transfer lanes. Sums, and so the tokens,
+        # depend on the number of threads, so every run has the same.
         threads = str(max(1, (os.cpu_count() or 1) // 2))
         self._environment = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
 
     def run(self, shape: LlamaShape) -> DemoResult:
-        """Run everything."""
+        """Run the demo."""
         with self._step("making a Llama checkpoint"):
             shape_json = json.dumps(asdict(shape))
             self._python("checkpoint", "-m", "ds_finepage.cli.checkpoint", self._model, shape_json)
             for name in ENGINES:
                 self._write_config(name)
-        pool = ThreadPoolExecutor(max_workers=2)  # nothing is timed here
+        pool = ThreadPoolExecutor(max_workers=2)  # these runs are not timed
         with self._step("plain transformers for reference; both engines with a memory meter"):
             try:
                 plain = pool.submit(self._generate, "plain")
@@ -280,20 +285,23 @@ class Demo:
     def _engine_options(self, name: str) -> list[str | Path]:
         return ["--deepspeed", "--deepspeed_config", self._folder / f"{name}.json"]
 
-    def _generate(self, name: str, options: Sequence[str | Path] = ()) -> dict[str, Any]:
-        """Run examples/generate.py as it is; return what it wrote."""
-        return self._run_example(name, [], options)
-
     def _meter(self, name: str) -> tuple[Reading, list[int]]:
-        """Run the same with instruments around it; return the reading and the tokens."""
+        """Run the example under instruments; return the reading and the tokens."""
         output = self._folder / f"{name}_reading.json"
         before: list[str | Path] = ["-m", "ds_finepage.cli.instruments", output]
-        found = self._run_example(f"{name}_metered", before, self._engine_options(name))
+        found = self._generate(f"{name}_metered", self._engine_options(name), before)
         return Reading(**json.loads(output.read_text())), found["tokens"]
 
-    def _run_example(
-        self, name: str, before: Sequence[str | Path], options: Sequence[str | Path]
+    def _generate(
+        self, name: str, options: Sequence[str | Path] = (), before: Sequence[str | Path] = ()
     ) -> dict[str, Any]:
+        """Run examples/generate.py; return the object that it wrote.
+
+        Args:
+            name: Of the log and the output.
+            options: More options of the example.
+            before: Python's arguments before the example.
+        """
         output = self._folder / f"{name}_output.json"
         given: list[str | Path] = ["--model", self._model, "--prompt", PROMPT, "--json", output]
         given += ["--new-tokens", str(self._num_new_tokens), "--calls", str(NUM_CALLS)]
@@ -303,7 +311,7 @@ class Demo:
         return found
 
     def _python(self, name: str, *arguments: str | Path) -> None:
-        """Run a Python process to its end, its output in a log.
+        """Run a Python process to its end, with its output in a log.
 
         Raises:
             FinepageError: It failed.
@@ -322,7 +330,7 @@ class Demo:
             last = log.read_text().strip().rpartition("\n")[2]
             raise FinepageError(
                 f"the process {name!r} ended with status {done.returncode}: {last} "
-                "(With --keep DIR its whole log stays.)"
+                "(--keep DIR keeps the whole log.)"
             )
 
     @contextmanager
@@ -365,7 +373,7 @@ def print_result(result: DemoResult) -> None:
 
 
 def has_cuda() -> bool:
-    """Tell whether the runs use a CUDA device."""
+    """Return True if the runs use a CUDA device."""
     import torch
 
     return torch.cuda.is_available()

@@ -1,13 +1,11 @@
 """Tell which (model, batch, sequence) run on which card, and how fast, policy by policy.
 
-A cell runs if both a prefill of the sequence and a decode step behind it can be planned under the
-budget. Finished cells are kept until the whole grid is done: after an interruption the same command
-goes on where it was.
+A cell runs if both a prefill of the sequence and the decode step after it can be planned under the
+budget. Finished cells are saved until the whole grid is done: after an interruption the same
+command continues.
 
 Exit status: 0, whether cells run or not; 2 for an option that cannot be used.
 """
-
-# Floor 5.
 
 from __future__ import annotations
 
@@ -18,14 +16,11 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import ds_finepage
@@ -49,7 +44,7 @@ DEFAULT_POLICIES = (BASELINE, "horizon", "finepage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One combination."""
+    """One combination of model, machine, shape and policy."""
 
     model: str
     hardware: str
@@ -60,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a cell. Figures are None where it does not run; ``reason`` says why."""
+    """The figures of a cell. If it does not run they are None, and ``reason`` says why."""
 
     runs: bool
     reason: str | None = None
@@ -109,13 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state",
         type=Path,
         metavar="FILE",
-        help="where finished cells are kept until the grid is done; by default in the user's cache",
+        help="file for finished cells until the grid is done; by default in the user's cache",
     )
     options.add_force(parser)
 
 
 def default_policies() -> list[str]:
-    """Name the policies that are compared where nobody says which."""
+    """Return the policies that are compared by default."""
     return [name for name in DEFAULT_POLICIES if name in POLICIES]
 
 
@@ -157,12 +152,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"({number}) {reason}")
         if out is not None:
             print(f"cells: {out}")
-    state.remove()  # not before everything is out
+    state.remove()  # after all output
     return 0
 
 
 def out_file(path: Path | None, *, force: bool) -> Path | None:
-    """Name the file to write, dated where just a folder was given."""
+    """Return the file to write; in a folder its name has the date."""
     if path is None:
         return None
     if path.is_dir():
@@ -174,17 +169,17 @@ def out_file(path: Path | None, *, force: bool) -> Path | None:
 class State:
     """Finished cells in a file: one line each, added when the cell is done.
 
-    The first line says what grid it is of. A line that is cut off was being written when the
-    program died; its cell is planned again.
+    The first line identifies the grid. A line that is cut off was being written when the program
+    died; its cell is planned again.
     """
 
     def __init__(self, path: Path, *, is_own: bool, identity: str) -> None:
-        """Look at the file, if there is one.
+        """Read the file, if there is one.
 
         Args:
             path: The file.
-            is_own: True where nobody named it, so that its folder is ours to make.
-            identity: Digest of everything that the cells depend on.
+            is_own: True if it is the default file, so that its folder may have to be made.
+            identity: Hash of everything that the cells depend on.
 
         Raises:
             ConfigError: The file cannot be read or written, or belongs to another grid.
@@ -203,13 +198,13 @@ class State:
                     f"of a model, of a profile or of this program). Remove it, or name another "
                     f"file with --state."
                 )
-            # Begin anew with whole lines only, so that what is added stands on a line of its own.
+            # Rewrite the file with whole lines only, so that each added cell has its own line.
             whole = [json.dumps({"grid": identity})]
             whole += [_line(cell, result) for cell, result in self.found.items()]
             write_file(path, "\n".join(whole) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"cannot keep finished cells in {path}: {error}. Name another file with --state."
+                f"cannot save finished cells in {path}: {error}. Name another file with --state."
             ) from error
 
     def _read(self, lines: list[bytes]) -> None:
@@ -221,14 +216,14 @@ class State:
                 continue  # cut off
 
     def add(self, cell: Cell, result: Result) -> None:
-        """Keep a finished cell."""
+        """Save a finished cell."""
         with open(self.path, "ab") as file:
             file.write((_line(cell, result) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
 
     def remove(self) -> None:
-        """Forget the cells; the grid is done."""
+        """Delete the file; the grid is done."""
         self.path.unlink(missing_ok=True)
 
 
@@ -244,7 +239,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def default_state_file(identity: str) -> Path:
-    """Name a file in the user's cache, another one for every grid."""
+    """Return a file in the user's cache for a grid."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "ds_finepage" / f"grid-{identity[:16]}.jsonl"
 
@@ -255,14 +250,14 @@ class Planner:
     def __init__(
         self, *, profiles: dict[str, HardwareProfile], budget: DeviceBudget, split: bool
     ) -> None:
-        """Remember what all cells share."""
+        """Store the settings that all cells share."""
         self._profiles = profiles
         self._budget = budget
         self._split = split
         self._captured: dict[Any, CapturedModel | Exception] = {}
 
     def identity(self, models: list[str], cells: list[Cell]) -> str:
-        """Digest everything that the results depend on, the program itself included.
+        """Hash everything that the results depend on, the program itself included.
 
         Raises:
             ConfigError: There is no such model.
@@ -324,7 +319,7 @@ class Planner:
         dtype = default_dtype(load_model_config(cell.model), profile)
         shape = (cell.model, cell.batch, cell.seq)
         if any(key[:3] != shape for key in self._captured):
-            self._captured.clear()  # cells of one shape come together
+            self._captured.clear()  # cells of one shape are adjacent
         key = (*shape, phase, dtype)
         if key not in self._captured:
             try:
@@ -340,31 +335,24 @@ class Planner:
 
 
 def fill(cells: list[Cell], state: State, planner: Planner) -> Results:
-    """Plan what is missing; keep each cell as soon as it is done."""
+    """Plan the missing cells; save each one as soon as it is done."""
     results = {cell: state.found[cell] for cell in cells if cell in state.found}
     if results:
         print(
-            f"going on: {len(results)} of {len(cells)} cells are in {state.path}", file=sys.stderr
+            f"continuing: {len(results)} of {len(cells)} cells are in {state.path}", file=sys.stderr
         )
     try:
-        for cell in _with_progress([cell for cell in cells if cell not in results]):
+        for cell in options.with_progress([cell for cell in cells if cell not in results]):
             results[cell] = planner.plan(cell)
             state.add(cell, results[cell])
     except BaseException:
         print(
-            f"{len(results)} of {len(cells)} cells are kept in {state.path}; the same command goes "
-            f"on from there",
+            f"{len(results)} of {len(cells)} cells are saved in {state.path}; the same command "
+            f"continues from there",
             file=sys.stderr,
         )
         raise
     return {cell: results[cell] for cell in cells}
-
-
-def _with_progress(cells: list[Cell]) -> Iterator[Cell]:
-    console = Console(stderr=True)
-    yield from track(
-        cells, "planning", console=console, transient=True, disable=not console.is_terminal
-    )
 
 
 def to_rows(results: Results) -> list[dict[str, Any]]:
@@ -373,7 +361,7 @@ def to_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what a result file holds: the cells, and what it takes to make them again."""
+    """Return the contents of a result file: the cells, the command and the versions."""
     given = {
         name: value
         for name, value in vars(arguments).items()
@@ -392,7 +380,7 @@ def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, An
 
 
 def reasons(results: Results) -> list[str]:
-    """List why cells do not run, each reason once."""
+    """List the reasons why cells do not run, each once."""
     return list(dict.fromkeys(r.reason for r in results.values() if r.reason is not None))
 
 

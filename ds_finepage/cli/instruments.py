@@ -1,18 +1,17 @@
-"""Runs a DeepSpeed script and counts what its engine does to the device.
+"""Runs a DeepSpeed script and counts the device bytes and the copies of its engine.
 
     python -m ds_finepage.cli.instruments RESULT.json SCRIPT.py [ARGUMENT ...]
 
-The script is run as it is; what is counted is written to RESULT.json. The same three counters serve
-stock ZeRO-Inference and ds_finepage:
+The script runs unchanged; the counts go to RESULT.json. Three counters serve stock ZeRO-Inference
+and ds_finepage:
 
-- Peak: live device bytes from just before ``deepspeed.initialize`` to the end of the script, by a
-  meter that listens to the allocator and knows nothing of plans. It starts once the model is in
-  ZeRO's host partitions (``from_pretrained`` under ``HfDeepSpeedConfig`` puts it there), so that
-  those do not count and whatever an engine allocates does.
-- Stock's reloads: bytes of every partition that DeepSpeed fetches, forward by forward; a prefill is
-  a forward of several tokens, a decode step one of a single token. Where the device is the CPU, a
-  fetch only gives the host partition another name; here it copies, as it does on a GPU, so that
-  the meter sees it. That and the meter cost time: measure no time in such a run.
+- Peak: live device bytes from just before ``deepspeed.initialize`` to the end of the script. A
+  meter reads them from the allocator; it knows nothing of plans. The model is in ZeRO's partitions
+  by then (``from_pretrained`` under ``HfDeepSpeedConfig`` puts it there), so they do not count.
+- Stock's reloads: bytes of every partition that DeepSpeed fetches, forward by forward. A prefill is
+  a forward of several tokens, a decode step a forward of one token. On the CPU a fetch only gives
+  the host partition another name. Here it copies, as on a GPU, so that the meter sees it. The copy
+  and the meter take time, so measure no time in such a run.
 - ds_finepage's reloads: the engine's own counters.
 """
 
@@ -32,15 +31,15 @@ USAGE = "usage: python -m ds_finepage.cli.instruments RESULT.json SCRIPT.py [ARG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What was counted in one run of a script that generates text.
+    """The counts of one run of a script that generates text.
 
     Attributes:
         peak_bytes: Most live device bytes at any time.
         prefill_reloaded_bytes: Bytes copied to the device in the last prefill.
         decode_reloaded_bytes: Bytes copied to the device in the last decode step.
-        prefill_lower_bound_bytes: The fewest that a prefill could reload under the budget; None for
-            stock, which has none.
-        decode_lower_bound_bytes: The same of a decode step.
+        prefill_lower_bound_bytes: The fewest bytes that a prefill could reload under the budget;
+            None for stock, which has no budget.
+        decode_lower_bound_bytes: The same for a decode step.
         budget_bytes: The budget; None for stock.
         weight_bytes: Bytes of all weights.
     """
@@ -55,7 +54,7 @@ class Reading:
 
 
 class FetchCounter:
-    """Counts what stock DeepSpeed fetches, forward by forward."""
+    """Counts the bytes that stock DeepSpeed fetches, forward by forward."""
 
     def __init__(self) -> None:
         """Count nothing until :meth:`install`."""
@@ -63,7 +62,7 @@ class FetchCounter:
         self._is_prefill: bool | None = None
 
     def install(self) -> None:
-        """Get between DeepSpeed and the one function that fetches on a single rank."""
+        """Wrap the one function of DeepSpeed that fetches on a single rank."""
         from ds_finepage._compat.deepspeed import partition_parameters
 
         fetch: Callable[[list[Any]], Any] = partition_parameters._no_gather_coalesced
@@ -80,7 +79,7 @@ class FetchCounter:
         partition_parameters._no_gather_coalesced = counted
 
     def watch(self, module: Any) -> None:
-        """Begin a new count with each forward of ``module``, before DeepSpeed's hooks fetch."""
+        """Start a new count with each forward of ``module``, before DeepSpeed's hooks fetch."""
 
         def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             input_ids = args[0] if args else kwargs["input_ids"]
@@ -95,7 +94,7 @@ class FetchCounter:
     def _count(self, nbytes: int) -> None:
         if self._is_prefill:
             self.prefill_bytes += nbytes
-        elif self._is_prefill is not None:  # else it is outside of any forward
+        elif self._is_prefill is not None:  # None outside of any forward
             self.decode_bytes += nbytes
 
 
@@ -138,12 +137,17 @@ def read(script: str, arguments: list[str]) -> Reading:
 
 
 def handle_of(engine: Any) -> Any:
-    """Return the engine's handle, None where it is stock DeepSpeed."""
+    """Return the engine's handle; None for stock DeepSpeed."""
     return getattr(engine.optimizer, "finepage", None)
 
 
 def reading_of(engine: Any, peak_bytes: int, fetches: FetchCounter) -> Reading:
-    """Put together what was counted.
+    """Return the counts of a run.
+
+    Args:
+        engine: The script's engine.
+        peak_bytes: Most live device bytes at any time.
+        fetches: The counter of stock fetches.
 
     Raises:
         FinepageError: Prefill or decode had no plan.
@@ -172,7 +176,7 @@ def reading_of(engine: Any, peak_bytes: int, fetches: FetchCounter) -> Reading:
 
 
 def main(arguments: list[str]) -> None:
-    """Run, count and write the reading down."""
+    """Run a script, count, and write the reading."""
     if len(arguments) < 2:
         sys.exit(USAGE)
     result, script, *rest = arguments

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
 from ds_finepage.planning.policies import POLICIES
 
+T = TypeVar("T")
 PROGRAM = "ds-finepage"
 PHASES = ("prefill", "decode")
 TABLE_WIDTH = 110
-"""Columns where the output goes to a file or a pipe."""
+"""Columns of output to a file or a pipe."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what runs where."""
+    """Add the options for the model, its shape, the machine and the policy."""
     parser.add_argument(
         "--model",
         required=True,
@@ -45,12 +48,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:
-    """Add the option that keeps weights in one piece."""
+    """Add the option that keeps weights whole."""
     parser.add_argument(
         "--no-split",
         action="store_true",
-        help="keep every weight in one piece; without this, policies that can do so cut matrix "
-        "products along their output features",
+        help="keep every weight whole; by default policies that can do so cut matrix products "
+        "along their output features",
     )
 
 
@@ -66,7 +69,7 @@ def add_budget(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option that leaves nothing but JSON on the standard output."""
+    """Add the option that prints only JSON to the standard output."""
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
 
 
@@ -76,7 +79,7 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def require_writable(path: Path, *, force: bool) -> None:
-    """Refuse a file that cannot be written or must not be overwritten, before any work is done.
+    """Refuse a file that cannot be written or must not be overwritten, before any work.
 
     Raises:
         ConfigError: There is a file already, or no folder for it.
@@ -101,10 +104,10 @@ def require_policies(names: list[str]) -> None:
 
 
 def names_of(text: str, option: str) -> list[str]:
-    """Read a list with commas, without repeats.
+    """Split a list at its commas and drop repeats.
 
     Raises:
-        ConfigError: Nothing is in it.
+        ConfigError: The list is empty.
     """
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
@@ -113,10 +116,10 @@ def names_of(text: str, option: str) -> list[str]:
 
 
 def counts_of(text: str, option: str) -> list[int]:
-    """Read a list of whole numbers with commas, without repeats.
+    """Split a list of whole numbers at its commas and drop repeats.
 
     Raises:
-        ConfigError: Something in it is not a whole number of 1 or more.
+        ConfigError: An element is not a whole number of 1 or more.
     """
     found = []
     for part in names_of(text, option):
@@ -134,8 +137,15 @@ def command_line(command: str, **options: Any) -> str:
     return shlex.join(words)
 
 
+def with_progress(items: Sequence[T]) -> Iterable[T]:
+    """Go through items, with a bar on the standard error if that is a terminal."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return track(items, "planning", console=console, transient=True, disable=hidden)
+
+
 def show(table: Table) -> None:
-    """Print a table, in full also where it goes to a file or a pipe."""
+    """Print a table in full, also to a file or a pipe."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)

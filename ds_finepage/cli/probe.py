@@ -1,9 +1,7 @@
-"""Measure the machine at hand and write a hardware profile that 'plan --hardware' takes.
+"""Measure this machine and write a hardware profile for 'plan --hardware'.
 
 Exit status: 0; 2 for an option that cannot be used.
 """
-
-# Floor 5.
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ MIN_SCRATCH_BYTES = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write it; without this it is printed"
+        "--out", type=Path, metavar="FILE", help="file to write; by default it is printed"
     )
-    parser.add_argument("--device", help="cuda or cpu; by default cuda where there is one")
+    parser.add_argument("--device", help="cuda or cpu; by default cuda if there is one")
     parser.add_argument(
         "--scratch",
         default="256MiB",
         metavar="SIZE",
-        help="device bytes to measure with (256MiB); less makes for rough figures",
+        help="device bytes to measure with (256MiB); fewer give rougher figures",
     )
     options.add_force(parser)
 
@@ -38,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     scratch = parse_bytes(arguments.scratch, name="--scratch")
     if scratch < MIN_SCRATCH_BYTES:
         raise ConfigError(
-            f"--scratch: {scratch} bytes are too few to measure anything with. Write at least "
+            f"--scratch: {scratch} bytes are too few to measure with. Write at least "
             f"{MIN_SCRATCH_BYTES}."
         )
     if arguments.out is not None:
@@ -66,5 +64,5 @@ def run(arguments: argparse.Namespace) -> int:
     codec.save(profile, arguments.out)
     print(f"profile: {arguments.out}")
     following = options.command_line("plan", model="llama-7b", hardware=arguments.out)
-    print(f"what it would do with a model: {following}")
+    print(f"plan a model for it: {following}")
     return 0

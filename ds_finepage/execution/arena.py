@@ -1,7 +1,6 @@
-"""Device and host memory that plans point into.
+"""The arena and the pinned pool: the device and host memory in which plans place buffers.
 
-The arena is the one device allocation that is planned; the pinned pool is its host counterpart for
-buffers that were offloaded. Both are plain byte tensors; tensors of any dtype are views of them.
+Both are plain byte tensors. Tensors of any dtype are views of them.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.taskgraph import TensorView
 
 POISON = 0xFF
-"""Byte that vacated extents are filled with in debug mode: every float made of it is NaN."""
+"""The byte that fills vacated extents in debug mode: every float made of it is NaN."""
 
 
 class Arena:
     """One allocation of bytes on a device.
 
     Attributes:
-        nbytes: Its size.
-        bytes: It, as a 1-d uint8 tensor.
+        nbytes: The size.
+        bytes: The allocation as a 1-d uint8 tensor.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Allocate ``nbytes`` on ``device``."""
         self.nbytes = nbytes
-        # Outside of inference mode, so that its views may be written in every mode.
+        # Outside of inference mode, so that every mode can write its views.
         with torch.inference_mode(False):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -44,9 +43,9 @@ def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -
     """Build a tensor of the graph on the storage of another tensor.
 
     Args:
-        storage_of: Any tensor; only its storage counts.
-        view: Dtype, shape and strides; its offset counts from ``offset_bytes``.
-        offset_bytes: Where the buffer begins in the storage.
+        storage_of: Any tensor; only its storage is used.
+        view: Dtype, shape, strides, and the offset in elements from ``offset_bytes``.
+        offset_bytes: The begin of the buffer in the storage.
     """
     dtype: torch.dtype = getattr(torch, view.dtype)
     with torch.inference_mode(False), torch.no_grad():
@@ -58,12 +57,18 @@ def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -
         )
 
 
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's bytes as a 1-d uint8 tensor on the same storage."""
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 class HostPool:
-    """The pinned pool: host memory for offloaded buffers, grown between passes only.
+    """The pinned pool: host memory for offloaded buffers. It grows between passes only.
 
     Attributes:
-        pinned: True where its pages are ones that a CUDA copy engine reads on its own.
-        bytes: It, as a 1-d uint8 tensor.
+        pinned: True if a CUDA copy engine can read its pages by itself.
+        bytes: The memory as a 1-d uint8 tensor.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -72,7 +77,7 @@ class HostPool:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for ``nbytes``; what was in the pool is lost."""
+        """Make room for ``nbytes``; the old contents are lost."""
         if nbytes > self.bytes.numel():
             with torch.inference_mode(False):
                 self.bytes = host_bytes(nbytes, pinned=self.pinned)

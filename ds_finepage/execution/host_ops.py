@@ -1,8 +1,8 @@
-"""Two ops that say where bytes are: in host memory, or on the device.
+"""Two ops that copy between host memory and the device.
 
-A cache in host memory calls them in its forward. In eager PyTorch they copy. Capture knows them:
-what ``to_device`` returns is a buffer that the plan brings in like a weight, and what ``to_host``
-returns is handed to the caller in host memory.
+A KV cache in host memory calls them in its forward. In eager PyTorch they copy. Capture knows them:
+the result of ``to_device`` is a buffer that the plan reloads like a weight, and the result of
+``to_host`` is an output in host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _(rows: torch.Tensor) -> torch.Tensor:
 
 
 def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Make host memory; where the device is the CPU, not by torch, which would count it there."""
+    """Allocate host memory; if unpinned, outside of torch, so that no CPU meter counts it."""
     with torch.inference_mode(False):
         if pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,8 +1,8 @@
 """Three lanes that wait for each other through events only.
 
-On CPU each transfer lane is a worker thread and the compute lane is the caller's: torch copies
-release the GIL, so the ordering rules are really exercised. On CUDA each lane is a stream and the
-host only enqueues: it never blocks inside a pass.
+On the CPU each transfer lane is a worker thread, and the compute lane is the caller's thread. Torch
+copies release the GIL, so transfers really run beside tasks. On CUDA each lane is a stream, and the
+host only enqueues work: it never blocks inside a pass.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from ds_finepage.graph.memgraph import Lane
 Action = Callable[[], None]
 
 SMALL_TRANSFER_BYTES = 256 << 10
-"""Copies smaller than this take less time than handing them to another thread."""
+"""A smaller copy takes less time than passing it to another thread."""
 
 
 class Lanes(Protocol):
-    """Runs programs. After an exception no step of the program is under way any more."""
+    """Runs programs. After an exception no step of the program is still running."""
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
-        """Run every step's action (by node id) behind its waits."""
+        """Run each step's action (by node id) after the steps that it waits for."""
 
     def close(self) -> None:
         """Free threads or streams."""
 
 
 class LaneAborted(Exception):  # noqa: N818 - unwinds a lane because another failed
-    """Another lane failed, so this one stops."""
+    """This lane stops because another lane failed."""
 
 
 class _Clock:
-    """How many steps each lane has done in this pass."""
+    """Counts the steps that each lane has done in this pass."""
 
     def __init__(self) -> None:
         self.done = {lane: 0 for lane in Lane}
+        self.failed = False
         self._changed = threading.Condition()
-        self._failed = False
 
     def wait(self, lane: Lane, position: int) -> None:
         if self.done[lane] >= position:
             return
         with self._changed:
             while self.done[lane] < position:
-                if self._failed:
+                if self.failed:
                     raise LaneAborted
                 self._changed.wait()
 
@@ -64,17 +64,13 @@ class _Clock:
                 self._changed.notify_all()
 
     def fail(self) -> None:
-        self._failed = True
+        self.failed = True
         with self._changed:
             self._changed.notify_all()
 
-    @property
-    def failed(self) -> bool:
-        return self._failed
-
 
 class _Worker:
-    """A daemon thread that runs one lane's steps of one pass after the other."""
+    """A daemon thread that runs the steps of one lane, pass after pass."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
@@ -85,7 +81,7 @@ class _Worker:
         self._jobs.put(job)
 
     def end(self) -> None:
-        """Let the thread end behind what it was given."""
+        """Let the thread end after its last job."""
         self._jobs.put(None)
 
     def close(self) -> None:
@@ -95,22 +91,24 @@ class _Worker:
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # it holds the pass, and with that the arena
+            del job  # it refers to the pass, and so to the arena
 
 
 class CpuLanes:
-    """Compute on the calling thread, a worker thread for each transfer lane.
+    """Computes on the calling thread; each transfer lane has a worker thread.
 
-    Where transfers are small the calling thread does everything, in the order of the plan.
-
-    Args of the constructor: ``delay_seed`` switches random delays of up to ``max_delay_us`` on, at
-    every seam of every lane; races then show as wrong results.
+    If transfers are small, the calling thread does everything, in the order of the plan.
     """
 
     def __init__(self, *, delay_seed: int | None = None, max_delay_us: int = 200) -> None:
-        """Start the worker threads."""
+        """Start the worker threads.
+
+        Args:
+            delay_seed: Delay steps of every lane at random, so that races show as wrong results.
+            max_delay_us: The longest delay.
+        """
         self._workers = {lane: _Worker(f"finepage-{lane.value}") for lane in (Lane.H2D, Lane.D2H)}
-        for worker in self._workers.values():  # which nobody may close
+        for worker in self._workers.values():  # in case the caller never closes the lanes
             weakref.finalize(self, worker.end)
         self._random = None if delay_seed is None else random.Random(delay_seed)
         self._max_delay_us = max_delay_us
@@ -119,7 +117,7 @@ class CpuLanes:
         """Run a pass; return when every lane is done.
 
         Raises:
-            BaseException: Whatever an action, or Ctrl-C, raised; all lanes are idle by then.
+            BaseException: The error of an action, or Ctrl-C; all lanes are idle by then.
         """
         if self._random is None and program.mean_transfer_bytes < SMALL_TRANSFER_BYTES:
             with torch.no_grad():
@@ -155,7 +153,7 @@ class CpuLanes:
         self._workers = {}
 
     def _drain(self) -> None:
-        """Wait until the workers have done whatever they were given."""
+        """Wait until the workers have done all their jobs."""
         for worker in self._workers.values():
             idle = threading.Event()
             worker.submit(idle.set)
@@ -203,7 +201,7 @@ class CpuLanes:
 
 
 def _wait_through_interrupts(idle: threading.Event) -> None:
-    """Wait for a lane even if Ctrl-C is pressed again: its steps end by themselves."""
+    """Wait for a lane even if Ctrl-C is pressed again; its steps end by themselves."""
     while not idle.is_set():
         try:
             idle.wait()
@@ -215,9 +213,9 @@ class CudaLanes:
     """A stream for each lane; the compute lane is the caller's current stream.
 
     ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both. All waits are
-    event waits on the device. A pass begins behind the end of the one before on every lane, and
-    the caller's stream ends it behind both transfer lanes, so tensors that the caller frees are
-    never in use on another stream.
+    event waits on the device. On every lane a pass begins after the end of the pass before. At its
+    end the caller's stream waits for both transfer lanes, so no other stream uses a tensor that the
+    caller frees.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -225,8 +223,8 @@ class CudaLanes:
         self._device = device
         self._h2d = torch.cuda.Stream(device)
         self._d2h = torch.cuda.Stream(device)
-        self._events: dict[int, list[Any]] = {}  # id(program) -> event a merged step
-        self._programs: dict[int, Program] = {}  # keeps the ids above valid
+        # Program -> an event for each merged step that another lane waits for.
+        self._events: weakref.WeakKeyDictionary[Program, list[Any]] = weakref.WeakKeyDictionary()
         self._last: Any = None
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
@@ -254,7 +252,7 @@ class CudaLanes:
                     event.record(stream)
                     signalled[step.lane, step.position] = event
         except BaseException:
-            torch.cuda.synchronize(self._device)  # nothing may be under way behind an error
+            torch.cuda.synchronize(self._device)  # no step may still run after an error
             raise
         compute.wait_stream(self._h2d)
         compute.wait_stream(self._d2h)
@@ -263,21 +261,21 @@ class CudaLanes:
     def close(self) -> None:
         """Forget streams and events."""
         torch.cuda.synchronize(self._device)
-        self._events, self._programs, self._last = {}, {}, None
+        self._events.clear()
+        self._last = None
 
     def _events_of(self, program: Program) -> list[Any]:
-        if id(program) not in self._events:
-            self._programs[id(program)] = program
-            self._events[id(program)] = [
-                torch.cuda.Event() if step.signals else None for step in program.merged
-            ]
-        return self._events[id(program)]
+        events = self._events.get(program)
+        if events is None:
+            events = [torch.cuda.Event() if step.signals else None for step in program.merged]
+            self._events[program] = events
+        return events
 
 
 def make_lanes(
     device: torch.device, *, delay_seed: int | None = None, max_delay_us: int = 200
 ) -> Lanes:
-    """Return the lanes that fit the device."""
+    """Return lanes for the device; :class:`CpuLanes` describes the delays."""
     if device.type == "cuda":
         return CudaLanes(device)
     return CpuLanes(delay_seed=delay_seed, max_delay_us=max_delay_us)

@@ -1,4 +1,4 @@
-"""One weight in host memory, and how a device sees it."""
+"""Host weights: parameters whose bytes stay in host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.executor import byte_view
+from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.watch import data_of, is_watched, set_data
 
 
@@ -20,13 +20,13 @@ class HostWeight:
     Attributes:
         name: Qualified name in the module.
         parameter: The parameter; identity is by this object.
-        master: Its bytes in host memory, 1-d uint8.
+        master: The parameter's bytes in host memory, 1-d uint8.
         shape: Full shape.
         stride: Strides of the full tensor, dense.
         dtype: Element type.
-        restore: Gives the parameter back when the model is detached; called with this object.
-        gathered: For a master that is ZeRO's own partition: tells whether ZeRO has gathered the
-            parameter now. None for every other master.
+        restore: Detach calls it with this object, to restore the parameter.
+        gathered: For a master that is ZeRO's own partition: returns True while ZeRO has gathered
+            the parameter. None for every other master.
     """
 
     name: str
@@ -47,15 +47,15 @@ class HostWeight:
 
     @property
     def is_partition(self) -> bool:
-        """True where the master is ZeRO's own partition."""
+        """True if the master is ZeRO's own partition."""
         return self.gathered is not None
 
     def is_gathered(self) -> bool:
-        """Tell whether the parameter holds a tensor of ZeRO's that ZeRO will take away."""
+        """Return True if the parameter holds a tensor that ZeRO will free."""
         return self.gathered is not None and self.gathered()
 
     def has_form_of(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor has the weight's shape, strides and dtype."""
+        """Return True if a tensor has the weight's shape, strides and dtype."""
         return (
             tensor.dtype == self.dtype
             and tuple(tensor.shape) == self.shape
@@ -64,15 +64,15 @@ class HostWeight:
 
 
 def weights_of(named: Mapping[str, torch.nn.Parameter], device: torch.device) -> list[HostWeight]:
-    """Take the masters from plain parameters: their own data where that is in host memory.
+    """Make masters of plain parameters: their own data if it is in host memory, else a copy.
 
     Args:
         named: Qualified name -> parameter, each parameter once.
-        device: Where to compute. Masters for CUDA are pinned.
+        device: The device that computes. Masters for CUDA are pinned.
 
     Raises:
         StoreError: A parameter has no data (it is on the meta device, or its storage is empty), or
-            an attached model has it already.
+            belongs to an attached model.
     """
     for name, parameter in named.items():
         refuse_watched(name, parameter)
@@ -82,14 +82,14 @@ def weights_of(named: Mapping[str, torch.nn.Parameter], device: torch.device) ->
             )
         if parameter.numel() and not parameter.untyped_storage().nbytes():
             raise StoreError(
-                f"parameter {name} has a shape and no data. Its storage was freed by somebody; "
-                f"load the weights first."
+                f"parameter {name} has a shape and no data: its storage was freed. "
+                f"Load the weights first."
             )
     return [_plain_weight(name, parameter, device) for name, parameter in named.items()]
 
 
 def weights_of_module(module: torch.nn.Module, device: torch.device) -> list[HostWeight]:
-    """Take the masters of a whole module; see :func:`weights_of`."""
+    """Make masters of a module's parameters; see :func:`weights_of`."""
     return weights_of(dict(module.named_parameters()), device)
 
 
@@ -97,7 +97,7 @@ def refuse_watched(name: str, parameter: torch.Tensor) -> None:
     """Refuse a parameter of an attached model.
 
     Raises:
-        StoreError: An attached model has it.
+        StoreError: The parameter belongs to an attached model.
     """
     if is_watched(parameter):
         raise StoreError(
@@ -108,7 +108,7 @@ def refuse_watched(name: str, parameter: torch.Tensor) -> None:
 def _plain_weight(name: str, parameter: torch.nn.Parameter, device: torch.device) -> HostWeight:
     before = data_of(parameter)
     host = _host_tensor(before)
-    # On the CPU a strided parameter gets its own memory back; elsewhere one host copy is enough.
+    # On the CPU detach restores the parameter's own memory. A CUDA parameter gets the host copy.
     strided = before if before.device.type == "cpu" == device.type else None
 
     def restore(weight: HostWeight) -> None:
@@ -132,12 +132,12 @@ def _plain_weight(name: str, parameter: torch.nn.Parameter, device: torch.device
 
 
 def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> None:
-    """Make a tensor that a parameter was given the master of its weight.
+    """Make a tensor the master of a weight.
 
     Args:
         weight: The weight; its shape, strides and dtype become those of the tensor.
         value: The tensor, on any device.
-        device: Where to compute.
+        device: The device that computes.
     """
     host = _host_tensor(value)
     weight.master = _master_of(host, device)
@@ -145,7 +145,7 @@ def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> Non
 
 
 def _host_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in host memory, dense: itself where it is that already."""
+    """Return a tensor as a dense one in host memory: itself if it is one."""
     with torch.inference_mode(False), torch.no_grad():
         host = value.detach().cpu()
         return host if torch.ops.aten.is_non_overlapping_and_dense(host) else host.contiguous()
@@ -154,7 +154,7 @@ def _host_tensor(value: torch.Tensor) -> torch.Tensor:
 def _master_of(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         master = byte_view(host.as_strided((host.numel(),), (1,), host.storage_offset()))
-        if master.is_inference():  # it could not be written outside of inference mode
+        if master.is_inference():  # only inference mode could write it
             master = master.clone()
     if device.type == "cuda" and not master.is_pinned():
         master = master.pin_memory()
@@ -162,7 +162,7 @@ def _master_of(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _DeviceAddress:
-    """Pinned host bytes as an array on CUDA: torch reads this protocol, and keeps the object."""
+    """Pinned host bytes as a CUDA array. Torch reads this protocol and keeps the object alive."""
 
     def __init__(self, master: torch.Tensor) -> None:
         self.master = master
@@ -175,10 +175,10 @@ class _DeviceAddress:
 
 
 def device_view(weight: HostWeight, device: torch.device) -> torch.Tensor:
-    """Return a weight as the device sees it in host memory, without a copy.
+    """Return a weight in host memory as a tensor of the device, without a copy.
 
-    On CUDA pinned memory has a device address. Memory that is not pinned is registered first, in
-    place; it stays so for the life of the process.
+    On CUDA pinned memory has a device address. Memory that is not pinned is registered in place
+    first, and stays registered for the life of the process.
     """
     if device.type != "cuda" or not weight.master.numel():
         return weight.value.to(device)  # the same tensor on the CPU

@@ -1,8 +1,8 @@
 """Tensors and arguments whose sizes follow from the sizes of a call.
 
-A plan is made for the largest call of its kind, so extents stand; what a smaller call uses of them
-is a view of another shape. All formulas of a graph are one compiled function, and nothing is done
-as long as the sizes stay the same.
+A plan is made for the largest call of its kind. A smaller call uses views of the same extents in
+smaller shapes. All formulas of a graph are one compiled function. It runs only when the sizes
+change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_finepage.graph.taskgraph import Buffer, Length, TaskGraph, TensorView
 
 @dataclass(slots=True)
 class _Place:
-    """A place in a bound task's arguments, and where the bytes begin that belong there."""
+    """A patch; for a tensor, also its storage and the begin of its buffer there."""
 
     patch: Patch
     storage_of: torch.Tensor | None
@@ -29,14 +29,14 @@ class _Place:
 
 
 class MovingViews:
-    """The tensors of a graph as they are for the sizes of the present call.
+    """The tensors of a graph in the shapes of the current call.
 
     Attributes:
         views: By tensor id.
     """
 
     def __init__(self, graph: TaskGraph) -> None:
-        """Compile the formulas of a graph, if it has any."""
+        """Compile the formulas of a graph."""
         self.views: list[TensorView] = list(graph.tensors)
         self._positions = [position for _, position in graph.symbols]
         self._varying = [t.id for t in graph.tensors if any(_lengths(t))]
@@ -54,21 +54,27 @@ class MovingViews:
         self._arguments: Callable[..., tuple[Any, ...]] | None = None
 
     def varies(self, tensor: int) -> bool:
-        """Tell whether a tensor's shape, strides or offset follow from the call."""
+        """Return True if a tensor's shape, strides or offset depend on the call."""
         return tensor in self._is_varying
 
     def nbytes(self, buffer: Buffer) -> int:
-        """Return the bytes of a buffer in the present call."""
+        """Return the bytes of a buffer in the current call."""
         return self._nbytes.get(buffer.id, buffer.nbytes)
 
     def add(
         self, patch: Patch, storage_of: torch.Tensor | None = None, offset_bytes: int = 0
     ) -> None:
-        """Take charge of a place: of a size, or of a tensor that begins there in a storage."""
+        """Fill a place for each call from now on.
+
+        Args:
+            patch: The place: of a size, or of a tensor.
+            storage_of: For a tensor: any tensor on its storage.
+            offset_bytes: For a tensor: the begin of its buffer in the storage.
+        """
         self._places.append(_Place(patch, storage_of, offset_bytes))
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
-        """Fill all places for the sizes of a call; False where a buffer is too small for them."""
+        """Fill all places for the sizes of a call; return False if a buffer is too small."""
         sizes = tuple(args[position] for position in self._positions)
         if sizes == self._sizes or not self._positions:
             return True

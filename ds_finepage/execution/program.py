@@ -1,8 +1,8 @@
-"""Lowers a memgraph to one ordered list of steps a lane, with the few waits that matter.
+"""Lowers a memgraph to one ordered list of steps a lane, with the few waits that are needed.
 
-Each lane runs its steps in order, so "wait for node n" is "wait until lane l has done k steps", and
-a lane that has waited for step k knows everything that step k knew. A vector clock a node finds the
-waits that are left; nodes that take no time only pass their clocks on.
+Each lane runs its steps in order. So "wait for node n" means "wait until lane l has done k steps",
+and a lane that has waited for step k need not wait for any step that step k waited for. A vector
+clock for each node finds the waits that remain. Nodes that take no time only pass their clocks on.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 class Step:
     """One node on its lane.
 
-    ``position`` counts the lane's steps from 1. ``waits`` are (lane, position) pairs that must be
-    done before. ``signals`` is True where some other lane waits for this very step.
+    ``position`` counts the lane's steps from 1. ``waits`` are the steps that must be done before,
+    as (lane, position). ``signals`` is True if another lane waits for this step.
     """
 
     node: Node
@@ -31,16 +31,16 @@ class Step:
     signals: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """The steps of a pass, by lane; :attr:`merged` has them all in one topological order."""
+    """The steps of a pass, by lane; :attr:`merged` has all of them in one topological order."""
 
     lanes: dict[Lane, tuple[Step, ...]]
     merged: tuple[Step, ...]
 
     @cached_property
     def mean_transfer_bytes(self) -> int:
-        """Bytes of a transfer, on average; 0 where there is none."""
+        """Mean bytes of a transfer; 0 if there is none."""
         steps = self.lanes[Lane.H2D] + self.lanes[Lane.D2H]
         total = sum(0 if s.node.extent is None else s.node.extent.nbytes for s in steps)
         return total // len(steps) if steps else 0
@@ -54,8 +54,7 @@ def lower(
     Args:
         memgraph: A plan that passed the checker.
         missing: Buffers of ``entry`` that are not in place and must be reloaded first.
-        poison: Make drops steps of the compute lane, so that something can be done to the vacated
-            extents there.
+        poison: Make drops steps of the compute lane, so that they can fill the vacated extents.
     """
     clocks: list[tuple[int, ...]] = []
     known = {lane: [0] * len(LANES) for lane in LANES}
@@ -102,7 +101,7 @@ def _assemble(drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]]
 
 
 def iter_waits(program: Program) -> Iterator[tuple[Step, Lane, int]]:
-    """Go over all waits of a program; for counting and for tests."""
+    """Yield all waits of a program, each with its step."""
     for step in program.merged:
         for lane, position in step.waits:
             yield step, lane, position

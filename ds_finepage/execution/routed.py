@@ -1,4 +1,4 @@
-"""Reloads of experts: just the slices of a weight that the pass has chosen."""
+"""Reloads of experts: only the slices of a weight that the pass has chosen."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ds_finepage.graph.routes import Route
 
 
 class RoutedReload:
-    """An action of the h2d lane that looks which slices are used, and copies these.
+    """An action of the h2d lane that reads which slices are used, and copies them.
 
-    On CUDA that is a wait of the host: the router's choice has to be known before a copy can be
-    issued. Plans take it where the bytes saved are worth more than having asked for all in advance.
+    On CUDA the host waits here, because it must know the router's choice before it can issue a
+    copy. The planner weighs that wait against the bytes that it saves.
 
     Attributes:
-        skipped_bytes: Bytes that the last call left out.
+        skipped_bytes: The bytes that the last call did not copy.
     """
 
     def __init__(
@@ -24,25 +24,25 @@ class RoutedReload:
         route: Route,
         on_device: torch.Tensor,
         on_host: torch.Tensor,
-        tells: Callable[[], torch.Tensor],
+        choice: Callable[[], torch.Tensor],
     ) -> None:
         """Bind a reload.
 
         Args:
-            route: Which weight, and how its used slices are told.
+            route: The weight, and the way to find its used slices.
             on_device: The weight's extent, 1-d uint8.
-            on_host: Its master, 1-d uint8, as long.
-            tells: Returns the tensor that tells the slices, where it lies in this call.
+            on_host: The weight's master, 1-d uint8 of the same length.
+            choice: Returns the tensor of this call that names the slices.
         """
         self._route = route
         self._on_device, self._on_host = on_device, on_host
-        self._tells = tells
+        self._choice = choice
         self._slice_bytes = on_host.numel() // route.num_slices
         self.skipped_bytes = 0
 
     def __call__(self) -> None:
-        """Copy the used slices, neighbours at once."""
-        values = self._tells().tolist()
+        """Copy the used slices, each run of adjacent ones at once."""
+        values = self._choice().tolist()
         used = set(_groups_with_rows(values) if self._route.is_ends else _flat(values))
         copied = 0
         for begin, end in _runs(sorted(i % self._route.num_slices for i in used)):
@@ -69,7 +69,7 @@ def _flat(values: int | list[int] | list[list[int]]) -> Iterator[int]:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ``[begin, end)`` for each run of neighbours among ascending numbers."""
+    """Yield ``[begin, end)`` for each run of consecutive numbers among ascending ones."""
     begin = end = -1
     for number in numbers:
         if number == end:

@@ -1,18 +1,18 @@
-"""Notices who takes or replaces the bytes of a parameter through ``parameter.data``.
+"""Notices uses of ``parameter.data``, which reads or replaces the bytes of a parameter.
 
 [Note: how a change of a weight is noticed]
 A parameter of an attached model shows its host master, so writing to the parameter writes to the
-master. A copy of the old bytes may still lie in the arena and has to be forgotten. Three signs tell
-of a change, and all three are read before each call:
+master. An old copy may still lie in the arena and must not be used. Three signs show a change. The
+runtime reads all three before each call:
 
-- the version counter: every in-place op raises it, through the parameter, a view of it, or a tensor
-  of its ``state_dict``;
-- the address: ``set_``, ``resize_`` and ``share_memory_`` move a tensor to other memory;
-- this module: a tensor made by ``parameter.data`` has a version counter of its own, so
-  ``parameter.data.add_(1)`` leaves no other sign. The attribute ``data`` of ``torch.nn.Parameter``
-  therefore becomes a property while any model is attached. It behaves as before, and notes which
-  watched parameter it was used on. As long as a tensor that it returned, or was set to, is alive,
-  its parameter counts as changed.
+- The version counter. Every in-place op raises it, through the parameter, a view of it, or a tensor
+  of its ``state_dict``.
+- The address. ``set_``, ``resize_`` and ``share_memory_`` move a tensor to other memory.
+- This module. A tensor that ``parameter.data`` returns has a version counter of its own, so
+  ``parameter.data.add_(1)`` leaves no other sign. Therefore the attribute ``data`` of
+  ``torch.nn.Parameter`` is a property while any model is attached. It behaves as before, and notes
+  the watched parameters that it was used on. While a tensor that it returned, or was set to, is
+  alive, its parameter counts as changed.
 
 Writes through NumPy, DLPack or a raw pointer leave no sign. ``Handle.refresh`` is for those.
 """
@@ -34,18 +34,18 @@ Replacement = Callable[[torch.Tensor], torch.Tensor]
 
 
 def data_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``parameter.data`` without a note."""
+    """Return ``parameter.data``; the watch does not notice."""
     found: torch.Tensor = _DATA.__get__(parameter)
     return found
 
 
 def set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set ``parameter.data`` without a note."""
+    """Set ``parameter.data``; the watch does not notice."""
     _DATA.__set__(parameter, value)
 
 
 class DataWatch:
-    """Remembers how ``data`` of one parameter was used.
+    """Records the uses of ``data`` of one parameter.
 
     Attributes:
         was_used: True once the attribute was read or set; :meth:`clear` resets it.
@@ -57,12 +57,12 @@ class DataWatch:
         used: list[DataWatch],
         replace: Replacement | None = None,
     ) -> None:
-        """Watch a parameter until :meth:`stop`, or until nobody holds the watch.
+        """Watch a parameter until :meth:`stop`, or until the watch itself is freed.
 
         Args:
             parameter: The parameter; the owner of the watch keeps it alive.
             used: The watch appends itself here on its first use.
-            replace: Turns a tensor that is about to become ``data`` into the one that does.
+            replace: Maps a tensor that the user sets as ``data`` to the one that is stored.
         """
         self.was_used = False
         self._used = used
@@ -79,19 +79,19 @@ class DataWatch:
         uninstall_if_unused()
 
     def clear(self) -> None:
-        """Forget past uses. A tensor that is still alive is a use that goes on."""
+        """Forget past uses. A tensor that is still alive is a use at present."""
         self._aliases = [alias for alias in self._aliases if alias() is not None]
         self.was_used = False
         if self._aliases:
             self._note()
 
     def read(self, alias: torch.Tensor) -> None:
-        """Note a tensor that shares the parameter's bytes."""
+        """Record a tensor that shares the parameter's bytes."""
         self._note()
         self._aliases.append(weakref.ref(alias))
 
     def set(self, value: torch.Tensor) -> torch.Tensor:
-        """Note that ``data`` is set; return the tensor that it is set to."""
+        """Record that ``data`` is set; return the tensor to store."""
         self._note()
         self._aliases.append(weakref.ref(value))
         return value if self._replace is None else self._replace(value)
@@ -106,7 +106,7 @@ _watches: weakref.WeakValueDictionary[int, DataWatch] = weakref.WeakValueDiction
 
 
 def is_watched(parameter: torch.Tensor) -> bool:
-    """Tell whether an attached model has this parameter."""
+    """Return True if the parameter belongs to an attached model."""
     return id(parameter) in _watches
 
 
@@ -134,6 +134,6 @@ def _install() -> None:
 
 
 def uninstall_if_unused() -> None:
-    """Give ``torch.nn.Parameter`` its own attribute back where no parameter is watched."""
+    """Restore the attribute of ``torch.nn.Parameter`` if no parameter is watched."""
     if not _watches and vars(torch.nn.Parameter).get("data") is _property:
         del torch.nn.Parameter.data

@@ -1,4 +1,4 @@
-"""Speed against budget: what the next gigabyte buys, and what a speed needs."""
+"""Speed against budget: the gain of the next gigabyte, and the budget that a speed needs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.table import Table
 from ds_finepage.units import format_bytes, format_ns
 
 KNEE = 0.1
-"""A curve that leaves the straight line by this share of its height has a knee there."""
+"""A curve has a knee where it leaves the straight line by this share of its height."""
 
 FLAT = 0.01
-"""A gain below this share is none."""
+"""A smaller gain counts as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """What one budget gives: a steady decode step, and the prefill before it."""
+    """Speed and bytes under one budget: of a steady decode step, and of the prefill before it."""
 
     budget_bytes: int
-    fits: bool  # into the device
+    fits: bool  # the device has that much memory
     tokens_per_s: float
-    tokens_per_s_bound: float  # no schedule makes more
+    tokens_per_s_bound: float  # no schedule is faster
     first_token_ns: int
     first_token_bound_ns: int
     decode_reloaded_bytes: int
@@ -42,11 +42,11 @@ class Step:
 
     @property
     def gain(self) -> float:
-        """What the stretch adds, as a share of what was there before it."""
+        """The added speed, as a share of the speed at the begin of the stretch."""
         return self.to_tokens_per_s / self.from_tokens_per_s - 1
 
     def in_words(self) -> str:
-        """Say what the bytes buy."""
+        """Say how much speed the bytes buy."""
         extra = format_bytes(self.to_bytes - self.from_bytes)
         where = f"from {format_bytes(self.from_bytes)} to {format_bytes(self.to_bytes)}"
         if self.gain < FLAT:
@@ -59,13 +59,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The least budget that was planned and gives a speed."""
+    """The smallest planned budget that gives a speed."""
 
     tokens_per_s: float
     budget_bytes: int
 
     def in_words(self) -> str:
-        """Say what the speed needs."""
+        """Say which budget the speed needs."""
         return f"{self.tokens_per_s:g} tok/s needs {format_bytes(self.budget_bytes)}"
 
 
@@ -85,7 +85,7 @@ class Curve:
 
     @property
     def title(self) -> str:
-        """What the curve is of."""
+        """Model, shape, policy and machine."""
         return (
             f"{self.model}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
             f"{self.hardware}"
@@ -107,7 +107,7 @@ class Curve:
         )
 
     def in_words(self) -> list[str]:
-        """Say where the knees are, and what a speed needs."""
+        """Say where the knees are, and which budget each speed needs."""
         return [step.in_words() for step in self.steps] + [n.in_words() for n in self.needs]
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Curve:
 
 
 def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
-    """Let each budget use the plan of a smaller one where that is faster."""
+    """Let each budget use the plan of a smaller one if that is faster."""
     found: list[CurvePoint] = []
     for point in points:
         if found and found[-1].tokens_per_s > point.tokens_per_s:
@@ -164,14 +164,14 @@ def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
 
 
 def knees(curve: Sequence[tuple[float, float]], tolerance: float = KNEE) -> list[int]:
-    """Find the points between which a curve is as good as straight.
+    """Find the points between which a curve is nearly straight.
 
     Args:
         curve: Points, sorted by their first number.
         tolerance: How far the curve may leave the straight line, as a share of its height.
 
     Returns:
-        Their positions, the first and the last point among them.
+        The positions of these points, the first and the last point included.
     """
     if len(curve) < 3:
         return list(range(len(curve)))

@@ -1,4 +1,4 @@
-"""What a planned pass of a model costs, in figures: terminal and JSON."""
+"""The cost of a planned pass in figures, for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NS_PER_S = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFigures:
-    """One plan of one pass under one budget on one machine, in the order in which JSON has them.
+    """One plan of one pass under one budget on one machine, in the order of the JSON.
 
-    ``reloaded_bytes`` and what follows are of a steady pass; ``entry_reloaded_bytes`` of the very
-    first, which finds nothing resident. ``peak_bytes`` is the most that is on the device: the
-    arena up to its highest byte in use, and all that lies around it. ``lower_bound_bytes`` and
+    ``reloaded_bytes`` and the later figures are of a steady pass. ``entry_reloaded_bytes`` is of
+    the first pass, which finds nothing resident. ``peak_bytes`` is the most device memory: the
+    arena up to its highest byte in use, plus the non-arena bytes. ``lower_bound_bytes`` and
     ``lower_bound_ns`` hold for any schedule under the same budget.
     """
 
@@ -51,7 +51,7 @@ class PlanFigures:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that a steady pass makes or reads in a second, over the whole batch."""
+        """Tokens of the whole batch that a steady pass makes or reads in a second."""
         tokens = self.batch * (self.seq if self.phase == "prefill" else 1)
         return tokens * NS_PER_S / self.predicted_ns if self.predicted_ns else 0.0
 
@@ -75,17 +75,17 @@ class PlanFigures:
 
 
 def entry_bytes(memgraph: MemGraph) -> int:
-    """Count the bytes of what a steady pass finds resident."""
+    """Count the bytes that are resident when a steady pass begins."""
     return sum(memgraph.graph.buffers[r.buffer].nbytes for r in memgraph.entry)
 
 
 def num_memory_dependencies(memgraph: MemGraph) -> int:
-    """Count the edges that are there because bytes are used again."""
+    """Count the memory dependencies."""
     return sum(edge.kind is EdgeKind.MEMORY for edge in memgraph.edges)
 
 
 def largest_live_bytes(memgraph: MemGraph) -> int:
-    """Return the largest sum of extents that are allocated together, in the order of ids."""
+    """Return the largest sum of extents that are allocated together, in the order of nodes."""
     live = largest = 0
     for node in memgraph.nodes:
         if node.extent is None:

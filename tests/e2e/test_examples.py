@@ -1,4 +1,4 @@
-"""Every example and every command of the README, each in a process of its own, on a tiny model."""
+"""Every example and every command of the documents, each in its own process, on a tiny model."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def test_each_example_is_run_here() -> None:
     assert [name for name in EXAMPLES if f"examples/{name}" not in text] == []
 
 
-def test_the_readme_names_files_that_exist() -> None:
-    readme = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"\b((?:examples|configs|docs|benchmarks)/[\w./-]+\.\w+)", readme))
+def test_the_documents_name_files_that_exist() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "usage.md").read_text()
+    named = set(re.findall(r"\b((?:examples|configs|docs|benchmarks)/[\w./-]+\.\w+)", text))
     assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
-    commands = [line.strip() for line in readme.splitlines() if line.startswith("    deepspeed ")]
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    deepspeed ")]
     assert len(commands) == 2
     for command in commands:
         words = shlex.split(command, comments=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ds_finepage
-from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import FAMILIES, SLOW_LINK, make_model, token_ids
 
@@ -70,15 +70,15 @@ def attach_twice(family: str, dtype: torch.dtype, ids: torch.Tensor) -> Handle:
 
 
 def test_the_host_never_waits_inside_a_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = Executor._gather
+    gather = ReloadSources.gather_rows
 
-    def gather_before_the_pass(executor: Executor, args: Sequence[Any]) -> None:
+    def gather_before_the_pass(sources: ReloadSources, args: Sequence[Any]) -> None:
         """Let the host have the indices of an embedding, which it waits for before a pass."""
         torch.cuda.set_sync_debug_mode("default")
-        gather(executor, args)
+        gather(sources, args)
         torch.cuda.set_sync_debug_mode("error")
 
-    monkeypatch.setattr(Executor, "_gather", gather_before_the_pass)
+    monkeypatch.setattr(ReloadSources, "gather_rows", gather_before_the_pass)
     ids = token_ids(7).cuda()
     model = make_model(family, torch.bfloat16)
     handle = ds_finepage.attach(model, device_budget="2GiB", device="cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import mutant
 
 EXECUTOR = "unit/execution/test_executor.py"
+RESIDENCY = "unit/execution/test_executor_residency.py"
 
 RUNNING = (
     mutant(
@@ -71,18 +72,18 @@ RUNNING = (
         "execution/executor.py",
         "        residents.clear()\n",
         "",
-        EXECUTOR,
+        RESIDENCY,
     ),
     mutant(
         "a-weight-in-another-place-is-taken-for-resident",
         "execution/executor.py",
         "if residents.get(self._graph.buffers[r.buffer].key) != r.extent",
         "if self._graph.buffers[r.buffer].key not in residents",
-        EXECUTOR,
+        RESIDENCY,
     ),
     mutant(
         "every-slice-is-the-first",
-        "execution/executor.py",
+        "execution/reload_sources.py",
         "return master[buffer.offset : end]",
         "return master[: buffer.nbytes]",
         "unit/execution/test_slices.py",
@@ -96,14 +97,14 @@ RUNNING = (
     ),
     mutant(
         "a-constant-is-given-away",
-        "execution/executor.py",
-        "found = self._constant_view(output.tensor).clone()",
-        "found = self._constant_view(output.tensor)",
+        "execution/call_tensors.py",
+        "self.constant(output.tensor).clone() if",
+        "self.constant(output.tensor) if",
         EXECUTOR,
     ),
     mutant(
         "an-argument-of-other-strides-is-accepted",
-        "execution/executor.py",
+        "execution/call_tensors.py",
         "if tuple(arg.shape) != view.shape or arg.stride() != view.stride:",
         "if tuple(arg.shape) != view.shape:",
         EXECUTOR,
@@ -113,7 +114,7 @@ RUNNING = (
         "execution/executor.py",
         "reloaded_bytes=self._planned_reload_bytes - skipped + entry,",
         "reloaded_bytes=self._planned_reload_bytes - skipped,",
-        EXECUTOR,
+        RESIDENCY,
     ),
     mutant(
         "slices-that-were-left-out-count",

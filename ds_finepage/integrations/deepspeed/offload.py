@@ -23,7 +23,7 @@ from ds_finepage._compat.deepspeed import (
 )
 from ds_finepage.api import attach
 from ds_finepage.config import FinepageConfig
-from ds_finepage.execution.executor import byte_view
+from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
 from ds_finepage.execution.watch import data_of, set_data
 from ds_finepage.runtime.handle import Handle

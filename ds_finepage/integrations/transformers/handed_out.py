@@ -1,9 +1,9 @@
-"""Caches in host memory as their callers see them: with transformers' own layers.
+"""Shows caches in host memory to their callers with transformers' own layers.
 
-Callers compare the types of layers, and some take nothing but a ``DynamicLayer`` itself. So a
-:class:`HostLayer` is in a cache only while the model works with it. What the caller is handed is
-the layer that was there before, with keys and values that lie in host memory: the state of a layer
-that transformers itself has offloaded, so ``layer.prefetch()`` brings it to the device.
+Callers compare the types of layers, and some accept only a ``DynamicLayer`` itself. So a cache has
+a :class:`HostLayer` only while the model runs. The caller gets the original layer back, with keys
+and values in host memory. That is the state of a layer that transformers itself has offloaded, so
+``layer.prefetch()`` brings it to the device.
 """
 
 from __future__ import annotations
@@ -19,25 +19,21 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from ds_finepage.integrations.transformers.host_cache import HostLayer, move_to_host
 
 CACHE_DEPTH = 4
-"""How deep tensors lie in a cache: its layers, their rows in host memory, the rows themselves."""
+"""The depth of tensors in a cache: its layers, their rows in host memory, the rows themselves."""
 
 
 class HandedOut:
-    """Exchanges the layers of moved caches: the callers' own for those in host memory, and back."""
+    """Swaps the layers of moved caches: the callers' own for those in host memory, and back."""
 
     def __init__(self, *, pinned: bool) -> None:
-        """Start without having moved a cache.
-
-        Args:
-            pinned: Whether host memory is to be pinned.
-        """
+        """Start without a moved cache; ``pinned`` host memory is for CUDA."""
         self._pinned = pinned
-        # Cache -> its layers as the caller knows them, each with the one that stands in for it.
+        # Cache -> pairs of the caller's layer and the layer in host memory.
         self._pairs: weakref.WeakKeyDictionary[Cache, list[tuple[DynamicLayer, HostLayer]]]
         self._pairs = weakref.WeakKeyDictionary()
 
     def move(self, cache: Cache) -> bool:
-        """Move a cache to host memory; False where there is nothing to move."""
+        """Move a cache to host memory; return False if there is nothing to move."""
         outside = list(cache.layers)
         if not move_to_host(cache, pinned=self._pinned):
             return False
@@ -48,7 +44,7 @@ class HandedOut:
         return True
 
     def take(self, cache: Cache) -> None:
-        """Put the layers in host memory into a cache that was moved, with what it holds now."""
+        """Put the layers in host memory into a moved cache, with its current contents."""
         pairs = self._pairs.get(cache, [])
         for index, layer in enumerate(cache.layers):
             if type(layer) is not DynamicLayer:
@@ -57,13 +53,13 @@ class HandedOut:
             if inside is None:
                 if not _is_offloaded(layer):
                     continue
-                inside = HostLayer(pinned=self._pinned)  # of a copy of a cache that was moved
+                inside = HostLayer(pinned=self._pinned)  # the cache is a copy of a moved one
                 self._pairs.setdefault(cache, []).append((layer, inside))
             inside.take(layer)
             cache.layers[index] = inside
 
     def hand_out(self, cache: Cache) -> None:
-        """Give a cache the layers back that its caller knows; their rows stay in host memory."""
+        """Put the caller's layers back into a cache; their rows stay in host memory."""
         if cache.layer_class_to_replicate is not None:
             if issubclass(cache.layer_class_to_replicate, HostLayer):
                 cache.layer_class_to_replicate = DynamicLayer
@@ -72,14 +68,14 @@ class HandedOut:
             if not isinstance(layer, HostLayer):
                 continue
             outside = next((outside for outside, host in pairs if host is layer), None)
-            if outside is None:  # the forward has made the layer
+            if outside is None:  # the forward made the layer
                 outside = DynamicLayer()
                 self._pairs.setdefault(cache, []).append((outside, layer))
             layer.give(outside)
             cache.layers[index] = outside
 
     def bring_back(self) -> None:
-        """Bring all caches to the device, for callers whose model has no budget any more."""
+        """Bring all caches to the device, when the model is detached."""
         for cache in list(self._pairs):
             for layer in cache.layers:
                 if type(layer) is DynamicLayer and _is_offloaded(layer):
@@ -88,9 +84,12 @@ class HandedOut:
 
 
 def copied(values: Any, caches: Iterable[Cache]) -> Any:
-    """Copy a call's arguments so that what changes the copy's caches leaves those alone.
+    """Copy the caches among a call's arguments.
 
-    Tensors are shared, and so is everything else that is no cache.
+    Args:
+        values: The positional and the keyword arguments, as a pair. Everything that is no cache is
+            shared, tensors included.
+        caches: The caches whose tensors are shared.
     """
     kept: dict[int, Any] = {}
 

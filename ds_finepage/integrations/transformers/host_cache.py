@@ -1,10 +1,10 @@
-"""KV caches in host memory: what a generation needs when its cache does not fit.
+"""KV offload: a KV cache that does not fit the device lies in host memory.
 
-A :class:`HostLayer` takes the place of one of transformers' dynamic layers in a cache, in place, so
-the caller's cache object stays the same; :mod:`.handed_out` gives the callers
-their own layers back. Rows lie in host memory, tokens first, so that the live
-ones are a prefix and new ones come behind it. The forward brings the live rows in, appends the new
-ones, and hands back nothing but the new ones; between two calls they are copied behind the others.
+A :class:`HostLayer` replaces a dynamic layer of transformers inside the caller's cache object.
+:mod:`.handed_out` gives the callers their own layers back. Rows lie in host memory with tokens as
+the first dimension, so the live rows are a prefix and new rows follow. The forward reloads the live
+rows, appends the new ones on the device, and returns only the new ones. Between two calls the new
+rows are copied to the end of the live rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ds_finepage.errors import StoreError
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
 
 TOKENS_FIRST = (2, 0, 1, 3)
-"""From (batch, heads, tokens, width) to how rows lie in host memory."""
+"""Permutes (batch, heads, tokens, width) to the order of host memory."""
 
 HEADS_SECOND = (1, 2, 0, 3)
-"""And back."""
+"""Permutes it back."""
 
 MIN_ROWS = 64
 
@@ -32,24 +32,24 @@ class HostRows:
     """Rows of keys or of values in host memory, with room to grow.
 
     Attributes:
-        live: The live rows, of shape (tokens, batch, heads, width), contiguous; None before any.
+        live: The live rows, of shape (tokens, batch, heads, width), contiguous; None at first.
     """
 
     def __init__(self, *, pinned: bool) -> None:
         """Start empty."""
         self.live: torch.Tensor | None = None
-        self._room: torch.Tensor | None = None  # live is a prefix of it
+        self._room: torch.Tensor | None = None  # ``live`` is a prefix of it
         self._pinned = pinned
 
     def set(self, live: torch.Tensor | None) -> None:
-        """Take rows from elsewhere: of shape (tokens, batch, heads, width), in any memory."""
+        """Copy rows from any memory, of shape (tokens, batch, heads, width)."""
         self.live = self._room = None
         if live is not None:
             self._grow(live.shape, live.dtype, len(live))
             self.append(live)
 
     def append(self, rows: torch.Tensor) -> None:
-        """Copy rows behind the live ones."""
+        """Copy rows to the end of the live ones."""
         before = 0 if self.live is None else len(self.live)
         after = before + len(rows)
         if self._room is None or after > len(self._room):
@@ -60,7 +60,7 @@ class HostRows:
             self.live = self._room[:after]
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Keep the live rows of these sequences of the batch, in this order, perhaps repeated."""
+        """Keep the live rows of these sequences of the batch, in this order, also repeatedly."""
         before = self.live
         if before is None:
             return
@@ -73,7 +73,7 @@ class HostRows:
             torch.index_select(before, 1, sequences, out=self.live)
 
     def stretch(self, num_rows: int) -> None:
-        """Have this many live rows, whatever is in them."""
+        """Have this many live rows, with any contents."""
         if self.live is not None:
             before, self.live = self.live, None
             self._grow(before.shape, before.dtype, num_rows)
@@ -85,7 +85,7 @@ class HostRows:
         numel = capacity
         for size in shape[1:]:
             numel *= size
-        with torch.inference_mode(False), torch.no_grad():  # later callers may not be in it
+        with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
             room = host_bytes(numel * dtype.itemsize, pinned=self._pinned)
             room = room.view(dtype).view(capacity, *shape[1:])
             if self.live is not None:
@@ -101,7 +101,7 @@ class HostLayer(DynamicLayer):
         self._keys, self._values = HostRows(pinned=pinned), HostRows(pinned=pinned)
         self.live_keys: torch.Tensor | None = None
         self.live_values: torch.Tensor | None = None
-        self.new_keys: torch.Tensor | None = None  # of the forward that was last
+        self.new_keys: torch.Tensor | None = None  # of the last forward
         self.new_values: torch.Tensor | None = None
         self.is_initialized = False
 
@@ -124,7 +124,7 @@ class HostLayer(DynamicLayer):
         self.live_values = None if value is None else value.permute(TOKENS_FIRST)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note what the rows are made of."""
+        """Take dtype and device from the first rows."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -142,7 +142,7 @@ class HostLayer(DynamicLayer):
             values = torch.cat([old_values, value_states], dim=-2)
         self.new_keys = to_host(key_states.permute(TOKENS_FIRST))
         self.new_values = to_host(value_states.permute(TOKENS_FIRST))
-        if not torch.compiler.is_compiling():  # perhaps a model that settles nothing by itself
+        if not torch.compiler.is_compiling():  # eager code has no caller that settles
             self.settle()
         return keys, values
 
@@ -156,9 +156,9 @@ class HostLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; ``tokens_to_remove`` is not positive, as transformers has it."""
+        """Forget the last tokens; in transformers ``tokens_to_remove`` is not positive."""
         if tokens_to_remove > 0:
-            super().crop(tokens_to_remove)  # which says what it thinks of that
+            super().crop(tokens_to_remove)  # transformers refuses it
         if tokens_to_remove and self.live_keys is not None and self.live_values is not None:
             left = max(0, len(self.live_keys) - abs(tokens_to_remove))
             self.live_keys, self.live_values = self.live_keys[:left], self.live_values[:left]
@@ -184,13 +184,13 @@ class HostLayer(DynamicLayer):
         self.live_keys, self.live_values = self._keys.live, self._values.live
 
     def stretch(self, num_rows: int) -> None:
-        """Have this many live rows, whatever is in them: for looking at a longer call."""
+        """Have this many live rows, with any contents: for a rehearsal of a longer call."""
         self._keys.stretch(num_rows)
         self._values.stretch(num_rows)
         self.live_keys, self.live_values = self._keys.live, self._values.live
 
     def take(self, layer: DynamicLayer) -> None:
-        """Take the state of a caller's layer; rows that are ours already stay where they are."""
+        """Take the state of a caller's layer; rows that are in host memory already stay there."""
         self.forget_new()
         self.is_initialized = layer.is_initialized
         if not layer.is_initialized:
@@ -210,22 +210,22 @@ class HostLayer(DynamicLayer):
     # Between two calls.
 
     def settle(self) -> None:
-        """Copy the rows of the forward that was last behind the live ones."""
+        """Copy the rows of the last forward to the end of the live ones."""
         if self.new_keys is not None and self.new_values is not None:
             self.prepare()
             if self.new_keys.is_pinned():
-                torch.cuda.current_stream().synchronize()  # they may still be on their way
+                torch.cuda.current_stream().synchronize()  # their copies may still run
             self._keys.append(self.new_keys)
             self._values.append(self.new_values)
             self.live_keys, self.live_values = self._keys.live, self._values.live
         self.forget_new()
 
     def forget_new(self) -> None:
-        """Forget what a forward that failed has left."""
+        """Forget the new rows of a failed forward."""
         self.new_keys = self.new_values = None
 
     def prepare(self) -> None:
-        """Bring rows that somebody reordered or cut back into place."""
+        """Bring rows that the caller reordered or cut back into place."""
         for rows, live in ((self._keys, self.live_keys), (self._values, self.live_values)):
             if live is not None and len(live) == 0:
                 live = None
@@ -260,7 +260,7 @@ def host_layers(values: Iterable[Any]) -> list[HostLayer]:
 
 
 def seen_lengths(values: Iterable[Any]) -> list[tuple[Cache, list[tuple[Any, int | None]]]]:
-    """List the caches among a call's arguments, with their layers and the lengths of these."""
+    """List the caches among a call's arguments, each with its layers and their lengths."""
     return [
         (cache, [(layer, _length(layer)) for layer in cache.layers])
         for cache in caches_among(values)
@@ -272,13 +272,13 @@ def _length(layer: Any) -> int | None:
 
 
 def take_back(before: Sequence[tuple[Cache, Sequence[tuple[Any, int | None]]]]) -> bool:
-    """Take back what a forward that failed has added; False where that cannot be.
+    """Remove the rows that a failed forward has added; return False if that is impossible.
 
     Args:
-        before: What :func:`seen_lengths` found before the forward.
+        before: The result of :func:`seen_lengths` before the forward.
     """
     for cache, layers in before:
-        del cache.layers[len(layers) :]  # one without a config gets its layers in the forward
+        del cache.layers[len(layers) :]  # a cache without a config gets its layers in the forward
         for layer, length in layers:
             if length is None or layer.get_seq_length() == length:
                 continue
@@ -292,11 +292,11 @@ def take_back(before: Sequence[tuple[Cache, Sequence[tuple[Any, int | None]]]]) 
 
 
 def caches_among(values: Iterable[Any], *, growing: bool = False) -> list[Cache]:
-    """List the caches among a call's arguments, those of a decoder with an encoder too.
+    """List the caches among a call's arguments, also those inside an ``EncoderDecoderCache``.
 
     Args:
         values: The arguments.
-        growing: Leave out those that are filled once, from the encoder's output.
+        growing: Leave out the caches that the encoder's output fills once.
     """
     found: list[Cache] = []
     for value in values:
@@ -310,9 +310,9 @@ def caches_among(values: Iterable[Any], *, growing: bool = False) -> list[Cache]
 
 
 def move_to_host(cache: Cache, *, pinned: bool) -> bool:
-    """Move what a cache holds to host memory, in place; False where there is nothing to move.
+    """Move a cache to host memory, in place; return False if there is nothing to move.
 
-    Only layers that grow with every token are moved; one with a window is as long as that.
+    Only layers that grow with every token are moved. A layer with a sliding window does not grow.
     """
     moved = False
     for index, layer in enumerate(cache.layers):
@@ -333,7 +333,7 @@ def _moved(layer: DynamicLayer, *, pinned: bool) -> HostLayer:
         found._keys.set(keys.permute(TOKENS_FIRST))
         found._values.set(values.permute(TOKENS_FIRST))
         del keys, values
-        layer.keys = layer.values = None  # its device bytes go before those of the next layer
+        layer.keys = layer.values = None  # free its device bytes before the next layer moves
         found.live_keys, found.live_values = found._keys.live, found._values.live
     return found
 
@@ -351,7 +351,7 @@ class _PageableLayer(HostLayer):
 def with_cache(
     module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a call's arguments with an empty cache where the model would make one itself."""
+    """Return a call's arguments with an empty cache if the model would make one itself."""
     config = getattr(module, "config", None)
     wants = kwargs.get("use_cache")
     wants = getattr(config, "use_cache", False) if wants is None else wants
@@ -364,10 +364,10 @@ def with_cache(
 
 
 def _told(config: Any, name: str) -> Any:
-    """Return what a config says; None where it says nothing, or not the same for all layers."""
+    """Return a value of a config; None if it has none, or not the same for all layers."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # some configs refuse to be asked for what differs from layer to layer
+    except RuntimeError:  # some configs refuse values that differ from layer to layer
         return None
 
 
@@ -389,7 +389,7 @@ def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
             f"of another model"
         )
     if hasattr(text, "kv_lora_rank"):
-        return  # its keys are made of parts, and have other widths than the config's heads
+        return  # its keys have other widths than the config's heads
     shared, width = _told(text, "num_key_value_heads"), _told(text, "head_dim")
     for layer in held:
         keys = getattr(layer, "keys", None)

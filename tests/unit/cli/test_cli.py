@@ -185,4 +185,4 @@ def test_the_demo_names_the_process_that_failed(
     monkeypatch.setattr(demo, "Demo", Broken)
     assert cli.main(["demo"]) == 1
     error = capsys.readouterr().err
-    assert "the process 'broken' ended with status 1: the reason (With --keep DIR" in error
+    assert "the process 'broken' ended with status 1: the reason (--keep DIR" in error

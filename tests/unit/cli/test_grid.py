@@ -149,7 +149,7 @@ def test_an_interrupted_grid_goes_on(
         Interrupted(patch, after=3)
         assert main([*arguments, "--json"]) == 130
     captured = capsys.readouterr()
-    assert captured.out == "" and "3 of 8 cells are kept" in captured.err
+    assert captured.out == "" and "3 of 8 cells are saved" in captured.err
     (state,) = cache.iterdir()
     with open(state, "a") as file:
         file.write('{"cell": {"model": "half a li')  # it died while it wrote
@@ -167,7 +167,7 @@ def test_two_interruptions(
         with monkeypatch.context() as patch:
             Interrupted(patch, after=2)
             assert main(arguments) == 130
-        assert f"{kept} of 8 cells are kept" in capsys.readouterr().err
+        assert f"{kept} of 8 cells are saved" in capsys.readouterr().err
 
 
 def test_another_grid_starts_from_nothing(
@@ -185,7 +185,7 @@ def test_another_grid_starts_from_nothing(
         second = Interrupted(patch, after=100)
         assert main(arguments) == 0
     assert len(second.planned) == 8
-    assert "going on" not in capsys.readouterr().err
+    assert "continuing" not in capsys.readouterr().err
 
 
 def test_a_state_file_of_ones_own(
@@ -203,7 +203,7 @@ def test_a_state_file_of_ones_own(
     assert "does not hold cells of this grid" in capsys.readouterr().err
     assert state.read_bytes() == before
     assert main([*arguments, "--state", str(state)]) == 0
-    assert "going on: 2 of 8" in capsys.readouterr().err
+    assert "continuing: 2 of 8" in capsys.readouterr().err
     assert not state.exists()
 
 

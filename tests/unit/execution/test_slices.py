@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from ds_finepage.checker.checker import check
-from ds_finepage.execution.arena import Arena, HostPool
-from ds_finepage.execution.executor import Executor, byte_view
+from ds_finepage.execution.arena import Arena, HostPool, byte_view
+from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
@@ -19,13 +17,6 @@ from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
 N, NUM_EXPERTS = 8, 16
-
-
-@pytest.fixture
-def lanes() -> Iterator[CpuLanes]:
-    made = CpuLanes()
-    yield made
-    made.close()
 
 
 def executor_of(memgraph: MemGraph, weights: dict[str, torch.Tensor], lanes: CpuLanes) -> Executor:

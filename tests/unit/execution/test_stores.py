@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.executor import byte_view
+from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.masters import weights_of_module
 from ds_finepage.execution.stores import WeightChanges, WeightTable
 from tests.unit.execution.parameters import CPU, Model, attached

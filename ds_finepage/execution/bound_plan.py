@@ -1,0 +1,171 @@
+"""Binds the nodes of a plan: each one becomes a function without arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ds_finepage.execution.arena import POISON, Arena, HostPool
+from ds_finepage.execution.call_tensors import CallTensors
+from ds_finepage.execution.lanes import Action
+from ds_finepage.execution.moving import MovingViews
+from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
+from ds_finepage.execution.reload_sources import ReloadSources
+from ds_finepage.execution.routed import RoutedReload
+from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
+from ds_finepage.graph.routes import Route
+from ds_finepage.graph.taskgraph import BufferKind
+
+
+def copy_master(target: torch.Tensor, master: torch.Tensor) -> None:
+    """Copy a host master into an extent; both are 1-d uint8 tensors of the same length."""
+    target.copy_(master, non_blocking=True)
+
+
+class BoundPlan:
+    """The actions of one plan on one arena. All views of the arena are built here, once.
+
+    Attributes:
+        actions: Node id -> what the node does. Nodes that do nothing have no action.
+        tensors: The tensors outside the arena.
+        sources: The host memory that reloads read.
+        sizes: The graph's tensors in the shapes of the current call.
+        patches: Places in bound tasks that take a tensor of the call for one pass.
+        routed: The routed reloads.
+    """
+
+    def __init__(
+        self,
+        memgraph: MemGraph,
+        *,
+        arena: Arena,
+        pool: HostPool,
+        masters: Mapping[str, torch.Tensor],
+        in_place: frozenset[int],
+        poison: bool,
+    ) -> None:
+        """Bind every node; :class:`Executor` describes the arguments.
+
+        Raises:
+            StoreError: A master is missing, or smaller than the captured weight.
+        """
+        graph = memgraph.graph
+        self._memgraph, self._graph = memgraph, graph
+        self._arena, self._pool = arena, pool
+        self._in_place, self._poison = in_place, poison
+        self._slots = dict(memgraph.host_slots)
+        self._unused = unused_results(graph)
+        self.sizes = MovingViews(graph)
+        self.sources = ReloadSources(graph, masters, pinned=pool.pinned)
+        self.tensors = CallTensors(graph, self.sizes, device=arena.bytes.device, pinned=pool.pinned)
+        self.patches: list[Patch] = []
+        self.routed: list[RoutedReload] = []
+        bound = ((node.id, self._bind(node)) for node in memgraph.nodes)
+        self.actions: dict[int, Action] = {id: action for id, action in bound if action is not None}
+        self.tensors.want(p.tensor for p in self.patches if p.tensor is not None)
+
+    def _bind(self, node: Node) -> Action | None:
+        if node.kind is NodeKind.COMPUTE:
+            return self._bind_task(node)
+        if node.kind in (NodeKind.RELOAD, NodeKind.RESIDENT, NodeKind.OFFLOAD):
+            return self._bind_transfer(node)
+        if node.kind is NodeKind.DROP and self._poison:
+            assert node.extent is not None
+            vacated = self._arena.slice(node.extent, node.extent.nbytes)
+            return lambda: _fill_poison(vacated)
+        return None
+
+    def _bind_task(self, node: Node) -> Action:
+        assert node.task is not None
+        extents = self._memgraph.placements[node.id]
+
+        def tensor(index: int) -> torch.Tensor | None:
+            view = self._graph.tensors[index]
+            if self.sizes.varies(index):
+                return None
+            if view.buffer in extents:
+                return self._arena.view(view, extents[view.buffer])
+            if view.buffer in self.tensors.constants:
+                return self.tensors.constant(index)
+            return None
+
+        patches: list[Patch] = []
+        task = self._graph.tasks[node.task]
+        bound = bind(task, tensor, patches, self._unused, into_place=task.index in self._in_place)
+        for patch in patches:
+            self._place(patch, extents)
+        return _action_of(bound)
+
+    def _place(self, patch: Patch, extents: Mapping[int, Extent]) -> None:
+        """Decide who fills a place: the sizes of a call, or its tensors."""
+        buffer = None if patch.tensor is None else self._graph.tensors[patch.tensor].buffer
+        if buffer is None:
+            self.sizes.add(patch)
+        elif buffer in extents:
+            self.sizes.add(patch, self._arena.bytes, extents[buffer].offset)
+        elif buffer in self.tensors.constants:
+            self.sizes.add(patch, self.tensors.constants[buffer])
+        else:
+            self.patches.append(patch)
+
+    def _bind_transfer(self, node: Node) -> Action:
+        assert node.buffer is not None and node.extent is not None
+        buffer = self._graph.buffers[node.buffer]
+        on_device = self._arena.slice(node.extent, buffer.nbytes)
+        if self._graph.is_handed(buffer):
+            assert buffer.gather is not None
+            return _reload_of_host_tensor(on_device, self.sources.of_host_tensor(buffer.gather))
+        if buffer.kind is BufferKind.WEIGHT:
+            on_host = self.sources.of_weight(buffer)
+        else:
+            on_host = self._pool.slice(self._slots[buffer.id], buffer.nbytes)
+        route = self._memgraph.routed_reloads.get(node.id)
+        if route is not None:
+            self.routed.append(self._bind_routed(route, on_device, on_host))
+            return self.routed[-1]
+        if node.kind is not NodeKind.OFFLOAD:
+            return lambda: copy_master(on_device, on_host)
+        vacated = self._arena.slice(node.extent, node.extent.nbytes)
+
+        def offload() -> None:
+            on_host.copy_(on_device, non_blocking=True)
+            if self._poison:
+                _fill_poison(vacated)
+
+        return offload
+
+    def _bind_routed(
+        self, route: Route, on_device: torch.Tensor, on_host: torch.Tensor
+    ) -> RoutedReload:
+        view = self._graph.tensors[route.tensor]
+        (node,) = (n.id for n in self._memgraph.nodes if n.task == route.task)
+        extent = self._memgraph.placements[node][view.buffer]
+
+        def choice() -> torch.Tensor:
+            return self._arena.view(self.sizes.views[view.id], extent)
+
+        return RoutedReload(route, on_device, on_host, choice)
+
+
+def _action_of(bound: BoundTask) -> Action:
+    call, args, kwargs = bound.call, bound.args, bound.kwargs
+
+    def action() -> None:
+        call(*args, **kwargs)
+
+    return action
+
+
+def _reload_of_host_tensor(on_device: torch.Tensor, source: list[torch.Tensor]) -> Action:
+    """Bind a reload of a call's own tensor, which may be smaller than planned."""
+
+    def reload() -> None:
+        (on_host,) = source
+        copy_master(on_device[: on_host.numel()], on_host)
+
+    return reload
+
+
+def _fill_poison(vacated: torch.Tensor) -> None:
+    vacated.fill_(POISON)

@@ -1,0 +1,94 @@
+"""The host memory that reloads read: masters, rows of embedding tables, a call's host tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ds_finepage.errors import StoreError
+from ds_finepage.execution.arena import byte_view
+from ds_finepage.execution.host_ops import host_bytes
+from ds_finepage.graph.taskgraph import Buffer, TaskGraph
+
+
+class ReloadSources:
+    """Finds the source of each reload when the plan is bound, and fills it before each pass."""
+
+    def __init__(
+        self, graph: TaskGraph, masters: Mapping[str, torch.Tensor], *, pinned: bool
+    ) -> None:
+        """Start without sources.
+
+        Args:
+            graph: The taskgraph of the plan.
+            masters: Weight name -> host master, 1-d uint8.
+            pinned: True if host memory for rows is pinned.
+        """
+        self._graph, self._masters, self._pinned = graph, masters, pinned
+        self._positions = {i.tensor: i.position for i in graph.inputs}
+        # Buffer -> (table, rows of this call), both of shape (rows, bytes of a row).
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._host_tensors: dict[int, list[torch.Tensor]] = {}  # tensor -> its bytes in this call
+
+    def of_weight(self, buffer: Buffer) -> torch.Tensor:
+        """Return the bytes of a weight, of a slice of it, or of its rows, as 1-d uint8.
+
+        Raises:
+            StoreError: The master is missing, or smaller than the captured weight.
+        """
+        master = self._masters.get(buffer.name)
+        if master is None:
+            raise StoreError(f"no host master for weight {buffer.name!r}")
+        if buffer.gather is not None:
+            return self._rows_of(buffer, buffer.gather, master)
+        end = buffer.offset + buffer.nbytes
+        if master.numel() < end:
+            raise StoreError(
+                f"the host master of {buffer.name!r} has {master.numel()} bytes; captured were "
+                f"bytes up to {end}"
+            )
+        return master[buffer.offset : end]
+
+    def of_host_tensor(self, tensor: int) -> list[torch.Tensor]:
+        """Return a list that holds the bytes of an argument in host memory while a pass runs."""
+        return self._host_tensors.setdefault(tensor, [])
+
+    def _rows_of(self, buffer: Buffer, indices: int, master: torch.Tensor) -> torch.Tensor:
+        if buffer.id not in self._rows:
+            row_bytes = buffer.nbytes // math.prod(self._graph.tensors[indices].shape)
+            rows = host_bytes(buffer.nbytes, pinned=self._pinned)
+            self._rows[buffer.id] = (master.view(-1, row_bytes), rows.view(-1, row_bytes))
+        return self._rows[buffer.id][1].view(-1)
+
+    def fill(self, args: Sequence[Any]) -> None:
+        """Take the sources of one pass from the call's arguments."""
+        if self._rows:
+            self.gather_rows(args)
+        for tensor, source in self._host_tensors.items():
+            source[:] = [byte_view(args[self._positions[tensor]])]
+
+    def gather_rows(self, args: Sequence[Any]) -> None:
+        """Copy the rows that the call's indices name.
+
+        The indices must be in host memory: on CUDA the host waits for them here, between two
+        passes. The last pass has read its rows by then, because it made the indices.
+        """
+        for buffer, (table, rows) in self._rows.items():
+            tensor = self._graph.buffers[buffer].gather
+            assert tensor is not None
+            indices = args[self._positions[tensor]].to("cpu")
+            planned = self._graph.tensors[tensor].shape
+            if indices.shape == planned:
+                torch.index_select(table, 0, indices.reshape(-1), out=rows)
+            else:  # a shorter call: each row goes where the planned call has it
+                found = table.index_select(0, indices.reshape(-1))
+                target = rows.view(*planned, -1)[tuple(slice(n) for n in indices.shape)]
+                target.copy_(found.view(*indices.shape, -1))
+
+    def clear(self) -> None:
+        """Drop the references to the call's tensors."""
+        for source in self._host_tensors.values():
+            source.clear()

@@ -1,0 +1,93 @@
+"""An executor with an arena of its own, and graphs to run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_finepage.checker.checker import check
+from ds_finepage.execution.arena import Arena, HostPool, byte_view
+from ds_finepage.execution.executor import Executor, Residents
+from ds_finepage.execution.lanes import CpuLanes
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.liveness import ample_arena_bytes
+from ds_finepage.planning.policies import plan_steady
+from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
+
+CPU = torch.device("cpu")
+N = 8
+
+
+class Rig:
+    """An executor with all that it needs; arena and residency last from pass to pass."""
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        weights: dict[str, torch.Tensor] | None = None,
+        *,
+        arena_bytes: int | None = None,
+        policy: str = "finepage",
+        delay_seed: int | None = None,
+        masters: dict[str, torch.Tensor] | None = None,
+        **others: Any,
+    ) -> None:
+        if arena_bytes is None:
+            arena_bytes = ample_arena_bytes(graph, 64)
+        self.memgraph = check(plan_steady(graph, arena_bytes=arena_bytes, policy=policy))
+        if masters is None:
+            masters = {name: byte_view(w.clone()) for name, w in (weights or {}).items()}
+        self.arena = Arena(arena_bytes, CPU)
+        self.arena.bytes.fill_(0xFF)
+        pool = HostPool(pinned=False)
+        pool.reserve(self.memgraph.host_bytes)
+        self.lanes = CpuLanes(delay_seed=delay_seed, max_delay_us=50)
+        self.residents: Residents = {}
+        self.executor = Executor(
+            self.memgraph,
+            arena=self.arena,
+            pool=pool,
+            lanes=self.lanes,
+            masters=masters,
+            in_place=frozenset(range(len(self.memgraph.graph.tasks))),
+            **others,
+        )
+
+    def __call__(self, *args: Any, host: Sequence[Any] = ()) -> Any:
+        return self.executor.run(args, host, self.residents)
+
+
+def deep(depth: int = 6) -> tuple[TaskGraph, dict[str, torch.Tensor]]:
+    """A stack of products whose first result is needed again at the very end."""
+    draft = Draft()
+    x = h = draft.tensor(INPUT, N, N)
+    weights = {}
+    first = None
+    for i in range(depth):
+        name = f"w{i}"
+        weights[name] = torch.randn(N, N) / 3
+        w = draft.tensor(WEIGHT, N, N, name=name)
+        y = draft.tensor(ACTIVATION, N, N)
+        draft.task("aten.mm.default", h, w, out=(y,))
+        draft.task("aten.tanh_.default", y, out=(y,), changes=(y,))
+        h, first = y, first or y
+    out = draft.tensor(OUTPUT, N, N)
+    assert first is not None
+    draft.task("aten.add.Tensor", h, first, out=(out,))
+    return draft.graph((x,), (out,)), weights
+
+
+def deep_in_eager(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    made = []
+    for w in weights.values():
+        made.append(torch.tanh((made[-1] if made else x) @ w))
+    return made[-1] + made[0]
+
+
+def negated() -> TaskGraph:
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 3), draft.tensor(OUTPUT, 3)
+    draft.task("aten.neg.default", x, out=(y,))
+    return draft.graph((x,), (y,))

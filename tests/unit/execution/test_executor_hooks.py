@@ -1,0 +1,135 @@
+"""Hooks and spans around the steps of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ds_finepage.execution.arena import byte_view
+from ds_finepage.execution.executor import OpHook
+from ds_finepage.execution.program import lower
+from ds_finepage.graph.memgraph import Lane
+from ds_finepage.planning.liveness import min_arena_bytes
+from tests.unit.execution.graphs import (
+    CONSTANT,
+    INPUT,
+    OUTPUT,
+    Draft,
+)
+from tests.unit.execution.rig import N, Rig, deep, negated
+
+# --- hooks -----------------------------------------------------------------------------------
+
+
+def test_hooks_see_the_operands_and_the_results(rig: Callable[..., Rig]) -> None:
+    graph, weights = deep(2)
+    before: dict[int, list[torch.Tensor]] = {}
+    after: dict[int, list[torch.Tensor]] = {}
+    made = rig(
+        graph,
+        weights,
+        hooks=[
+            OpHook(
+                before=lambda t, o: before.update({t.index: [x.clone() for x in o]}),
+                after=lambda t, r: after.update({t.index: [x.clone() for x in r]}),
+            )
+        ],
+    )
+    x = torch.randn(N, N)
+    (out,) = made(x)
+    product = x @ weights["w0"]
+    assert torch.equal(before[0][0], x) and torch.equal(before[0][1], weights["w0"])
+    assert torch.equal(after[0][0], product)
+    assert torch.equal(before[1][0], product)  # in place: before ...
+    assert torch.equal(after[1][0], torch.tanh(product))  # ... and after
+    assert torch.equal(after[4][0], out)
+    assert [len(before[i]) for i in range(5)] == [2, 1, 2, 1, 2]
+
+
+def test_hooks_see_constants_and_members_of_lists(rig: Callable[..., Rig]) -> None:
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 1), draft.tensor(OUTPUT, 2)
+    constant = draft.tensor(CONSTANT, 1, payload=byte_view(torch.tensor([5.0])).numpy().tobytes())
+    draft.task("aten.cat.default", (x, constant), 0, out=(y,))
+    seen: list[list[float]] = []
+    made = rig(
+        draft.graph((x,), (y,)),
+        hooks=[OpHook(before=lambda t, o: seen.append([v.item() for v in o]))],
+    )
+    made(torch.tensor([4.0]))
+    assert seen == [[4.0, 5.0]]
+
+
+def test_hooks_come_in_order_around_the_task(rig: Callable[..., Rig]) -> None:
+    log: list[str] = []
+
+    def hook(name: str) -> OpHook:
+        return OpHook(
+            before=lambda t, o: log.append(f"before {name}"),
+            after=lambda t, r: log.append(f"after {name}"),
+        )
+
+    made = rig(negated(), hooks=[hook("one"), OpHook(), hook("two")])
+    made(torch.ones(3))
+    assert log == ["before one", "before two", "after one", "after two"]
+
+
+def test_hooks_may_come_and_go_between_passes(rig: Callable[..., Rig]) -> None:
+    hooks: list[OpHook] = []
+    log: list[int] = []
+    made = rig(negated(), hooks=hooks)
+    made(torch.ones(3))
+    hooks.append(OpHook(before=lambda t, o: log.append(t.index)))
+    made(torch.ones(3))
+    hooks.clear()
+    made(torch.ones(3))
+    assert log == [0]
+
+
+# --- spans -----------------------------------------------------------------------------------
+
+
+def test_spans_are_not_recorded_unless_asked_for(rig: Callable[..., Rig]) -> None:
+    made = rig(negated())
+    made(torch.ones(3))
+    assert made.executor.spans is None
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_every_step_of_a_steady_pass_has_a_span(rig: Callable[..., Rig], poison: bool) -> None:
+    graph, weights = deep()
+    made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), poison=poison)
+    made(torch.randn(N, N))
+    made.executor.spans = []
+    for _ in range(2):  # a pass begins with none
+        made(torch.randn(N, N))
+    spans = sorted(made.executor.spans, key=lambda s: s.node)
+    expected = lower(made.memgraph, poison=poison).merged
+    assert [(s.node, s.lane) for s in spans] == [(s.node.id, s.lane) for s in expected]
+    assert {s.lane for s in spans} == set(Lane)
+
+
+def test_spans_of_a_lane_follow_each_other(rig: Callable[..., Rig]) -> None:
+    graph, weights = deep()
+    made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), delay_seed=1)
+    made(torch.randn(N, N))
+    made.executor.spans = []
+    made(torch.randn(N, N))
+    for lane in Lane:
+        times = [
+            t
+            for s in sorted(made.executor.spans, key=lambda s: s.node)
+            if s.lane is lane
+            for t in (s.start_ns, s.end_ns)
+        ]
+        assert times == sorted(times) and (not times or times[0] >= 0)
+
+
+def test_spans_and_hooks_together(rig: Callable[..., Rig]) -> None:
+    log: list[int] = []
+    made = rig(negated(), hooks=[OpHook(after=lambda t, r: log.append(t.index))])
+    made.executor.spans = []
+    made(torch.ones(3))
+    assert log == [0] and [s.lane for s in made.executor.spans] == [Lane.COMPUTE]

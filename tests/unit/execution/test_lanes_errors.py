@@ -1,0 +1,215 @@
+"""Errors and Ctrl-C in any lane: they are raised, and the lanes stay usable."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ds_finepage.execution import lanes as lanes_module
+from ds_finepage.execution.lanes import CpuLanes
+from ds_finepage.execution.program import LANES
+from ds_finepage.graph.memgraph import Lane
+from tests.unit.execution.lane_programs import (
+    Gate,
+    assert_reusable,
+    fail,
+    logging_actions,
+    program_of,
+)
+
+pytestmark = pytest.mark.usefixtures("every_transfer_is_large")
+
+every_lane = pytest.mark.parametrize("lane", LANES, ids=[lane.value for lane in LANES])
+
+
+@every_lane
+@pytest.mark.parametrize("error", [ValueError("op failed"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_error_in_any_lane_is_raised_and_the_lanes_stay_usable(
+    lanes: CpuLanes, lane: Lane, error: BaseException
+) -> None:
+    """The other two lanes wait for the failing step, which will never be done."""
+    others = [other.value for other in LANES if other is not lane]
+    program = program_of(f"{lane.value} a", *(f"{other} w{other} <a" for other in others))
+    actions, log = logging_actions(program)
+    with pytest.raises(type(error)) as caught:
+        lanes.run(program, actions | {0: fail(error)})
+    assert caught.value is error
+    assert log == []
+    assert_reusable(lanes)
+
+
+@every_lane
+def test_no_later_step_of_the_failing_lane_is_run(lanes: CpuLanes, lane: Lane) -> None:
+    program = program_of(f"{lane.value} a", f"{lane.value} b")
+    actions, log = logging_actions(program)
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program, actions | {0: fail(ValueError("op failed"))})
+    assert log == []
+
+
+def open_when_run_winds_up(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """Open a gate once a run has seen an error and waits for its lanes."""
+    wait = lanes_module._wait_through_interrupts
+
+    def wind_up(idle: threading.Event) -> None:
+        gate.open()
+        wait(idle)
+
+    monkeypatch.setattr(lanes_module, "_wait_through_interrupts", wind_up)
+
+
+def test_an_error_is_raised_only_when_the_other_lanes_are_idle(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is under way when compute fails is finished; the copy behind it never begins."""
+    began, gate, log = Gate(), Gate(), []
+    open_when_run_winds_up(monkeypatch, gate)
+    program = program_of("d2h a", "d2h b", "compute t")
+
+    def copy() -> None:
+        began.open()
+        gate.wait()
+        log.append("a")
+
+    def compute() -> None:
+        began.wait()
+        raise ValueError("op failed")
+
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: compute})
+    assert log == ["a"]
+    assert_reusable(lanes)
+
+
+def test_the_error_of_compute_comes_before_those_of_transfers(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, gate = Gate(), Gate()
+    open_when_run_winds_up(monkeypatch, gate)
+
+    def copy() -> None:
+        began.open()
+        gate.wait()
+        raise OSError("copy failed")
+
+    def compute() -> None:
+        began.wait()
+        raise ValueError("op failed")
+
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program_of("h2d a", "compute t"), {0: copy, 1: compute})
+    assert_reusable(lanes)
+
+
+def test_a_step_that_another_lane_waits_for_in_vain_ends_the_run(lanes: CpuLanes) -> None:
+    """Compute waits for h2d, which waits for d2h, which fails."""
+    program = program_of("d2h o", "h2d r <o", "compute t <r")
+    actions, log = logging_actions(program)
+    with pytest.raises(ValueError, match="op failed"):
+        lanes.run(program, actions | {0: fail(ValueError("op failed"))})
+    assert log == []
+    assert_reusable(lanes)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Send the calling thread, which must be the main one, the signal that Ctrl-C sends."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_task(lanes: CpuLanes, ctrl_c: Callable[[], None]) -> None:
+    program = program_of("compute t", "h2d r <t", "compute u <r")
+    actions, log = logging_actions(program)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions | {0: ctrl_c})
+    assert log == []
+    assert_reusable(lanes)
+
+
+def test_ctrl_c_while_a_task_waits_for_a_copy(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, gate, log = Gate(), Gate(), []
+    open_when_run_winds_up(monkeypatch, gate)
+
+    def copy() -> None:
+        began.open()
+        gate.wait()
+        log.append("a")
+
+    def interrupted(clock: object, lane: Lane, position: int) -> None:
+        began.wait()
+        raise KeyboardInterrupt
+
+    program = program_of("h2d a", "h2d b", "compute t <b")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(lanes_module._Clock, "wait", interrupted)
+        lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: lambda: log.append("t")})
+    assert log == ["a"]
+    assert_reusable(lanes)
+
+
+def test_ctrl_c_behind_the_last_task(lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, gate, log, presses = Gate(), Gate(), [], [1]
+    open_when_run_winds_up(monkeypatch, gate)
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if presses:
+                presses.pop()
+                began.wait()
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    def copy() -> None:
+        began.open()
+        gate.wait()
+        log.append("o")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(lanes_module.threading, "Event", Interrupted)
+        lanes.run(program_of("compute t", "d2h o <t"), {0: lambda: None, 1: copy})
+    assert log == ["o"]
+    assert_reusable(lanes)
+
+
+def test_ctrl_c_while_the_lanes_are_being_started(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane that waits for compute must not wait for ever because compute never began."""
+    submit, presses = lanes_module._Worker.submit, [1]
+
+    def interrupted(worker: lanes_module._Worker, job: Callable[[], None]) -> None:
+        submit(worker, job)
+        if presses:
+            presses.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(lanes_module._Worker, "submit", interrupted)
+    program = program_of("compute t", "h2d r <t", "d2h o <t")
+    actions, log = logging_actions(program)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions)
+    assert log == []
+    assert_reusable(lanes)
+
+
+def test_waiting_for_a_lane_goes_on_through_more_interrupts() -> None:
+    class Impatient(threading.Event):
+        presses = 3
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.presses -= 1
+            if self.presses:
+                raise KeyboardInterrupt
+            self.set()
+            return True
+
+    idle = Impatient()
+    lanes_module._wait_through_interrupts(idle)
+    assert idle.is_set()
