@@ -71,7 +71,7 @@ def test_a_model_with_breaks_runs_in_pieces(
     assert stats.num_unplanned_graphs == 0
     if kind == "disabled module":
         assert stats.num_unplanned_modules == 2 * len(inputs)
-        assert stats.unplanned_reasons == ["module third is called outside any graph"]
+        assert stats.unplanned_reasons == ("module third is called outside any graph",)
         assert [r.message for r in ours(caplog)] == [
             "running without a plan: module third is called outside any graph"
         ]

@@ -40,7 +40,7 @@ class Rig:
         self.calls: list[str] = []
         self.module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
         self.parameters = [m._parameters for m in self.module.modules()]
-        monkeypatch.setattr(offload, "attach", lambda *args, **kwargs: self.handle)
+        monkeypatch.setattr(offload, "attach", self._attach)
         monkeypatch.setattr(offload, "weights_of_zero", lambda module: [])
         for name in (
             "setup_zero_stage3_hooks",
@@ -54,6 +54,10 @@ class Rig:
         assert isinstance(self.made, FinepageOffload)
         self.made.module = self.module
         self.made.finepage_config = FinepageConfig()
+
+    def _attach(self, *_: Any, around_call: Any, **__: Any) -> StubHandle:
+        self.handle.around_call = around_call
+        return self.handle
 
     def dictionaries_are_back(self) -> bool:
         return all(

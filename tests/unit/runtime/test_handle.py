@@ -1,0 +1,246 @@
+"""A small module under a handle: what users see of plans, states and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_finepage.api import attach
+from ds_finepage.config import DebugConfig
+from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.runtime.device_memory import DeviceState
+from ds_finepage.runtime.handle import Handle
+
+WIDTH = 64
+
+
+class Layers(nn.Module):
+    """Three products, each with its own weight; calls back in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x).relu()
+        return x
+
+
+@dataclasses.dataclass
+class Rig:
+    """An attached module, its input and its plain result."""
+
+    model: nn.Module
+    x: torch.Tensor
+    plain: torch.Tensor
+    handle: Handle
+
+    def same(self) -> bool:
+        with torch.no_grad():
+            return torch.equal(self.model(self.x), self.plain)
+
+    @property
+    def state(self) -> DeviceState:
+        return self.handle._memory.state
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    torch._dynamo.reset()
+    model, x = Layers().eval(), torch.randn(4, WIDTH)
+    with torch.no_grad():
+        plain = model(x)
+    made = Rig(model, x, plain, attach(model, device_budget="1GiB", device="cpu"))
+    yield made
+    made.handle.detach()
+
+
+def paged(rig: Rig) -> None:
+    """Run once, and then under the least budget."""
+    assert rig.same()
+    rig.handle.replan(budget_bytes=rig.handle.stats.min_budget_bytes)
+    assert rig.same()
+
+
+def test_a_model_that_fits_is_resident(rig: Rig) -> None:
+    assert rig.same() and rig.same()
+    assert rig.state is DeviceState.RESIDENT
+    stats = rig.handle.stats
+    assert stats.num_resident_runs == 2
+    assert stats.reloaded_bytes == stats.weight_bytes
+    assert [p.num_runs for p in stats.passes] == [2]
+
+
+def test_a_model_that_does_not_fit_is_paged(rig: Rig) -> None:
+    paged(rig)
+    assert rig.same()
+    assert rig.state is DeviceState.PAGED
+    (only,) = rig.handle.stats.passes
+    assert only.last_reloaded_bytes >= only.lower_bound_bytes > 0
+    ((memgraph, timeline),) = rig.handle.plans()
+    assert memgraph.arena_bytes == only.arena_bytes
+    assert timeline.total_ns > 0
+
+
+def test_a_snapshot_of_the_counters_stays_as_it_is(rig: Rig) -> None:
+    before = rig.handle.stats
+    assert rig.same()
+    assert before.passes == () and before.num_captures == 0
+    assert rig.handle.stats.num_captures == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.budget_bytes = 1  # type: ignore[misc]
+
+
+def test_the_error_names_a_budget_that_is_enough(rig: Rig) -> None:
+    paged(rig)
+    least = rig.handle.stats.min_budget_bytes
+    rig.handle.replan(budget_bytes=least // 2)
+    with torch.no_grad(), pytest.raises(PlanInfeasibleError) as error:
+        rig.model(rig.x)
+    assert error.value.min_budget_bytes is not None
+    rig.handle.replan(budget_bytes=error.value.min_budget_bytes)
+    assert rig.same()
+
+
+def test_a_hook_sees_every_op_and_can_be_removed(rig: Rig) -> None:
+    assert rig.same()
+    seen: list[Any] = []
+    remove = rig.handle.register_op_hook(before=lambda task, operands: seen.append(task))
+    assert rig.same()
+    assert len(seen) == rig.handle.stats.passes[0].num_tasks
+    remove()
+    assert rig.same()
+    assert len(seen) == rig.handle.stats.passes[0].num_tasks
+
+
+def test_a_hook_that_replans_is_refused(rig: Rig) -> None:
+    assert rig.same()
+    refused = []
+
+    def replan(task: Any, operands: Any) -> None:
+        for change in (rig.handle.replan, rig.handle.refresh, rig.handle.detach):
+            with pytest.raises(FinepageError, match="called while the model runs"):
+                change()
+            refused.append(change)
+
+    remove = rig.handle.register_op_hook(before=replan)
+    assert rig.same() and len(refused) >= 3
+    remove()
+
+
+def test_new_settings_keep_the_others(rig: Rig) -> None:
+    settings = rig.handle._runner.settings
+    rig.handle.replan(policy="horizon", debug=DebugConfig(poison_vacated=True))
+    now = rig.handle._runner.settings
+    assert now == dataclasses.replace(
+        settings, policy="horizon", debug=DebugConfig(poison_vacated=True)
+    )
+    assert rig.same() and rig.same()
+    assert rig.state is DeviceState.PAGED
+
+
+def test_a_written_weight_counts_from_the_next_call(rig: Rig) -> None:
+    paged(rig)
+    with torch.no_grad():
+        for parameter in rig.model.parameters():
+            parameter.zero_()
+    assert not rig.same()
+    with torch.no_grad():
+        assert not rig.model(rig.x).any()
+
+
+def test_a_write_without_a_sign_counts_after_refresh(rig: Rig) -> None:
+    assert rig.same()
+    assert rig.state is DeviceState.RESIDENT
+    part: Any = rig.model.parts
+    part[2].weight.detach().numpy()[:] = 0
+    part[2].bias.detach().numpy()[:] = 0
+    assert rig.same()
+    rig.handle.refresh()
+    assert not rig.same()
+
+
+def test_a_new_module_is_captured(rig: Rig) -> None:
+    assert rig.same()
+    parts: Any = rig.model.parts
+    torch.manual_seed(1)
+    parts[1] = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        found = rig.model(rig.x)
+    rig.handle.detach()
+    with torch.no_grad():
+        assert torch.equal(rig.model(rig.x), found)
+    assert not torch.equal(found, rig.plain)
+
+
+def test_detaching_gives_the_module_back_and_frees_the_device(rig: Rig) -> None:
+    paged(rig)
+    arena = rig.handle._memory._arena
+    assert arena is not None and rig.handle.attached
+    rig.handle.detach()
+    rig.handle.detach()
+    assert not rig.handle.attached and rig.same()
+    assert arena.bytes.untyped_storage().nbytes() == 0
+    assert rig.handle.stats.passes[0].num_runs == 2
+
+
+def test_nothing_keeps_a_detached_module_alive() -> None:
+    torch._dynamo.reset()
+    model = Layers().eval()
+    handle = attach(model, device_budget="1GiB", device="cpu")
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    gone = weakref.ref(model)
+    handle.detach()
+    del model, handle
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_context_holds_around_each_call() -> None:
+    torch._dynamo.reset()
+    entered: list[str] = []
+
+    class Around:
+        def __enter__(self) -> None:
+            entered.append("begin")
+
+        def __exit__(self, *_: Any) -> None:
+            entered.append("end")
+
+    model = Layers().eval()
+    handle = attach(model, device_budget="1GiB", device="cpu", around_call=Around)
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    handle.detach()
+    assert entered == ["begin", "end"]
+
+
+class Broken(Layers):
+    """Runs its last part outside any graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[0](x)
+        return torch.compiler.disable(self.parts[1])(x)  # type: ignore[no-any-return]
+
+
+def test_a_module_outside_any_graph_is_counted_and_named() -> None:
+    torch._dynamo.reset()
+    model, x = Broken().eval(), torch.randn(4, WIDTH)
+    with torch.no_grad():
+        plain = model(x)
+        handle = attach(model, device_budget="1GiB", device="cpu")
+        assert all(torch.equal(model(x), plain) for _ in range(2))
+    stats = handle.stats
+    handle.detach()
+    assert stats.num_unplanned_modules == 2
+    assert stats.unplanned_reasons == ("module parts.1 is called outside any graph",)
