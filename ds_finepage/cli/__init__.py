@@ -15,7 +15,7 @@ from importlib import import_module
 import ds_finepage
 from ds_finepage.errors import FinepageError
 
-COMMANDS = ("demo", "plan", "curve", "grid", "probe")
+COMMANDS = ("demo", "plan", "show", "curve", "grid", "probe")
 INTERRUPTED = 130
 
 
