@@ -41,7 +41,7 @@ BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 _PERCENT = re.compile(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
-def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Ask whether the known name that is closest to a wrong one was meant.
 
     Args:

@@ -1,7 +1,7 @@
 """The one tree of errors that ds_finepage raises.
 
-Every message says what, where, both numbers and the fix. The command line's exit status is a
-property of the class, so that it is decided in one place.
+Every message names the problem, the place, both numbers and the fix. The class holds the exit
+status of the command line.
 """
 
 from __future__ import annotations
@@ -14,36 +14,41 @@ class FinepageError(Exception):
 
 
 class ConfigError(FinepageError, ValueError):
-    """A setting, an argument or a file that the user gave cannot be used."""
+    """A setting, an argument or a file of the user cannot be used."""
 
     exit_status = 2
 
 
 class CaptureError(FinepageError):
-    """A call cannot be written down as a taskgraph."""
+    """A call cannot be captured as a taskgraph."""
 
 
 class PlanInfeasibleError(FinepageError):
     """No plan exists under the given budget.
 
     Attributes:
-        min_budget_bytes: A budget under which there is one; None where that is not known.
+        min_budget_bytes: A budget under which a plan exists; None if that is not known.
     """
 
     exit_status = 2
 
     def __init__(self, message: str, min_budget_bytes: int | None = None) -> None:
-        """Say what has no room, and what it would need."""
+        """Make the error.
+
+        Args:
+            message: Names the task that has no room, and the bytes that it needs.
+            min_budget_bytes: See the class.
+        """
         super().__init__(message)
         self.min_budget_bytes = min_budget_bytes
 
     def bare(self) -> PlanInfeasibleError:
-        """Return the error without its frames, which hold tensors as long as it is there."""
+        """Return the error without its frames, which keep tensors alive."""
         self.__context__ = self.__cause__ = None
         return self.with_traceback(None)
 
     def of_whole_call(self, min_budget_bytes: int) -> PlanInfeasibleError:
-        """Return the error with the least budget of the whole call instead of that of one step."""
+        """Return the error with the least budget of the whole call in place of that of one step."""
         text, of_step = str(self), self.min_budget_bytes
         text = text.replace(
             f"which makes min_budget_bytes {of_step};",
@@ -60,12 +65,8 @@ class InvalidPlanError(FinepageError):
 
 
 class TaskMismatchError(FinepageError):
-    """What is executed is not what was planned."""
-
-
-class BudgetExceededError(FinepageError):
-    """More device bytes are live than the budget allows."""
+    """The executed call is not the planned one."""
 
 
 class StoreError(FinepageError):
-    """A host master copy is missing or does not fit what was captured."""
+    """A host master is missing, or has another shape or dtype than the captured weight."""

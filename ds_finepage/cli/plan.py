@@ -1,24 +1,26 @@
-"""Plan one pass of a model for a machine: what it copies, how long it takes, and the bounds.
+"""Plan one pass of a model for a machine: bytes copied, time taken, and the bounds of both.
 
-Needs neither the model's weights nor the machine: the pass is captured from the model's config,
-planned under the budget, checked, and predicted with the rates of the hardware profile.
+This needs neither the model's weights nor the machine. It captures the pass from the model's
+config, plans it under the budget, checks the plan, and predicts its time with the rates of the
+hardware profile.
 
 Exit status: 0; 2 if no plan exists under the budget, or for an option that cannot be used.
 """
-
-# Floor 5.
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
 from ds_finepage.cli import options
 from ds_finepage.config import DeviceBudget
+from ds_finepage.files import write_file
 from ds_finepage.graph import codec
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.reporting.chrome_trace import chrome_trace_json
 from ds_finepage.units import format_bytes
 
 
@@ -33,19 +35,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_budget(parser, "auto")
     options.add_json(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'show'"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the predicted timeline as a Chrome trace, which https://ui.perfetto.dev opens",
+    )
     options.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, print the figures, write the plan."""
+    """Plan, print the figures, write the plan and its trace."""
     options.require_policies([arguments.policy])
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     profile = load_profile(arguments.hardware)
-    if arguments.out is not None:
-        options.require_writable(arguments.out, force=arguments.force)
+    for path in (arguments.out, arguments.trace):
+        if path is not None:
+            options.require_writable(path, force=arguments.force)
 
-    from ds_finepage.api import plan_model  # torch, which wrong options need not wait for
+    from ds_finepage.api import plan_model  # imports torch, so wrong options are refused first
 
     planned = plan_model(
         arguments.model,
@@ -65,13 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if arguments.out is not None:
-        codec.save(planned.memgraph, arguments.out)
+        codec.save_plan(planned.memgraph, arguments.out)
+    if arguments.trace is not None:
+        write_file(arguments.trace, chrome_trace_json({"predicted": planned.timeline}))
     if arguments.json:
         print(json.dumps(planned.figures.to_dict(), indent=2))
         return 0
     options.show(planned.figures.to_table())
     if arguments.out is not None:
-        print(f"plan: {arguments.out}")
+        print(f"plan: {arguments.out}; ds-finepage show {shlex.quote(str(arguments.out))}")
+    if arguments.trace is not None:
+        print(f"trace: {arguments.trace}; open it with https://ui.perfetto.dev")
     following = options.command_line(
         "curve",
         model=arguments.model,
@@ -79,5 +94,5 @@ def run(arguments: argparse.Namespace) -> int:
         seq=arguments.seq,
         hardware=arguments.hardware,
     )
-    print(f"what other budgets would buy: {following}")
+    print(f"figures of other budgets: {following}")
     return 0

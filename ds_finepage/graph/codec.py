@@ -376,6 +376,28 @@ def save(obj: Encodable, path: str | os.PathLike[str]) -> None:
     write_file(path, dumps(obj))
 
 
+def save_plan(memgraph: MemGraph, path: str | os.PathLike[str]) -> None:
+    """Write a memgraph and its taskgraph to one file, one line each.
+
+    Raises:
+        ConfigError: The file cannot be written.
+        InvalidPlanError: As for `dumps`.
+    """
+    write_file(path, dumps(memgraph.graph) + dumps(memgraph))
+
+
+def load_plan(path: str | os.PathLike[str]) -> MemGraph:
+    """Read a file of `save_plan`.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        InvalidPlanError: As for `loads` and `loads_memgraph`; the message begins with the path.
+    """
+    with _text_of(path) as text:
+        graph, _, memgraph = text.partition("\n")
+        return loads_memgraph(memgraph, loads(graph, TaskGraph))
+
+
 def load(path: str | os.PathLike[str], expect: type[_T]) -> _T:
     """Read an object from a file.
 

@@ -12,7 +12,6 @@ import pytest
 
 from ds_finepage import __version__, cli
 from ds_finepage.errors import (
-    BudgetExceededError,
     CaptureError,
     ConfigError,
     FinepageError,
@@ -45,7 +44,6 @@ def test_the_exit_status_is_the_commands(command: SimpleNamespace) -> None:
         (PlanInfeasibleError("no"), 2),
         (FinepageError("no"), 1),
         (CaptureError("no"), 1),
-        (BudgetExceededError("no"), 1),
     ],
 )
 def test_errors_become_messages(

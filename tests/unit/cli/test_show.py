@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.cli import main
+from tests.unit.cli.models import small_model
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "a plan.json"
+    model = str(small_model(tmp_path))
+    arguments = ["--model", model, "--seq", "64", "--hardware", "t4", "--device-budget"]
+    assert main(["plan", *arguments, "60%weights", "--out", str(path)]) == 0
+    assert f"ds-finepage show '{path}'\n" in capsys.readouterr().out
+    return path
+
+
+def test_the_figures_are_those_of_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(plan_file.parent / "small"), "--seq", "64", "--hardware", "t4"]
+    assert main(["plan", *arguments, "--device-budget", "60%weights", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert main(["show", str(plan_file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for name in ("policy", "reloaded_bytes", "num_memory_dependencies"):
+        assert found[name] == expected[name] != 0
+    # An embedding brings in its rows, so the planned weights are fewer.
+    assert 0 < found["weight_bytes"] <= expected["weight_bytes"]
+    assert found["resident_bytes"] + found["reloaded_bytes"] >= found["weight_bytes"]
+    assert found["num_compute"] == found["num_tasks"] >= expected["num_tasks"]
+
+
+def test_the_table(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(plan_file)]) == 0
+    out = capsys.readouterr().out
+    assert "policy" in out and "finepage" in out and "MiB" in out and "num reload" in out
+
+
+def lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    graph, memgraph = map(json.loads, path.read_text().splitlines())
+    return graph, memgraph
+
+
+def test_a_wrong_plan_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph, memgraph = lines(plan_file)
+    memgraph["edges"] = []
+    plan_file.write_text(json.dumps(graph) + "\n" + json.dumps(memgraph) + "\n")
+    assert main(["show", str(plan_file)]) == 1
+    assert "no_data_edge" in capsys.readouterr().err
+
+
+def test_a_plan_without_its_taskgraph_is_refused(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, memgraph = lines(plan_file)
+    plan_file.write_text(json.dumps(memgraph) + "\n")
+    assert main(["show", str(plan_file)]) == 1
+    message = capsys.readouterr().err
+    assert str(plan_file) in message and "expected taskgraph" in message
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tmp_path / "none.json")]) == 2
+    assert "cannot read" in capsys.readouterr().err
