@@ -79,19 +79,14 @@ ds_finepage really copies: compare the bytes here, and times on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineResult:
-    """The figures of one engine. Stock has no budget, so its lower bounds are None.
+class EngineResult(Reading):
+    """The figures of one engine.
 
     ``wall_s`` is the time of the first call of ``generate``, capture and planning included.
     ``wall_again_s`` is that of the last call.
     """
 
     tokens_equal: bool
-    peak_bytes: int
-    prefill_reloaded_bytes: int
-    prefill_lower_bound_bytes: int | None
-    decode_reloaded_bytes: int
-    decode_lower_bound_bytes: int | None
     wall_s: float
     wall_again_s: float
 
@@ -255,16 +250,12 @@ class Demo:
                 found = self._generate(name, self._engine_options(name))
             reading, tokens = readings[name]
             engines[name] = EngineResult(
+                **asdict(reading),
                 tokens_equal=found["tokens"] == tokens == expected,
-                peak_bytes=reading.peak_bytes,
-                prefill_reloaded_bytes=reading.prefill_reloaded_bytes,
-                prefill_lower_bound_bytes=reading.prefill_lower_bound_bytes,
-                decode_reloaded_bytes=reading.decode_reloaded_bytes,
-                decode_lower_bound_bytes=reading.decode_lower_bound_bytes,
                 wall_s=round(found["seconds"][0], 3),
                 wall_again_s=round(found["seconds"][-1], 3),
             )
-        ours, _ = readings["finepage"]
+        ours = engines["finepage"]
         assert ours.budget_bytes is not None
         return DemoResult(
             budget_bytes=ours.budget_bytes, weight_bytes=ours.weight_bytes, engines=engines

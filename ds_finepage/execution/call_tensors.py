@@ -93,27 +93,27 @@ class CallTensors:
         view = self._sizes.views[tensor]
         return view_of(self.constants[view.buffer], view)
 
-    def output(
-        self,
-        output: GraphOutput,
-        args: Sequence[Any],
-        host_outputs: Sequence[Any],
-        tensors: dict[int, torch.Tensor],
-    ) -> Any:
-        """Return one value that the call returns.
+    def outputs(
+        self, args: Sequence[Any], host_outputs: Sequence[Any], tensors: dict[int, torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """Return the values that the call returns.
 
         Args:
-            output: Which value.
             args: The call's arguments.
             host_outputs: The returned Python numbers.
             tensors: The result of :meth:`of_call`.
         """
-        if output.position is not None:
-            return args[output.position]
-        if output.host is not None:
-            return host_outputs[output.host]
-        if output.tensor is None:
-            return None
-        found = tensors.get(output.tensor)
-        # The caller may change what it gets, so it gets a copy of a constant.
-        return self.constant(output.tensor).clone() if found is None else found
+
+        def value(output: GraphOutput) -> Any:
+            if output.position is not None:
+                return args[output.position]
+            if output.host is not None:
+                return host_outputs[output.host]
+            if output.tensor is None:
+                return None
+            if output.tensor in tensors:
+                return tensors[output.tensor]
+            # The caller may change what it gets, so it gets a copy of a constant.
+            return self.constant(output.tensor).clone()
+
+        return tuple(map(value, self._graph.outputs))

@@ -144,9 +144,7 @@ class Executor:
         self._count(missing)
         for residency in self.memgraph.exit:
             residents[self._graph.buffers[residency.buffer].key] = residency.extent
-        return tuple(
-            bound.tensors.output(o, args, host_outputs, tensors) for o in self._graph.outputs
-        )
+        return bound.tensors.outputs(args, host_outputs, tensors)
 
     def _missing(self, residents: Residents) -> frozenset[int]:
         return frozenset(

@@ -7,7 +7,6 @@ clock for each node finds the waits that remain. Nodes that take no time only pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,10 +97,3 @@ def _assemble(drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]]
         for node, lane, position, waits in drafts
     )
     return Program({lane: tuple(s for s in merged if s.lane is lane) for lane in LANES}, merged)
-
-
-def iter_waits(program: Program) -> Iterator[tuple[Step, Lane, int]]:
-    """Yield all waits of a program, each with its step."""
-    for step in program.merged:
-        for lane, position in step.waits:
-            yield step, lane, position

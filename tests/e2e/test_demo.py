@@ -20,9 +20,8 @@ STOCK = EngineResult(
     tokens_equal=True,
     peak_bytes=2000,
     prefill_reloaded_bytes=1500,
-    prefill_lower_bound_bytes=None,
     decode_reloaded_bytes=1500,
-    decode_lower_bound_bytes=None,
+    weight_bytes=1500,
     wall_s=1.0,
     wall_again_s=0.5,
 )
@@ -33,6 +32,8 @@ OURS = EngineResult(
     prefill_lower_bound_bytes=900,
     decode_reloaded_bytes=950,
     decode_lower_bound_bytes=900,
+    budget_bytes=600,
+    weight_bytes=1500,
     wall_s=2.0,
     wall_again_s=0.5,
 )

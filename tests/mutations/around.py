@@ -97,14 +97,6 @@ AROUND = (
         "unit/test_units.py",
     ),
     mutant(
-        "decode-bytes-are-those-of-the-prefill",
-        "cli/demo.py",
-        "decode_reloaded_bytes=reading.decode_reloaded_bytes,",
-        "decode_reloaded_bytes=reading.prefill_reloaded_bytes,",
-        INSTRUMENTS,
-        is_named=True,
-    ),
-    mutant(
         "a-reading-of-decode-is-that-of-the-prefill",
         "cli/instruments.py",
         "decode_reloaded_bytes=decode.last_reloaded_bytes,",

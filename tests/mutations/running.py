@@ -98,8 +98,8 @@ RUNNING = (
     mutant(
         "a-constant-is-given-away",
         "execution/call_tensors.py",
-        "self.constant(output.tensor).clone() if",
-        "self.constant(output.tensor) if",
+        "self.constant(output.tensor).clone()",
+        "self.constant(output.tensor)",
         EXECUTOR,
     ),
     mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -284,6 +285,20 @@ def cuda_lanes() -> Iterator[CudaLanes]:
     assert isinstance(made, CudaLanes)
     yield made
     made.close()
+
+
+def test_events_go_with_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that finds other weights in the arena has a program of its own, for one run."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    lanes = CudaLanes(torch.device("cuda"))
+    program = program_of("h2d r", "compute t <r")
+    events = lanes._events_of(program)
+    assert events is lanes._events_of(program)
+    assert [event is not None for event in events] == [True, False]
+    del program
+    gc.collect()
+    assert len(lanes._events) == 0
 
 
 @pytest.mark.gpu

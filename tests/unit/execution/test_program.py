@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ds_finepage.checker.checker import check
-from ds_finepage.execution.program import LANES, Program, Step, iter_waits, lower
+from ds_finepage.execution.program import LANES, Program, Step, lower
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, NodeKind, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
@@ -37,6 +37,10 @@ def steps(program: Program, memgraph: MemGraph) -> dict[str, list[str]]:
     }
 
 
+def waits_of(program: Program) -> list[tuple[Step, Lane, int]]:
+    return [(step, *wait) for step in program.merged for wait in step.waits]
+
+
 # --- by hand ---------------------------------------------------------------------------------
 
 
@@ -60,7 +64,7 @@ def test_an_offload_and_its_reload_wait_for_each_other() -> None:
 
 def test_nothing_waits_where_all_is_resident() -> None:
     program = lower(planned(sketch("a:64", "-> a", "a ->"), 1))
-    assert list(iter_waits(program)) == []
+    assert waits_of(program) == []
     assert [s.signals for s in program.merged] == [False, False]
 
 
@@ -109,7 +113,7 @@ def test_nodes_that_take_no_time_are_no_steps() -> None:
 
 def test_a_step_signals_where_another_lane_waits_for_it() -> None:
     program = lower(planned(chain(8), 4))
-    waited = {(lane, position) for _, lane, position in iter_waits(program)}
+    waited = {(lane, position) for _, lane, position in waits_of(program)}
     assert waited
     for step in program.merged:
         assert step.signals == ((step.lane, step.position) in waited)
@@ -235,7 +239,7 @@ def test_the_waits_are_enough_for_every_edge(
 def test_every_wait_is_needed(graph: TaskGraph, policy: str, spare: int, poison: bool) -> None:
     memgraph, program = lowered(graph, policy, spare, poison)
     pairs = required(memgraph, program)
-    for step, lane, position in iter_waits(program):
+    for step, lane, position in waits_of(program):
         order = reachable(program, without=(step.node.id, lane, position))
         assert any(b not in order[a] for b, a in pairs), f"{step} need not wait for {lane}"
 
