@@ -11,6 +11,7 @@ Every other load stays stock.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -34,8 +35,8 @@ def install(modeling_utils: ModuleType) -> None:
     missing = [name for name in _compat.MODEL_NEEDS if not hasattr(modeling_utils, name)]
     missing += [
         f"{_compat.MODEL}.{name}"
-        for name, kind in ((_compat.MODEL_BUILD, classmethod), (_compat.MODEL_LOAD, staticmethod))
-        if not isinstance(members.get(name), kind)
+        for name in (_compat.MODEL_BUILD, _compat.MODEL_LOAD)
+        if not isinstance(members.get(name), (classmethod, staticmethod))
     ]
     if missing:
         logger.info(
@@ -112,18 +113,15 @@ def _load(
     return result
 
 
-def _read_file(
-    original: Callable[..., Any],
-    checkpoint_file: Any,
-    map_location: Any = "cpu",
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _read_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Open a safetensors file without reading it; anything else as stock does."""
-    if str(checkpoint_file).endswith(".safetensors") and map_location == "cpu":
+    call = inspect.signature(original).bind(*args, **kwargs)  # the order depends on the version
+    checkpoint_file = next(iter(call.arguments.values()))
+    on_host = call.arguments.get("map_location", "cpu") == "cpu"
+    if str(checkpoint_file).endswith(".safetensors") and on_host:
         from ds_finepage.integrations.deepspeed.checkpoint_files import open_file
 
         found = open_file(checkpoint_file)
         if found is not None:
             return found
-    return original(checkpoint_file, map_location, *args, **kwargs)
+    return original(*args, **kwargs)
