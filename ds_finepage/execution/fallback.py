@@ -1,17 +1,16 @@
-"""Runs what cannot be planned: outside the arena, one op's weights at a time.
+"""Runs code without a plan: outside the arena, with the weights of one op at a time.
 
 [Note: the fallback]
-Two things cannot be planned. A graph that cannot be written down as a taskgraph (a size depends on
-data, a weight is changed) is run op by op with the weights of one op on the device at a time. Code
-between two graphs (a graph break) runs in eager PyTorch, and a hook on each module brings in that
-module's own parameters for the time of its forward. Both are counted. Activations are then
-PyTorch's, so the budget cannot be promised; the arena is given back first, so that they have its
-room.
+Two kinds of code have no plan. A graph that cannot become a taskgraph (a size depends on data, a
+weight changes) runs op by op, with the weights of one op on the device at a time. Code between two
+graphs (a graph break) runs in eager PyTorch; a hook on each module brings in the module's own
+parameters while its forward runs. Both are counted. PyTorch allocates the activations then, so the
+budget is not promised. The arena is freed first, so that they can take its room.
 
-A hook that Dynamo traces as part of a graph does nothing: the plan brings the weights. It must not
-become a graph of its own, though, because what it belongs to may then run without one. Hence
-``skip_code``: such a frame runs as it is, while tracing into it is not affected. What it calls is
-kept from Dynamo altogether.
+A hook that Dynamo traces as part of a graph does nothing, because the plan brings the weights. The
+hook must not become a graph of its own, since its module may then run without a graph. Therefore
+``skip_code``: Dynamo runs such a frame as it is, and still traces into it. Functions that the hook
+calls are hidden from Dynamo.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class RunningCall:
     is_active: bool = False
 
     def begin(self) -> None:
-        """Note that this thread runs a call."""
+        """Note that this thread runs a call now."""
         self.thread, self.is_active = get_ident(), True
 
     def end(self) -> None:
@@ -68,7 +67,10 @@ class RunningCall:
         self.thread, self.is_active = None, False
 
     def refuse(self, what: str) -> None:
-        """Refuse what cannot be done while a call runs.
+        """Refuse a change while a call runs.
+
+        Args:
+            what: Name of the refused function.
 
         Raises:
             FinepageError: A call runs.
@@ -132,7 +134,7 @@ def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable
 def is_traced() -> bool:
     """Tell whether somebody traces the call: with ``torch.jit``, ``torch.export`` or ``vmap``.
 
-    Such a call runs as ever, on parameters that show the host masters.
+    Such a call runs in PyTorch, on parameters that show the host masters.
     """
     return (
         _get_tracing_state() is not None
@@ -150,12 +152,12 @@ def hook_modules(
     on_use: Callable[[torch.nn.Module], None],
     running: RunningCall,
 ) -> list[RemovableHandle]:
-    """Register hooks that bring in a module's own parameters when it runs outside any graph.
+    """Register hooks that bring in a module's own parameters where it runs outside any graph.
 
     Args:
         module: The root.
         weights: Where to fetch from.
-        on_use: Called before every such use; it counts, and gives the arena back.
+        on_use: Called before each such use; it counts, and frees the arena.
         running: Tells whether a call of the root runs.
     """
     handles = []
@@ -201,7 +203,7 @@ class _FillHook(_OwnHook):
         super().__init__(own, weights)
         self._on_use = on_use
         self._running = running
-        self._aside = torch.compiler.disable(self._bring_in)
+        self._hidden = torch.compiler.disable(self._bring_in)
 
     def _bring_in(self, module: torch.nn.Module) -> None:
         if is_traced():
@@ -212,7 +214,7 @@ class _FillHook(_OwnHook):
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._aside(module)
+            self._hidden(module)
         elif not self._running.is_active:
             graph_break(COMPILED_BY_CALLER)
 
@@ -220,7 +222,7 @@ class _FillHook(_OwnHook):
 class _EmptyHook(_OwnHook):
     def __init__(self, own: list[torch.nn.Parameter], weights: WeightTable) -> None:
         super().__init__(own, weights)
-        self._aside = torch.compiler.disable(self._take_away)
+        self._hidden = torch.compiler.disable(self._take_away)
 
     def _take_away(self) -> None:
         for parameter in self._own:
@@ -228,7 +230,7 @@ class _EmptyHook(_OwnHook):
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._aside()
+            self._hidden()
 
 
 for _function in (_FillHook.__call__, _EmptyHook.__call__, is_traced):

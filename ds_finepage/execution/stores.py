@@ -29,12 +29,12 @@ TakeWeights = Callable[[Mapping[str, torch.nn.Parameter], torch.device], list[Ho
 
 @dataclass(frozen=True, slots=True)
 class WeightChanges:
-    """What others did to the weights since the last look.
+    """Changes that others made to the weights since the last look.
 
     Attributes:
-        rewritten: Names of weights whose bytes may be others.
-        moved: True where a weight has another master.
-        reshaped: True where a weight has another shape, layout or dtype.
+        rewritten: Names of weights whose bytes may have changed.
+        moved: True where a weight has a new master.
+        reshaped: True where a weight has a new shape, layout or dtype.
     """
 
     rewritten: tuple[str, ...] = ()
@@ -46,12 +46,12 @@ NO_CHANGES = WeightChanges()
 
 
 class _Shown:
-    """A parameter that shows its master, and the signs of a change as they were seen last."""
+    """A parameter that shows its master, and the last known signs of a change."""
 
     def __init__(self, weight: HostWeight, device: torch.device, used: list[DataWatch]) -> None:
         self.weight = weight
         self._device = device
-        self.filled: torch.Tensor | None = None  # stands in for the view meanwhile
+        self.filled: torch.Tensor | None = None  # takes the place of the view meanwhile
         self.watch = DataWatch(weight.parameter, used, self._replacement)
         self.show()
         self.note()
@@ -78,11 +78,11 @@ class _Shown:
 
     @property
     def is_written(self) -> bool:
-        """Tell whether somebody wrote into the parameter, or may have."""
+        """Tell whether somebody may have written into the parameter."""
         return self.watch.was_used or self._signs()[1] != self.seen[1]
 
     def note(self) -> None:
-        """Take what the parameter is now for unchanged."""
+        """Treat the present parameter as unchanged."""
         self.seen = self._signs()
         self.watch.clear()
 
@@ -107,7 +107,12 @@ class WeightTable:
     """
 
     def __init__(self, weights: Iterable[HostWeight], device: torch.device) -> None:
-        """Take the weights over; call :meth:`install` to free their device bytes."""
+        """Take the weights; :meth:`install` then frees their device bytes.
+
+        Args:
+            weights: The host masters with their parameters.
+            device: Where to compute.
+        """
         self._weights = list(weights)
         self._device = device
         self._shown: dict[int, _Shown] = {}  # by id(parameter)
@@ -139,7 +144,7 @@ class WeightTable:
     # The parameters.
 
     def install(self) -> None:
-        """Let every parameter show its master; its device bytes are free then."""
+        """Let every parameter show its master, which frees its device bytes."""
         for weight in self._weights:
             if id(weight.parameter) not in self._shown:
                 shown = _Shown(weight, self._device, self._used)
@@ -147,7 +152,7 @@ class WeightTable:
         self._snapshot()
 
     def restore(self) -> None:
-        """Give every parameter back, with the value that it has now."""
+        """Give every parameter back, with its present value."""
         self.unload()
         self.changes()
         for weight in self._weights:
@@ -158,7 +163,7 @@ class WeightTable:
         self._snapshot()
 
     def exchange(self, named: Mapping[str, torch.nn.Parameter], take: TakeWeights) -> None:
-        """Go on with the parameters that a changed module has now.
+        """Continue with the parameters that a changed module has now.
 
         Args:
             named: All parameters of the module, each once.
@@ -186,7 +191,7 @@ class WeightTable:
     # Changes from outside.
 
     def _snapshot(self) -> None:
-        """Put the signs that were seen last into a form that is compared fast."""
+        """Store the last known signs in a form that compares fast."""
         all_shown = list(self._shown.values())
         # Inference tensors have no version counter.
         versioned = [s for s in all_shown if not s.weight.parameter.is_inference()]
@@ -196,7 +201,7 @@ class WeightTable:
         self._versions = [s.seen[1] for s in versioned]
 
     def changes(self) -> WeightChanges:
-        """Return what others changed since the last look, and take it over."""
+        """Take over the changes that others made since the last look, and return them."""
         if (
             not self._used
             and list(map(_ADDRESS, self._parameters)) == self._addresses
@@ -206,7 +211,7 @@ class WeightTable:
         return self._take_over([s for s in self._shown.values() if s.is_disturbed])
 
     def refresh(self) -> WeightChanges:
-        """Take every weight for changed."""
+        """Treat every weight as changed."""
         return self._take_over(list(self._shown.values()))
 
     def _take_over(self, disturbed: list[_Shown]) -> WeightChanges:
@@ -233,7 +238,7 @@ class WeightTable:
         return value.clone() if is_master else value
 
     def _adopt(self, shown: _Shown, value: torch.Tensor) -> bool:
-        """Take over the tensor that somebody gave a parameter; True where that moves its master."""
+        """Take over a tensor that somebody gave a parameter; True where that moves its master."""
         weight = shown.weight
         if weight.is_partition and weight.has_form_of(value):
             _copy(weight.value, value)
@@ -263,20 +268,20 @@ class WeightTable:
         return full
 
     def fill(self, parameter: torch.nn.Parameter) -> None:
-        """Give a parameter its own copy on the device, for code that runs outside any plan."""
+        """Give a parameter its own copy on the device, for code outside any plan."""
         shown = self._shown.get(id(parameter))
         if shown is not None and shown.filled is None:
             shown.filled = self.fetch(parameter)
             set_data(parameter, shown.filled)
 
     def empty(self, parameter: torch.nn.Parameter) -> None:
-        """Take that copy away again; what somebody wrote into it goes to the master."""
+        """Remove that copy; writes into it go to the master."""
         shown = self._shown.get(id(parameter))
         if shown is None or shown.filled is None:
             return
         copy, shown.filled = shown.filled, None
         if parameter.data_ptr() != copy.data_ptr():
-            return  # somebody set ``data`` meanwhile; ``changes`` takes that over
+            return  # somebody set ``data`` meanwhile; ``changes`` takes it over
         if shown.is_written:
             _copy(shown.weight.value, copy)
         set_data(parameter, shown.view)
@@ -284,7 +289,7 @@ class WeightTable:
     def load_all(self) -> None:
         """Copy every weight to the device, until :meth:`unload`.
 
-        They lie in one block, whose pages an operating system can make large ones.
+        They lie in one block, so that the operating system can use large pages for it.
         """
         found: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -301,14 +306,18 @@ class WeightTable:
         self.on_device = found
 
     def reload(self, names: Iterable[str]) -> None:
-        """Copy some weights to the device again, where all are there."""
+        """Copy some weights to the device again, if all weights are there.
+
+        Args:
+            names: Qualified names.
+        """
         wanted = set(names) if self.on_device else set()
         for weight in self._weights:
             if weight.name in wanted:
                 _copy(self.on_device[weight.name], weight.value)
 
     def unload(self) -> None:
-        """Free what :meth:`load_all` copied."""
+        """Free the copies that :meth:`load_all` made."""
         self.on_device = {}
 
 

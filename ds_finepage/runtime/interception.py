@@ -1,4 +1,4 @@
-"""Where calls of a model are taken over, and how that is undone."""
+"""Takes over the calls of a module, and undoes that."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ from ds_finepage.execution.stores import WeightTable
 logger = logging.getLogger(__name__)
 
 MIN_RECOMPILES = 64
-"""Dynamo's own limit of 8 graphs a function is too low where a graph break makes one a layer."""
+"""Dynamo's own limit of 8 graphs a function is too low where each layer has a graph break."""
 
 _PARAMETERS = attrgetter("_parameters")
 _CHILDREN = attrgetter("_modules")
 
 
 def entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Module]:
-    """List the modules whose call from outside is captured: the root, and parts that hold others.
+    """List the modules whose outside calls are captured: the root, and parts with sub-modules.
 
-    ``generate`` calls an encoder by itself. A part with weights of its own is mostly a single op,
-    for which a plan does no more than the fallback.
+    ``generate`` calls an encoder by itself, for example. A part with own weights is mostly a single
+    op, and a plan does no more for it than the fallback.
+
+    Args:
+        module: The root.
+        weights: Its weights.
     """
     found = [module]
     for part in module.modules():
         own = list(part.parameters(recurse=False))
-        # Dynamo's wrapper passes on what is set on it.
+        # Dynamo's wrapper forwards attributes that are set on it.
         if part is module or any(p in weights for p in own) or isinstance(part, OptimizedModule):
             continue
         if any(p in weights for p in part.parameters()):
@@ -51,11 +55,15 @@ def entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Modu
 
 
 def captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[..., Any]:
-    """Return what Dynamo is to capture: the call of a module with its hooks.
+    """Return the function that Dynamo captures: the call of a module with its hooks.
 
-    Dynamo does not look at ``_call_impl`` itself, but at the forward that it calls. That leaves
-    out hooks, which matter where the module has weights of its own, and it leaves out everything
-    where forward is one of torch's own (``Sequential``). An outer frame brings both in.
+    Dynamo skips ``_call_impl`` and captures the forward that it calls. That leaves out hooks, which
+    matter where the module has own weights. It leaves out everything where forward belongs to torch
+    itself (``Sequential``). An outer frame brings both in.
+
+    Args:
+        module: The module.
+        weights: The weights of the whole model.
     """
     has_own = any(p in weights for p in module.parameters(recurse=False))
     if has_own or trace_rules.check(module.forward):
@@ -68,7 +76,7 @@ RunCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PlannedCall:
-    """Runs the calls of one module; stands as its ``_compiled_call_impl``.
+    """Runs the calls of one module, as its ``_compiled_call_impl``.
 
     A copy of the module is an ordinary module: copying and pickling leave this object out.
     """
@@ -79,8 +87,9 @@ class PlannedCall:
         Args:
             module: The module.
             run: Runs a call by plan.
-            running: Tells which thread runs a call of the model now. In that thread a part of the
-                model is called as ever: Dynamo traces the call, or it stands between two graphs.
+            running: Tells which thread runs a call of the model now. In that thread
+                PyTorch calls the parts itself: Dynamo traces the call, or the call is between two
+                graphs.
         """
         self._module = module
         self._run = run
@@ -100,10 +109,10 @@ class PlannedCall:
         return torch.compiler.disable(self._run)(self._module, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Leave a copy of the module without this object."""
+        """Leave this object out of a copy of the module."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave a pickle of the module without this object."""
+        """Leave this object out of a pickle of the module."""
         return types.NoneType, ()
 
 
@@ -111,16 +120,21 @@ skip_code(PlannedCall.__call__.__code__)  # between two graphs it must not becom
 
 
 class ModuleTree:
-    """The modules of a model and their parameters, as they were seen last."""
+    """The modules of a model and their parameters, as of the last look."""
 
     def __init__(self, module: torch.nn.Module, weights: WeightTable) -> None:
-        """See them now."""
+        """Look at them now.
+
+        Args:
+            module: The model.
+            weights: Its weights.
+        """
         self._module = module
         self._weights = weights
         self.see()
 
     def see(self) -> None:
-        """Take the tree as it is now for unchanged."""
+        """Treat the present tree as unchanged."""
         self._modules = list(self._module.modules())
         self._parents = [m for m in self._modules if m._modules]
         self._seen = self._look()
@@ -131,9 +145,9 @@ class ModuleTree:
         return list(map(id, parameters)), list(map(id, children))
 
     def has_new_parts(self) -> bool:
-        """Tell whether the model has a module or a parameter that it did not have.
+        """Tell whether the model has a new module or a new parameter.
 
-        A tensor in a parameter's place, as ``functional_call`` puts it there, is no such part.
+        A tensor in the place of a parameter, as ``functional_call`` puts it, does not count.
         """
         if self._look() == self._seen:
             return False
@@ -152,7 +166,7 @@ def is_parameter(value: Any) -> bool:
 
 
 def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
-    """Return what gives an object's own attribute back, or its absence."""
+    """Return a function that restores an object's own attribute, or its absence."""
     if name not in vars(owner):
         return lambda: vars(owner).pop(name, None)
     before = vars(owner)[name]
@@ -162,16 +176,15 @@ def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
 def eager_where_refused(
     compiled: Callable[..., Any], module: torch.nn.Module, num_runs: Callable[[], int]
 ) -> Callable[..., Any]:
-    """Return a compiled call that runs eagerly what Dynamo has no graph for, instead of an error.
+    """Return a compiled call that runs eagerly where Dynamo fails.
 
-    A forward may do while it is traced what it never does in eager PyTorch (transformers makes
-    masks then that it leaves out otherwise), and fail. The modules that run without a graph are
-    counted.
+    A forward may take another path while it is traced (transformers makes masks then that it leaves
+    out otherwise), and fail there. The modules that run without a graph are counted.
 
     Args:
         compiled: The call.
         module: The module that it is a call of.
-        num_runs: Counts the graphs that ran. Where none of a call has, the call can begin again.
+        num_runs: Counts the graphs that ran. A call can start again if none of its graphs ran.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +201,7 @@ def eager_where_refused(
 
 
 def allow_recompiles() -> Callable[[], None]:
-    """Raise Dynamo's recompile limit; return what restores it."""
+    """Raise Dynamo's recompile limit; return a function that restores it."""
     config = dynamo_config
     before = config.recompile_limit
     if before >= MIN_RECOMPILES:

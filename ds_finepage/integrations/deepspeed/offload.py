@@ -1,4 +1,4 @@
-"""The object that stands where DeepSpeed expects its parameter offload.
+"""Takes the place of DeepSpeed's parameter offload.
 
 Imported only once DeepSpeed's engine is loaded.
 """
@@ -32,18 +32,18 @@ from ds_finepage.runtime.handle import Handle
 class PlainParameters(ZeROOrderedDict):  # type: ignore[misc]
     """A module's parameters without ZeRO's gathering getter.
 
-    The engine insists on this type and on its ``_in_forward`` flag, and sets them anew in every
-    forward; the getter would gather a parameter whenever it is looked at.
+    The engine requires this type and its ``_in_forward`` flag, and sets both in every forward. The
+    stock getter would gather a parameter at every access.
     """
 
     __getitem__ = OrderedDict.__getitem__
 
 
 class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
-    """Replaces the per-module hooks by plans.
+    """Runs plans in the place of the per-module hooks.
 
     Attributes:
-        finepage: The handle; None before the hooks would have been set up, and after detach.
+        finepage: The handle; None before the hooks are set up, and after detach.
     """
 
     finepage_config: FinepageConfig
@@ -70,7 +70,7 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             super()._register_deepspeed_module(module, [0] if count is None else count)
 
     def _register_hooks_recursively(self, module: torch.nn.Module, count: Any = None) -> None:
-        """Do nothing: the older name of the same."""
+        """Do nothing: older versions of DeepSpeed use this name."""
         if self.finepage is None:
             super()._register_hooks_recursively(module, [0] if count is None else count)
 
@@ -115,8 +115,8 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
 def _plain_linear() -> Iterator[None]:
     """Give a call torch's own ``linear``.
 
-    Each stock engine leaves its own autograd function in torch's place for good, which rounds
-    otherwise; engines of both kinds may live side by side.
+    Each stock engine replaces it for good by an autograd function that rounds differently. Engines
+    of both kinds may live side by side.
     """
     found = torch.nn.functional.linear
     plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", found)
@@ -128,7 +128,7 @@ def _plain_linear() -> Iterator[None]:
 
 
 def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
-    """Return the class to build, with its settings; DeepSpeed passes only its own."""
+    """Return the class to build, with its settings, since DeepSpeed passes only its own."""
 
     class ConfiguredFinepageOffload(FinepageOffload):
         finepage_config = config
@@ -139,9 +139,9 @@ def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
 def weights_of_zero(
     named: Mapping[str, torch.nn.Parameter], device: torch.device
 ) -> list[HostWeight]:
-    """Take ZeRO's own partitions as masters: on one rank each holds the whole parameter.
+    """Use ZeRO's own partitions as masters: on one rank each holds the whole parameter.
 
-    A parameter that came later, without ZeRO, is taken as in a plain module.
+    A parameter that came later, without ZeRO, gets a master as in a plain module.
 
     Args:
         named: Qualified name -> parameter, each parameter once.

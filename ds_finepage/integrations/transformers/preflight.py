@@ -24,9 +24,9 @@ from ds_finepage.units import format_bytes
 logger = logging.getLogger(__name__)
 
 FEW_LAYERS = 128
-"""What grows with the length is, in one op, less than the KV cache of so many layers: keys and
-values, old and new, each repeated for up to 16 heads of the query, twice over. A budget above that
-has room for any length if it has room for the prompt."""
+"""The tensors of one op that grow with the length take less than the KV cache of so many layers:
+keys and values, old and new, each repeated for up to 16 heads of the query, twice over. A larger
+budget has room for any length if it has room for the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,20 @@ class Longest:
 
 
 def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Longest | None:
-    """Read the longest call off the arguments of ``generate``; None where they do not tell."""
+    """Read the longest call from the arguments of ``generate``; None where they do not tell it.
+
+    Args:
+        module: The model.
+        args: The positional arguments.
+        kwargs: The named arguments.
+    """
     inputs = args[0] if args else None
     for name in ("inputs", "input_ids", "inputs_embeds"):
         inputs = kwargs.get(name) if inputs is None else inputs
     if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
         return None
     if getattr(module.config, "is_encoder_decoder", False):
-        return None  # its prompt is not what its cache grows with
+        return None  # its cache does not grow from its prompt
 
     def setting(name: str) -> Any:
         return setting_of(module, args, kwargs, name)
@@ -63,7 +69,14 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
 
 
 def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a generation: as named in the call, or as in its configuration."""
+    """Return a setting of a generation, from the call or from its configuration.
+
+    Args:
+        module: The model.
+        args: The positional arguments of ``generate``.
+        kwargs: Its named arguments.
+        name: The setting.
+    """
     found = kwargs.get(name)
     if found is not None:
         return found
@@ -72,12 +85,18 @@ def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name
 
 
 def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
-    """Return the bytes of a KV cache at its longest; None where the config does not tell."""
+    """Return the bytes of a KV cache at its longest; None where the config does not tell them.
+
+    Args:
+        config: The config of the model.
+        dtype: The dtype of keys and values.
+        longest: The largest call.
+    """
     try:
         return _kv_bytes(config, dtype, longest)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         logger.info("the config does not tell how large a KV cache becomes: %s", error)
-        return None  # some configs refuse to be asked for what differs from layer to layer
+        return None  # some configs raise for settings that differ between layers
 
 
 def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
@@ -104,7 +123,7 @@ def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
         elif kind in ("full_attention", "sliding_attention"):
             num_rows += longest.num_tokens
         else:
-            return None  # it keeps something else than keys and values, or not all of them
+            return None  # it does not keep all keys and values
     return 2 * num_rows * longest.num_sequences * shared * width * dtype.itemsize
 
 
@@ -129,11 +148,18 @@ def require_positions(module: torch.nn.Module, longest: Longest) -> None:
 def require_memory(
     need_bytes: int, layer_bytes: int, budget_bytes: int, host_bytes: int, longest: Longest
 ) -> None:
-    """Refuse a KV cache for which there is no room anywhere, or that of one layer on the device.
+    """Refuse a KV cache without room on device and host, or with a layer too large for the device.
+
+    Args:
+        need_bytes: Bytes of the whole KV cache.
+        layer_bytes: Bytes of its part of one layer.
+        budget_bytes: The limit on all device bytes.
+        host_bytes: Free host memory.
+        longest: The largest call, for the message.
 
     Raises:
-        PlanInfeasibleError: Device and host together have less, or the device has less than one
-            layer's attention reads.
+        PlanInfeasibleError: Device and host together have less, or the device has less than the
+            attention of one layer reads.
     """
     if layer_bytes > budget_bytes:
         raise PlanInfeasibleError(
@@ -192,7 +218,7 @@ class Preflight:
         if need is None or not setting_of(module, args, kwargs, "use_cache"):
             return
         given = kwargs.get("past_key_values")
-        free = psutil.virtual_memory().available + (0 if given is None else _held_bytes(given))
+        free = psutil.virtual_memory().available + (0 if given is None else _cache_bytes(given))
         layers = module.config.get_text_config(decoder=True).num_hidden_layers
         require_memory(need, need // layers, budget_bytes, free, longest)
         if FEW_LAYERS * (need // layers) > budget_bytes:
@@ -227,7 +253,7 @@ class Preflight:
         self._longest_that_fits[settings] = longest.num_tokens  # or its need is not known
 
     def _capture(self, longest: Longest) -> TaskGraph | None:
-        """Return the last step of a generation; None where the model's config does not tell."""
+        """Capture the last step of a generation; None where the model's config does not tell it."""
         dtype = str(self._module.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             return None
@@ -241,7 +267,7 @@ class Preflight:
                 to_device=to_device,
             )
         except (CaptureError, ConfigError) as error:
-            logger.info("the last step is not known before it comes: %s", error)
+            logger.info("the last step cannot be captured ahead: %s", error)
             return None
 
 
@@ -321,8 +347,8 @@ class WatchedGenerate:
         return getattr, (self._module, "generate")
 
 
-def _held_bytes(cache: Any) -> int:
-    """Count what a cache holds already, wherever that is."""
+def _cache_bytes(cache: Any) -> int:
+    """Return the bytes of a cache, on device and host."""
     tensors = [
         getattr(layer, name, None)
         for layer in getattr(cache, "layers", ())
