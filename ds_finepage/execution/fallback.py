@@ -15,8 +15,9 @@ calls are hidden from Dynamo.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -45,26 +46,46 @@ _TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 COMPILED_BY_CALLER = "ds_finepage runs this model by plan; torch.compile goes on behind the call"
 
 
-@dataclass(slots=True)
+_active: dict[int, bool] = {}
+"""Whether a call of an attached model runs, by the number of its :class:`RunningCall`.
+
+Dynamo guards on it; it is always true where Dynamo captures a call. All hooks of a model read it
+under one name. If each hook read an attribute of one shared object, Dynamo would guard, in every
+call and for every hook, on the identity of that object.
+"""
+
+_numbers = itertools.count()
+
+
 class RunningCall:
     """Tells which thread runs a call of an attached model.
 
     Attributes:
+        number: Tells attached models apart.
         thread: Identifies the thread; None while no call runs.
-        is_active: True while a call runs. Dynamo guards on it, and it never differs where it
-            captures a call.
     """
 
-    thread: int | None = None
-    is_active: bool = False
+    def __init__(self) -> None:
+        """Start while no call runs."""
+        self.number = next(_numbers)
+        self.thread: int | None = None
+        _active[self.number] = False
+        weakref.finalize(self, _active.pop, self.number)
+
+    @property
+    def is_active(self) -> bool:
+        """True while a call runs."""
+        return _active[self.number]
 
     def begin(self) -> None:
         """Note that this thread runs a call now."""
-        self.thread, self.is_active = get_ident(), True
+        self.thread = get_ident()
+        _active[self.number] = True
 
     def end(self) -> None:
         """Note that the call is over."""
-        self.thread, self.is_active = None, False
+        self.thread = None
+        _active[self.number] = False
 
     def refuse(self, what: str) -> None:
         """Refuse a change while a call runs.
@@ -202,7 +223,7 @@ class _FillHook(_OwnHook):
     ) -> None:
         super().__init__(own, weights)
         self._on_use = on_use
-        self._running = running
+        self._number = running.number
         self._hidden = torch.compiler.disable(self._bring_in)
 
     def _bring_in(self, module: torch.nn.Module) -> None:
@@ -215,7 +236,7 @@ class _FillHook(_OwnHook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self._hidden(module)
-        elif not self._running.is_active:
+        elif not _active[self._number]:
             graph_break(COMPILED_BY_CALLER)
 
 

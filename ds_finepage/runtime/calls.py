@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import RunningCall
-from ds_finepage.execution.stores import TakeWeights, WeightChanges, WeightTable
+from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
 from ds_finepage.integrations.transformers.preflight import Preflight
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.pass_maker import GraphCall
@@ -211,6 +211,8 @@ class CallTaker:
         Args:
             changes: The changes.
         """
+        if changes is NO_CHANGES:
+            return
         if changes.reshaped:
             self._forget_passes()
         elif changes.moved:

@@ -49,7 +49,9 @@ class HandedOut:
         for index, layer in enumerate(cache.layers):
             if type(layer) is not DynamicLayer:
                 continue
-            inside = next((host for outside, host in pairs if outside is layer), None)
+            inside = None
+            if pairs:
+                inside = next((host for outside, host in pairs if outside is layer), None)
             if inside is None:
                 if not _is_offloaded(layer):
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.guards import GuardBuilder
+from torch._guards import Guard, Source
 from torch.fx import GraphModule, symbolic_trace
 
 from ds_finepage.errors import StoreError
+from ds_finepage.execution import fallback
 from ds_finepage.execution.fallback import RunningCall, hook_modules, run_unplanned
 from ds_finepage.execution.masters import weights_of_module
 from ds_finepage.execution.stores import WeightTable
@@ -237,7 +241,9 @@ def test_an_error_in_forward_leaves_parameters_that_show_their_masters() -> None
 
 
 def test_in_a_graph_the_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, table, used, _, _ = hooked(RunningCall(is_active=True))
+    running = RunningCall()
+    running.begin()
+    model, table, used, _, _ = hooked(running)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     table.fill(model.scale)
     for hook in [*model._forward_pre_hooks.values()]:
@@ -246,6 +252,38 @@ def test_in_a_graph_the_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         hook(model, (), None)
     assert used == []
     assert not shows_masters(model, table)
+
+
+def test_dynamo_guards_once_on_whether_a_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard for each hook, on all reading one object, would cost a microsecond a module."""
+    found: list[str] = []
+    before = GuardBuilder.DUPLICATE_INPUT
+
+    @functools.wraps(before)
+    def note(builder: GuardBuilder, guard: Guard, source_b: Source) -> None:
+        found.append(f"{guard.name} is {source_b.name}")
+        before(builder, guard, source_b)
+
+    monkeypatch.setattr(GuardBuilder, "DUPLICATE_INPUT", note)
+    running = RunningCall()
+    model, _, used, _, plain = hooked(running)
+    running.begin()
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        result = torch.compile(lambda given: model(given), backend="eager")(x)
+    running.end()
+    assert torch.equal(result, plain(x))
+    assert used == []  # both modules were captured
+    assert [name for name in found if "hooks" in name] == []
+
+
+def test_a_running_call_that_is_gone_leaves_nothing() -> None:
+    before = dict(fallback._active)
+    running = RunningCall()
+    running.begin()
+    assert fallback._active == {**before, running.number: True}
+    del running
+    assert fallback._active == before
 
 
 def test_hooks_can_be_removed() -> None:
