@@ -169,11 +169,9 @@ def attach(
         buffer.data = buffer.data.to(where)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
     run_settings = RunSettings(
+        config=config,
         device=where,
         budget_bytes=budget_bytes,
-        policy=config.policy,
-        split=config.split,
-        debug=config.debug,
         profile=profile or probe(where, scratch_bytes=scratch_bytes),
         plan_dir=plan_dir,
     )

@@ -106,11 +106,12 @@ class Handle:
         with self._calls.lock:
             self._calls.running.refuse("replan")
             before = self._runner.settings
+            changes = {"policy": policy, "debug": debug}
+            changes = {name: value for name, value in changes.items() if value is not None}
             settings = replace(
                 before,
+                config=before.config.model_copy(update=changes),
                 budget_bytes=before.budget_bytes if budget_bytes is None else budget_bytes,
-                policy=policy or before.policy,
-                debug=debug or before.debug,
             )
             self._memory.use(settings)
             self._runner.use(settings)

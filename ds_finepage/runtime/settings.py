@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ds_finepage.config import DebugConfig
+from ds_finepage.config import DebugConfig, FinepageConfig
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.planning.pipeline import PlanSettings
 from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, PAGING
@@ -21,22 +21,23 @@ class RunSettings:
     """Everything that the user decides about a run.
 
     Attributes:
+        config: The ``finepage`` section.
         device: Where the model computes.
-        budget_bytes: The limit on all device bytes.
-        policy: A name in ``ds_finepage.planning.policies``.
-        split: The policy may cut weights, if it can.
-        debug: Checks that slow a run down.
+        budget_bytes: The limit on all device bytes, from the section's budget.
         profile: Rates of the device and of its link.
         plan_dir: Folder that keeps plans; None keeps none.
     """
 
+    config: FinepageConfig
     device: torch.device
     budget_bytes: int
-    policy: str
-    split: bool
-    debug: DebugConfig
     profile: HardwareProfile
     plan_dir: Path | None = None
+
+    @property
+    def debug(self) -> DebugConfig:
+        """Checks that slow a run down."""
+        return self.config.debug
 
     @property
     def pins_memory(self) -> bool:
@@ -46,12 +47,12 @@ class RunSettings:
     @property
     def is_cyclic(self) -> bool:
         """True where a pass keeps weights on the device for the next one."""
-        return self.policy in CYCLIC
+        return self.config.policy in CYCLIC
 
     @property
     def moves_kv_caches(self) -> bool:
         """True where a KV cache without room on the device moves to host memory."""
-        return self.policy in PAGING
+        return self.config.policy in PAGING
 
     @property
     def shows_ops(self) -> bool:
@@ -62,8 +63,8 @@ class RunSettings:
     def planning(self) -> PlanSettings:
         """The part that the planner needs."""
         return PlanSettings(
-            policy=self.policy,
-            split=self.split and self.policy in CAN_SPLIT,
+            policy=self.config.policy,
+            split=self.config.split and self.config.policy in CAN_SPLIT,
             alignment=ALIGNMENT.get(self.device.type, 512),
             profile=self.profile,
         )

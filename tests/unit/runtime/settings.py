@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_finepage.config import DebugConfig
+from ds_finepage.config import FinepageConfig
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.pipeline import Needs, needs_of
 from ds_finepage.runtime.passes import Pass
@@ -19,14 +19,12 @@ PROFILE = machine(h2d=1e9)
 
 def run_settings(budget_bytes: int = 1 << 30, **changes: Any) -> RunSettings:
     """Make settings for the CPU, whose alignment is one unit."""
+    keys = {n: changes.pop(n) for n in ("policy", "split", "debug") if n in changes}
     defaults: dict[str, Any] = {
+        "config": FinepageConfig(**keys),
         "device": torch.device("cpu"),
         "budget_bytes": budget_bytes,
-        "policy": "finepage",
-        "split": False,
-        "debug": DebugConfig(),
         "profile": PROFILE,
-        "plan_dir": None,
     }
     return RunSettings(**{**defaults, **changes})
 

@@ -144,10 +144,9 @@ def test_changed_weights_are_copied_again_where_all_are_resident(
 def test_new_checks_make_new_lanes(memory: DeviceMemory) -> None:
     found = planned_pass()
     lanes = bound(memory, found).lanes
-    settings = run_settings()
-    memory.use(replace(settings, debug=memory._debug))
+    memory.use(run_settings(debug=memory._debug))
     assert found.executor is None
     assert bound(memory, found).lanes is lanes
-    memory.use(replace(settings, debug=DebugConfig(poison_vacated=True)))
+    memory.use(run_settings(debug=DebugConfig(poison_vacated=True)))
     executor = bound(memory, found)
     assert executor.lanes is not lanes and executor.poison

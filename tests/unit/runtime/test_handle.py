@@ -141,9 +141,9 @@ def test_new_settings_keep_the_others(rig: Rig) -> None:
     settings = rig.handle._runner.settings
     rig.handle.replan(policy="horizon", debug=DebugConfig(poison_vacated=True))
     now = rig.handle._runner.settings
-    assert now == dataclasses.replace(
-        settings, policy="horizon", debug=DebugConfig(poison_vacated=True)
-    )
+    changes = {"policy": "horizon", "debug": DebugConfig(poison_vacated=True)}
+    config = settings.config.model_copy(update=changes)
+    assert now == dataclasses.replace(settings, config=config)
     assert rig.same() and rig.same()
     assert rig.state is DeviceState.PAGED
 
