@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ds_finepage._compat.transformers import is_initialized, max_length
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.executor import PassCounters, Residents
@@ -223,18 +224,20 @@ def _stretch(shadow: Any, cache: Any, num_rows: int) -> bool:
     """
     for layer in cache.layers:
         known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        if not known and not isinstance(layer, HostLayer) and layer.get_max_length() < 1:
+        if not known and not isinstance(layer, HostLayer) and max_length(layer) < 1:
             return False
-    full = [layer for layer in cache.layers if type(layer) is DynamicLayer and layer.is_initialized]
+    full = [
+        layer for layer in cache.layers if type(layer) is DynamicLayer and is_initialized(layer)
+    ]
     most = sum((t.nbytes // t.shape[-2]) * num_rows for x in full for t in _rows(x))
     if most > shadow.stats.budget_bytes and not shadow._cached_calls.move(cache):
         return False
     for layer in cache.layers:
         if isinstance(layer, HostLayer):
             layer.stretch(num_rows)
-        elif type(layer) is DynamicLayer and layer.is_initialized:
+        elif type(layer) is DynamicLayer and is_initialized(layer):
             layer.keys, layer.values = (_rows_like(t, num_rows) for t in _rows(layer))
-        elif type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
+        elif type(layer) is DynamicSlidingWindowLayer and is_initialized(layer):
             _stretch_window(layer, num_rows)
     return True
 
