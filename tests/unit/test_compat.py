@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -41,9 +42,8 @@ def imported_private_names(tree: ast.AST) -> Iterator[str]:
 
 def private_attributes(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            if not node.attr.startswith("__"):
-                yield node.attr
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            yield node.attr
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
