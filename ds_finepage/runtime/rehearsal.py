@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ds_finepage._compat.transformers import is_initialized, max_length
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.executor import OpHook, PassCounters, Residents
@@ -399,9 +400,11 @@ def _stretch(runner: PlanRunner, cache: Any, num_rows: int) -> bool:
     budget_bytes = runner.settings.budget_bytes
     for layer in cache.layers:
         known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        if not known and not isinstance(layer, HostLayer) and layer.get_max_length() < 1:
+        if not known and not isinstance(layer, HostLayer) and max_length(layer) < 1:
             return False
-    full = [layer for layer in cache.layers if type(layer) is DynamicLayer and layer.is_initialized]
+    full = [
+        layer for layer in cache.layers if type(layer) is DynamicLayer and is_initialized(layer)
+    ]
     most = sum((t.nbytes // t.shape[-2]) * num_rows for x in full for t in _rows(x))
     if most > budget_bytes and not (
         runner.settings.moves_kv_caches and runner.kv_offload.move(cache)
@@ -410,9 +413,9 @@ def _stretch(runner: PlanRunner, cache: Any, num_rows: int) -> bool:
     for layer in cache.layers:
         if isinstance(layer, HostLayer):
             layer.stretch(num_rows)
-        elif type(layer) is DynamicLayer and layer.is_initialized:
+        elif type(layer) is DynamicLayer and is_initialized(layer):
             layer.keys, layer.values = (_rows_like(t, num_rows) for t in _rows(layer))
-        elif type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
+        elif type(layer) is DynamicSlidingWindowLayer and is_initialized(layer):
             _stretch_window(layer, num_rows)
     return True
 

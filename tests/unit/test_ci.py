@@ -6,10 +6,14 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import ds_finepage
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "run"
+MATRIX = ROOT / ".ci" / "matrix"
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 README_LINES = ["pip install . && ds-finepage demo", "pip install '.[test]' && pytest"]
 
 
@@ -18,12 +22,41 @@ def test_the_readme_and_the_ci_script_hold_the_same_two_lines() -> None:
     assert README_LINES in [block.splitlines() for block in blocks]
     run = [shlex.split(line)[1] for line in re.findall(r"^run .*$", SCRIPT.read_text(), re.M)]
     assert run[:2] == README_LINES
-    assert run[2:] == ["ruff check", "ruff format --check", "mypy"]
+    assert "[trained]" in run[2] and "tests/integration/test_real_weights.py" in run[2]
+    assert run[3:] == ["ruff check", "ruff format --check", "mypy"]
 
 
-def test_the_ci_script_is_executable_and_parses() -> None:
-    assert os.access(SCRIPT, os.X_OK)
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+@pytest.mark.parametrize("script", (SCRIPT, MATRIX), ids=lambda path: path.name)
+def test_the_scripts_are_executable_and_parse(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_the_workflow_runs_every_row_of_the_matrix() -> None:
+    (rows,) = re.findall(r"^ROWS=\((.*)\)$", MATRIX.read_text(), re.M)
+    (workflow,) = re.findall(r"^ +row: \[(.*)\]$", WORKFLOW.read_text(), re.M)
+    assert workflow.split(", ") == rows.split()
+    for row in rows.split():
+        assert f"    {row})" in MATRIX.read_text()
+
+
+def test_the_matrix_tests_the_ends_of_the_claimed_ranges() -> None:
+    setup = (ROOT / "setup.py").read_text()
+    (floors,) = re.findall(r'floors\) echo "(.*)"', MATRIX.read_text())
+    for requirement in floors.split():
+        name, oldest = requirement.split("==")
+        (claimed,) = re.findall(rf'"{name}>=([\d.]+)', setup)
+        assert oldest.removesuffix(".*").startswith(claimed)
+
+
+def test_the_matrix_names_tests_that_exist() -> None:
+    paths = re.findall(r"^ +(tests/\S+)$", MATRIX.read_text(), re.M)
+    assert paths and all((ROOT / path).exists() for path in paths)
+
+
+def test_an_unknown_row_is_refused() -> None:
+    done = subprocess.run([str(MATRIX), "nothing"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "no row nothing" in done.stderr
 
 
 def test_the_ci_script_stops_where_the_left_of_an_and_fails(tmp_path: Path) -> None:

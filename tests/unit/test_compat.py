@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ds_finepage import _compat
+from ds_finepage._compat.transformers import is_initialized, max_length
 
 ROOT = Path(_compat.__file__).parents[1]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent.name != "_compat")
@@ -38,9 +42,8 @@ def imported_private_names(tree: ast.AST) -> Iterator[str]:
 
 def private_attributes(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            if not node.attr.startswith("__"):
-                yield node.attr
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            yield node.attr
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
@@ -123,6 +126,25 @@ def test_the_seams_find_the_names_of_deepspeed() -> None:
     assert vars(engine).keys() >= {_compat.ENGINE_CONFIGURE, _compat.ENGINE_SANITY_CHECK}
     assert hasattr(module, _compat.ENGINE_OFFLOAD)
     assert hasattr(deepspeed.zero, _compat.GATHERED_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (SimpleNamespace(is_initialized=True, keys=None), True),
+        (SimpleNamespace(is_initialized=False, keys=1), False),
+        (SimpleNamespace(keys=1), True),
+        (SimpleNamespace(keys=None), False),
+        (SimpleNamespace(), False),
+    ],
+)
+def test_a_cache_layer_has_its_tensors_in_every_version(layer: Any, expected: bool) -> None:
+    assert is_initialized(layer) is expected
+
+
+def test_a_cache_layer_has_a_largest_length_in_every_version() -> None:
+    assert max_length(SimpleNamespace(get_max_length=lambda: 3)) == 3
+    assert max_length(SimpleNamespace(get_max_cache_shape=lambda: 4)) == 4
 
 
 def test_the_seams_find_the_names_of_transformers() -> None:

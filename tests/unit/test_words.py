@@ -28,13 +28,34 @@ CHECKED_DOCUMENTS = [path for path in DOCUMENTS if path.name not in DOCUMENTS_NO
 FOLDERS_WITH_TERMS = ("graph", "planning", "execution", "runtime")
 """Their public classes and the members of their enums are terms of art, word by word."""
 
-EVERYDAY = """
-    aborted await builder call change copies cpu cuda error graph kind list meter much planner probe
-    read ref runner setting stats store too
-""".split()
+EVERYDAY = [
+    "aborted",
+    "await",
+    "builder",
+    "call",
+    "change",
+    "copies",
+    "cpu",
+    "cuda",
+    "error",
+    "graph",
+    "kind",
+    "list",
+    "meter",
+    "much",
+    "planner",
+    "probe",
+    "read",
+    "ref",
+    "runner",
+    "setting",
+    "stats",
+    "store",
+    "too",
+]
 """Words that mean in this program what they mean in any other. They need no entry."""
 
-RENAMED_SOON = "cached chosen held shares standing unrolled unrun planned".split()
+RENAMED_SOON = ["cached", "chosen", "held", "shares", "standing", "unrolled", "unrun", "planned"]
 """Words of classes that get other names. Empty this list."""
 
 RETIRED = (
@@ -54,13 +75,34 @@ RETIRED = (
 )
 """Words that the glossary has replaced, and turns of phrase that make riddles."""
 
-PROSE_NOT_YET = (
-    "api.py config.py errors.py units.py run.py _compat.py __init__.py whatif.py "
-    "graph checker planning capture runtime integrations/deepspeed cli/plan.py "
-    "reporting/chrome_trace.py reporting/summary.py integrations/transformers/preflight.py "
-    "execution/stores.py execution/fallback.py execution/measure.py execution/trial.py "
-    "execution/probe.py execution/ops.py execution/meter.py execution/layouts.py"
-).split()
+PROSE_NOT_YET = [
+    "api.py",
+    "config.py",
+    "errors.py",
+    "units.py",
+    "run.py",
+    "_compat.py",
+    "__init__.py",
+    "whatif.py",
+    "graph",
+    "checker",
+    "planning",
+    "capture",
+    "runtime",
+    "integrations/deepspeed",
+    "cli/plan.py",
+    "reporting/chrome_trace.py",
+    "reporting/summary.py",
+    "integrations/transformers/preflight.py",
+    "execution/stores.py",
+    "execution/fallback.py",
+    "execution/measure.py",
+    "execution/trial.py",
+    "execution/probe.py",
+    "execution/ops.py",
+    "execution/meter.py",
+    "execution/layouts.py",
+]
 """Files and folders of the package whose prose may still have retired words. Empty this list."""
 
 

@@ -74,7 +74,7 @@ def is_wanted(modeling_utils: ModuleType) -> bool:
 def _build(
     modeling_utils: ModuleType,
     original: Callable[..., Any],
-    owner: Any,
+    _owner: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -90,7 +90,7 @@ def _build(
 def _load(
     modeling_utils: ModuleType,
     original: Callable[..., Any],
-    owner: Any,
+    _owner: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:

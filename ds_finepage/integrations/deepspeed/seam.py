@@ -113,9 +113,9 @@ def refuse_unsupported(engine: Any) -> None:
         raise ConfigError(
             f"finepage cannot read quantized partitions; unset zero_quantized_weights, {stock}."
         )
-    if "fp16" in settings and settings["fp16"].get("enabled") is True:
-        if not get_accelerator().is_fp16_supported():
-            raise ConfigError(
-                f"fp16 is enabled, but {get_accelerator().device_name()} does not support it. "
-                'Write "bf16": {"enabled": true} instead, or neither for float32.'
-            )
+    wants_fp16 = settings.get("fp16", {}).get("enabled") is True
+    if wants_fp16 and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            f"fp16 is enabled, but {get_accelerator().device_name()} does not support it. "
+            'Write "bf16": {"enabled": true} instead, or neither for float32.'
+        )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
+from ds_finepage._compat.transformers import is_initialized
 from ds_finepage.integrations.transformers.host_cache import HostLayer, move_to_host
 
 CACHE_DEPTH = 4
@@ -119,4 +120,4 @@ def copied(values: Any, caches: Iterable[Cache]) -> Any:
 
 def _is_offloaded(layer: DynamicLayer) -> bool:
     keys = layer.keys
-    return bool(layer.is_initialized and keys is not None and keys.device != layer.device)
+    return bool(is_initialized(layer) and keys is not None and keys.device != layer.device)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
+from ds_finepage._compat.transformers import is_initialized
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
 
@@ -156,12 +157,13 @@ class HostLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; in transformers ``tokens_to_remove`` is not positive."""
-        if tokens_to_remove > 0:
-            super().crop(tokens_to_remove)  # transformers refuses it
-        if tokens_to_remove and self.live_keys is not None and self.live_values is not None:
-            left = max(0, len(self.live_keys) - abs(tokens_to_remove))
-            self.live_keys, self.live_values = self.live_keys[:left], self.live_values[:left]
+        """Forget the last tokens; versions of transformers differ in what a positive number means.
+
+        Args:
+            tokens_to_remove: As the version of transformers has it.
+        """
+        if self.live_keys is not None or tokens_to_remove > 0:
+            super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the sequences of the batch into another order, as beam search does."""
@@ -192,8 +194,8 @@ class HostLayer(DynamicLayer):
     def take(self, layer: DynamicLayer) -> None:
         """Take the state of a caller's layer; rows that are in host memory already stay there."""
         self.forget_new()
-        self.is_initialized = layer.is_initialized
-        if not layer.is_initialized:
+        self.is_initialized = is_initialized(layer)
+        if not self.is_initialized:
             self.live_keys = self.live_values = None
             return
         self.dtype, self.device = layer.dtype, layer.device
@@ -328,7 +330,7 @@ def move_to_host(cache: Cache, *, pinned: bool) -> bool:
 def _moved(layer: DynamicLayer, *, pinned: bool) -> HostLayer:
     found = HostLayer(pinned=pinned)
     keys, values = layer.keys, layer.values
-    if layer.is_initialized and keys is not None and values is not None and keys.numel():
+    if is_initialized(layer) and keys is not None and values is not None and keys.numel():
         found.lazy_initialization(keys, values)
         found._keys.set(keys.permute(TOKENS_FIRST))
         found._values.set(values.permute(TOKENS_FIRST))
@@ -382,7 +384,7 @@ def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
         return
     text = config.get_text_config(decoder=True)
     num_layers = _told(text, "num_hidden_layers")
-    held = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    held = [layer for layer in cache.layers if is_initialized(layer)]
     if num_layers is not None and len(held) > num_layers:
         raise StoreError(
             f"past_key_values has {len(held)} layers and the model {num_layers}: it is the cache "
