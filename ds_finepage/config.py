@@ -36,7 +36,7 @@ SECTION = "finepage"
 """The key of the section in a ds_config."""
 
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
-"""The forms that a device budget takes, as error messages name them."""
+"""The forms of a device budget, for error messages."""
 
 _PERCENT = re.compile(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
@@ -63,7 +63,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 class BudgetKind(str, enum.Enum):
-    """What a device budget is measured against."""
+    """The size that a device budget is a share of."""
 
     AUTO = "auto"  # what is free on the device, less a margin
     BYTES = "bytes"  # a fixed size
@@ -94,7 +94,7 @@ class DeviceBudget:
 
         Raises:
             ConfigError: Another form, a bare percentage, a percentage of the device above 100, or
-                nothing at all (0 or negative).
+                0 or less.
         """
         if isinstance(value, DeviceBudget):
             return value
@@ -135,7 +135,7 @@ class DeviceBudget:
 
     @property
     def is_auto(self) -> bool:
-        """True where ``resolve`` looks at free memory and margin."""
+        """Whether ``resolve`` uses free memory and margin."""
         return self.kind is BudgetKind.AUTO
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class DeviceBudget:
         if self.kind is BudgetKind.BYTES:
             return str(self.num_bytes)
         assert self.share is not None
-        # At most 9 decimals of a percent were read, so these are all of them.
+        # ``parse`` reads at most 9 decimals of a percent, so this prints all of them.
         billionths = int(self.share * 100 * 10**9)
         whole, rest = divmod(billionths, 10**9)
         decimals = f".{rest:09}".rstrip("0") if rest else ""
@@ -163,17 +163,17 @@ class DeviceBudget:
         """Turn the budget into bytes.
 
         Args:
-            weight_bytes: Bytes of all weights of the model, tied ones once.
+            weight_bytes: Bytes of all weights of the model; tied weights count once.
             device_bytes: Bytes of the device's memory.
-            free_bytes: Bytes of it that are free now; counts for ``auto`` alone.
-            margin_bytes: Bytes that ``auto`` leaves to others.
+            free_bytes: Free bytes of it; only ``auto`` uses them.
+            margin_bytes: Bytes that ``auto`` leaves free.
             name: The setting, as the error names it.
 
         Returns:
             Bytes, from 1 to ``device_bytes``; shares are rounded down.
 
         Raises:
-            ConfigError: The budget is larger than the device, or nothing is left of it.
+            ConfigError: The budget is larger than the device, or less than 1 byte.
         """
         if self.is_auto:
             budget_bytes = free_bytes - margin_bytes

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: text in, integers out, and back."""
+"""Sizes and times: from text to integers, and back."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _UNITS = {
     "tib": 1024**4,
 }
 
-# Digits are counted so that no input, however long, costs more than a look.
+# The number of digits is limited, so that a long input costs no time.
 _SIZE = re.compile(r"(-?[0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]{0,3})", re.IGNORECASE | re.ASCII)
 
 SIZE_FORMS = (
     'bytes as a whole number (6442450944), or text with a unit: "6GiB", "512 MiB" '
     '(KiB, MiB, GiB, TiB: powers of 1024), "1.5GB" (kB, MB, GB, TB: powers of 1000)'
 )
-"""The forms that ``parse_bytes`` takes, as error messages name them."""
+"""The forms that ``parse_bytes`` reads, for error messages."""
 
 
 def parse_bytes(value: str | int, *, name: str = "size") -> int:
     """Read a size.
 
     Args:
-        value: A whole number of bytes, or text such as ``"6GiB"``; letter case is free.
+        value: A whole number of bytes, or text such as ``"6GiB"``, in any letter case.
         name: The setting, as the error names it.
 
     Returns:

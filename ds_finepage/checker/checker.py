@@ -1,18 +1,22 @@
 """Proof that a memgraph is right: reads plain data, finds everything that is wrong.
 
-Independent of whatever wrote the memgraph, and deliberately naive: it walks the nodes once in the
-order of their ids, keeps what each byte and each buffer holds, and asks for every wait that makes
-any other order of execution come out the same.
+The checker shares no code with the policies and is deliberately naive. It walks the nodes once in
+the order of their ids, tracks the contents of each byte and each buffer, and requires every wait
+that gives all other orders of execution the same results.
 
 [Note: why direct edges are enough]
-For each relation below the checker wants one edge between the two nodes themselves; a path would
-do, but direct edges need no search. A buffer is *live* from its RESIDENT or ALLOC node to the DROP
-or OFFLOAD that vacates its bytes. Within one life every task comes after the node that holds the
-contents, and whatever changes the contents comes after whoever read the old ones; the vacator comes
-after them all; the next tenant of a byte comes after the vacator of the latest one, and so, by
-induction, after all tenants before. Two lives of a buffer share no byte of the arena unless a
-memory edge orders them, so nothing else is asked between them. What they do share is the host
-copy, for which alone a path is searched (``Fault.HOST_RACE``), because it hardly ever occurs.
+For each relation below the checker requires one edge between the two nodes themselves. A path
+would be enough, but direct edges need no search. A buffer is *live* from its RESIDENT or ALLOC node
+to the DROP or OFFLOAD that vacates its bytes. Within one life:
+
+- every task comes after the node that holds the contents;
+- a task that changes the contents comes after all readers of the old contents;
+- the vacator comes after all of them.
+
+The next tenant of a byte comes after the vacator of the last tenant, and so, by induction, after
+all earlier tenants. Two lives of a buffer share no byte of the arena unless a memory edge orders
+them, so the checker requires nothing else between them. They share the host copy; for it alone the
+checker searches a path (``Fault.HOST_RACE``), because this case is rare.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from ds_finepage.checker.walk import Walk
 from ds_finepage.errors import InvalidPlanError
 from ds_finepage.graph.memgraph import MemGraph
 
-_MAX_LISTED = 20  # violations that an error spells out
+_MAX_LISTED = 20  # violations in the message of an error
 
 
 def check(memgraph: MemGraph) -> MemGraph:
@@ -47,6 +51,6 @@ def check(memgraph: MemGraph) -> MemGraph:
 def violations(memgraph: MemGraph) -> list[Violation]:
     """List everything that is wrong with a memgraph; empty if it is right.
 
-    Where its shape is wrong (ids, fields, edges), only that is listed.
+    If its shape is wrong (ids, fields, edges), the list has only those faults.
     """
     return shape_violations(memgraph) or Walk(memgraph).run()

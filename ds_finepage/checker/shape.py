@@ -1,4 +1,4 @@
-"""The checker's first look: ids, fields and edges, before asking what they mean."""
+"""The checker's first step: ids, fields and edges, without their meaning."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from ds_finepage.checker.faults import Fault, Violation
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 
-# --- shape -----------------------------------------------------------------------------------
-
 
 def shape_violations(memgraph: MemGraph) -> list[Violation]:
-    """What is wrong with ids, fields and edges, before asking what they mean."""
+    """List what is wrong with ids, fields and edges."""
     found = _taskgraph_shape(memgraph.graph)
     if memgraph.alignment < 1:
         found.append(
@@ -93,6 +91,6 @@ def _edge_shape(memgraph: MemGraph) -> list[Violation]:
 
 
 def title_of(graph: TaskGraph, buffer: int) -> str:
-    """A buffer as a message names it."""
+    """Return a buffer as a message names it."""
     b = graph.buffers[buffer]
     return f"{b.kind.value} {buffer}" + (f" ({b.name})" if b.name else "")

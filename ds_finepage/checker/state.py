@@ -12,21 +12,21 @@ from ds_finepage.graph.taskgraph import JOIN, BufferKind, Task, TaskGraph
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a buffer holds: the last task that wrote all of it, and the touches since.
+    """The contents of a buffer: the last task that wrote all of it, and the touches since then.
 
-    A task stands for the value that it writes, so two contents are equal where the bytes are.
+    A task stands for the value that it writes, so equal contents are equal bytes.
     """
 
-    writer: int | None  # None: nobody; GIVEN: there before the pass
+    writer: int | None  # None: no task; GIVEN: valid before the pass
     touches: frozenset[int] = frozenset()
 
     @property
     def is_defined(self) -> bool:
-        """Tell whether anything was ever put there."""
+        """Tell whether any task wrote the buffer, or it was valid before the pass."""
         return self.writer is not None or bool(self.touches)
 
     def after(self, task: Task, buffer: int) -> Contents:
-        """The contents when a task is done with them."""
+        """Return the contents after a task."""
         contents = self
         if buffer in task.writes or (joins_touches(task, buffer) and self.touches):
             contents = Contents(task.index)
@@ -46,13 +46,18 @@ def joins_touches(task: Task, buffer: int) -> bool:
 
 
 def contents_at_start(graph: TaskGraph) -> list[Contents]:
-    """Return what each buffer holds when the pass begins."""
+    """Return the contents of each buffer when the pass begins."""
     made_in_pass = (BufferKind.ACTIVATION, BufferKind.OUTPUT)
     return [UNDEFINED if b.kind in made_in_pass else INITIAL for b in graph.buffers]
 
 
 def program_order(graph: TaskGraph) -> tuple[list[dict[int, Contents]], list[Contents]]:
-    """What each task finds in each of its buffers if tasks run in program order; what is left."""
+    """Run the tasks in program order.
+
+    Returns:
+        For each task, the contents that it finds in each of its buffers; and the final contents of
+        each buffer.
+    """
     holds = contents_at_start(graph)
     found: list[dict[int, Contents]] = []
     for task in graph.tasks:
@@ -67,22 +72,22 @@ def program_order(graph: TaskGraph) -> tuple[list[dict[int, Contents]], list[Con
 
 @dataclass(slots=True)
 class Life:
-    """A buffer from the moment it gets its bytes until it gives them back."""
+    """A buffer from the node that gives it bytes to the node that vacates them."""
 
     contents: Contents
-    holder: int | None  # node that put the contents there; None: outside the pass
+    holder: int | None  # node that made the contents; None: they come from outside the pass
     extent: Extent | None = None  # None: not in the arena
     is_empty: bool = False  # the holder is an ALLOC
-    readers: list[int] = field(default_factory=list)  # tasks, all
-    users: list[int] = field(default_factory=list)  # tasks, all, whatever they do
+    readers: list[int] = field(default_factory=list)  # tasks that read, all
+    users: list[int] = field(default_factory=list)  # tasks, all
     recent_readers: list[int] = field(default_factory=list)  # since the holder
     recent_touches: list[int] = field(default_factory=list)  # since the holder
 
     def held_by(self) -> list[int | None]:
-        """The holder, unless it is an ALLOC with touches behind it: they wait for it."""
+        """Return the holder; none for an ALLOC with touches, because the touches wait for it."""
         return [] if self.is_empty and self.recent_touches else [self.holder]
 
     def hold(self, node: int, contents: Contents) -> None:
-        """Let a node be the holder."""
+        """Make a node the holder of new contents."""
         self.holder, self.contents, self.is_empty = node, contents, False
         self.recent_readers, self.recent_touches = [], []

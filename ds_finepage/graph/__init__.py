@@ -1,1 +1,1 @@
-"""The data that flows: taskgraph, memgraph, timeline, profiles, and their checker."""
+"""Plain data: taskgraph, memgraph, timeline, hardware profiles, and their files."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """What the simulator needs to know of a machine. Rates are per second, sizes in bytes."""
+    """The figures of a machine that the simulator needs. Rates are per second, sizes in bytes."""
 
     name: str
     source: str  # where the figures come from: datasheet, measurement
@@ -15,6 +15,6 @@ class HardwareProfile:
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     memory_bytes_per_s: float
-    flops_per_s: dict[str, float]  # by dtype name; "default" answers for the others
+    flops_per_s: dict[str, float]  # by dtype name; "default" holds for the others
     launch_ns: int = 0  # least time of one op
     transfer_latency_ns: int = 0  # least time of one copy

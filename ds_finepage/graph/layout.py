@@ -16,7 +16,7 @@ class Layout:
 
     @property
     def reach(self) -> int:
-        """The elements from the first to the last."""
+        """The number of elements from the first to the last, both included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))

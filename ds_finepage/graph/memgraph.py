@@ -1,7 +1,7 @@
 """The memgraph: a taskgraph with addresses, transfers and memory dependencies.
 
-Any execution order that obeys the edges computes the right thing within ``arena_bytes``. Written
-by a policy, verified by the checker, read by the simulator and the executor.
+Every execution order that obeys the edges computes the right results within ``arena_bytes``. A
+policy writes it, the checker verifies it, the simulator and the executor read it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ds_finepage.graph.taskgraph import TaskGraph
 class NodeKind(str, enum.Enum):
     """What a node of the memgraph does."""
 
-    RESIDENT = "resident"  # in its extent when the pass begins
-    STORED = "stored"  # in host memory when the pass begins
+    RESIDENT = "resident"  # the buffer is in its extent when the pass begins
+    STORED = "stored"  # the buffer is in host memory when the pass begins
     ALLOC = "alloc"  # the buffer owns its extent from here on
     RELOAD = "reload"  # host -> extent
     COMPUTE = "compute"  # run one task
@@ -50,13 +50,14 @@ class EdgeKind(str, enum.Enum):
     DATA = "data"  # consumer after the node that holds the buffer
     ALLOC = "alloc"  # alloc before the first writer, or before the reload
     MEMORY = "memory"  # vacator of the bytes before the alloc that uses them again
-    READ_DROP = "read_drop"  # every reader before the drop
-    USE_OFFLOAD = "use_offload"  # every user since it became resident, and the holder, before it
-    STORE_RELOAD = "store_reload"  # offload (or stored) before the reload; and, as a buffer has
-    # one host slot, that reload before the next offload
-    JOIN = "join"  # every touch before the join
+    READ_DROP = "read_drop"  # all readers before the drop
+    USE_OFFLOAD = "use_offload"  # the holder and all users since then before the offload
+    # Offload (or stored) before the reload; a buffer has one host slot, so also that reload before
+    # the next offload.
+    STORE_RELOAD = "store_reload"
+    JOIN = "join"  # all touches before the join
     ORDER = "order"  # readers of the old contents before a task that changes them in place
-    SYNC = "sync"  # not needed to be right: the system that is simulated waits there
+    SYNC = "sync"  # not needed for right results: a simulated baseline waits there
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,11 +69,11 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """First byte behind the extent."""
+        """The first byte after the extent."""
         return self.offset + self.nbytes
 
     def overlaps(self, other: Extent) -> bool:
-        """True where at least one byte is in both."""
+        """Tell whether at least one byte is in both."""
         return self.offset < other.end and other.offset < self.end
 
 
@@ -92,7 +93,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """``after`` starts when ``before`` is complete."""
+    """``after`` starts after ``before`` ends."""
 
     before: NonNegativeInt
     after: NonNegativeInt
@@ -111,10 +112,10 @@ class Residency:
 class MemGraph:
     """A plan: nodes, edges, and what is resident before and after the pass.
 
-    Invariant: edges are sorted, point from lower to higher ids and are free of repeats. ``exit``
-    lists weights only, as does ``entry``. ``host_slots`` gives every offloaded buffer the one
-    offset in the pinned pool that it has for the whole pass. ``routed`` lists the weights, sorted,
-    of which the one reload brings in just the slices that the pass uses.
+    Invariant: edges are sorted, point from lower to higher ids, and do not repeat. ``entry`` and
+    ``exit`` list weights only. ``host_slots`` gives every offloaded buffer one offset in the pinned
+    pool for the whole pass. ``routed`` is sorted; it lists the weights with one reload that brings
+    in only the slices that the pass uses.
     """
 
     graph: TaskGraph
@@ -131,7 +132,7 @@ class MemGraph:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Ids that each node waits for, sorted."""
+        """For each node: the ids of the nodes that it waits for, sorted."""
         before: list[list[int]] = [[] for _ in self.nodes]
         for edge in self.edges:
             if not before[edge.after] or before[edge.after][-1] != edge.before:
@@ -140,10 +141,9 @@ class MemGraph:
 
     @cached_property
     def placements(self) -> dict[int, dict[int, Extent]]:
-        """For each COMPUTE node, by id: where each paged buffer of its task lies.
+        """For each COMPUTE node, by id: the extent of each paged buffer of its task.
 
-        Follows the nodes in the order of their ids, so it means what it says only for a memgraph
-        that passes the checker.
+        This follows the nodes in the order of their ids, so the memgraph must pass the checker.
         """
         where: dict[int, Extent] = {}
         found: dict[int, dict[int, Extent]] = {}
@@ -171,14 +171,14 @@ class MemGraph:
         }
 
     def bytes_at(self, node: Node) -> int:
-        """Bytes that a node moves or frees; of slices that a pass chooses, as many as may be."""
+        """Return the bytes that a node moves or frees; for a routed reload, the most it may."""
         assert node.buffer is not None
         nbytes = self.graph.buffers[node.buffer].nbytes
         route = self.routed_reloads.get(node.id)
         return nbytes if route is None else route.most_bytes(nbytes)
 
     def bytes_of(self, kind: NodeKind) -> int:
-        """Bytes that all nodes of one kind move or free in a pass."""
+        """Return the bytes that all nodes of one kind move or free in a pass."""
         return sum(self.bytes_at(n) for n in self.nodes if n.kind is kind and n.buffer is not None)
 
     @property
@@ -193,5 +193,5 @@ class MemGraph:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Highest arena byte that any extent reaches."""
+        """The largest end of any extent in the arena."""
         return max((n.extent.end for n in self.nodes if n.extent is not None), default=0)

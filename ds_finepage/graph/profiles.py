@@ -1,7 +1,7 @@
 """Hardware profiles by name or file.
 
-The shipped ones lie as JSON in the folder beside this module, each with the source of its figures;
-a user's own is a file of the same form.
+The shipped profiles are JSON files in the folder beside this module, each with the source of its
+figures. A user's own profile is a file of the same form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 
 DEFAULT_DTYPE = "default"
-"""Key of ``flops_per_s`` that answers for dtypes without a rate of their own."""
+"""Key of ``flops_per_s`` for dtypes without a rate of their own."""
 
 _FOLDER = resources.files("ds_finepage.graph") / "profiles"
 _SUFFIX = ".json"
@@ -33,12 +33,12 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """Return a hardware profile.
 
     Args:
-        name_or_path: The name of a shipped profile, or the path of a JSON file: a string is taken
-            as one if it contains a separator or ends in ``.json``.
+        name_or_path: The name of a shipped profile, or the path of a JSON file. A string is a path
+            if it contains a separator or ends in ``.json``.
 
     Raises:
-        ConfigError: There is no such profile or file, or a figure in it is missing, unknown or not
-            usable.
+        ConfigError: There is no such profile or file, or a figure in it is missing, unknown or
+            unusable.
     """
     if isinstance(name_or_path, str) and not _looks_like_path(name_or_path):
         if name_or_path not in profile_names():
@@ -62,7 +62,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
 
 def require_usable(profile: HardwareProfile) -> HardwareProfile:
-    """Return the profile if every figure in it can be computed with.
+    """Return the profile if all its figures are usable.
 
     Raises:
         ConfigError: A rate or size is not positive, a latency is negative, or the rate for
@@ -83,7 +83,7 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
             raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
     if DEFAULT_DTYPE not in profile.flops_per_s:
         raise ConfigError(
-            f"flops_per_s has no {DEFAULT_DTYPE!r}, the rate for all dtypes but "
+            f"flops_per_s has no {DEFAULT_DTYPE!r}, the rate for all other dtypes than "
             f"{', '.join(profile.flops_per_s) or 'none'}; add it"
         )
     return profile

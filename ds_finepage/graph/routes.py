@@ -1,8 +1,8 @@
-"""Weights of which a pass may use a part that it works out itself.
+"""Routed weights: the pass itself chooses which slices of them it uses.
 
-The matrices of a layer's experts are slices of one weight. Which of them are used is known when the
-router has run: a tensor of the pass tells. A reload that waits for that task brings in the used
-slices alone; the bytes of all of them stay reserved, for any may be used.
+The matrices of a layer's experts are slices of one weight. After the router has run, a tensor of
+the pass holds the slices in use. A reload that waits for the router brings in only those slices.
+The bytes of all slices stay reserved, because each of them may be chosen.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Ref, Task, TaskGra
 GROUPED_PRODUCTS = frozenset(
     {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
 )
-"""Products of rows, sorted by group, with each group's matrix of the second argument; the third
-(``offs``) holds where each group ends, and a group without rows reads no matrix."""
+"""Products of rows that are sorted by group. The second argument holds one matrix a group. The
+third (``offs``) holds the end of each group; a group without rows reads no matrix."""
 
 LOOKUP = "aten.index.Tensor"
-"""Reads the slices of its first argument that the indices name."""
+"""Reads slices of its first argument, by index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the used slices of a weight are found.
+    """How to find the used slices of a weight.
 
     Attributes:
         buffer: The weight.
         task: The one task that uses it.
-        tensor: The tensor that tells which slices that is.
-        source: The task that makes it.
-        is_ends: True where it holds the ends of groups of rows, False where the slices' numbers.
-        num_slices: Slices of the weight, of equal size, one behind the other.
-        most_used: So many of them are used at most.
+        tensor: The tensor that names the used slices.
+        source: The task that makes this tensor.
+        is_ends: Whether the tensor holds the ends of groups of rows; else it holds slice numbers.
+        num_slices: Number of slices of the weight; they are contiguous and of equal size.
+        most_used: The most slices that the task may use.
     """
 
     buffer: int
@@ -45,12 +45,12 @@ class Route:
     most_used: int
 
     def most_bytes(self, nbytes: int) -> int:
-        """Return the bytes that are used at most, of a weight of ``nbytes``."""
+        """Return the most bytes that the task may use of a weight of ``nbytes``."""
         return nbytes // self.num_slices * self.most_used
 
 
 def routes(graph: TaskGraph) -> dict[int, Route]:
-    """Find the weights of which a pass uses fewer slices than there are, whatever they turn out."""
+    """Find the weights of which a pass always uses fewer slices than there are, by buffer id."""
     times_used = [0] * len(graph.buffers)
     last_writer: dict[int, int] = {}
     found: dict[int, Route] = {}
@@ -97,7 +97,7 @@ class Groups:
 
     Attributes:
         rows: The tensor of rows.
-        ends: The tensor that tells where each group ends.
+        ends: The tensor that holds the end of each group.
     """
 
     rows: int
@@ -105,7 +105,7 @@ class Groups:
 
 
 def groups_of(task: Task) -> Groups | None:
-    """Return the groups of rows that a task works on; None where there are none."""
+    """Return the groups of rows that a task works on; None if it has no groups."""
     if task.op not in GROUPED_PRODUCTS or len(task.args) < 2:
         return None
     rows = task.args[0]
@@ -116,7 +116,7 @@ def groups_of(task: Task) -> Groups | None:
 
 
 def _named(graph: TaskGraph, task: Task) -> tuple[int, int, int] | None:
-    """Return how many slices a task uses at most, the weight, and the tensor that tells them."""
+    """Return the most slices that a task uses, the weight, and the tensor that names them."""
     groups = groups_of(task)
     if groups is not None:
         weight = task.args[1]
@@ -128,7 +128,7 @@ def _named(graph: TaskGraph, task: Task) -> tuple[int, int, int] | None:
         weight, numbers = task.args[0], task.args[1][0]
         if isinstance(weight, Ref) and isinstance(numbers, Ref):
             indices = graph.tensors[numbers.tensor]
-            # A mask of booleans selects too, and does not say so by its size.
+            # The shape of a boolean mask does not say how many slices it selects.
             if indices.dtype in ("int32", "int64"):
                 return math.prod(indices.shape), weight.tensor, numbers.tensor
     return None

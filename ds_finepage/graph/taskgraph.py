@@ -1,7 +1,7 @@
 """The taskgraph: one forward pass as a list of tasks over buffers.
 
-Read by the planner, which looks at sizes and uses only, and by the executor, which looks at the
-arguments too. Written by capture. No addresses and no transfers in here.
+Capture writes it. The planner reads sizes and uses only; the executor reads the arguments too. It
+has no addresses and no transfers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ds_finepage.graph.arguments import Symbol as Symbol
 
 
 class BufferKind(str, enum.Enum):
-    """What the bytes of a buffer are, and with it who owns them."""
+    """What the bytes of a buffer are, and who owns them."""
 
     WEIGHT = "weight"  # read-only, host master copy: always clean
-    STATE = "state"  # KV cache: mutable, given by the caller, lives across calls
-    ACTIVATION = "activation"  # made and used up inside one pass
-    INPUT = "input"  # given by the caller for one pass
-    OUTPUT = "output"  # made in the pass, handed to the caller
-    CONSTANT = "constant"  # tiny, lifted out of the program text
-    HOST = "host"  # in host memory, given by the caller or handed to the caller
+    STATE = "state"  # KV cache: mutable, the caller owns it, lives across calls
+    ACTIVATION = "activation"  # made and last used inside one pass
+    INPUT = "input"  # from the caller, for one pass
+    OUTPUT = "output"  # made in the pass, returned to the caller
+    CONSTANT = "constant"  # small, part of the program text
+    HOST = "host"  # in host memory, from the caller or returned to the caller
 
     @property
     def is_paged(self) -> bool:
@@ -37,7 +37,7 @@ class BufferKind(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The bytes of one torch storage, or a slice of a weight's: the unit that is paged.
+    """The bytes of one torch storage, or of a slice of a weight: the unit that is paged.
 
     Invariant: ``id`` is the position in ``TaskGraph.buffers``.
     """
@@ -47,19 +47,17 @@ class Buffer:
     nbytes: NonNegativeInt
     name: str = ""  # weight: the parameter's qualified name; else free text
     payload: bytes | None = None  # CONSTANT only: its contents
-    offset: NonNegativeInt = 0  # WEIGHT only: where its bytes begin in the master called ``name``
-    gather: NonNegativeInt | None = (
-        None  # WEIGHT only: what each call brings; see ``TaskGraph.is_handed``
-    )
+    offset: NonNegativeInt = 0  # WEIGHT only: first byte in the host master ``name``
+    gather: NonNegativeInt | None = None  # WEIGHT only: see ``TaskGraph.is_handed``
 
     @property
     def key(self) -> str:
-        """What tells slices of one weight apart, across taskgraphs."""
+        """A name of the buffer that is the same in all taskgraphs of a model, slices included."""
         return f"{self.name}[{self.offset}:{self.offset + self.nbytes}]"
 
 
 def name_of_key(key: str) -> str:
-    """Return the name of the weight that a ``Buffer.key`` is of."""
+    """Return the name of the weight in a ``Buffer.key``."""
     return key.rpartition("[")[0]
 
 
@@ -82,10 +80,10 @@ class TensorView:
 class Task:
     """One captured ATen op call that computes.
 
-    ``reads`` holds the buffers whose contents must be valid before, ``writes`` those that the task
-    creates or changes (a buffer in both is changed in place). ``touches`` are buffers of which the
-    task writes one region, in any order with the other touches; a task with ``op == JOIN`` reads
-    such a buffer and stands between the touches and every use.
+    ``reads`` holds the buffers whose contents must be valid before. ``writes`` holds the buffers
+    that the task creates or changes; a buffer in both is changed in place. ``touches`` holds
+    buffers in which the task writes one region; touches run in any order. A task with
+    ``op == JOIN`` reads such a buffer: it runs after the touches and before every use.
 
     Invariant: ``index`` is the position in ``TaskGraph.tasks`` and is program order. Each tuple of
     buffer ids is sorted and free of repeats.
@@ -109,7 +107,7 @@ class Task:
 
     @property
     def buffers(self) -> tuple[int, ...]:
-        """All buffers that must be resident while the task runs, sorted."""
+        """The buffers that must be resident while the task runs, sorted."""
         return tuple(sorted({*self.reads, *self.writes, *self.touches}))
 
     @property
@@ -119,12 +117,12 @@ class Task:
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-"""Bytes of an element, of the dtypes that weights have."""
+"""Bytes of an element, by dtype; for the dtypes of weights."""
 
 JOIN = "finepage.join"
 TO_DEVICE = "finepage.to_device.default"
 TO_HOST = "finepage.to_host.default"
-"""Ops by which a cache in host memory says where its rows are; see ``execution/host_ops.py``."""
+"""Ops that move rows of a KV cache in host memory; see ``execution/host_ops.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +135,9 @@ class GraphInput:
 
 @dataclass(frozen=True, slots=True)
 class GraphOutput:
-    """Says what one returned value is: exactly one of the three, or ``None`` returned if none is.
+    """Says what one returned value is: at most one of the three is set; none of them is None.
 
-    ``tensor``: a tensor of the graph. ``position``: the call argument itself, handed back.
+    ``tensor``: a tensor of the graph. ``position``: the call argument itself, returned as it is.
     ``host``: a Python number computed on the host, by its index among the host outputs.
     """
 
@@ -150,10 +148,10 @@ class GraphOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of a module: it ran the tasks ``[begin, end)``, those of its submodules included.
+    """One call of a module: it ran the tasks ``[begin, end)``, with those of its submodules.
 
-    Calls are listed as they began; ``depth`` counts the calls around one, and so tells who called
-    whom where a module runs no task at all.
+    Calls are in the order in which they began. ``depth`` counts the calls around this one; it names
+    the caller of a module that runs no task.
     """
 
     name: str  # qualified
@@ -167,11 +165,12 @@ class ModuleCall:
 class TaskGraph:
     """Tasks, buffers and tensors of one pass of one concrete shape.
 
-    ``calls`` says which module ran what, for policies that work module by module; it is empty
-    where capture cannot tell, and then the tasks' labels have to do. ``num_batches`` is how many
-    calls of the model are unrolled side by side; only a policy makes it more than one. ``symbols``
-    are sizes that differ from call to call, and the call position that carries each: buffers are
-    as large as for the largest call planned for, and those sizes that follow are :class:`Length`.
+    ``calls`` says which module ran which tasks, for policies that work module by module. It is
+    empty if capture cannot tell; such policies then use the labels of tasks. ``num_batches`` is the
+    number of calls of the model that are unrolled side by side; only a policy makes it more than
+    one. ``symbols`` are the sizes that differ from call to call, and the call position that carries
+    each. Buffers have the sizes of the largest planned call; sizes that depend on a symbol are a
+    :class:`Length`.
     """
 
     name: str
@@ -187,7 +186,7 @@ class TaskGraph:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, tied ones once."""
+        """Bytes of all weights; tied weights count once."""
         return sum(b.nbytes for b in self.buffers if b.kind is BufferKind.WEIGHT)
 
     @cached_property
@@ -197,21 +196,21 @@ class TaskGraph:
 
     @cached_property
     def external_bytes(self) -> int:
-        """Bytes that are on the device for the pass but outside the arena."""
+        """Bytes of the pass that are on the device but outside the arena."""
         return sum(
             b.nbytes for b in self.buffers if not b.kind.is_paged and b.kind is not BufferKind.HOST
         )
 
     def is_handed(self, buffer: Buffer) -> bool:
-        """Tell whether a buffer's contents are a tensor that the call brings in host memory.
+        """Tell whether a buffer's contents are a tensor that the call gives in host memory.
 
-        ``gather`` is that tensor then. Else it is the tensor of the indices, and the contents are
-        those rows of the weight called ``name``.
+        If so, ``gather`` is that tensor. Otherwise ``gather`` is the tensor of the row indices, and
+        the contents are those rows of the weight ``name``.
         """
         if buffer.gather is None:
             return False
         return self.buffers[self.tensors[buffer.gather].buffer].kind is BufferKind.HOST
 
     def paged(self, task: Task) -> tuple[int, ...]:
-        """The buffers of a task that live in the arena, sorted."""
+        """Return the buffers of a task that live in the arena, sorted."""
         return tuple(b for b in task.buffers if self.buffers[b].kind.is_paged)

@@ -1,4 +1,4 @@
-"""Timelines: when each node ran, predicted or measured."""
+"""Timelines: the start and the end of each node, predicted or measured."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Span:
 class Timeline:
     """A pass in time.
 
-    ``stall_ns`` is how long the compute lane was idle while it waited, from the start of the pass
-    to the end of its last node.
+    ``stall_ns`` is the time that the compute lane waited, from the start of the pass to the end of
+    its last node.
     """
 
     spans: tuple[Span, ...]

@@ -13,10 +13,10 @@ _THREADS = {lane: thread for thread, lane in enumerate(Lane, start=1)}
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """Return a trace of one or more timelines: each a process, its lanes the threads.
+    """Return a trace of one or more timelines: each is a process, and its lanes are threads.
 
     Args:
-        timelines: By the name to show, such as ``{"predicted": ..., "measured": ...}``.
+        timelines: Timelines by their names in the trace.
     """
     events: list[dict[str, Any]] = []
     for process, (title, timeline) in enumerate(timelines.items(), start=1):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.units import GIB, format_bytes, format_ns, parse_bytes
+from ds_finepage.units import GIB, align_up, format_bytes, format_ns, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -117,3 +117,10 @@ def test_what_is_printed_is_read_back_to_two_decimals(num_bytes: int) -> None:
     text = format_bytes(num_bytes)
     assert re.fullmatch(r"\d+ B|\d+\.\d\d [KMG]iB", text)
     assert abs(parse_bytes(text) - num_bytes) <= num_bytes * 0.005
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "alignment", "expected"), [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128)]
+)
+def test_sizes_are_rounded_up(nbytes: int, alignment: int, expected: int) -> None:
+    assert align_up(nbytes, alignment) == expected

@@ -10,6 +10,7 @@ rows are copied to the end of the live rows.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -83,9 +84,7 @@ class HostRows:
 
     def _grow(self, shape: Sequence[int], dtype: torch.dtype, num_rows: int) -> None:
         capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length() if num_rows else 0)
-        numel = capacity
-        for size in shape[1:]:
-            numel *= size
+        numel = capacity * math.prod(shape[1:])
         with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
             room = host_bytes(numel * dtype.itemsize, pinned=self._pinned)
             room = room.view(dtype).view(capacity, *shape[1:])
