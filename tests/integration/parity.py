@@ -32,7 +32,7 @@ def shows_masters(handle: Handle) -> bool:
     weights = handle._weights
     return all(
         parameter.data_ptr() == weights.masters[weights.names[id(parameter)]].data_ptr()
-        for parameter in handle._module.parameters()
+        for parameter in handle._calls._module.parameters()
     )
 
 
