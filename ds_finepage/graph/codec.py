@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import attrgetter, ge
 from typing import Any, NoReturn, TypeAlias, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -110,7 +111,7 @@ def dumps(obj: Encodable) -> str:
             obj, taskgraph=graph.name, fingerprint=fingerprint(graph), versions=graph.versions
         )
     if isinstance(obj, TaskGraph):
-        _require_consistent(obj)
+        _require_graph_positions(obj)
     return _text(_canonical(obj) if isinstance(obj, HardwareProfile) else obj)
 
 
@@ -120,7 +121,7 @@ def fingerprint(graph: TaskGraph) -> str:
     That is the taskgraph without its versions and without the measured costs of its tasks, because
     these may differ from run to run.
     """
-    _require_consistent(graph)
+    _require_graph_positions(graph)
     measured = {"tasks": {"__all__": {"workspace_bytes", "time_ns"}}}
     text = _text(graph, exclude={"versions": True, **measured})
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
@@ -214,10 +215,9 @@ def loads_memgraph(text: str, graph: TaskGraph) -> MemGraph:
         ("entry", "buffer", len(graph.buffers)),
         ("exit", "buffer", len(graph.buffers)),
     ):
-        _require_column(found, table, column, num_ids)
-    for i, (buffer, _) in enumerate(found.host_slots):
-        _require_known(f"host_slots[{i}][0]", [buffer], len(graph.buffers))
-    _require_known("routed", found.routed, len(graph.buffers))
+        _require_known(table, column, map(attrgetter(column), getattr(found, table)), num_ids)
+    _require_known("host_slots", "buffer", (b for b, _ in found.host_slots), len(graph.buffers))
+    _require_known("routed", "buffer", found.routed, len(graph.buffers))
     _require_sorted("routed", found.routed)
     return found
 
@@ -301,38 +301,37 @@ def _require_positions(table: str, ids: Iterable[int]) -> None:
             raise InvalidPlanError(f"{table}[{position}] has id {found}; ids must be positions")
 
 
-def _require_known(where: str, ids: Iterable[int | None], num_ids: int) -> None:
-    for found in ids:
-        if found is not None and not 0 <= found < num_ids:
-            raise InvalidPlanError(f"{where} is {found}, which is no id out of {num_ids}")
+def _require_graph_positions(graph: TaskGraph) -> None:
+    _require_positions("buffers", (b.id for b in graph.buffers))
+    _require_positions("tensors", (t.id for t in graph.tensors))
+    _require_positions("tasks", (t.index for t in graph.tasks))
 
 
-def _require_column(obj: TaskGraph | MemGraph, table: str, column: str, num_ids: int) -> None:
+def _require_known(table: str, column: str, ids: Iterable[Any], num_ids: int) -> None:
     """Refuse a table in which a row names an id that does not exist.
 
     Args:
-        obj: The object with the table.
-        table: Its field.
-        column: The field of a row: an id, a tuple of ids, or None.
+        table: The table, for the message.
+        column: The column, for the message.
+        ids: An id, several ids or None for each row.
         num_ids: All ids are below this.
     """
-    for position, row in enumerate(getattr(obj, table)):
-        value = getattr(row, column)
-        ids = value if isinstance(value, tuple) else (value,)
-        _require_known(f"{table}[{position}].{column}", ids, num_ids)
+    for position, value in enumerate(ids):
+        for found in value if isinstance(value, (tuple, list)) else (value,):
+            if found is not None and not 0 <= found < num_ids:
+                where = f"{table}[{position}].{column}"
+                raise InvalidPlanError(f"{where} is {found}, which is no id out of {num_ids}")
 
 
 def _require_sorted(where: str, ids: Sequence[int]) -> None:
-    if any(after <= before for before, after in zip(ids, ids[1:], strict=False)):
+    if len(ids) > 1 and any(map(ge, ids, ids[1:])):
         raise InvalidPlanError(f"{where} must be sorted and free of repeats: {list(ids)}")
 
 
 def _require_consistent(graph: TaskGraph) -> None:
     """Refuse a taskgraph whose parts do not fit together."""
     num_buffers, num_tensors, num_tasks = map(len, (graph.buffers, graph.tensors, graph.tasks))
-    _require_positions("buffers", (b.id for b in graph.buffers))
-    _require_positions("tensors", (t.id for t in graph.tensors))
-    _require_positions("tasks", (t.index for t in graph.tasks))
+    _require_graph_positions(graph)
     for table, column, num_ids in (
         ("buffers", "gather", num_tensors),
         ("tensors", "buffer", num_buffers),
@@ -343,13 +342,13 @@ def _require_consistent(graph: TaskGraph) -> None:
         ("inputs", "tensor", num_tensors),
         ("outputs", "tensor", num_tensors),
     ):
-        _require_column(graph, table, column, num_ids)
+        _require_known(table, column, map(attrgetter(column), getattr(graph, table)), num_ids)
+    for field in ("args", "kwargs"):
+        named = ([ref.tensor for ref in refs(getattr(t, field))] for t in graph.tasks)
+        _require_known("tasks", field, named, num_tensors)
     for task in graph.tasks:
-        where = f"tasks[{task.index}]"
-        for field, value in (("args", task.args), ("kwargs", task.kwargs)):
-            _require_known(f"{where}.{field}", (ref.tensor for ref in refs(value)), num_tensors)
         for field in ("reads", "writes", "touches"):
-            _require_sorted(f"{where}.{field}", getattr(task, field))
+            _require_sorted(f"tasks[{task.index}].{field}", getattr(task, field))
     for i, view in enumerate(graph.tensors):
         if len(view.shape) != len(view.stride):
             sizes = f"{len(view.shape)} sizes but {len(view.stride)} strides"

@@ -152,8 +152,8 @@ CHECKING = (
     mutant(
         "a-taskgraph-may-name-what-is-not-there",
         "graph/codec.py",
-        "        _require_column(graph, table, column, num_ids)",
-        "        pass",
+        "map(attrgetter(column), getattr(graph, table)), num_ids)",
+        "(), num_ids)",
         "unit/graph/test_codec_refusals.py",
     ),
     mutant(

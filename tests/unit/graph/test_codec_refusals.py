@@ -110,6 +110,7 @@ WRONG_GRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (cell("buffers", 3, "payload", "A"), r"buffers\[3\]\.payload: .*base64"),
     (cell("buffers", 3, "payload", "ü==="), r"buffers\[3\]\.payload: .*base64"),
     (cell("buffers", 3, "payload", 5), r"buffers\[3\]\.payload: .*valid bytes"),
+    (cell("buffers", 0, "gather", 4), r"buffers\[0\]\.gather is 4, which is no id out of 4"),
     (cell("tensors", 2, "id", 0), r"tensors\[2\] has id 0"),
     (cell("tensors", 2, "buffer", 5), r"tensors\[2\]\.buffer is 5, which is no id out of 5"),
     (
@@ -158,6 +159,7 @@ WRONG_GRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         cell("tasks", 1, "kwargs", [["x", {"y": 1}]]),
         r"tasks\[1\]\.kwargs\[0\]\[1\]: .*stands for no argument",
     ),
+    (cell("tasks", 1, "kwargs", [["x", [{"ref": 4}]]]), r"tasks\[1\]\.kwargs is 4"),
     (cell("tasks", 1, "results", [9]), r"tasks\[1\]\.results is 9, which is no id out of 4"),
     (cell("tasks", 1, "reads", [7]), r"tasks\[1\]\.reads is 7, which is no id out of 5"),
     (cell("tasks", 1, "writes", [2, 1]), r"tasks\[1\]\.writes must be sorted"),
@@ -227,7 +229,8 @@ WRONG_MEMGRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (cell("entry", 0, "buffer", 9), r"entry\[0\]\.buffer is 9"),
     (cell("exit", 0, "extent.offset", None), r"exit\[0\]\.extent\.offset: .*found None"),
     (field("routed", [1, 0]), "routed must be sorted"),
-    (field("host_slots", [[9, 128]]), r"host_slots\[0\]\[0\] is 9"),
+    (field("routed", [5]), r"routed\[0\]\.buffer is 5, which is no id out of 5"),
+    (field("host_slots", [[9, 128]]), r"host_slots\[0\]\.buffer is 9"),
     (field("host_slots", [[2, -1]]), r"host_slots\[0\]\[1\]: .*found -1"),
 ]
 
