@@ -184,7 +184,7 @@ class State:
             ConfigError: The file cannot be read or written, or belongs to another grid.
         """
         self.path = path
-        self.found: Results = {}
+        self.results: Results = {}
         try:
             if is_own:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ class State:
                 )
             # Rewrite the file with whole lines only, so that each added cell has its own line.
             whole = [json.dumps({"grid": identity})]
-            whole += [_line(cell, result) for cell, result in self.found.items()]
+            whole += [_line(cell, result) for cell, result in self.results.items()]
             options.write_bytes(("\n".join(whole) + "\n").encode(), path)
         except OSError as error:
             raise ConfigError(
@@ -210,7 +210,7 @@ class State:
         for line in lines:
             entry = _parsed(line)
             try:
-                self.found[Cell(**entry["cell"])] = Result(**entry["result"])
+                self.results[Cell(**entry["cell"])] = Result(**entry["result"])
             except (KeyError, TypeError):
                 continue  # cut off
 
@@ -327,15 +327,15 @@ class Planner:
                 )
             except (ConfigError, CaptureError) as error:
                 self._captured[key] = error
-        found = self._captured[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        captured = self._captured[key]
+        if isinstance(captured, Exception):
+            raise captured
+        return captured
 
 
 def fill(cells: list[Cell], state: State, planner: Planner) -> Results:
     """Plan the missing cells; save each one as soon as it is done."""
-    results = {cell: state.found[cell] for cell in cells if cell in state.found}
+    results = {cell: state.results[cell] for cell in cells if cell in state.results}
     if results:
         print(
             f"continuing: {len(results)} of {len(cells)} cells are in {state.path}", file=sys.stderr
@@ -404,8 +404,8 @@ def to_table(results: Results) -> Table:
     numbers = {reason: number for number, reason in enumerate(reasons(results), start=1)}
     for key, by_policy in rows.items():
         baseline = by_policy.get(BASELINE)
-        found = [by_policy[policy] for policy in policies]
-        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in found]
+        row = [by_policy[policy] for policy in policies]
+        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in row]
         table.add_row(*map(str, key), *texts)
     return table
 
