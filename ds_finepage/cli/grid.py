@@ -184,7 +184,7 @@ class State:
             ConfigError: The file cannot be read or written, or belongs to another grid.
         """
         self.path = path
-        self.results: Results = {}
+        self.found: Results = {}
         try:
             if is_own:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ class State:
                 )
             # Rewrite the file with whole lines only, so that each added cell has its own line.
             whole = [json.dumps({"grid": identity})]
-            whole += [_line(cell, result) for cell, result in self.results.items()]
+            whole += [_line(cell, result) for cell, result in self.found.items()]
             options.write_bytes(("\n".join(whole) + "\n").encode(), path)
         except OSError as error:
             raise ConfigError(
@@ -210,7 +210,7 @@ class State:
         for line in lines:
             entry = _parsed(line)
             try:
-                self.results[Cell(**entry["cell"])] = Result(**entry["result"])
+                self.found[Cell(**entry["cell"])] = Result(**entry["result"])
             except (KeyError, TypeError):
                 continue  # cut off
 
@@ -335,7 +335,7 @@ class Planner:
 
 def fill(cells: list[Cell], state: State, planner: Planner) -> Results:
     """Plan the missing cells; save each one as soon as it is done."""
-    results = {cell: state.results[cell] for cell in cells if cell in state.results}
+    results = {cell: state.found[cell] for cell in cells if cell in state.found}
     if results:
         print(
             f"continuing: {len(results)} of {len(cells)} cells are in {state.path}", file=sys.stderr

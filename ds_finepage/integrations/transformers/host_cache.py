@@ -326,16 +326,16 @@ def move_to_host(cache: Cache, *, pinned: bool) -> bool:
 
 
 def _moved(layer: DynamicLayer, *, pinned: bool) -> HostLayer:
-    moved = HostLayer(pinned=pinned)
+    found = HostLayer(pinned=pinned)
     keys, values = layer.keys, layer.values
     if layer.is_initialized and keys is not None and values is not None and keys.numel():
-        moved.lazy_initialization(keys, values)
-        moved._keys.set(keys.permute(TOKENS_FIRST))
-        moved._values.set(values.permute(TOKENS_FIRST))
+        found.lazy_initialization(keys, values)
+        found._keys.set(keys.permute(TOKENS_FIRST))
+        found._values.set(values.permute(TOKENS_FIRST))
         del keys, values
         layer.keys = layer.values = None  # free its device bytes before the next layer moves
-        moved.live_keys, moved.live_values = moved._keys.live, moved._values.live
-    return moved
+        found.live_keys, found.live_values = found._keys.live, found._values.live
+    return found
 
 
 class _PinnedLayer(HostLayer):
@@ -382,16 +382,16 @@ def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
         return
     text = config.get_text_config(decoder=True)
     num_layers = _told(text, "num_hidden_layers")
-    layers = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
-    if num_layers is not None and len(layers) > num_layers:
+    held = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
+    if num_layers is not None and len(held) > num_layers:
         raise StoreError(
-            f"past_key_values has {len(layers)} layers and the model {num_layers}: it is the cache "
+            f"past_key_values has {len(held)} layers and the model {num_layers}: it is the cache "
             f"of another model"
         )
     if hasattr(text, "kv_lora_rank"):
         return  # its keys have other widths than the config's heads
     shared, width = _told(text, "num_key_value_heads"), _told(text, "head_dim")
-    for layer in layers:
+    for layer in held:
         keys = getattr(layer, "keys", None)
         if keys is None or keys.dim() != 4 or not isinstance(shared, int):
             continue
