@@ -29,8 +29,8 @@ FOLDERS_WITH_TERMS = ("graph", "planning", "execution", "runtime")
 """Their public classes and the members of their enums are terms of art, word by word."""
 
 EVERYDAY = """
-    aborted await builder call change copies cpu cuda error graph kind list meter much planner probe
-    read ref runner setting stats store too
+    aborted await binder builder call change copies cpu cuda error graph kind list maker meter much
+    need planner probe read ref rehearser run runner running setting stats store take taker too
 """.split()
 """Words that mean in this program what they mean in any other. They need no entry."""
 
