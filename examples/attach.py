@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
 
 
 def main() -> None:
-    """Attach, run twice, look at what happened, detach."""
+    """Attach, run twice, print the counters, detach."""
     torch.manual_seed(0)
     model = Model().eval()
     x = torch.randn(8, 512)
@@ -55,7 +55,7 @@ def main() -> None:
     print(f"weights {format_bytes(stats.weight_bytes)}, budget {format_bytes(stats.budget_bytes)}")
     print(f"ops {dict(calls)}")
     print(
-        f"a pass reloads {format_bytes(each.last_reloaded_bytes)}; no plan could do with less than "
+        f"a pass reloads {format_bytes(each.last_reloaded_bytes)}; no plan could reload less than "
         f"{format_bytes(each.lower_bound_bytes)}"
     )
 

@@ -4,8 +4,8 @@
     deepspeed --num_gpus 1 examples/generate.py --model PATH --prompt "..." \
         --deepspeed --deepspeed_config configs/finepage_cpu.json
 
-Whether DeepSpeed pages by plan or is stock ZeRO-Inference is one key of the ds_config:
-``finepage.enabled``. Nothing in this file asks for it.
+One key of the ds_config chooses the engine: ``finepage.enabled``. Without it DeepSpeed runs stock
+ZeRO-Inference.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def main() -> None:
     device = get_accelerator().current_device_name()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.deepspeed:
-        prepare_one_process()  # what the launcher would set, where there is none
+        prepare_one_process()  # sets what the launcher would set
         ds_config = json.loads(Path(args.deepspeed_config).read_text())
-        # While this object is alive, from_pretrained loads straight into ZeRO's host partitions.
+        # While this object is alive, from_pretrained loads into ZeRO's host partitions.
         keep_alive = HfDeepSpeedConfig(ds_config)
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
         engine, *_ = deepspeed.initialize(model=model, config=ds_config)
@@ -55,7 +55,7 @@ def main() -> None:
                 max_new_tokens=args.new_tokens,
                 do_sample=False,
                 cache_implementation="static",
-                disable_compile=True,  # else transformers compiles, and rounds differently
+                disable_compile=True,  # compiled code would round differently
             )
         tokens = ids[0].tolist()
         seconds.append(time.perf_counter() - start)
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--calls", type=int, default=1, help="of generate; the first one plans")
-    parser.add_argument("--json", metavar="FILE", help="write token ids and seconds there, too")
+    parser.add_argument("--json", metavar="FILE", help="also write token ids and seconds to FILE")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
 

@@ -2,7 +2,7 @@
 
     python examples/pipeline.py --model PATH --deepspeed_config configs/finepage_cpu.json
 
-``engine.module`` is the model itself, so whatever takes a model takes it.
+``engine.module`` is the model itself, so all code that takes a model takes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_finepage.units import format_bytes
 
 
 def main() -> None:
-    """Load, generate, print, and say what it cost."""
+    """Load, generate, and print the text and the counters."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +55,7 @@ def main() -> None:
         print(
             f"{each.name}: {each.num_tasks} tasks, {each.num_runs} runs, "
             f"{format_bytes(each.last_reloaded_bytes)} reloaded in the last one; "
-            f"no plan could do with less than {format_bytes(each.lower_bound_bytes)}"
+            f"no plan could reload less than {format_bytes(each.lower_bound_bytes)}"
         )
 
 

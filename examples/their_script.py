@@ -1,4 +1,4 @@
-"""A script for stock DeepSpeed. It knows nothing of ds_finepage, and need not.
+"""A script for stock DeepSpeed. It knows nothing of ds_finepage.
 
     deepspeed --num_gpus 1 --module ds_finepage.run examples/their_script.py --model PATH \
         --deepspeed_config configs/finepage_cpu.json

@@ -145,18 +145,18 @@ class Planner:
         most = max(captured.needs.needed_budget_bytes for captured in both)
         steps = max(1, num_points * 2 // 3 - 1)
         even = [least + (most - least) * i // steps for i in range(steps + 1)]
-        found: list[CurvePoint] = []
+        points: list[CurvePoint] = []
         for number in options.with_progress(range(num_points)):
             if number <= steps:
                 budget = even[number]
             else:
-                jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(found)]
+                jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
                 at = jumps.index(max(jumps))
-                budget = (found[at].budget_bytes + found[at + 1].budget_bytes) // 2
-            if budget not in [p.budget_bytes for p in found]:
-                found.append(self.point(budget))
-                found.sort(key=lambda p: p.budget_bytes)
-        return found
+                budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
+            if budget not in [p.budget_bytes for p in points]:
+                points.append(self.point(budget))
+                points.sort(key=lambda p: p.budget_bytes)
+        return points
 
     def need(self, speed: float, points: tuple[CurvePoint, ...]) -> Need | None:
         """Find a budget that gives a speed; return None if no budget does.
@@ -209,7 +209,7 @@ def speeds_of(text: str | None) -> list[float] | None:
     """
     if text is None:
         return None
-    found = []
+    speeds = []
     for part in options.names_of(text, "--tokens-per-s"):
         try:
             speed = float(part)
@@ -217,8 +217,8 @@ def speeds_of(text: str | None) -> list[float] | None:
             speed = 0.0
         if not 0 < speed < float("inf"):
             raise ConfigError(f"--tokens-per-s: {part!r} is not a number above 0.")
-        found.append(speed)
-    return found
+        speeds.append(speed)
+    return speeds
 
 
 def require_matplotlib() -> None:

@@ -103,8 +103,8 @@ class DemoResult:
         """Return one object for ``--json``; figures that are None are left out."""
         engines = {}
         for name, engine in self.engines.items():
-            found = asdict(engine)
-            engines[name] = {k: found[k] for k in JSON_KEYS if found[k] is not None}
+            figures = asdict(engine)
+            engines[name] = {k: figures[k] for k in JSON_KEYS if figures[k] is not None}
         return {
             "budget_bytes": self.budget_bytes,
             "weight_bytes": self.weight_bytes,
@@ -247,13 +247,13 @@ class Demo:
         engines = {}
         for name, title in ENGINES.items():
             with self._step(title):
-                found = self._generate(name, self._engine_options(name))
+                run = self._generate(name, self._engine_options(name))
             reading, tokens = readings[name]
             engines[name] = EngineResult(
                 **asdict(reading),
-                tokens_equal=found["tokens"] == tokens == expected,
-                wall_s=round(found["seconds"][0], 3),
-                wall_again_s=round(found["seconds"][-1], 3),
+                tokens_equal=run["tokens"] == tokens == expected,
+                wall_s=round(run["seconds"][0], 3),
+                wall_again_s=round(run["seconds"][-1], 3),
             )
         ours = engines["finepage"]
         assert ours.budget_bytes is not None
@@ -280,8 +280,8 @@ class Demo:
         """Run the example under instruments; return the reading and the tokens."""
         output = self._folder / f"{name}_reading.json"
         before: list[str | Path] = ["-m", "ds_finepage.cli.instruments", output]
-        found = self._generate(f"{name}_metered", self._engine_options(name), before)
-        return Reading(**json.loads(output.read_text())), found["tokens"]
+        written = self._generate(f"{name}_metered", self._engine_options(name), before)
+        return Reading(**json.loads(output.read_text())), written["tokens"]
 
     def _generate(
         self, name: str, options: Sequence[str | Path] = (), before: Sequence[str | Path] = ()
@@ -297,9 +297,9 @@ class Demo:
         given: list[str | Path] = ["--model", self._model, "--prompt", PROMPT, "--json", output]
         given += ["--new-tokens", str(self._num_new_tokens), "--calls", str(NUM_CALLS)]
         self._python(name, *before, example("generate.py"), *given, *options)
-        found = json.loads(output.read_text())
-        assert isinstance(found, dict)
-        return found
+        written = json.loads(output.read_text())
+        assert isinstance(written, dict)
+        return written
 
     def _python(self, name: str, *arguments: str | Path) -> None:
         """Run a Python process to its end, with its output in a log.

@@ -328,10 +328,10 @@ class Planner:
                 )
             except (ConfigError, CaptureError) as error:
                 self._captured[key] = error
-        found = self._captured[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        captured = self._captured[key]
+        if isinstance(captured, Exception):
+            raise captured
+        return captured
 
 
 def fill(cells: list[Cell], state: State, planner: Planner) -> Results:
@@ -405,8 +405,8 @@ def to_table(results: Results) -> Table:
     numbers = {reason: number for number, reason in enumerate(reasons(results), start=1)}
     for key, by_policy in rows.items():
         baseline = by_policy.get(BASELINE)
-        found = [by_policy[policy] for policy in policies]
-        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in found]
+        row = [by_policy[policy] for policy in policies]
+        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in row]
         table.add_row(*map(str, key), *texts)
     return table
 

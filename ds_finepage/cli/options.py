@@ -121,12 +121,12 @@ def counts_of(text: str, option: str) -> list[int]:
     Raises:
         ConfigError: An element is not a whole number of 1 or more.
     """
-    found = []
+    counts = []
     for part in names_of(text, option):
         if not part.isdecimal() or int(part) < 1:
             raise ConfigError(f"{option}: {part!r} is not a whole number of 1 or more.")
-        found.append(int(part))
-    return list(dict.fromkeys(found))
+        counts.append(int(part))
+    return list(dict.fromkeys(counts))
 
 
 def command_line(command: str, **options: Any) -> str:

@@ -81,12 +81,12 @@ class CallTensors:
             bases[buffer.id] = (torch.empty(nbytes, dtype=torch.uint8, device=self._device), 0)
         for buffer in self._on_host:
             bases[buffer.id] = (host_bytes(self._sizes.nbytes(buffer), pinned=self._pinned), 0)
-        found = {}
+        tensors = {}
         for tensor in self._wanted:
             base = bases.get(views[tensor].buffer)
             if base is not None:
-                found[tensor] = view_of(base[0], views[tensor], base[1])
-        return found
+                tensors[tensor] = view_of(base[0], views[tensor], base[1])
+        return tensors
 
     def constant(self, tensor: int) -> torch.Tensor:
         """Return a tensor of a constant buffer."""

@@ -78,11 +78,11 @@ class MovingViews:
         sizes = tuple(args[position] for position in self._positions)
         if sizes == self._sizes or not self._positions:
             return True
-        found = self._shapes(*sizes)
-        nbytes = dict(zip(self._buffers, found[len(self._varying) :], strict=True))
+        values = self._shapes(*sizes)
+        nbytes = dict(zip(self._buffers, values[len(self._varying) :], strict=True))
         if any(nbytes[b] > self._planned[b] for b in self._buffers):
             return False
-        for tensor, (shape, stride, offset) in zip(self._varying, found, strict=False):
+        for tensor, (shape, stride, offset) in zip(self._varying, values, strict=False):
             self.views[tensor] = replace(
                 self.views[tensor], shape=shape, stride=stride, offset=offset
             )
@@ -106,10 +106,10 @@ class MovingViews:
     def _compile(self, texts: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
         body = "".join(f"{text}, " for text in texts)
         names = {"__builtins__": {"min": min, "max": max}, "math": math}
-        found: Callable[..., tuple[Any, ...]] = eval(
+        compiled: Callable[..., tuple[Any, ...]] = eval(
             f"lambda {', '.join(self._names)}: ({body})", names
         )
-        return found
+        return compiled
 
 
 def _lengths(view: TensorView) -> list[bool]:

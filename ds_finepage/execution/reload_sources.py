@@ -84,9 +84,9 @@ class ReloadSources:
             if indices.shape == planned:
                 torch.index_select(table, 0, indices.reshape(-1), out=rows)
             else:  # a shorter call: each row goes where the planned call has it
-                found = table.index_select(0, indices.reshape(-1))
+                picked = table.index_select(0, indices.reshape(-1))
                 target = rows.view(*planned, -1)[tuple(slice(n) for n in indices.shape)]
-                target.copy_(found.view(*indices.shape, -1))
+                target.copy_(picked.view(*indices.shape, -1))
 
     def clear(self) -> None:
         """Drop the references to the call's tensors."""

@@ -35,8 +35,8 @@ Replacement = Callable[[torch.Tensor], torch.Tensor]
 
 def data_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return ``parameter.data``; the watch does not notice."""
-    found: torch.Tensor = _DATA.__get__(parameter)
-    return found
+    data: torch.Tensor = _DATA.__get__(parameter)
+    return data
 
 
 def set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:

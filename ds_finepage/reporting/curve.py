@@ -112,10 +112,10 @@ class Curve:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything by name, ready for JSON."""
-        found = asdict(self)
-        found["knees"] = [{**asdict(s), "gain": s.gain, "text": s.in_words()} for s in self.steps]
-        found["needs"] = [{**asdict(n), "text": n.in_words()} for n in self.needs]
-        return found
+        values = asdict(self)
+        values["knees"] = [{**asdict(s), "gain": s.gain, "text": s.in_words()} for s in self.steps]
+        values["needs"] = [{**asdict(n), "text": n.in_words()} for n in self.needs]
+        return values
 
     def to_table(self) -> Table:
         """Return the points as a table for the terminal."""
@@ -145,22 +145,22 @@ class Curve:
 
 def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
     """Let each budget use the plan of a smaller one if that is faster."""
-    found: list[CurvePoint] = []
+    best: list[CurvePoint] = []
     for point in points:
-        if found and found[-1].tokens_per_s > point.tokens_per_s:
+        if best and best[-1].tokens_per_s > point.tokens_per_s:
             point = replace(
                 point,
-                tokens_per_s=found[-1].tokens_per_s,
-                decode_reloaded_bytes=found[-1].decode_reloaded_bytes,
+                tokens_per_s=best[-1].tokens_per_s,
+                decode_reloaded_bytes=best[-1].decode_reloaded_bytes,
             )
-        if found and found[-1].first_token_ns < point.first_token_ns:
+        if best and best[-1].first_token_ns < point.first_token_ns:
             point = replace(
                 point,
-                first_token_ns=found[-1].first_token_ns,
-                prefill_reloaded_bytes=found[-1].prefill_reloaded_bytes,
+                first_token_ns=best[-1].first_token_ns,
+                prefill_reloaded_bytes=best[-1].prefill_reloaded_bytes,
             )
-        found.append(point)
-    return tuple(found)
+        best.append(point)
+    return tuple(best)
 
 
 def knees(curve: Sequence[tuple[float, float]], tolerance: float = KNEE) -> list[int]:
@@ -195,9 +195,9 @@ def knees(curve: Sequence[tuple[float, float]], tolerance: float = KNEE) -> list
 
 def round_speeds(slowest: float, fastest: float, most: int = 4) -> list[float]:
     """Choose round numbers between two speeds: 1, 2 or 5 times a power of ten, the largest ones."""
-    found: list[float] = []
+    speeds: list[float] = []
     power = 10.0**-3
     while power <= fastest:
-        found += [power * f for f in (1, 2, 5) if slowest < power * f <= fastest]
+        speeds += [power * f for f in (1, 2, 5) if slowest < power * f <= fastest]
         power *= 10
-    return [float(f"{speed:.6g}") for speed in found[-most:]]
+    return [float(f"{speed:.6g}") for speed in speeds[-most:]]

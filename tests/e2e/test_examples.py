@@ -110,7 +110,7 @@ def test_pipeline(run: Run, checkpoint: Path, ds_config: Path) -> None:
         ds_config,
     )
     assert "A model that is larger than the memory" in printed
-    assert re.search(r"graph 1: \d+ tasks, 15 runs, .* no plan could do with less than", printed)
+    assert re.search(r"graph 1: \d+ tasks, 15 runs, .* no plan could reload less than", printed)
 
 
 def test_attach(run: Run) -> None:

@@ -135,7 +135,7 @@ AROUND = (
     mutant(
         "a-larger-budget-is-slower",
         "reporting/curve.py",
-        "if found and found[-1].tokens_per_s > point.tokens_per_s:",
+        "if best and best[-1].tokens_per_s > point.tokens_per_s:",
         "if False:",
         "unit/cli/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
     ),

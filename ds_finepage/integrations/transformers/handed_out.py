@@ -94,11 +94,11 @@ def copied(values: Any, caches: Iterable[Cache]) -> Any:
             shared, tensors included.
         caches: The caches whose tensors are shared.
     """
-    kept: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
 
     def keep(value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
-            kept[id(value)] = value
+            memo[id(value)] = value
         elif isinstance(value, (list, tuple)):
             for item in value:
                 keep(item, depth)
@@ -113,7 +113,7 @@ def copied(values: Any, caches: Iterable[Cache]) -> Any:
     own = (Cache, EncoderDecoderCache)
 
     def copy_of(value: Any) -> Any:
-        return copy.deepcopy(value, kept) if isinstance(value, own) else value
+        return copy.deepcopy(value, memo) if isinstance(value, own) else value
 
     return tuple(map(copy_of, args)), {name: copy_of(value) for name, value in kwargs.items()}
 

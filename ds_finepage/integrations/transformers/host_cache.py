@@ -299,15 +299,15 @@ def caches_among(values: Iterable[Any], *, growing: bool = False) -> list[Cache]
         values: The arguments.
         growing: Leave out the caches that the encoder's output fills once.
     """
-    found: list[Cache] = []
+    caches: list[Cache] = []
     for value in values:
         if isinstance(value, EncoderDecoderCache):
-            found.append(value.self_attention_cache)
+            caches.append(value.self_attention_cache)
             if not growing:
-                found.append(value.cross_attention_cache)
+                caches.append(value.cross_attention_cache)
         elif isinstance(value, Cache):
-            found.append(value)
-    return found
+            caches.append(value)
+    return caches
 
 
 def move_to_host(cache: Cache, *, pinned: bool) -> bool:
