@@ -42,14 +42,11 @@ ATTRIBUTES = {
     "_no_gather_coalesced": "deepspeed.runtime.zero.partition_parameters",
     "_param_dict": "deepspeed.runtime.config.DeepSpeedConfig",
     "_parameters": "torch.nn.Module",
-    "_register_deepspeed_module": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
     "_remove_module_hooks": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
     "_schema": "torch._ops.OpOverload",
     "_version": "torch.Tensor",
 }
 """Private attribute that the product reads or replaces -> its owner."""
 
-FORMER_ATTRIBUTES = {
-    "_register_hooks_recursively": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
-}
-"""Like ``ATTRIBUTES``, for names that only some of the supported versions have."""
+REGISTER_HOOKS = ("_register_deepspeed_module", "_register_hooks_recursively")
+"""The names of one method of ``DeepSpeedZeRoOffload``; a version has one of them."""

@@ -68,7 +68,7 @@ def test_compat_lists_every_private_attribute() -> None:
     trees = [ast.parse(path.read_text()) for path in FILES]
     ours = {name for tree in trees for name in own_names(tree)}
     used = {name for tree in trees for name in private_attributes(tree)}
-    listed = {*_compat.ATTRIBUTES, *_compat.FORMER_ATTRIBUTES}
+    listed = {*_compat.ATTRIBUTES, *_compat.REGISTER_HOOKS}
     assert sorted(used - ours - listed) == []
     assert sorted(listed - used - {"_compiled_call_impl", "_modules", "_parameters"}) == []
 
@@ -111,6 +111,13 @@ def test_every_attribute_exists(name: str) -> None:
         assert hasattr(pkgutil.resolve_name(owner)(), name)
     else:
         assert exists(owner, name)
+
+
+def test_one_of_the_names_of_registering_hooks_exists() -> None:
+    pytest.importorskip("deepspeed")
+    from ds_finepage._compat.deepspeed import DeepSpeedZeRoOffload
+
+    assert len([n for n in _compat.REGISTER_HOOKS if hasattr(DeepSpeedZeRoOffload, n)]) == 1
 
 
 def test_an_attribute_that_does_not_exist_is_noticed() -> None:

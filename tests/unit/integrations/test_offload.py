@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig
 from ds_finepage.integrations.deepspeed import offload
 from ds_finepage.integrations.deepspeed.offload import (
@@ -19,6 +20,8 @@ from ds_finepage.integrations.deepspeed.offload import (
     PlainParameters,
     offload_class,
 )
+
+REGISTER_HOOKS = next(n for n in _compat.REGISTER_HOOKS if hasattr(DeepSpeedZeRoOffload, n))
 
 
 class StubHandle:
@@ -45,7 +48,7 @@ class Rig:
         for name in (
             "setup_zero_stage3_hooks",
             "_remove_module_hooks",
-            "_register_deepspeed_module",
+            REGISTER_HOOKS,
         ):
             monkeypatch.setattr(
                 DeepSpeedZeRoOffload, name, lambda *args, name=name: self.calls.append(name)
@@ -100,11 +103,11 @@ def test_after_detaching_stock_hooks_are_there_once(rig: Rig) -> None:
 
 
 def test_stock_hooks_are_not_brought_back_while_attached(rig: Rig) -> None:
-    rig.made._register_deepspeed_module(rig.module)
+    getattr(rig.made, REGISTER_HOOKS)(rig.module)
     assert rig.calls == []
     rig.made.detach_finepage()
-    rig.made._register_deepspeed_module(rig.module)
-    assert rig.calls[-1] == "_register_deepspeed_module"
+    getattr(rig.made, REGISTER_HOOKS)(rig.module)
+    assert rig.calls[-1] == REGISTER_HOOKS
 
 
 def test_a_call_gets_torchs_own_linear_and_leaves_what_it_found(
