@@ -81,3 +81,8 @@ def format_ns(time_ns: int) -> str:
         if hundredths >= 100 and time >= 1000:
             return f"{sign}{hundredths // 100}.{hundredths % 100:02} {unit_name}"
     return f"{sign}{time} ns"
+
+
+def align_up(nbytes: int, alignment: int) -> int:
+    """Return the least multiple of ``alignment`` bytes that is no less than ``nbytes``."""
+    return -(-nbytes // alignment) * alignment

@@ -36,7 +36,7 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.integrations.transformers.preflight import LookAhead
 from ds_finepage.planning.liveness import require_feasible
 from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, PAGING
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.kv_offload import CachedCalls

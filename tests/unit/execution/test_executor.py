@@ -20,7 +20,7 @@ from ds_finepage.graph.memgraph import Extent, Lane, NodeKind
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan_steady
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.unit.execution.graphs import (
     ACTIVATION,
     CONSTANT,
