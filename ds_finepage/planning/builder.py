@@ -1,6 +1,6 @@
-"""Writes a memgraph node by node and keeps the books that its edges come from.
+"""Writes a memgraph node by node, and derives its edges.
 
-A policy decides what happens next; this class knows which nodes must be complete before it may.
+A policy decides the next node; the builder knows the nodes that it has to wait for.
 Source of the edge kinds: Turnip (arXiv 2405.16283), memgraph construction.
 """
 
@@ -18,15 +18,16 @@ from ds_finepage.graph.memgraph import (
     Residency,
 )
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Task, TaskGraph
+from ds_finepage.units import align_up
 
 
 @dataclass(slots=True)
 class BufferState:
-    """What is known of one buffer at the current end of the memgraph.
+    """The state of one buffer at the current end of the memgraph.
 
     Invariant: ``extent`` is None exactly while the buffer owns no arena bytes. ``holder`` is the
-    node that the contents come from, None while there are none. ``users`` are the nodes that used
-    the buffer since it became resident.
+    node that made the contents, None while there are none. ``users`` are the nodes that used the
+    buffer since it became resident.
     """
 
     extent: Extent | None = None
@@ -73,7 +74,11 @@ class MemGraphBuilder:
             self._edges.setdefault((before, after), kind)
 
     def begin(self, entry: tuple[Residency, ...]) -> None:
-        """Write down where every weight is before the pass: in its extent, or in host memory."""
+        """Note where each weight is before the pass: in its extent, or in host memory alone.
+
+        Args:
+            entry: The resident weights, with their extents.
+        """
         for residency in entry:
             state = self.states[residency.buffer]
             state.extent = residency.extent
@@ -90,7 +95,13 @@ class MemGraphBuilder:
                 state.written = buffer.kind is not BufferKind.OUTPUT
 
     def alloc(self, buffer: int, extent: Extent, vacators: list[int]) -> None:
-        """Give an extent to a buffer; it starts after whoever vacated those bytes."""
+        """Give an extent to a buffer.
+
+        Args:
+            buffer: The buffer, which has no extent yet.
+            extent: Its place in the arena.
+            vacators: The nodes that vacated these bytes; the alloc waits for them.
+        """
         state = self.states[buffer]
         assert state.extent is None
         state.extent = extent
@@ -100,7 +111,7 @@ class MemGraphBuilder:
             self._edge(vacator, state.alloc, EdgeKind.MEMORY)
 
     def reload(self, buffer: int) -> int:
-        """Bring the contents back from host memory into the extent just given."""
+        """Reload the contents from host memory into the extent; return the node."""
         state = self.states[buffer]
         assert state.alloc is not None and state.host_copy is not None
         node = self._add(NodeKind.RELOAD, buffer, extent=state.extent)
@@ -111,11 +122,11 @@ class MemGraphBuilder:
         return node
 
     def sync(self, before: int, after: int) -> None:
-        """Make a node wait for an earlier one although nothing in the memgraph asks for it."""
+        """Make a node wait for an earlier one that it does not depend on."""
         self._edge(before, after, EdgeKind.SYNC)
 
     def compute(self, task: Task) -> int:
-        """Run a task after everything it needs."""
+        """Run a task after everything that it needs; return the node."""
         node = self._add(NodeKind.COMPUTE, task=task.index)
         for buffer in task.buffers:
             state = self.states[buffer]
@@ -153,22 +164,22 @@ class MemGraphBuilder:
         state.host_copy, state.written = None, True
 
     def evict(self, buffer: int, *, is_needed: bool = True) -> int:
-        """Take a buffer's extent away, keeping its contents in host memory if they are needed.
+        """Take a buffer's extent away; keep its contents in host memory if they are needed.
 
         Args:
             buffer: The victim.
-            is_needed: False where the next use overwrites whatever the buffer holds.
+            is_needed: False if the next use overwrites the contents.
 
         Returns:
-            The node that vacates the bytes: a drop where a valid host copy exists (clean), where
-            nothing was written yet, or where nobody needs it; else an offload.
+            The node that vacates the bytes: a drop if a valid host copy exists (clean), if nothing
+            was written yet, or if the contents are not needed; otherwise an offload.
         """
         state = self.states[buffer]
         is_written = state.holder is not None or bool(state.touches)
         if state.host_copy is not None or not is_written or not is_needed:
             return self.drop(buffer)
         node = self._add(NodeKind.OFFLOAD, buffer, extent=state.extent)
-        # A buffer has one host slot, so its old copy must have been read before it is written over.
+        # A buffer has one host slot: its old copy must be read before it is overwritten.
         for user in state.slot_users:
             self._edge(user, node, EdgeKind.STORE_RELOAD)
         state.slot_users = [node]
@@ -176,7 +187,7 @@ class MemGraphBuilder:
         if buffer not in self._host_slots:
             self._host_slots[buffer] = self._host_bytes
             nbytes = self._graph.buffers[buffer].nbytes
-            self._host_bytes += -(-nbytes // self._alignment) * self._alignment
+            self._host_bytes += align_up(nbytes, self._alignment)
         state.host_copy = node
         self._vacate(state)
         return node
@@ -198,11 +209,11 @@ class MemGraphBuilder:
     @staticmethod
     def _vacate(state: BufferState) -> None:
         state.extent = state.alloc = state.holder = None
-        # Touches are part of the contents that an offload keeps; its reload holds them.
+        # The offload keeps the touches, and the reload brings them back.
         state.readers, state.touches, state.users = [], [], []
 
     def finish(self) -> MemGraph:
-        """Return the memgraph. What is resident now is resident after the pass."""
+        """Return the memgraph; the buffers that are resident now are its exit residency."""
         left = tuple(
             Residency(buffer, state.extent)
             for buffer, state in enumerate(self.states)

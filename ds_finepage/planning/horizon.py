@@ -1,29 +1,30 @@
 """Policy ``horizon``: the published two-horizon simulation.
 
-The execution horizon E walks over the tasks and simulates each; the allocation horizon A >= E runs
-ahead and gives memory to tasks as long as memory is free. Nothing is evicted for lookahead; only
-when A has been caught up by E are victims evicted, and then the window of blocks whose soonest
-next use is farthest away.
+The execution horizon E walks over the tasks and simulates each. The allocation horizon A >= E runs
+ahead and gives memory to tasks as long as memory is free. Nothing is evicted for lookahead. Once E
+has caught up with A, the planner evicts the window of blocks whose soonest next use is farthest
+away.
 
 Source: "Fine-Grained Paging Mechanism for Offloading-Reloading Tensor for LLM" (Rice University,
 2025, hdl.handle.net/1911/118527), whose routines keep their names here, and Turnip
-(arXiv 2405.16283). One thing is added that the published system lacks: a clean buffer, or one
-that nobody has written yet, is dropped and never copied to the host.
+(arXiv 2405.16283). One thing is new here: a buffer that is clean, or not yet written, is dropped
+and never copied to the host.
 """
 
 from __future__ import annotations
 
-from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
-from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
+from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, Task
 from ds_finepage.planning.blocks import BlockList
 from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.liveness import aligned, next_use, require_feasible, uses
+from ds_finepage.planning.liveness import next_use, uses
+from ds_finepage.planning.problem import Problem
 
 INFINITY = float("inf")
 
 
 class PinnedTooMuch(Exception):  # noqa: N818 - it steers the search, it is not an error
-    """The pinned weights leave too little room for some task; the caller pins fewer."""
+    """The pinned weights leave too little room for a task; the caller pins fewer."""
 
     def __init__(self, task: Task) -> None:
         """Remember the task that did not fit."""
@@ -39,49 +40,44 @@ class HorizonPlanner:
 
     def __init__(
         self,
-        graph: TaskGraph,
+        problem: Problem,
         *,
-        arena_bytes: int,
-        alignment: int,
         policy: str,
-        entry: tuple[Residency, ...] = (),
         streamed: frozenset[int] = frozenset(),
         pinned: frozenset[int] = frozenset(),
     ) -> None:
         """Prepare a simulation.
 
         Args:
-            graph: The pass.
-            arena_bytes: Size of the arena.
-            alignment: Of extents, in bytes.
+            problem: The pass and its arena. The weights of its ``entry`` are resident at first.
             policy: Name to write into the memgraph.
-            entry: Weights that are resident when the pass begins.
-            streamed: Weights to drop after their last use of the pass instead of keeping them
-                until their bytes are needed.
+            streamed: Weights to drop after their last use in the pass. The others are kept until
+                their bytes are needed.
             pinned: Weights of ``entry`` that must never be evicted.
 
         Raises:
             PlanInfeasibleError: Some task's working set is larger than the arena.
         """
-        require_feasible(graph, arena_bytes, alignment)
+        problem.require_feasible()
+        graph, arena_bytes = problem.graph, problem.arena_bytes
         self._graph = graph
-        self._alignment = alignment
+        self._size = problem.size
         self._uses = uses(graph)
         self._position = [0] * len(graph.buffers)  # first use that is not simulated yet
         self._streamed = streamed
         self._pinned = pinned
         self._blocks = BlockList(arena_bytes)
-        self._builder = MemGraphBuilder(graph, policy, arena_bytes, alignment)
-        for residency in entry:
+        self._builder = MemGraphBuilder(graph, policy, arena_bytes, problem.alignment)
+        for residency in problem.entry:
             self._blocks.alloc_at(residency.buffer, residency.extent)
-        self._builder.begin(entry)
+        self._builder.begin(problem.entry)
         self._allocation_horizon = 0
         self._execution_horizon = 0
 
     def plan_working_set(self) -> MemGraph:
         """Run the variant that reserves all of a task's buffers at once.
 
-        Nothing that is reserved but unwritten is ever a victim.
+        It never evicts a buffer that is reserved and not yet written.
         """
         tasks = self._graph.tasks
         freed = True
@@ -136,7 +132,7 @@ class HorizonPlanner:
         """Give a buffer an extent, evicting the victims whose next use is farthest away.
 
         Returns:
-            False where every large enough window holds a protected buffer.
+            False if every large enough window holds a protected buffer.
         """
         if self.sim_malloc(buffer):
             return True
@@ -153,23 +149,20 @@ class HorizonPlanner:
         return True
 
     def sim_malloc_force_reload(self, buffer: int, protected: tuple[int, ...]) -> bool:
-        """Give a stored buffer an extent, evicting if need be, and reload its contents."""
+        """Give a stored buffer an extent, evicting others if needed, and reload its contents."""
         if not self.sim_malloc_offload(buffer, protected):
             return False
         self._builder.reload(buffer)
         return True
 
-    # What the two variants are made of.
-
-    def _size(self, buffer: int) -> int:
-        return aligned(self._graph.buffers[buffer].nbytes, self._alignment)
+    # The parts of the two variants.
 
     def _next_use(self, buffer: int) -> float:
         found = next_use(self._uses[buffer], self._position[buffer], self._execution_horizon)
         return INFINITY if found is None else found
 
     def _evict(self, buffer: int) -> None:
-        """Take a buffer's extent away; an offload where its contents are needed and not clean."""
+        """Take a buffer's extent away; offload contents that are needed and dirty."""
         upcoming = self._next_use(buffer)
         is_needed = False
         if upcoming != INFINITY:
@@ -182,23 +175,25 @@ class HorizonPlanner:
         return [b for b in self._graph.paged(task) if states[b].extent is None]
 
     def _needs_contents(self, task: Task, buffer: int) -> bool:
-        """True where the task uses what the buffer held before, and there is such a thing."""
+        """Tell whether the task uses contents of the buffer that exist already."""
         if buffer not in task.reads and buffer not in task.touches:
             return False
         return self._builder.states[buffer].host_copy is not None
 
     def _reserve_all(self, task: Task) -> bool:
-        """Reserve everything a task needs, all or nothing, without evicting."""
-        missing = self._missing(task)
+        return self._reserve(task, self._missing(task))
+
+    def _reserve(self, task: Task, buffers: list[int]) -> bool:
+        """Give extents to all of these buffers of a task, or to none; evict nothing."""
         snapshot = self._blocks.snapshot()
         found = []
-        for buffer in missing:
+        for buffer in buffers:
             got = self._blocks.alloc(buffer, self._size(buffer))
             if got is None:
                 self._blocks.restore(snapshot)
                 return False
             found.append(got)
-        for buffer, (extent, vacators) in zip(missing, found, strict=True):
+        for buffer, (extent, vacators) in zip(buffers, found, strict=True):
             self._builder.alloc(buffer, extent, vacators)
             if self._needs_contents(task, buffer):
                 self._builder.reload(buffer)
@@ -208,26 +203,16 @@ class HorizonPlanner:
         return [b for b in self._missing(task) if b not in task.reads]
 
     def _alloc_outputs(self, task: Task) -> bool:
-        snapshot = self._blocks.snapshot()
-        # A buffer that an earlier task is still to use comes back with that task, contents and all.
-        missing = [
+        # A buffer that an earlier task still has to use gets its extent with that task.
+        outputs = [
             b
             for b in self._outputs(task)
             if self._uses[b][self._position[b]] == task.index and not self._needs_contents(task, b)
         ]
-        found = []
-        for buffer in missing:
-            got = self._blocks.alloc(buffer, self._size(buffer))
-            if got is None:
-                self._blocks.restore(snapshot)
-                return False
-            found.append(got)
-        for buffer, (extent, vacators) in zip(missing, found, strict=True):
-            self._builder.alloc(buffer, extent, vacators)
-        return True
+        return self._reserve(task, outputs)
 
     def _force_all(self, task: Task, *, only_outputs: bool = False) -> None:
-        """Make a task's buffers resident, whatever has to go for it."""
+        """Make a task's buffers resident, evicting any others."""
         protected = self._graph.paged(task)
         for buffer in self._outputs(task) if only_outputs else self._missing(task):
             if self._needs_contents(task, buffer):
@@ -239,10 +224,10 @@ class HorizonPlanner:
                 return
 
     def _repack(self, task: Task, *, only_outputs: bool) -> None:
-        """Move a task's own buffers, because they lie so that the rest does not fit between them.
+        """Move a task's own buffers, because the missing ones do not fit between them.
 
-        They are evicted like any other and placed side by side, which always fits when the
-        working set does. The published algorithm has no answer to this case.
+        All buffers that are not pinned are evicted, and the task's are placed side by side. They
+        fit if the working set does. The published algorithm does not cover this case.
         """
         for block in list(self._blocks):
             if block.buffer is not None and block.buffer not in self._pinned:
@@ -278,19 +263,11 @@ class HorizonPlanner:
         return freed
 
 
-def plan_horizon(
-    graph: TaskGraph, *, arena_bytes: int, alignment: int, entry: tuple[Residency, ...]
-) -> MemGraph:
+def plan_horizon(problem: Problem) -> MemGraph:
     """Plan by the published algorithm, variant ``working_set``."""
-    return HorizonPlanner(
-        graph, arena_bytes=arena_bytes, alignment=alignment, policy="horizon", entry=entry
-    ).plan_working_set()
+    return HorizonPlanner(problem, policy="horizon").plan_working_set()
 
 
-def plan_horizon_outputs(
-    graph: TaskGraph, *, arena_bytes: int, alignment: int, entry: tuple[Residency, ...]
-) -> MemGraph:
+def plan_horizon_outputs(problem: Problem) -> MemGraph:
     """Plan by the published algorithm, variant ``outputs``."""
-    return HorizonPlanner(
-        graph, arena_bytes=arena_bytes, alignment=alignment, policy="horizon-outputs", entry=entry
-    ).plan_outputs()
+    return HorizonPlanner(problem, policy="horizon-outputs").plan_outputs()

@@ -18,7 +18,7 @@ from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
 from ds_finepage.planning.policies import CAN_SPLIT, plan_steady, with_tables_that_fit
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
 
 

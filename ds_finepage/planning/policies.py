@@ -1,8 +1,10 @@
-"""The policies by name, and the one function that plans."""
+"""The policies by name, and the functions that plan with one."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
@@ -20,38 +22,70 @@ from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 
 MAX_STEADY_ROUNDS = 8
 """Passes to plan before taking a plan whose exit differs from its entry."""
 
-# Policies that take the residency they find and leave another behind.
-CARRYING: dict[str, Callable[..., MemGraph]] = {
-    "horizon": plan_horizon,
-    "horizon-outputs": plan_horizon_outputs,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A policy and its abilities.
+
+    Attributes:
+        name: The name that settings and plans give it.
+        plan: Plans one pass.
+        pages: It pages op by op, so any arena in which every task fits is enough. The others do
+            what another system does, and may need more.
+        is_cyclic: It pages, and chooses the residency that a pass finds and leaves.
+        can_split: It can cut weights.
+        is_runnable: Its plans are for one call at a time, so they can be executed.
+    """
+
+    name: str
+    plan: Callable[[Problem], MemGraph]
+    pages: bool = False
+    is_cyclic: bool = False
+    can_split: bool = False
+    is_runnable: bool = True
+
+    @property
+    def carries_residency(self) -> bool:
+        """True if the policy takes the residency that it finds, and leaves another."""
+        return self.pages and not self.is_cyclic
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy(name="finepage", plan=plan_finepage, pages=True, is_cyclic=True, can_split=True),
+        Policy(name="horizon", plan=plan_horizon, pages=True),
+        Policy(name="horizon-outputs", plan=plan_horizon_outputs, pages=True),
+        Policy(name="zero", plan=plan_zero),
+        Policy(name="zero-authors", plan=plan_zero_authors),
+        Policy(name="zero-persistence", plan=plan_zero_persistence),
+        Policy(name="lru", plan=plan_lru),
+        Policy(name="static", plan=plan_static),
+        Policy(name="static-zigzag", plan=plan_static_zigzag, is_runnable=False),
+    )
 }
-# Policies whose exit residency is their entry residency by construction.
-CYCLIC: dict[str, Callable[..., MemGraph]] = {"finepage": plan_finepage}
-# What other systems do, cyclic too. They may refuse an arena in which every task would fit.
-BASELINES: dict[str, Callable[..., MemGraph]] = {
-    "zero": plan_zero,
-    "zero-authors": plan_zero_authors,
-    "zero-persistence": plan_zero_persistence,
-    "lru": plan_lru,
-    "static": plan_static,
-    "static-zigzag": plan_static_zigzag,
-}
 
-PAGING = {**CYCLIC, **CARRYING}
-"""Policies that page op by op: they make do with any arena in which every task fits."""
+PAGING = tuple(p.name for p in POLICIES.values() if p.pages)
+CYCLIC = tuple(p.name for p in POLICIES.values() if p.is_cyclic)
+CAN_SPLIT = tuple(p.name for p in POLICIES.values() if p.can_split)
+RUNNABLE = tuple(p.name for p in POLICIES.values() if p.is_runnable)
 
-POLICIES = {**PAGING, **BASELINES}
 
-RUNNABLE = tuple(name for name in POLICIES if name != "static-zigzag")
-"""Policies whose plans can be executed; the others plan for several calls at a time."""
+def policy_named(name: str) -> Policy:
+    """Return a policy.
 
-CAN_SPLIT = frozenset({"finepage"})
-"""Policies that can cut weights."""
+    Raises:
+        ConfigError: Unknown policy.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}. {did_you_mean(name, POLICIES)}")
+    return POLICIES[name]
 
 
 def plan(
@@ -61,11 +95,8 @@ def plan(
     policy: str,
     alignment: int = 64,
     entry: tuple[Residency, ...] = (),
-    profile: HardwareProfile | None = None,
-    split: bool = False,
-    shared: Sequence[SharedResident] = (),
 ) -> MemGraph:
-    """Plan one pass.
+    """Plan one pass, for few bytes.
 
     Args:
         graph: The pass.
@@ -73,48 +104,38 @@ def plan(
         policy: A key of ``POLICIES``.
         alignment: Of extents, in bytes.
         entry: Weights that are resident before the pass; cyclic policies choose their own.
-        profile: Rates for policies that plan for time.
-        split: Let a policy that can do so cut weights; its plan's taskgraph is then another one.
-            So it may be without, where ``finepage`` runs cheap tasks again.
-        shared: What the pass before and after this one keeps; see ``plan_finepage``.
 
     Raises:
         ConfigError: Unknown policy.
-        PlanInfeasibleError: Some task's working set is larger than the arena, or a baseline needs
-            more than that.
+        PlanInfeasibleError: The arena is too small for this policy.
     """
-    if policy in BASELINES:
-        return BASELINES[policy](
-            graph, arena_bytes=arena_bytes, alignment=alignment, profile=profile
-        )
-    if policy in CYCLIC:
-        return CYCLIC[policy](
-            graph,
-            arena_bytes=arena_bytes,
-            alignment=alignment,
-            profile=profile,
-            split=split,
-            shared=shared,
-        )
-    if policy in CARRYING:
-        return CARRYING[policy](graph, arena_bytes=arena_bytes, alignment=alignment, entry=entry)
-    raise ConfigError(f"unknown policy {policy!r}. {did_you_mean(policy, POLICIES)}")
+    return policy_named(policy).plan(Problem(graph, arena_bytes, alignment, entry=entry))
 
 
 def with_tables_that_fit(
     graph: TaskGraph, *, arena_bytes: int, policy: str, alignment: int
 ) -> TaskGraph:
-    """Replace embedding tables by the rows that are looked up, where the tables are in the way.
+    """Replace embedding tables by the rows that are looked up, if the tables are in the way.
 
-    Nothing is cut, so results stay the same, bit by bit. A policy that keeps what it can has more
-    room without a table as soon as not everything fits; the others are given the rows where they
-    could not run at all. What other systems do is left as it is.
+    Nothing is cut, so results stay the same, bit by bit. A cyclic policy gets the rows as soon as
+    not everything fits, for it then has more room to keep weights. Other policies that page get
+    them if they could not run otherwise. The baselines get the pass as it is.
+
+    Args:
+        graph: The pass.
+        arena_bytes: Size of the arena.
+        policy: A key of ``POLICIES``.
+        alignment: Of extents, in bytes.
+
+    Raises:
+        ConfigError: Unknown policy.
     """
-    if policy not in PAGING:
+    chosen = policy_named(policy)
+    if not chosen.pages:
         return graph
     if min_arena_bytes(graph, alignment) > arena_bytes:
         return gather_rows(graph)
-    if policy in CYCLIC and needed_arena_bytes(graph, alignment) > arena_bytes:
+    if chosen.is_cyclic and needed_arena_bytes(graph, alignment) > arena_bytes:
         return gather_rows(graph, whole_tables=True)
     return graph
 
@@ -129,30 +150,34 @@ def plan_steady(
     split: bool = False,
     shared: Sequence[SharedResident] = (),
 ) -> MemGraph:
-    """Plan the pass that comes again and again.
+    """Plan the pass that follows itself again and again.
 
-    The plan's taskgraph is another one where ``split`` cuts, or an embedding table does not fit.
+    A policy that carries residency is planned on its own exit until entry and exit agree. If they
+    never do, the last plan is returned: a run of it reloads the difference in every pass.
 
-    A policy that carries residency over is planned on its own exit until entry and exit agree. If
-    they never do, the last plan stands, and whoever runs it has to reload the difference.
+    Args:
+        graph: The pass. The plan's taskgraph differs from it if the plan cuts weights, looks rows
+            up, or runs cheap tasks again.
+        arena_bytes: Size of the arena.
+        policy: A key of ``POLICIES``.
+        alignment: Of extents, in bytes.
+        profile: The machine. Without one, the policy plans for few bytes.
+        split: The policy may cut weights, if it can.
+        shared: Weights that the alternating pass keeps in the same arena.
+
+    Raises:
+        ConfigError: Unknown policy.
+        PlanInfeasibleError: The arena is too small for this policy.
     """
-    if not split or policy not in CAN_SPLIT:
+    chosen = policy_named(policy)
+    if not (split and chosen.can_split):
         graph = with_tables_that_fit(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
         )
-    found = plan(
-        graph,
-        arena_bytes=arena_bytes,
-        policy=policy,
-        alignment=alignment,
-        profile=profile,
-        split=split,
-        shared=shared,
-    )
-    for _ in range(MAX_STEADY_ROUNDS if policy in CARRYING else 0):
+    problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared)
+    found = chosen.plan(problem)
+    for _ in range(MAX_STEADY_ROUNDS if chosen.carries_residency else 0):
         if set(found.entry) == set(found.exit):
             break
-        found = plan(
-            graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment, entry=found.exit
-        )
+        found = chosen.plan(dataclasses.replace(problem, entry=found.exit))
     return found

@@ -10,7 +10,7 @@ import torch
 from ds_finepage.config import DebugConfig, FinepageConfig
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.planning.pipeline import PlanSettings
-from ds_finepage.planning.policies import CAN_SPLIT, CYCLIC, PAGING
+from ds_finepage.planning.policies import POLICIES
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """The alignment of torch's own allocators, in bytes; kernels choose their code path by it."""
@@ -47,12 +47,12 @@ class RunSettings:
     @property
     def is_cyclic(self) -> bool:
         """True where a pass keeps weights on the device for the next one."""
-        return self.config.policy in CYCLIC
+        return POLICIES[self.config.policy].is_cyclic
 
     @property
     def moves_kv_caches(self) -> bool:
         """True where a KV cache without room on the device moves to host memory."""
-        return self.config.policy in PAGING
+        return POLICIES[self.config.policy].pages
 
     @property
     def shows_ops(self) -> bool:
@@ -64,7 +64,7 @@ class RunSettings:
         """The part that the planner needs."""
         return PlanSettings(
             policy=self.config.policy,
-            split=self.config.split and self.config.policy in CAN_SPLIT,
+            split=self.config.split and POLICIES[self.config.policy].can_split,
             alignment=ALIGNMENT.get(self.device.type, 512),
             profile=self.profile,
         )

@@ -32,6 +32,7 @@ from ds_finepage.planning.baselines.zero import (
     simulate_coordinator,
 )
 from ds_finepage.planning.liveness import ample_arena_bytes
+from ds_finepage.planning.problem import Problem
 from tests.integration.engines import one_process_deepspeed
 
 HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_LENGTH = 64, 4, 500, 5
@@ -216,7 +217,7 @@ def test_a_plan_reloads_what_is_gathered(setting: str) -> None:
     graph = captured("gpt2", "prefill", PROMPT_LENGTH)
     settings = ZeroSettings(**SETTINGS[setting])
     arena_bytes = ample_arena_bytes(graph, 64)
-    memgraph = check(plan_zero_with(graph, settings, arena_bytes=arena_bytes, alignment=64))
+    memgraph = check(plan_zero_with(Problem(graph, arena_bytes, 64), settings))
     simulated = simulate_coordinator(graph, settings)
     assert memgraph.reloaded_bytes == simulated.gathered_bytes
     assert memgraph.offloaded_bytes == 0

@@ -101,8 +101,8 @@ PLANNING = (
     mutant(
         "empty-buffers-have-no-address",
         "planning/liveness.py",
-        "return max(1, -(-nbytes // alignment)) * alignment",
-        "return -(-nbytes // alignment) * alignment",
+        "return align_up(max(1, nbytes), alignment)",
+        "return align_up(nbytes, alignment)",
         f"{UNIT}/test_liveness.py",
     ),
     mutant(
@@ -195,7 +195,7 @@ PLANNING = (
     mutant(
         "the-first-plan-is-good-enough",
         "planning/finepage/search.py",
-        "is_good = total_ns <= GOOD_ENOUGH * timeline.lower_bound_ns",
+        "is_good = total_ns <= self._options.good_enough * timeline.lower_bound_ns",
         "is_good = True",
         FINEPAGE,
     ),
@@ -209,7 +209,7 @@ PLANNING = (
     mutant(
         "experts-never-wait-for-their-router",
         "planning/finepage/search.py",
-        "late = wait_for_routes(plan)",
+        "late = wait_for_routes(plan) if self._options.delays_experts else plan",
         "late = plan",
         f"{UNIT}/rewrite/test_late_experts.py",
     ),
@@ -237,8 +237,8 @@ PLANNING = (
     mutant(
         "tables-are-given-up-where-they-fit",
         "planning/policies.py",
-        "if policy in CYCLIC and needed_arena_bytes(graph, alignment) > arena_bytes:",
-        "if policy in CYCLIC:",
+        "if chosen.is_cyclic and needed_arena_bytes(graph, alignment) > arena_bytes:",
+        "if chosen.is_cyclic:",
         f"{UNIT}/test_policies.py",
     ),
     # Cutting, and running again.
@@ -259,23 +259,23 @@ PLANNING = (
     ),
     mutant(
         "as-many-rows-as-the-table-are-gathered",
-        "planning/rewrite/split.py",
+        "planning/rewrite/embeddings.py",
         "if not 0 < num_rows < table.shape[0]:",
         "if not 0 < num_rows <= table.shape[0]:",
         f"{UNIT}/rewrite/test_split.py",
     ),
     mutant(
         "rows-by-indices-that-the-pass-changes",
-        "planning/rewrite/split.py",
-        "if graph.buffers[ids.buffer].kind is not BufferKind.INPUT:",
+        "planning/rewrite/embeddings.py",
+        "if graph.buffers[indices.buffer].kind is not BufferKind.INPUT:",
         "if False:",
         f"{UNIT}/rewrite/test_split.py",
     ),
     mutant(
         "nothing-to-gather-is-another-graph",
-        "planning/rewrite/split.py",
-        "return graph if found == graph else found",
-        "return found",
+        "planning/rewrite/embeddings.py",
+        "if not any(b.nbytes for b in unused):",
+        "if False:",
         f"{UNIT}/rewrite/test_split.py",
         "unit/runtime/test_plan_cache.py",
     ),
@@ -304,10 +304,10 @@ PLANNING = (
     ),
     mutant(
         "a-small-pass-keeps-nothing",
-        "planning/exact.py",
+        "planning/finepage/exact.py",
         "if buffer in entry:",
         "if False:",
-        f"{UNIT}/test_exact.py",
+        f"{UNIT}/finepage/test_exact.py",
         "property/test_optimum.py",
     ),
     # What it costs.

@@ -7,6 +7,7 @@ import random
 from ds_finepage.checker.checker import check
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.problem import Problem
 from tests.property.brute_force import can_move_fewer_bytes, fewest_moved_bytes, tiny_graph
 
 NUM_GRAPHS = 1000
@@ -20,7 +21,7 @@ def test_the_plan_moves_as_few_bytes_as_the_best_of_all_schedules() -> None:
         arena_bytes = rng.randrange(
             min_arena_bytes(graph, 64), ample_arena_bytes(graph, 64) + 1, 64
         )
-        found = check(plan_finepage(graph, arena_bytes=arena_bytes, alignment=64))
+        found = check(plan_finepage(Problem(graph, arena_bytes=arena_bytes, alignment=64)))
         moved = found.reloaded_bytes + found.offloaded_bytes
         # This optimum needs no contiguous bytes, so it may be out of reach.
         fewest = fewest_moved_bytes(graph, arena_bytes)

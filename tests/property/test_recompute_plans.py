@@ -20,6 +20,7 @@ from ds_finepage.planning.liveness import (
     live_activation_bytes,
     min_arena_bytes,
 )
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import simulate
 from tests.property.strategies import taskgraphs
@@ -96,11 +97,13 @@ def test_any_order_reads_the_right_tokens(seed: int, split: bool) -> None:
         for arena_bytes in (least, rng.randint(least, ample)):
             found = check(
                 plan_finepage(
-                    planned,
-                    arena_bytes=arena_bytes,
-                    alignment=ALIGNMENT,
-                    profile=rng.choice([None, profile]),
-                    split=split,
+                    Problem(
+                        planned,
+                        arena_bytes=arena_bytes,
+                        alignment=ALIGNMENT,
+                        profile=rng.choice([None, profile]),
+                        split=split,
+                    )
                 )
             )
             assert found.peak_bytes <= arena_bytes
@@ -124,7 +127,13 @@ def test_a_plan_is_never_worse_for_it(
         for function in (recompute, lambda graph, *_: graph):
             monkeypatch.setattr(finepage, "recompute", function)
             plan = plan_finepage(
-                graph, arena_bytes=arena_bytes, alignment=ALIGNMENT, profile=profile, split=split
+                Problem(
+                    graph,
+                    arena_bytes=arena_bytes,
+                    alignment=ALIGNMENT,
+                    profile=profile,
+                    split=split,
+                )
             )
             total_ns = 0 if profile is None else simulate(plan, profile).total_ns
             figures.append((total_ns, plan.reloaded_bytes + plan.offloaded_bytes))
@@ -148,7 +157,7 @@ def test_odd_taskgraphs_too(graph: TaskGraph, data: st.DataObject) -> None:
     found = recompute(graph, ALIGNMENT)
     is_right(graph, found)
     least = min_arena_bytes(graph, ALIGNMENT)
-    planned = check(plan_finepage(found, arena_bytes=least, alignment=ALIGNMENT))
+    planned = check(plan_finepage(Problem(found, arena_bytes=least, alignment=ALIGNMENT)))
     run_random_order(planned, random.Random(0))
 
 

@@ -11,7 +11,8 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.matmul_chains import matmul_chain, random_chain
 from tests.property.token_interpreter import run_random_order
 
@@ -26,7 +27,7 @@ def test_any_order_reads_the_right_tokens(seed: int) -> None:
     ample = ample_arena_bytes(graph, ALIGNMENT)
     for arena_bytes in (least, rng.randint(least, ample), ample):
         found = check(
-            plan_finepage(graph, arena_bytes=arena_bytes, alignment=ALIGNMENT, split=True)
+            plan_finepage(Problem(graph, arena_bytes=arena_bytes, alignment=ALIGNMENT, split=True))
         )
         assert found.peak_bytes <= arena_bytes
         assert set(found.entry) == set(found.exit)
@@ -42,7 +43,9 @@ def test_a_deep_chain_stays_close_to_the_bound(percent: int, num_rows: int) -> N
     profile = load_profile("v100-16gb")
     found = check(
         plan_finepage(
-            graph, arena_bytes=arena_bytes, alignment=ALIGNMENT, profile=profile, split=True
+            Problem(
+                graph, arena_bytes=arena_bytes, alignment=ALIGNMENT, profile=profile, split=True
+            )
         )
     )
     bound = divisible_lower_bound_bytes(graph, arena_bytes, ALIGNMENT)
@@ -56,10 +59,12 @@ def test_a_deep_chain_stays_close_to_the_bound(percent: int, num_rows: int) -> N
 def test_the_rows_of_an_embedding_are_brought_in_by_every_pass() -> None:
     graph = gather_rows(matmul_chain([16, 16], num_rows=2))
     found = plan_finepage(
-        graph,
-        arena_bytes=ample_arena_bytes(graph, ALIGNMENT),
-        alignment=ALIGNMENT,
-        split=True,
+        Problem(
+            graph,
+            arena_bytes=ample_arena_bytes(graph, ALIGNMENT),
+            alignment=ALIGNMENT,
+            split=True,
+        )
     )
     rows = next(b for b in graph.buffers if b.gather is not None)
     assert rows.id not in {r.buffer for r in found.entry}
@@ -69,7 +74,8 @@ def test_the_rows_of_an_embedding_are_brought_in_by_every_pass() -> None:
 def test_the_same_input_gives_the_same_plan() -> None:
     graph = matmul_chain([256] * 12)
     plans = [
-        plan_finepage(graph, arena_bytes=1 << 20, alignment=ALIGNMENT, split=True) for _ in range(2)
+        plan_finepage(Problem(graph, arena_bytes=1 << 20, alignment=ALIGNMENT, split=True))
+        for _ in range(2)
     ]
     assert plans[0] == plans[1]
 
@@ -79,4 +85,4 @@ def test_the_least_arena_that_is_named_suffices(seed: int) -> None:
     graph = random_chain(random.Random(seed))
     least = min_split_arena_bytes(graph, ALIGNMENT)
     assert least <= min_arena_bytes(graph, ALIGNMENT)
-    check(plan_finepage(graph, arena_bytes=least, alignment=ALIGNMENT, split=True))
+    check(plan_finepage(Problem(graph, arena_bytes=least, alignment=ALIGNMENT, split=True)))

@@ -1,66 +1,64 @@
 """Policy ``lru``: demand paging, as unified memory does it.
 
-Nothing looks ahead. A task runs until it touches what is not there; then it waits while that is
-copied in, so copies and tasks never overlap. What has not been used for longest goes first: a clean
-buffer is dropped, a dirty one is copied out. An activation is freed behind the task that uses it
-last, as in eager PyTorch. It is kinder than the real thing in three ways: a fault has no price;
-read-only weights are known to be clean; a result is not copied in before it is written.
+Nothing looks ahead. A task that needs a missing buffer waits while it is copied in, so copies and
+tasks never overlap. The least recently used buffer is evicted first: a clean one is dropped, a
+dirty one is offloaded. An activation is freed after the task that uses it last, as in eager
+PyTorch. The simulation is kinder than unified memory in three ways: a page fault costs no time, the
+system knows that weights are clean, and a result is not copied in before it is written.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
+from ds_finepage.graph.taskgraph import BufferKind, Task
 from ds_finepage.planning.baselines.script import Act, Script, Step, realize
-from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible, uses
+from ds_finepage.planning.liveness import min_arena_bytes, uses
+from ds_finepage.planning.problem import Problem
 
 MAX_PASSES = 16
-"""Passes to simulate before what is resident has to be the same as one pass ago."""
+"""Passes to simulate before the resident buffers must be those of the pass before."""
 
 GIVEN_UP_PERCENT = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 100)
-"""Shares of the spare room to do without until whole buffers lie side by side as pages would."""
+"""Shares of the spare room to give up, in turn, until whole buffers fit as pages would."""
 
 
-def plan_lru(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-) -> MemGraph:
-    """Plan what demand paging does in a steady pass.
+def plan_lru(problem: Problem) -> MemGraph:
+    """Plan a steady pass of demand paging.
 
     Raises:
-        PlanInfeasibleError: Some task's working set is larger than the arena, or the buffers that
-            are used in a row cannot be placed side by side in it.
+        PlanInfeasibleError: Some task's working set is larger than the arena, the buffers of
+            consecutive tasks cannot be placed side by side in it, or no pass leaves the residency
+            that it finds.
     """
-    require_feasible(graph, arena_bytes, alignment)
-    spare = arena_bytes - min_arena_bytes(graph, alignment)
-    for percent in GIVEN_UP_PERCENT:
-        pager = _Pager(graph, arena_bytes - spare * percent // 100, alignment)
-        try:
-            script = pager.steady_pass()
-            return realize(graph, script, arena_bytes=arena_bytes, alignment=alignment)
-        except PlanInfeasibleError:
-            if percent == GIVEN_UP_PERCENT[-1]:
-                raise
-    raise AssertionError("unreachable")
+    problem.require_feasible()
+    spare = problem.arena_bytes - min_arena_bytes(problem.graph, problem.alignment)
+    *first, last = (problem.arena_bytes - spare * share // 100 for share in GIVEN_UP_PERCENT)
+    for room in first:
+        with contextlib.suppress(PlanInfeasibleError):
+            return realize(problem, _Pager(problem, room).steady_pass())
+    return realize(problem, _Pager(problem, last).steady_pass())
 
 
 class _Pager:
-    """Bytes in use, by buffer, from the one that was used least recently to the latest."""
+    """Bytes in use, by buffer, from the least to the most recently used."""
 
-    def __init__(self, graph: TaskGraph, room: int, alignment: int) -> None:
-        self._graph, self._room, self._alignment = graph, room, alignment
+    def __init__(self, problem: Problem, room: int) -> None:
+        self._graph, self._size, self._room = problem.graph, problem.size, room
+        graph = problem.graph
         self._last_task = [found[-1] if found else -1 for found in uses(graph)]
         self._resident: dict[int, int] = {}
         self._in_use = 0
         self._steps: list[Step] = []
 
     def steady_pass(self) -> Script:
-        """Repeat the pass until it leaves behind what it found."""
+        """Repeat the pass until it leaves the residency that it found.
+
+        Raises:
+            PlanInfeasibleError: It never does.
+        """
         for _ in range(MAX_PASSES):
             before = list(self._resident)
             self._steps = []
@@ -69,13 +67,16 @@ class _Pager:
                 self._run(task, written)
             if list(self._resident) == before:
                 return self._without_vain_residents(before)
-        raise AssertionError("demand paging never comes to rest")
+        raise PlanInfeasibleError(
+            f"policy 'lru' still changes its resident buffers after {MAX_PASSES} passes, so it has "
+            f"no steady pass. Use a policy that plans one: finepage."
+        )
 
     def _without_vain_residents(self, resident: list[int]) -> Script:
-        """Write the pass down; what would be thrown out before it is used goes when a pass ends.
+        """Write the script; drop at its end the residents that a pass evicts before using them.
 
-        That is nearly everything that is resident then, and pages would not mind; but a whole
-        buffer that lives across the end of the pass has to be in the same bytes in each pass.
+        These are nearly all residents. Pages could lie anywhere, but a whole buffer that lives
+        across the end of the pass must have the same bytes in each pass.
         """
         vain: dict[int, None] = {}
         steps: list[Step] = []
@@ -96,7 +97,7 @@ class _Pager:
         for buffer in own:
             if buffer in self._resident:
                 continue
-            size = aligned(self._graph.buffers[buffer].nbytes, self._alignment)
+            size = self._size(buffer)
             self._make_room(size, own)
             self._resident[buffer] = size
             self._in_use += size

@@ -1,4 +1,4 @@
-"""Which module runs which tasks, for systems that work module by module."""
+"""The modules that run the tasks, for systems that work module by module."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from ds_finepage.graph.taskgraph import ModuleCall, TaskGraph
 
 
 def module_calls(graph: TaskGraph) -> tuple[ModuleCall, ...]:
-    """Return the calls of modules, as captured, or else as the tasks' labels tell.
+    """Return the calls of modules: as captured, or derived from the tasks' labels.
 
-    A label is the path of a module, so the modules on the way to it were called too, except lists
-    of modules: those whose next step is a number. A module that runs no task leaves no label, and
-    two calls of one module with nothing in between look like one.
+    A label is the path of a module, so the modules on that path were called too, except lists of
+    modules, which are followed by a number. A module that runs no task leaves no label, and two
+    calls of one module with nothing in between look like one.
     """
     return graph.calls or _from_labels(graph)
 
@@ -42,7 +42,7 @@ def _from_labels(graph: TaskGraph) -> tuple[ModuleCall, ...]:
 
 
 def _called_on_the_way_to(label: str) -> list[str]:
-    """List the modules on the way to a label: ``a.2.b`` has the root, ``a.2`` and itself."""
+    """List the called modules on the path of a label: ``a.2.b`` has the root, ``a.2``, itself."""
     parts = label.split(".") if label else []
     found = [""]
     for i in range(1, len(parts) + 1):

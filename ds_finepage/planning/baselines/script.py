@@ -1,9 +1,9 @@
-"""From what a system does, step by step, to the memgraph of it.
+"""Turns the steps of another system into a memgraph.
 
-A baseline writes a script: which weights it brings in, what it computes, what it throws out, where
-it waits. Here the script gets addresses and edges. Activations live from the task that makes them
-to the one that uses them last, as in eager PyTorch. Offsets are placed offline with all live ranges
-known, which is kinder than the caching allocator that these systems run on.
+A baseline writes a script: the weights that it reloads, the tasks that it runs, the buffers that it
+frees, the places where it waits. This module adds addresses and edges. Activations live from the
+task that makes them to the one that uses them last, as in eager PyTorch. Offsets are placed offline
+with all live ranges known, which is kinder than the caching allocator that these systems use.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.layout import Tenancy, first_fit
-from ds_finepage.planning.liveness import aligned, require_feasible, uses
+from ds_finepage.planning.liveness import uses
+from ds_finepage.planning.problem import Problem
 from ds_finepage.units import format_bytes
 
 
 class Act(enum.Enum):
-    """What a step of a script does."""
+    """The action of a step."""
 
     RELOAD = "reload"  # give a buffer bytes and copy its contents there
     COMPUTE = "compute"  # run a task
     DROP = "drop"  # free a buffer without a copy
     EVICT = "evict"  # free a buffer, and copy it to host memory first if it is not there
-    AWAIT_COPIES = "await_copies"  # what is computed from here on waits for all copies so far
-    AWAIT_TASKS = "await_tasks"  # what is copied from here on waits for all tasks so far
+    AWAIT_COPIES = "await_copies"  # tasks from here on wait for all copies so far
+    AWAIT_TASKS = "await_tasks"  # copies from here on wait for all tasks so far
 
 
 _FREES = (Act.DROP, Act.EVICT)
@@ -37,7 +38,7 @@ _FREES = (Act.DROP, Act.EVICT)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: ``subject`` is a buffer or, of COMPUTE, a task; the waits have none."""
+    """One step. ``subject`` is a buffer, or a task for COMPUTE; the waits have none."""
 
     act: Act
     subject: int = -1
@@ -47,8 +48,8 @@ class Step:
 class Script:
     """One steady pass. ``entry`` lists the weights that are resident when it begins.
 
-    Invariant: a weight of ``entry`` that a step frees is reloaded by a later one and resident again
-    when the pass ends; no other weight is.
+    Invariant: if a step frees a weight of ``entry``, a later one reloads it. No other weight is
+    resident when the pass ends.
     """
 
     policy: str
@@ -58,7 +59,7 @@ class Script:
 
 @dataclass(slots=True)
 class _Life:
-    """Bytes that a buffer has from one step to another, across the end of the pass if need be."""
+    """A live range in steps; it may reach across the end of the pass (``begin > end``)."""
 
     buffer: int
     begin: int
@@ -70,50 +71,35 @@ class _Life:
         return [*range(self.end + 1), *range(self.begin, num_steps)]
 
 
-def realize(
-    graph: TaskGraph,
-    script: Script,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    reserved_bytes: int = 0,
-) -> MemGraph:
+def realize(problem: Problem, script: Script, *, reserved_bytes: int = 0) -> MemGraph:
     """Give a script addresses.
 
     Args:
-        graph: The pass.
-        script: What the system does in it.
-        arena_bytes: Size of the arena.
-        alignment: Of extents, in bytes.
-        reserved_bytes: At the end of the arena, for what the script itself does not know of.
+        problem: The pass and its arena.
+        script: The steps of the system in that pass.
+        reserved_bytes: Bytes of the arena that the script must leave free.
 
     Raises:
         PlanInfeasibleError: The system holds more bytes at one time than the arena has.
     """
-    require_feasible(graph, arena_bytes, alignment)
-    return _Realization(graph, script, arena_bytes, alignment, reserved_bytes).run()
+    problem.require_feasible()
+    return _Realization(problem, script, reserved_bytes).run()
 
 
-def live_bytes(graph: TaskGraph, script: Script, alignment: int) -> int:
+def live_bytes(problem: Problem, script: Script) -> int:
     """Return the most arena bytes that a script has in use at one time, whatever their offsets."""
-    return _Realization(graph, script, 0, alignment).most_live_bytes()
+    return _Realization(problem, script).most_live_bytes()
 
 
 class _Realization:
     """Live ranges, then offsets, then nodes."""
 
-    def __init__(
-        self,
-        graph: TaskGraph,
-        script: Script,
-        arena_bytes: int,
-        alignment: int,
-        reserved_bytes: int = 0,
-    ) -> None:
-        self._graph, self._arena_bytes, self._alignment = graph, arena_bytes, alignment
+    def __init__(self, problem: Problem, script: Script, reserved_bytes: int = 0) -> None:
+        self._graph, self._arena_bytes = problem.graph, problem.arena_bytes
+        self._alignment, self._size = problem.alignment, problem.size
         self._reserved_bytes = reserved_bytes
         self._script = script
-        self._steps = _with_activations(graph, script.steps)
+        self._steps = _with_activations(problem.graph, script.steps)
         freed = {s.subject for s in self._steps if s.act in _FREES}
         self._kept = dict.fromkeys(b for b in script.entry if b not in freed)
         self._kept_bytes = sum(self._size(b) for b in self._kept)
@@ -131,17 +117,14 @@ class _Realization:
         return self._write(lives, placed)
 
     def _place(self, lives: Sequence[_Life]) -> list[Extent]:
-        """Place the largest first; a life across the end of the pass has two stretches of it."""
+        """Place the largest buffers first. A life across the end of the pass has two stretches."""
         num_steps = len(self._steps)
         order = sorted(range(len(lives)), key=lambda i: (-self._size(lives[i].buffer), i))
         found = first_fit((self._size(lives[i].buffer), lives[i].steps(num_steps)) for i in order)
         return [extent for _, extent in sorted(zip(order, found, strict=True))]
 
-    def _size(self, buffer: int) -> int:
-        return aligned(self._graph.buffers[buffer].nbytes, self._alignment)
-
     def _lives(self) -> list[_Life]:
-        """Find the live ranges of all but the weights that are kept, in steps."""
+        """Find the live ranges, in steps, of all buffers except the weights that are kept."""
         lives: list[_Life] = []
         current: dict[int, int] = {}
         for buffer in self._script.entry:
@@ -155,7 +138,7 @@ class _Realization:
                 lives[current.pop(step.subject)].end = at
             elif step.act is Act.RELOAD:
                 if step.subject in at_entry and last_reload[step.subject] == at:
-                    # For the pass to come, which will look for it in the bytes it has now.
+                    # For the next pass, which finds it in the bytes that it had at entry.
                     current[step.subject] = at_entry[step.subject]
                     lives[at_entry[step.subject]].begin = at
                 else:
@@ -170,7 +153,7 @@ class _Realization:
         return lives
 
     def _busiest(self, lives: Sequence[_Life]) -> tuple[int, int]:
-        """Return the most bytes that are live at one time, and the first step of that time."""
+        """Return the largest sum of live bytes, and the first step that has it."""
         changes = [0] * (len(self._steps) + 1)
         for life in lives:
             size = self._size(life.buffer)
@@ -195,7 +178,7 @@ class _Realization:
             f"policy {self._script.policy!r} holds {format_bytes(need)} ({need} bytes) when it "
             f"comes to {task.where}; the arena has {format_bytes(self._arena_bytes)} "
             f"({self._arena_bytes} bytes). Raise finepage.device_budget by "
-            f"{need - self._arena_bytes} bytes, or take a policy that pages op by op: finepage."
+            f"{need - self._arena_bytes} bytes, or use a policy that pages op by op: finepage."
         )
 
     def _write(self, lives: Sequence[_Life], placed: Sequence[Extent]) -> MemGraph:
@@ -228,7 +211,7 @@ class _Realization:
                 last_copy = builder.reload(step.subject)
                 if tasks_to_await is not None:
                     builder.sync(tasks_to_await, last_copy)
-                    tasks_to_await = None  # the lane keeps its order, so once is enough
+                    tasks_to_await = None  # the lane keeps its order, so one edge is enough
             elif step.act is Act.COMPUTE:
                 task = self._graph.tasks[step.subject]
                 for buffer in self._graph.paged(task):
@@ -249,7 +232,7 @@ class _Realization:
 
 
 def _with_activations(graph: TaskGraph, steps: Sequence[Step]) -> list[Step]:
-    """Drop every activation behind the task that uses it last."""
+    """Drop every activation after the task that uses it last."""
     last_use = [found[-1] if found else -1 for found in uses(graph)]
     found: list[Step] = []
     for step in steps:

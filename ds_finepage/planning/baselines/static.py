@@ -1,21 +1,21 @@
 """Policies ``static*``: fixed shares, layer by layer, as FlexGen does it.
 
-A linear program chooses which share of the weights stays on the device for good. The rest streams:
-while one layer computes, the weights of the next are copied in, never more than one ahead, and the
-first layer's are copied in behind the last. Weights are assigned whole, the last ones of a layer to
-the device.
+A linear program chooses the share of the weights that stays on the device for good. The rest
+streams: while one layer computes, the weights of the next are reloaded, never more than one layer
+ahead; those of the first layer are reloaded during the last. Weights are assigned whole, the last
+ones of a layer to the device.
 
 ``static`` is the row order: one batch goes through all layers. ``static-zigzag`` lets several
-batches go through a layer before it is replaced, so that its weights are copied in once for all of
-them; the pass is then unrolled, and its taskgraph another one: a plan's bytes and times are for
-``graph.num_batches`` calls. The activations that a batch hands from layer to layer stay on the
-device or wait in host memory, by the second share of the linear program; its KV cache stays on the
-device and is paid for out of the arena. With one batch there is nothing to choose between orders.
+batches go through a layer before it is replaced, so that one reload serves all of them. The pass is
+then unrolled: a plan's bytes and times are for ``graph.num_batches`` calls. The second share of the
+linear program says how many batches keep the activations between two layers on the device; those of
+the others wait in host memory. KV caches stay on the device, and their bytes are taken from the
+arena. With one batch both orders are the same.
 
 Source: "FlexGen" (arXiv 2303.06865), section 4 and its cost model, with the KV cache not paged.
-Kinder than its code in three ways: layers are joined by one wait and not by one a batch, the copy
-of a layer is spread over all batches of the one before, and what rounding to whole weights leaves
-over in one layer goes to the next.
+Kinder than its code in three ways: one wait joins two layers, not one wait a batch; the copy of a
+layer is spread over all batches of the layer before; bytes that rounding to whole weights leaves
+over in one layer go to the next.
 """
 
 from __future__ import annotations
@@ -26,67 +26,53 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of
 from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.baselines.unroll import Unrolled, unroll
 from ds_finepage.planning.budget import non_arena_bytes
-from ds_finepage.planning.liveness import live_activation_bytes, require_feasible, uses
+from ds_finepage.planning.liveness import live_activation_bytes, uses
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import task_time_ns
 
 NUM_BATCHES = (1, 2, 4, 8)
-"""Batches that take turns, to choose from. More hide more, and need more KV cache."""
+"""Numbers of alternating batches to choose from. More hide more copies, and need more KV cache."""
 
 RESIDENT_BONUS = 1e-6
-"""Seconds that a plan may be slower for keeping everything instead of nothing: decides ties."""
+"""Seconds that keeping everything may cost against keeping nothing; decides between ties."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What stays on the device, 0 to 1, and what the cost model says of it."""
+    """The shares that stay on the device, 0 to 1, and the time that the cost model predicts."""
 
     weights: float
     activations: float
     seconds: float  # of one pass of all batches
 
 
-def plan_static(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-) -> MemGraph:
+def plan_static(problem: Problem) -> MemGraph:
     """Plan with fixed shares, one batch at a time.
 
     Raises:
         PlanInfeasibleError: Even two layers' weights in turn are too much for the arena.
     """
-    require_feasible(graph, arena_bytes, alignment)
-    return _Static(graph, arena_bytes, alignment, profile, 1, "static").plan()
+    problem.require_feasible()
+    return _Static(problem, 1, "static").plan()
 
 
-def plan_static_zigzag(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-) -> MemGraph:
-    """Plan with fixed shares and as many batches in turn as the cost model likes best.
+def plan_static_zigzag(problem: Problem) -> MemGraph:
+    """Plan with fixed shares, and the number of alternating batches that the cost model prefers.
 
     Returns:
-        A plan whose taskgraph is ``graph`` unrolled for ``plan.graph.num_batches`` batches.
+        A plan whose taskgraph is the pass unrolled for ``plan.graph.num_batches`` batches.
 
     Raises:
         PlanInfeasibleError: As for ``static``.
     """
-    require_feasible(graph, arena_bytes, alignment)
-    found = [
-        _Static(graph, arena_bytes, alignment, profile, n, "static-zigzag") for n in NUM_BATCHES
-    ]
+    problem.require_feasible()
+    found = [_Static(problem, n, "static-zigzag") for n in NUM_BATCHES]
     feasible = [s for s in found if s.shares is not None]
     for static in sorted(feasible, key=lambda s: (s.seconds_per_batch, s.num_batches)):
         try:
@@ -99,24 +85,17 @@ def plan_static_zigzag(
 class _Static:
     """One number of batches: the linear program, then the schedule.
 
-    A *stretch* is what a layer's tasks are in program order; what comes before the first layer and
-    behind the last is a stretch too.
+    A *stretch* is the tasks of a layer in program order. The tasks before the first layer are a
+    stretch too, and so are those after the last.
     """
 
-    def __init__(
-        self,
-        graph: TaskGraph,
-        arena_bytes: int,
-        alignment: int,
-        profile: HardwareProfile | None,
-        num_batches: int,
-        policy: str,
-    ) -> None:
-        self._graph, self._alignment, self._profile = graph, alignment, profile
-        self._arena_bytes, self._policy = arena_bytes, policy
+    def __init__(self, problem: Problem, num_batches: int, policy: str) -> None:
+        self._problem, self._policy = problem, policy
+        self._graph, self._profile = problem.graph, problem.profile
+        self._alignment = problem.alignment
         self.num_batches = num_batches
-        self._starts = _stretches(graph)
-        self._uses = uses(graph)
+        self._starts = _stretches(problem.graph)
+        self._uses = uses(problem.graph)
         self._weights = [self._read_by(*span) for span in self._spans()]
 
     def _spans(self) -> list[tuple[int, int]]:
@@ -141,45 +120,46 @@ class _Static:
 
     @cached_property
     def shares(self) -> Shares | None:
-        """The shares of the shortest pass, by the cost model; None where nothing fits.
+        """The shares of the shortest pass, by the cost model; None if nothing fits.
 
-        Unknowns: the share of weights w, the share of handed-over activations a, the time t::
+        Unknowns: the share of weights w, the share a of the activations that cross from layer to
+        layer, the time t::
 
             minimize t, subject to
             t >= n * compute
-            t >= ((1 - w) * weights + n * (1 - a) * handed over) / h2d rate
-            t >= n * (1 - a) * handed over / d2h rate
-            w * weights + (1 - w) * two largest layers + n * a * handed over at once
+            t >= ((1 - w) * weights + n * (1 - a) * crossing) / h2d rate
+            t >= n * (1 - a) * crossing / d2h rate
+            w * weights + (1 - w) * two largest layers + n * a * most that cross at once
                 + activations of one layer + further KV caches <= arena
         """
-        # It takes half a second to import, and no other policy needs it.
+        # The import takes half a second, and no other policy needs it.
         from scipy.optimize import linprog
 
         n = self.num_batches
         layers = [self._nbytes(w) for w in self._weights]
-        streamed = sum(layers)  # one that two layers read, a tied one, is streamed twice
+        streamed = sum(layers)  # a tied weight, which two layers read, is streamed twice
         resident = self._nbytes(sorted({b for w in self._weights for b in w}))
         pairs = [a + b for a, b in zip(layers, [*layers[1:], layers[0]], strict=True)]
         two_layers = min(max(pairs), resident)
-        handed = [self._nbytes(self._crossing(start)) for start in self._starts[1:]]
-        handed_sum, handed_max = n * sum(handed), n * max(handed, default=0)
+        crossing = [self._nbytes(self._crossing(start)) for start in self._starts[1:]]
+        crossing_sum, crossing_max = n * sum(crossing), n * max(crossing, default=0)
         h2d = self._profile.h2d_bytes_per_s if self._profile else 1.0
         d2h = self._profile.d2h_bytes_per_s if self._profile else 1.0
-        room = self._arena_bytes - self._reserved_bytes - self._live_in_layer
-        if n == 1:  # the one batch is always at work: what it hands over is part of that
-            handed_sum = handed_max = 0
+        room = self._problem.arena_bytes - self._reserved_bytes - self._live_in_layer
+        if n == 1:  # the one batch is always at work, so nothing waits
+            crossing_sum = crossing_max = 0
         found = linprog(
             [-RESIDENT_BONUS, -RESIDENT_BONUS, 1.0],
             A_ub=[
                 [0.0, 0.0, -1.0],
-                [-streamed / h2d, -handed_sum / h2d, -1.0],
-                [0.0, -handed_sum / d2h, -1.0],
-                [float(resident - two_layers), float(handed_max), 0.0],
+                [-streamed / h2d, -crossing_sum / h2d, -1.0],
+                [0.0, -crossing_sum / d2h, -1.0],
+                [float(resident - two_layers), float(crossing_max), 0.0],
             ],
             b_ub=[
                 -n * self._compute_seconds,
-                -(streamed + handed_sum) / h2d,
-                -handed_sum / d2h,
+                -(streamed + crossing_sum) / h2d,
+                -crossing_sum / d2h,
                 float(room - two_layers),
             ],
             bounds=[(0, 1), (0, 1), (0, None)],
@@ -212,15 +192,19 @@ class _Static:
         return unroll(self._graph, self._starts, self.num_batches)
 
     @cached_property
+    def _unrolled_problem(self) -> Problem:
+        return self._problem.of(self._unrolled.graph)
+
+    @cached_property
     def _reserved_bytes(self) -> int:
-        """What the further batches take on the device outside the arena."""
+        """Device bytes outside the arena for the batches after the first."""
         one = dataclasses.replace(self._graph, tasks=())
         all_of_them = unroll(one, [0], self.num_batches).graph
         before, after = (non_arena_bytes(g, self._alignment) for g in (one, all_of_them))
         return after - before
 
     def _crossing(self, start: int) -> list[int]:
-        """List the activations that are made before a task and used by it or behind it."""
+        """List the activations that are made before a task and used by it or later."""
         return [
             b.id
             for b in self._graph.buffers
@@ -232,10 +216,10 @@ class _Static:
     # The schedule.
 
     def plan(self) -> MemGraph:
-        """Write the plan: the shares of the linear program, less what turns out not to fit."""
-        room = self._arena_bytes - self._reserved_bytes
+        """Write the plan: the shares of the linear program, lowered until the plan fits."""
+        room = self._problem.arena_bytes - self._reserved_bytes
         for script in self._scripts():
-            if live_bytes(self._unrolled.graph, script, self._alignment) > room:
+            if live_bytes(self._unrolled_problem, script) > room:
                 continue
             try:
                 return self._realize(script)
@@ -244,13 +228,7 @@ class _Static:
         return self._realize(self._script(0, 0))
 
     def _realize(self, script: Script) -> MemGraph:
-        return realize(
-            self._unrolled.graph,
-            script,
-            arena_bytes=self._arena_bytes,
-            alignment=self._alignment,
-            reserved_bytes=self._reserved_bytes,
-        )
+        return realize(self._unrolled_problem, script, reserved_bytes=self._reserved_bytes)
 
     def _scripts(self) -> Iterator[Script]:
         if self.shares is None:
@@ -266,13 +244,13 @@ class _Static:
 
         Args:
             percent: Share of each layer's weights to keep.
-            num_waiting: Batches, the last ones, whose activations wait in host memory.
+            num_waiting: The last batches, whose activations wait in host memory.
         """
         kept = _kept(self._graph, self._weights, percent)
         streamed = [[b for b in layer if b not in kept] for layer in self._weights]
         n, num_layers = self.num_batches, len(streamed)
         steps: list[Step] = []
-        if num_layers == 1:  # nothing to look ahead to
+        if num_layers == 1:  # there is no next layer
             steps += [Step(Act.RELOAD, b) for b in streamed[0]]
         done = 0
         for layer, (begin, end) in enumerate(self._spans()):
@@ -281,21 +259,21 @@ class _Static:
             steps.append(Step(Act.AWAIT_TASKS))
             for batch in range(n):
                 if batch + 1 < n:
-                    steps += self._hand_over(Act.RELOAD, begin, batch + 1, num_waiting)
+                    steps += self._copy_crossing(Act.RELOAD, begin, batch + 1, num_waiting)
                 else:
-                    steps += self._hand_over(Act.RELOAD, end, 0, num_waiting)
+                    steps += self._copy_crossing(Act.RELOAD, end, 0, num_waiting)
                 share = slice(len(coming) * batch // n, len(coming) * (batch + 1) // n)
                 steps += [Step(Act.RELOAD, b) for b in coming[share]]
                 steps += [Step(Act.COMPUTE, done + i) for i in range(end - begin)]
                 done += end - begin
-                steps += self._hand_over(Act.EVICT, end, batch, num_waiting)
+                steps += self._copy_crossing(Act.EVICT, end, batch, num_waiting)
             going = streamed[layer] if num_layers == 1 else set(streamed[layer]) - set(following)
             steps += [Step(Act.DROP, b) for b in sorted(going)]
         entry = sorted({*kept, *(streamed[0] if num_layers > 1 else ())})
         return Script(self._policy, tuple(entry), tuple(steps))
 
-    def _hand_over(self, act: Act, start: int, batch: int, num_waiting: int) -> list[Step]:
-        """Copy what a batch hands over at a task, out or back in, if it is to wait on the host."""
+    def _copy_crossing(self, act: Act, start: int, batch: int, num_waiting: int) -> list[Step]:
+        """Copy a batch's activations that cross a task out or back in, if they wait on the host."""
         if batch < self.num_batches - num_waiting:
             return []
         ids = self._unrolled.buffers[batch]
@@ -303,9 +281,9 @@ class _Static:
 
 
 def _stretches(graph: TaskGraph) -> list[int]:
-    """List the tasks with which a layer begins, or what comes before or behind the layers.
+    """List the first task of each stretch.
 
-    Where no label has a layer in it, every change of label begins a stretch.
+    If no label names a layer, every change of label begins a stretch.
     """
     layers: list[str | None] = [layer_of(task.label) for task in graph.tasks]
     if not any(layers):
@@ -315,9 +293,9 @@ def _stretches(graph: TaskGraph) -> list[int]:
 
 
 def _kept(graph: TaskGraph, layers: list[list[int]], percent: int) -> set[int]:
-    """Choose weights to keep: of each layer the last ones, and in all ``percent`` of the bytes."""
+    """Choose weights to keep: the last ones of each layer, ``percent`` of the bytes in all."""
     kept: set[int] = set()
-    due = 0  # bytes to keep that no layer has taken yet, times 100
+    due = 0  # bytes still to be kept, times 100
     for layer in layers:
         new = [b for b in layer if b not in kept]
         due += percent * sum(graph.buffers[b].nbytes for b in new)

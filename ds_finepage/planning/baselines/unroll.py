@@ -23,7 +23,7 @@ _SHARED = (BufferKind.WEIGHT, BufferKind.CONSTANT)
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
-    """The taskgraph of several batches, and what each calls the buffers of the one."""
+    """The taskgraph of several batches, and the new buffer ids of each batch."""
 
     graph: TaskGraph
     buffers: tuple[dict[int, int], ...]
@@ -32,13 +32,13 @@ class Unrolled:
 def unroll(graph: TaskGraph, starts: Sequence[int], num_batches: int) -> Unrolled:
     """Unroll a pass for ``num_batches`` independent calls that take turns.
 
-    Weights and constants are shared; all else, the KV cache included, each batch has for itself.
+    Batches share weights and constants. Each has its own other buffers, its KV cache included.
 
     Args:
         graph: The pass of one batch.
-        starts: Tasks with which a turn begins, ascending, 0 first. All batches do one stretch of
-            tasks, one after the other, before any begins the next.
-        num_batches: How many.
+        starts: First tasks of the turns, ascending, 0 first. All batches run one turn, one after
+            the other, before any begins the next.
+        num_batches: Number of calls.
     """
     copies = [_Copy(graph, batch) for batch in range(num_batches)]
     buffers, tensors = list(graph.buffers), list(graph.tensors)
@@ -73,7 +73,7 @@ def unroll(graph: TaskGraph, starts: Sequence[int], num_batches: int) -> Unrolle
 
 
 class _Copy:
-    """New ids for what one batch has for itself. Batch 0 keeps the old ones."""
+    """New ids for the buffers and tensors of one batch; batch 0 keeps the old ids."""
 
     def __init__(self, graph: TaskGraph, batch: int) -> None:
         self._graph, self._batch = graph, batch

@@ -1,18 +1,17 @@
 """Policies ``zero*``: ZeRO-Inference, module by module, on one rank.
 
-What DeepSpeed's parameter coordinator does from the second forward on, when its trace is complete.
-Each module, down to each Linear, fetches its parameters when it is called and releases them when it
-returns; after each fetch the coordinator tops up what comes next. Nothing else is kept from one
-pass to the next but what the two persistence thresholds say.
+This simulates DeepSpeed's parameter coordinator from the second forward on, when its trace is
+complete. Each module, down to each Linear, fetches its parameters when it is called and releases
+them when it returns. After each fetch the coordinator prefetches the next parameters. The two
+persistence thresholds decide which parameters stay from one pass to the next.
 
 On one rank a fetch is a copy on one stream. The host waits for that stream until a module's
-parameters are there, prefetched ones of the same fetch included, and on entry to each module the
-compute stream waits for everything that was fetched so far. Not simulated: the time that the hooks
-take on the host, and bytes that the caching allocator holds back until the compute stream is done
-with them.
+parameters are there, prefetched ones of the same fetch included. On entry to each module the
+compute stream waits for all fetches so far. Two things are not simulated: the time of the hooks on
+the host, and bytes that the caching allocator holds back until the compute stream has used them.
 
-``zero`` has DeepSpeed's defaults, ``zero-authors`` the settings of the authors' own benchmark,
-``zero-persistence`` these and as many persistent parameters as the arena has room for.
+``zero`` has DeepSpeed's defaults, and ``zero-authors`` the settings of the authors' own benchmark.
+``zero-persistence`` adds as many persistent parameters as the arena has room for.
 
 Source: ``runtime/zero/partitioned_param_coordinator.py`` and ``parameter_offload.py`` of DeepSpeed
 0.19.8; ``inference/huggingface/zero_inference/run_model.py`` of DeepSpeedExamples.
@@ -26,25 +25,25 @@ from collections import deque
 from dataclasses import dataclass
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Ref, TaskGraph
 from ds_finepage.planning.baselines.modules import module_calls
 from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
+from ds_finepage.planning.problem import Problem
 
 MAX_PASSES = 8
-"""Forwards to simulate before the resident parameters have to be the same as one forward ago."""
+"""Forwards to simulate before the resident parameters must be those of the forward before."""
 
 EVERY_PARAMETER = 10**12
 """A persistence threshold that is larger than any parameter."""
 
 FRAGMENTATION_STEPS = 10
-"""How often ``zero-persistence`` gives up a percent of the arena until the offsets work out."""
+"""How often ``zero-persistence`` gives up a percent of the arena until the offsets fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSettings:
-    """The ``stage3_*`` settings that decide what is fetched when, with DeepSpeed's defaults.
+    """The ``stage3_*`` settings that decide about fetches, with DeepSpeed's defaults.
 
     They count *elements*, as DeepSpeed does. ``leaf_classes`` are modules that fetch the parameters
     of all their submodules at once.
@@ -64,18 +63,18 @@ class ZeroSettings:
 
 @dataclass(frozen=True, slots=True)
 class ZeroPass:
-    """What one steady forward does, and the bytes that DeepSpeed's own counters would see."""
+    """One steady forward, and the bytes that DeepSpeed's own counters would show."""
 
     steps: tuple[Step, ...]
-    resident: tuple[int, ...]  # parameters that are there before and after
+    resident: tuple[int, ...]  # parameters on the device before and after
     gathered_bytes: int
-    peak_live_bytes: int  # parameters that are gathered or on their way, at one time
+    peak_live_bytes: int  # largest sum of parameters that are gathered or being copied
 
 
 def authors_settings(graph: TaskGraph) -> ZeroSettings:
-    """Return the settings that the authors of ZeRO-Inference benchmark with.
+    """Return the settings of the ZeRO-Inference authors' benchmark.
 
-    They follow from the hidden size, which is taken from the embedding's rows.
+    They follow from the hidden size, which is the length of the embedding's rows.
     """
     hidden = _hidden_size(graph)
     return ZeroSettings(
@@ -86,7 +85,7 @@ def authors_settings(graph: TaskGraph) -> ZeroSettings:
 
 
 def _hidden_size(graph: TaskGraph) -> int:
-    """Return the length of the first embedding's rows; 0 where nothing is looked up."""
+    """Return the length of the first embedding's rows; 0 if the pass has no embedding."""
     for task in graph.tasks:
         if task.op == "aten.embedding.default":
             table = task.args[0]
@@ -107,7 +106,7 @@ class _Module:
     name: str
     is_leaf: bool
     own: tuple[int, ...]  # parameters to fetch, in the order in which they were registered
-    nested: tuple[int, ...]  # those and all of its submodules
+    nested: tuple[int, ...]  # its own and those of all submodules
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,8 @@ class _Event:
 class _Coordinator:
     """The state of DeepSpeed's coordinator over several forwards.
 
-    Invariant: ``_group`` has the fetch that a parameter came with as long as its handle has not
-    been taken off the registry; ``_waited`` are the fetches that the host has waited for.
+    Invariant: ``_group`` has the fetch that brought a parameter, until its handle is taken off the
+    registry. ``_waited`` are the fetches that the host has waited for.
     """
 
     def __init__(self, graph: TaskGraph, settings: ZeroSettings) -> None:
@@ -133,7 +132,7 @@ class _Coordinator:
         self._trace = [(p, step) for step, m in enumerate(self._modules) for p in m.own]
         self._persistent = self._mark_persistent()
         self._release_cache: dict[tuple[str, int], frozenset[int]] = {}
-        self._resident: dict[int, None] = {}  # gathered or on the way, in order of fetching
+        self._resident: dict[int, None] = {}  # gathered or being copied, in order of fetching
         self._group: dict[int, int] = {}
         self._num_groups = 0
         self._begin_forward()
@@ -173,7 +172,7 @@ class _Coordinator:
                 self._release(self._modules[event.index])
             else:
                 self.steps.append(Step(Act.COMPUTE, event.index))
-        for parameter in list(self._group):  # prefetched, and not used after all
+        for parameter in list(self._group):  # prefetched, but not used
             del self._group[parameter]
             self._free(parameter)
 
@@ -237,7 +236,7 @@ class _Coordinator:
         self.steps.append(Step(Act.DROP, parameter))
 
     def _to_release(self, module: _Module) -> frozenset[int]:
-        """Choose what may go when a module returns; DeepSpeed remembers the first answer too."""
+        """Choose the parameters to free when a module returns; like DeepSpeed, only once."""
         key = (module.name, self._step)
         if key not in self._release_cache:
             found = [
@@ -258,7 +257,7 @@ class _Coordinator:
 
 
 def _element_counts(graph: TaskGraph) -> dict[int, int]:
-    """Count the elements of every weight; a byte is one where the taskgraph does not say."""
+    """Count the elements of every weight; a byte is one if the taskgraph has no dtype."""
     itemsize: dict[int, int] = {}
     for view in graph.tensors:
         itemsize.setdefault(view.buffer, _ITEMSIZES.get(view.dtype, 1))
@@ -273,17 +272,17 @@ _ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 
 
 
 def _walk(graph: TaskGraph, leaf_classes: tuple[str, ...]) -> tuple[list[_Module], list[_Event]]:
-    """List the modules that DeepSpeed hooks, as they are called, and what happens in which order.
+    """List the modules that DeepSpeed hooks, in the order of their calls, and all events in order.
 
-    A module has the parameters that are named after it and those that its own tasks read and no
-    module around it has: tied ones, and what DeepSpeed calls external ones.
+    A module has the parameters that are named after it. It also has those that its own tasks read
+    and no enclosing module has: tied parameters, and DeepSpeed's external parameters.
     """
     weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT]
     owned: dict[str, list[int]] = {}
     for weight in weights:
         owned.setdefault(weight.name.rpartition(".")[0], []).append(weight.id)
     is_weight = {w.id for w in weights}
-    below: dict[str, tuple[int, ...]] = {}  # by module, those of its submodules included
+    below: dict[str, tuple[int, ...]] = {}  # by module, with those of its submodules
     for call in module_calls(graph):
         if call.name not in below:
             prefix = f"{call.name}." if call.name else ""
@@ -326,7 +325,11 @@ def _walk(graph: TaskGraph, leaf_classes: tuple[str, ...]) -> tuple[list[_Module
 
 
 def simulate_coordinator(graph: TaskGraph, settings: ZeroSettings) -> ZeroPass:
-    """Return what a steady forward does under some settings."""
+    """Return a steady forward under some settings.
+
+    Raises:
+        PlanInfeasibleError: The resident parameters change with every forward.
+    """
     coordinator = _Coordinator(graph, settings)
     for _ in range(MAX_PASSES):
         before = coordinator.resident
@@ -334,7 +337,10 @@ def simulate_coordinator(graph: TaskGraph, settings: ZeroSettings) -> ZeroPass:
         if coordinator.resident == before:
             break
     else:
-        raise AssertionError("the coordinator never comes to rest")
+        raise PlanInfeasibleError(
+            f"ZeRO-Inference still changes its resident parameters after {MAX_PASSES} forwards, so "
+            f"it has no steady pass. Use a policy that plans one: finepage."
+        )
     return ZeroPass(
         tuple(coordinator.steps),
         coordinator.resident,
@@ -346,91 +352,64 @@ def simulate_coordinator(graph: TaskGraph, settings: ZeroSettings) -> ZeroPass:
 # The policies.
 
 
-def plan_zero_with(
-    graph: TaskGraph,
-    settings: ZeroSettings,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    policy: str = "zero",
-) -> MemGraph:
-    """Plan what ZeRO-Inference does under some settings.
+def plan_zero_with(problem: Problem, settings: ZeroSettings, policy: str = "zero") -> MemGraph:
+    """Plan a forward of ZeRO-Inference.
+
+    Args:
+        problem: The pass and its arena.
+        settings: The settings of DeepSpeed.
+        policy: Name to write into the memgraph.
 
     Raises:
         PlanInfeasibleError: It holds more bytes at one time than the arena has.
     """
-    found = simulate_coordinator(graph, settings)
-    script = Script(policy, found.resident, found.steps)
-    return realize(graph, script, arena_bytes=arena_bytes, alignment=alignment)
+    found = simulate_coordinator(problem.graph, settings)
+    return realize(problem, Script(policy, found.resident, found.steps))
 
 
-def plan_zero(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-) -> MemGraph:
-    """Plan what ZeRO-Inference does with its default settings."""
-    return plan_zero_with(graph, ZeroSettings(), arena_bytes=arena_bytes, alignment=alignment)
+def plan_zero(problem: Problem) -> MemGraph:
+    """Plan ZeRO-Inference with its default settings."""
+    return plan_zero_with(problem, ZeroSettings())
 
 
-def plan_zero_authors(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-) -> MemGraph:
-    """Plan what ZeRO-Inference does with its authors' settings."""
-    return plan_zero_with(
-        graph,
-        authors_settings(graph),
-        arena_bytes=arena_bytes,
-        alignment=alignment,
-        policy="zero-authors",
-    )
+def plan_zero_authors(problem: Problem) -> MemGraph:
+    """Plan ZeRO-Inference with its authors' settings."""
+    return plan_zero_with(problem, authors_settings(problem.graph), "zero-authors")
 
 
-def plan_zero_persistence(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-) -> MemGraph:
-    """Plan what ZeRO-Inference does when the first N elements are made persistent.
+def plan_zero_persistence(problem: Problem) -> MemGraph:
+    """Plan ZeRO-Inference with as many persistent parameters as the arena has room for.
 
     That is ``stage3_param_persistence_threshold`` above any parameter, and the largest
-    ``stage3_model_persistence_threshold`` that the arena has room for. It is not documented as a
-    way to use a budget, but it is the best that a user of ZeRO-Inference can do with one.
+    ``stage3_model_persistence_threshold`` that fits. DeepSpeed does not document this as a way to
+    use a budget, but a user of ZeRO-Inference can do no better with one.
     """
-    numel = list(_element_counts(graph).values())
+    numel = list(_element_counts(problem.graph).values())
 
     def script_for(num_kept: int) -> Script:
         settings = dataclasses.replace(
-            authors_settings(graph),
+            authors_settings(problem.graph),
             param_persistence_threshold=EVERY_PARAMETER,
             model_persistence_threshold=sum(numel[:num_kept]),
         )
-        found = simulate_coordinator(graph, settings)
+        found = simulate_coordinator(problem.graph, settings)
         return Script("zero-persistence", found.resident, found.steps)
 
     def most_kept(room: int) -> int:
         least, most = 0, len(numel)
         while least < most:
             middle = (least + most + 1) // 2
-            if live_bytes(graph, script_for(middle), alignment) <= room:
+            if live_bytes(problem, script_for(middle)) <= room:
                 least = middle
             else:
                 most = middle - 1
         return least
 
     for percent in range(FRAGMENTATION_STEPS):
-        script = script_for(most_kept(arena_bytes * (100 - percent) // 100))
+        script = script_for(most_kept(problem.arena_bytes * (100 - percent) // 100))
         try:
-            return realize(graph, script, arena_bytes=arena_bytes, alignment=alignment)
+            return realize(problem, script)
         except PlanInfeasibleError:
             if not script.entry:
                 raise
-    return realize(graph, script_for(0), arena_bytes=arena_bytes, alignment=alignment)
+    return realize(problem, script_for(0))

@@ -1,80 +1,107 @@
-"""Which bytes of the weights are kept, and how the rest is cut for the ring."""
+"""Chooses the bytes of the weights that are kept, and cuts the rest for the ring."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage.small_arena import FIXED_SHARE, weights_by_first_use
+from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
+from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import SharedResident
-from ds_finepage.planning.liveness import aligned, uses
+from ds_finepage.planning.liveness import extent_bytes, uses
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import Divisible, cut_weights, divisible_weights
-
-RING_SHARES = (0.012, 0.018, 0.006, 0.03)
-"""Lengths of the ring to try, as shares of the bytes that have to be reloaded."""
-
-RING_WEIGHTS = (1.0, 2.0, 1.5, 3.0, 4.0)
-"""Lengths of the ring to try where whole weights go through it, in units of the largest."""
-
-SLICES_IN_RING = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A taskgraph, cut or not, with the weights to stream in the order of their use."""
+class Choice:
+    """A taskgraph, cut or not, and a choice of the weights that stream.
+
+    Attributes:
+        graph: The taskgraph.
+        streamed: The weights that stream, in the order of their use.
+        shared: The weights that stay in the extents where the alternating pass keeps them.
+    """
 
     graph: TaskGraph
     streamed: list[int]
-    shared: Mapping[int, Extent] = field(default_factory=dict)  # kept, at these places
+    shared: Mapping[int, Extent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The weights of a pass, by what can be done with them. Sizes are aligned."""
+class WeightClasses:
+    """The weights of a pass, sorted by how they can be kept or streamed.
 
-    graph: TaskGraph
-    alignment: int
+    Attributes:
+        problem: The pass and its arena.
+        options: The heuristics.
+        sizes: Weight -> bytes of its extent.
+        order: The weights that may be streamed, by use.
+        divisible: The weights that can be cut.
+        per_call: The weights that each call brings from host memory, so they are always streamed.
+        routed: The weights of which each pass chooses the slices that it uses (experts).
+        fixed_bytes: Bytes of the weights that are always kept.
+    """
+
+    problem: Problem
+    options: FinepageOptions
     sizes: dict[int, int]
-    order: list[int]  # that may be streamed, by use
+    order: list[int]
     divisible: dict[int, Divisible]
-    handed: frozenset[int]  # that each call brings anew, and so are always streamed
-    routed: frozenset[int]  # of which each pass chooses the slices that it uses
-    fixed_bytes: int  # of the others, which are always kept
+    per_call: frozenset[int]
+    routed: frozenset[int]
+    fixed_bytes: int
 
     @classmethod
-    def of(cls, graph: TaskGraph, alignment: int, *, may_split: bool) -> Shares:
-        """Sort the weights of a pass."""
-        order = weights_by_first_use(graph, handed=True)
-        handed = frozenset(b for b in order if graph.buffers[b].gather is not None)
-        sizes = {b: aligned(graph.buffers[b].nbytes, alignment) for b in order}
-        largest = max(sizes.values(), default=0)
+    def of(
+        cls, problem: Problem, *, may_split: bool, options: FinepageOptions = DEFAULTS
+    ) -> WeightClasses:
+        """Sort the weights of a pass.
+
+        Args:
+            problem: The pass and its arena.
+            may_split: Weights may be cut.
+            options: The heuristics.
+        """
+        graph = problem.graph
+        order = weights_by_first_use(graph, per_call=True)
+        per_call = frozenset(b for b in order if graph.buffers[b].gather is not None)
+        sizes = problem.sizes(order)
+        small = options.fixed_share * max(sizes.values(), default=0)
         times_used = uses(graph)
         divisible = {d.buffer: d for d in divisible_weights(graph)} if may_split else {}
-        # A bias would be used by every slice, and stand in the way of those behind it.
-        shared = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
+        # Every slice of a product uses the bias, so a streamed bias would block the ring.
+        beside = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
         streamable = [
             b
             for b in order
             if b in divisible
-            or b in handed
-            or (len(times_used[b]) == 1 and sizes[b] > FIXED_SHARE * largest and b not in shared)
+            or b in per_call
+            or (len(times_used[b]) == 1 and sizes[b] > small and b not in beside)
         ]
         return cls(
-            graph=graph,
-            alignment=alignment,
+            problem=problem,
+            options=options,
             sizes=sizes,
             order=streamable,
             divisible=divisible,
-            handed=handed,
+            per_call=per_call,
             routed=frozenset(routes(graph)),
             fixed_bytes=sum(sizes[b] for b in order) - sum(sizes[b] for b in streamable),
         )
 
     def ring_sizes(self, room: int) -> Iterator[int]:
-        """Yield lengths of the ring to try, 0 first where everything fits."""
+        """Yield lengths of the ring to try.
+
+        Args:
+            room: Bytes of the arena beside the activations.
+
+        Yields:
+            Just 0 if all weights fit into the room.
+        """
         missing = self.missing_bytes(room)
         if missing <= 0:
             yield 0
@@ -82,65 +109,86 @@ class Shares:
         least = self.least_ring_bytes()
         if not self.divisible:
             whole = sorted({self.sizes[b] for b in self.order}, reverse=True)[:3]
-            sizes = {aligned(int(most * f), self.alignment) for most in whole for f in RING_WEIGHTS}
-            yield from sorted(sizes)
+            factors = self.options.ring_weights
+            yield from sorted({self._aligned(int(most * f)) for most in whole for f in factors})
             return
-        sizes = {aligned(max(least, int(missing * f)), self.alignment) for f in RING_SHARES}
-        # Half of the largest weight is plenty, and less than who never cuts has to keep free.
+        shares = self.options.ring_shares
+        sizes = {self._aligned(max(least, int(missing * f))) for f in shares}
+        # Half of the largest weight is plenty: a plan of whole weights needs more.
         plenty = max(self.sizes[b] for b in self.divisible) // 2
-        share = min(int(missing * RING_SHARES[0]), plenty)
-        first = aligned(max(least, share), self.alignment)
+        first = self._aligned(max(least, min(int(missing * shares[0]), plenty)))
         yield first
         yield from sorted((sizes | {least}) - {first}, reverse=True)
 
+    def _aligned(self, nbytes: int) -> int:
+        return extent_bytes(nbytes, self.problem.alignment)
+
     def missing_bytes(self, room: int) -> int:
-        """Count the bytes that cannot all be kept in ``room``."""
+        """Count the bytes that cannot be kept in ``room`` bytes."""
         missing = sum(self.sizes[b] for b in self.order) + self.fixed_bytes - room
-        return max(missing, sum(self.sizes[b] for b in self.handed))
+        return max(missing, sum(self.sizes[b] for b in self.per_call))
 
     def least_ring_bytes(self) -> int:
-        """Return the shortest ring through which all weights that may be streamed can go."""
+        """Return the shortest ring through which all streamable weights can go."""
         slices = [_quantum(d) * d.row_bytes for d in self.divisible.values()]
         whole = {b for b in self.order if b not in self.divisible}
         together = [
-            [self.sizes[b] for b in self.graph.paged(task) if b in whole]
-            for task in self.graph.tasks
+            [self.sizes[b] for b in self.problem.graph.paged(task) if b in whole]
+            for task in self.problem.graph.tasks
         ]
-        # Of several that one task needs, the first may lie so that the next has to begin anew.
+        # If a task needs several weights, the ring may wrap between them; reserve twice their size.
         groups = [sum(sizes) * min(2, len(sizes)) for sizes in together]
-        return max([2 * aligned(max(slices, default=0), self.alignment), *groups])
+        return max([2 * self._aligned(max(slices, default=0)), *groups])
 
-    def choose(self, room: int, ring_bytes: int) -> Chosen | None:
-        """Choose what is kept in ``room`` beside a ring; None where that cannot be done."""
+    def choose(self, room: int, ring_bytes: int) -> Choice | None:
+        """Choose the weights to keep.
+
+        Args:
+            room: Bytes of the arena beside the activations.
+            ring_bytes: Length of the ring, part of that room.
+
+        Returns:
+            None if the room is too small.
+        """
         left = room - self.fixed_bytes - ring_bytes
         if left < 0:
             return None
         if ring_bytes == 0:
-            return Chosen(self.graph, [])
+            return Choice(self.problem.graph, [])
         always = [b for b in self.order if b not in self.divisible and self.sizes[b] > ring_bytes]
-        if not self.handed.isdisjoint(always):
+        if not self.per_call.isdisjoint(always):
             return None
         left -= sum(self.sizes[b] for b in always)
         if left < 0:
             return None
-        rest = [b for b in self.order if b not in set(always) and b not in self.handed]
+        rest = [b for b in self.order if b not in set(always) and b not in self.per_call]
         kept: set[int] = set(always)
         kept_rows: dict[int, int] = {}
-        # A byte of experts that is kept saves a share of a byte, any other saves all of it.
+        # To keep a byte of an expert saves a share of a byte; any other byte saves all of it.
         for group in (
             [b for b in rest if b not in self.routed],
             [b for b in rest if b in self.routed],
         ):
             left = self._spread(group, left, kept, kept_rows)
-        return Chosen(*self._cut(kept_rows, kept, ring_bytes))
+        return Choice(*self._cut(kept_rows, kept, ring_bytes))
 
     def _spread(
         self, weights: list[int], room: int, kept: set[int], kept_rows: dict[int, int]
     ) -> int:
-        """Choose what is kept of some weights, evenly over their uses; return the room left."""
+        """Choose bytes to keep of some weights, evenly over their uses.
+
+        Args:
+            weights: The weights, by use.
+            room: Most bytes to keep.
+            kept: Gets the whole weights to keep.
+            kept_rows: Gets the rows to keep of each weight that can be cut.
+
+        Returns:
+            The room that is left.
+        """
         total = sum(self.sizes[b] for b in weights)
         left = room
-        due = 0  # bytes to keep that rounding has left over, in units of 1/total
+        due = 0  # bytes still to be kept after rounding, in units of 1/total
         for buffer in weights:
             due += self.sizes[buffer] * min(room, total)
             if buffer in self.divisible:
@@ -156,32 +204,31 @@ class Shares:
                 kept.add(buffer)
         return left
 
-    def choose_shared(
-        self, shared: Sequence[SharedResident], lower: int, ring_bytes: int, top: int
-    ) -> Chosen | None:
-        """Choose to keep just what stands above activations and ring, and what must be kept.
+    def choose_shared(self, lower: int, ring_bytes: int) -> Choice | None:
+        """Choose to keep just shared residents, and the weights that cannot stream.
 
         Args:
-            shared: What there is to keep, uppermost first.
             lower: Bytes of the activations.
-            ring_bytes: Size of the ring.
-            top: Upper end of the arena.
+            ring_bytes: Length of the ring.
 
         Returns:
-            None where it cannot be done.
+            None if the arena is too small.
         """
+        top = self.problem.top
         streamable = set(self.order)
         must = {
             b
             for b in self.sizes
             if b not in streamable or (b not in self.divisible and self.sizes[b] > ring_bytes)
         }
-        if not self.handed.isdisjoint(must):
+        if not self.per_call.isdisjoint(must):
             return None
-        names = {self.graph.buffers[b].name: b for b in self.sizes if b not in self.handed}
+        names = {
+            self.problem.graph.buffers[b].name: b for b in self.sizes if b not in self.per_call
+        }
         kept: dict[int, SharedResident] = {}
         need = sum(self.sizes[b] for b in must)
-        for piece in shared:
+        for piece in self.problem.shared:
             buffer = names.get(piece.buffer.name)
             if buffer is None or not self._can_keep(buffer, piece):
                 continue
@@ -198,15 +245,15 @@ class Shares:
         }
         cut, streamed = self._cut(rows, must | kept.keys(), ring_bytes)
         extents = {s.buffer.key: s.extent for s in kept.values()}
-        return Chosen(
+        return Choice(
             cut,
             streamed,
             {b.id: extents[b.key] for b in cut.buffers if b.key in extents},
         )
 
     def _can_keep(self, buffer: int, piece: SharedResident) -> bool:
-        """Tell whether another pass's piece of a weight is one that this pass can keep."""
-        whole = self.graph.buffers[buffer]
+        """Tell whether this pass can keep the alternating pass's piece of a weight."""
+        whole = self.problem.graph.buffers[buffer]
         if piece.buffer.offset or piece.buffer.gather is not None or whole.gather is not None:
             return False
         if piece.buffer.nbytes == whole.nbytes:
@@ -218,7 +265,7 @@ class Shares:
     def _cut(
         self, kept_rows: dict[int, int], kept: set[int], ring_bytes: int
     ) -> tuple[TaskGraph, list[int]]:
-        """Cut all divisible weights, each behind the rows of it that are kept."""
+        """Cut all divisible weights after their kept rows; list the weights to stream."""
         cuts, head = {}, 0
         for buffer in self.order:
             if buffer in kept_rows:
@@ -227,21 +274,27 @@ class Shares:
                 )
             elif buffer not in kept:
                 head = self.sizes[buffer] + (head if head + self.sizes[buffer] <= ring_bytes else 0)
-        cut = cut_weights(self.graph, cuts)
+        cut = cut_weights(self.problem.graph, cuts)
         return cut, self._streamed(cut, kept - kept_rows.keys(), kept_rows)
 
     def _slices(
         self, weight: Divisible, kept_rows: int, head: int, ring_bytes: int
     ) -> tuple[list[int], int]:
-        """Cut a weight into the part that is kept and slices for the ring.
+        """Cut a weight into the kept part and slices for the ring.
 
-        A slice ends where the ring does, so that nothing of the ring is left empty.
+        A slice ends at the end of the ring, so that no bytes of the ring are left empty.
+
+        Args:
+            weight: The weight.
+            kept_rows: Its rows that are kept.
+            head: Offset in the ring of the first slice.
+            ring_bytes: Length of the ring.
 
         Returns:
-            The rows at which the slices begin, and where in the ring the next one will lie.
+            The rows at which the slices begin, and the offset in the ring of the next slice.
         """
         quantum = _quantum(weight)
-        most = ring_bytes // SLICES_IN_RING // weight.row_bytes // quantum * quantum
+        most = ring_bytes // self.options.slices_in_ring // weight.row_bytes // quantum * quantum
         starts = [0] if kept_rows else []
         at = kept_rows
         while at < weight.num_rows:
@@ -252,18 +305,18 @@ class Shares:
             starts.append(at)
             num_rows = min(weight.num_rows - at, max(quantum, min(most, space)))
             at += num_rows
-            head += aligned(num_rows * weight.row_bytes, self.alignment)
+            head += self._aligned(num_rows * weight.row_bytes)
         return starts or [0], head
 
     def _streamed(self, cut: TaskGraph, kept: set[int], kept_rows: dict[int, int]) -> list[int]:
-        """List the weights and slices of the cut graph that are to be streamed, by use."""
+        """List the weights and slices of the cut graph that stream, by use."""
         kept_bytes = {
-            self.graph.buffers[b].name: rows * self.divisible[b].row_bytes
+            self.problem.graph.buffers[b].name: rows * self.divisible[b].row_bytes
             for b, rows in kept_rows.items()
         }
         may_stream = set(self.order)
         found = []
-        for buffer in weights_by_first_use(cut, handed=True):
+        for buffer in weights_by_first_use(cut, per_call=True):
             part = cut.buffers[buffer]
             if part.name in kept_bytes:
                 if part.offset >= kept_bytes[part.name]:
@@ -274,5 +327,5 @@ class Shares:
 
 
 def _quantum(weight: Divisible) -> int:
-    """Rows that are cut together, so that what is left is still a good shape for a kernel."""
+    """Return the rows that are cut together, so that a slice is a good shape for a kernel."""
     return 64 if weight.num_rows >= 1024 else 16 if weight.num_rows >= 128 else 1

@@ -2,10 +2,10 @@
 
     0 ......... activations ......... ring ......... residents ......... arena end
 
-Activations are placed offline. Streamed weights follow each other through the ring, first in, first
-out, so reload k waits for nothing but the task that used the bytes a ring's length earlier: the
-transfer lane runs as far ahead as the ring is long. Residents never move, and are given from
-outside. Every pass begins and ends with just the residents in place.
+Activations are placed offline. Streamed weights go through the ring first in, first out. A reload
+waits only for the task that used its bytes one ring's length earlier, so the transfer lane runs as
+far ahead as the ring is long. Residents never move. Every pass begins and ends with just the
+residents in place.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.layout import LiveBuffer, Tenancy, place
-from ds_finepage.planning.liveness import aligned, uses
+from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
+from ds_finepage.planning.liveness import uses
+from ds_finepage.planning.problem import Problem
 
 
-def place_activations(graph: TaskGraph, alignment: int) -> dict[int, Extent]:
+def place_activations(problem: Problem) -> dict[int, Extent]:
     """Place all activations by their live ranges.
 
-    The rows of an embedding are placed among them, as live from the start of the pass: each call
-    brings others, so they are neither kept nor part of the stream.
+    The rows of an embedding are placed among them, live from the start of the pass. They differ in
+    each call, so they are neither kept nor streamed.
+
+    Returns:
+        Buffer -> extent.
     """
-    live = []
+    graph, live = problem.graph, []
     for buffer, found in zip(graph.buffers, uses(graph), strict=True):
         is_gathered = buffer.gather is not None and not graph.is_handed(buffer)
         if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):
             begin = 0 if is_gathered else found[0]
-            live.append(LiveBuffer(buffer.id, aligned(buffer.nbytes, alignment), begin, found[-1]))
+            live.append(LiveBuffer(buffer.id, problem.size(buffer.id), begin, found[-1]))
     return place(live)
 
 
 class Ring:
-    """Extents given out first in, first out, within ``[base, base + nbytes)``."""
+    """Gives out extents first in, first out, within ``[base, base + nbytes)``."""
 
     def __init__(self, base: int, nbytes: int) -> None:
         """Start empty."""
@@ -45,68 +49,63 @@ class Ring:
         self._live: deque[tuple[int, Extent]] = deque()
 
     def take(self, buffer: int, nbytes: int) -> Extent | None:
-        """Return the next extent, or None while the bytes that come next are in use."""
+        """Return the next extent; None while its bytes are in use, or if it exceeds the ring."""
         if nbytes > self._nbytes:
             return None
         offset = self._head if self._head + nbytes <= self._nbytes else 0
         found = Extent(self._base + offset, nbytes)
         if any(found.overlaps(extent) for _, extent in self._live):
             return None
-        # The bytes that are skipped at the end count as in use until the head has passed them:
-        # what lies there is older than what lies at the start, and goes first anyway.
+        # Bytes that are skipped at the end count as in use until the head has passed them. The
+        # extents there are older than those at the start, so they are given back first anyway.
         self._live.append((buffer, found))
         self._head = offset + nbytes
         return found
 
     def give_back(self, buffer: int) -> None:
-        """Take an extent back; buffers may leave out of order when a task uses several."""
+        """Take an extent back. A task that uses several buffers may give them back in any order."""
         self._live = deque(item for item in self._live if item[0] != buffer)
 
 
 class StreamPlanner:
     """Writes the memgraph of one pass for a given set of streamed weights.
 
-    Invariant: streamed weights are reloaded in the order of their use, none before the one in
-    front of it.
+    Invariant: streamed weights are reloaded in the order of their use.
     """
 
     def __init__(
         self,
-        graph: TaskGraph,
+        problem: Problem,
         *,
-        arena_bytes: int,
-        alignment: int,
         streamed: Sequence[int],
         activations: dict[int, Extent],
-        activation_bytes: int,
         ring_bytes: int,
         residents: Mapping[int, Extent],
     ) -> None:
         """Lay the regions out.
 
         Args:
-            graph: The pass.
-            arena_bytes: Size of the arena.
-            alignment: Of extents, in bytes.
-            streamed: Weights to stream, in the order of their use; each is used by one task.
-            activations: Where the activations lie, from offset 0.
-            activation_bytes: Size of their region.
-            ring_bytes: Size of the ring.
-            residents: Where the weights lie that are kept, between the ring and the arena's end.
+            problem: The pass, in which each streamed weight is used by one task, and its arena.
+            streamed: Weights to stream, in the order of their use.
+            activations: The extents of the activations, from offset 0.
+            ring_bytes: Length of the ring.
+            residents: The extents of the kept weights, between the ring and the arena's end.
         """
-        self._graph, self._alignment = graph, alignment
+        self._graph, self._size = problem.graph, problem.size
         self._waiting = deque(streamed)
         self._streamed = frozenset(streamed)
         self._residents = residents
         self._activations = activations
-        self._ring = Ring(activation_bytes, ring_bytes)
+        self._ring = Ring(top_of(activations), ring_bytes)
         self._tenancy = Tenancy()
-        self._builder = MemGraphBuilder(graph, "finepage", arena_bytes, alignment)
-        self._last_use = [found[-1] if found else -1 for found in uses(graph)]
-        self._lower_bytes = activation_bytes + ring_bytes
+        self._builder = MemGraphBuilder(
+            problem.graph, "finepage", problem.arena_bytes, problem.alignment
+        )
+        self._last_use = [found[-1] if found else -1 for found in uses(problem.graph)]
+        self._lower_bytes = top_of(activations) + ring_bytes
 
     def plan(self) -> MemGraph | None:
-        """Write the memgraph; None where residents or a streamed weight do not fit."""
+        """Write the memgraph; None if residents or a streamed weight do not fit."""
         if any(extent.offset < self._lower_bytes for extent in self._residents.values()):
             return None
         self._builder.begin(tuple(Residency(b, e) for b, e in sorted(self._residents.items())))
@@ -132,12 +131,10 @@ class StreamPlanner:
         self._builder.alloc(buffer, extent, self._tenancy.vacators(extent))
 
     def _reload_ahead(self) -> None:
-        """Bring in as many of the next streamed weights as the ring has room for."""
+        """Reload as many of the next streamed weights as the ring has room for."""
         while self._waiting:
             buffer = self._waiting[0]
-            extent = self._ring.take(
-                buffer, aligned(self._graph.buffers[buffer].nbytes, self._alignment)
-            )
+            extent = self._ring.take(buffer, self._size(buffer))
             if extent is None:
                 return
             self._waiting.popleft()

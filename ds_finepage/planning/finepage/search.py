@@ -1,94 +1,71 @@
 """Policy ``finepage``: plan for the pass that comes again.
 
-Decode repeats one graph, so the bytes that a steady pass reloads are the bytes that are not kept
-from one pass to the next. Part of the weights is kept for good, the rest streams through a ring;
-exit residency equals entry residency.
+Decode repeats one graph, so a steady pass reloads exactly the bytes that are not kept from one pass
+to the next. A part of the weights is kept for good, the rest streams through a ring; exit residency
+equals entry residency.
 
-Which bytes are kept hardly changes how many have to be reloaded, but decides the time: misses that
-are spread evenly hide behind compute, a resident head with a streamed tail does not. With ``split``
-every weight that can be cut keeps the same share of its rows; without it, whole weights are chosen
-evenly over the pass. How long the ring is, is found by trying: a short one keeps more, a long one
-looks farther ahead.
+The choice of the kept bytes hardly changes the number of reloaded bytes, but it decides the time.
+Reloads that are spread evenly hide behind compute; a resident head with a streamed tail does not.
+With ``split`` every weight that can be cut keeps the same share of its rows. Without it, whole
+weights are chosen evenly over the pass. The search tries several lengths of the ring: a short ring
+keeps more, a long one looks farther ahead.
 
-Where not all weights fit, the pass in which masks and the like are made again instead of being held
-(``recompute``) is tried too.
+If not all weights fit, the search also tries the pass in which cheap tasks make masks and the like
+again instead of holding them (``recompute``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable
 
-from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.exact import is_tiny, plan_exact
-from ds_finepage.planning.finepage.residency import Chosen, Shares
-from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
-from ds_finepage.planning.finepage.small_arena import (
-    FIXED_SHARE,
-    STREAM_FACTORS,
-    candidates,
-    least_lower_bytes,
-    plan_keeping,
-    weights_by_first_use,
-)
-from ds_finepage.planning.finepage.stacking import SharedResident, spread_order, stack_down
+from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
+from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
+from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.ring import place_activations
+from ds_finepage.planning.finepage.small_arena import keeping_plans, shared_keeping_plans
+from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
 from ds_finepage.planning.layout import top_of
-from ds_finepage.planning.liveness import aligned, min_arena_bytes, require_feasible
+from ds_finepage.planning.liveness import min_arena_bytes
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
-from ds_finepage.planning.rewrite.split import gather_rows
 from ds_finepage.planning.simulator import simulate
 
-GOOD_ENOUGH = 1.02
-"""A plan this close to its lower bound of time ends the search."""
 
-MAX_TASKS_FOR_HORIZON = 400
-"""Beyond this the two-horizon search, which costs seconds then, is the last resort."""
-
-
-def plan_finepage(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-    split: bool = False,
-    shared: Sequence[SharedResident] = (),
-) -> MemGraph:
-    """Plan a cyclic pass: the fastest, and of equally fast plans the one with fewest bytes.
+def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
+    """Plan a cyclic pass: the fastest plan, and among equally fast ones the one with fewest bytes.
 
     Args:
-        graph: The pass.
-        arena_bytes: Size of the arena.
-        alignment: Of extents, in bytes.
-        profile: Rates to predict the time with. Without one, bytes alone decide.
-        split: Cut matrix products along their output features, and bring in the rows of
-            an embedding instead of its table.
-        shared: What the pass that comes before and after this one keeps in the same arena,
-            uppermost first. It is left in place as far as there is room, and nothing else is kept
-            that would have to be brought in each time.
+        problem: The pass and its arena. With ``split``, matrix products are cut along their output
+            features, and embedding tables are replaced by looked-up rows. With ``shared``, these
+            residents are left in place as far as there is room, and nothing else is kept.
+        options: The heuristics.
 
     Returns:
-        The plan. Its taskgraph is another one where weights are cut or cheap tasks run again.
+        The plan. Its taskgraph differs from the problem's if weights are cut or cheap tasks run
+        again.
 
     Raises:
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
-    search = _Search(arena_bytes, alignment, profile)
-    if shared:
-        search.try_with_and_without_recomputing(
-            graph,
-            lambda g: search.try_shared(gather_rows(g) if split else g, shared, may_split=split),
-        )
-        if search.best is not None:
-            return search.best
-    has_room = split and search.try_with_and_without_recomputing(graph, search.try_cutting)
+    if problem.shared:
+        beside = _Search(problem, options)
+        beside.try_both_graphs(beside.try_shared)
+        if beside.best is not None:
+            return beside.best
+        problem = dataclasses.replace(problem, shared=())
+    search = _Search(problem, options)
+    has_room = problem.split and search.try_both_graphs(search.try_cutting)
     if search.best is None:
-        require_feasible(graph, arena_bytes, alignment)
-    if not has_room and (search.best is None or min_arena_bytes(graph, alignment) <= arena_bytes):
-        whole = _Search(arena_bytes, alignment, profile)
-        whole.try_with_and_without_recomputing(graph, whole.try_whole)
+        problem.require_feasible()
+    least_bytes = min_arena_bytes(problem.graph, problem.alignment)
+    if not has_room and (search.best is None or least_bytes <= problem.arena_bytes):
+        whole = _Search(problem, options)
+        whole.try_both_graphs(whole.try_whole)
         search.offer(whole.best)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
@@ -97,189 +74,143 @@ def plan_finepage(
 class _Search:
     """Tries plans and remembers the best."""
 
-    def __init__(self, arena_bytes: int, alignment: int, profile: HardwareProfile | None) -> None:
-        self._arena_bytes, self._alignment = arena_bytes, alignment
-        self._top = arena_bytes // alignment * alignment
-        self._profile = profile
+    def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
+        self._problem, self._options = problem, options
         self._total_ns = self._moved = 0
         self.best: MemGraph | None = None
 
     def moves_nothing(self) -> bool:
         return self.best is not None and _moved_bytes(self.best) == 0
 
+    # The score.
+
     def offer(self, plan: MemGraph | None) -> bool:
-        """Take a plan, or the same with late reloads of experts, if it is the best so far.
+        """Take a plan, or the same plan with delayed experts, if it is the best so far.
 
         Returns:
             Whether it ends the search.
         """
         if plan is None:
             return False
-        late = wait_for_routes(plan)
+        late = wait_for_routes(plan) if self._options.delays_experts else plan
         is_good = late is not plan and self._offer(late)
         return self._offer(plan) or is_good
 
     def _offer(self, plan: MemGraph) -> bool:
-        moved = _moved_bytes(plan)
-        if self._profile is None:
+        moved, profile = _moved_bytes(plan), self._problem.profile
+        if profile is None:
             total_ns, is_good = 0, moved == 0
         else:
-            timeline = simulate(plan, self._profile)
+            timeline = simulate(plan, profile)
             total_ns = timeline.total_ns
-            is_good = total_ns <= GOOD_ENOUGH * timeline.lower_bound_ns
+            is_good = total_ns <= self._options.good_enough * timeline.lower_bound_ns
         if self._is_better(total_ns, moved):
             self._total_ns, self._moved, self.best = total_ns, moved, plan
         return is_good
 
     def _is_better(self, total_ns: int, moved: int) -> bool:
-        """Time decides, but times within a percent are the same time: fewer bytes decide then."""
+        """Compare by time; times within a percent are equal, and fewer bytes decide."""
         if self.best is None or total_ns * 101 < self._total_ns * 100:
             return True
         return total_ns * 100 <= self._total_ns * 101 and moved < self._moved
 
-    def try_with_and_without_recomputing(
-        self, graph: TaskGraph, attempt: Callable[[TaskGraph], bool]
-    ) -> bool:
-        """Try the pass as it is, and where something moves, with cheap tasks run again.
+    # The loop.
 
-        Args:
-            graph: The pass.
-            attempt: Offers plans of a taskgraph; returns whether weights can stream through it.
+    def try_plans(self, plans: Iterable[MemGraph | None]) -> tuple[bool, bool]:
+        """Offer plans until one is good enough.
 
         Returns:
-            What it returned for the pass as it is.
+            Whether there was any plan, and whether one was good enough.
         """
-        has_room = attempt(graph)
-        if self.moves_nothing():
-            return has_room
-        # Where activations leave no room for a ring, room is what counts, whatever it costs.
-        again = recompute(graph, self._alignment, self._profile if has_room else None)
-        if again is not graph:
-            attempt(again)
-        return has_room
-
-    def try_cutting(self, graph: TaskGraph) -> bool:
-        """Offer plans that cut weights, unless all of them have room as they are."""
-        self.try_resident(graph)
-        if not self.moves_nothing():
-            return self.try_streaming(gather_rows(graph), may_split=True)
-        return True
-
-    def try_whole(self, graph: TaskGraph) -> bool:
-        """Offer plans that leave weights in one piece."""
-        has_room = self.try_streaming(graph, may_split=False)
-        is_small = len(graph.tasks) <= MAX_TASKS_FOR_HORIZON
-        if self.best is None or (is_small and not self.moves_nothing()):
-            self.try_keeping(graph)
-        if is_tiny(graph) and not self.moves_nothing():
-            self.try_exact(graph)
-        return has_room
-
-    # Streaming through a ring.
-
-    def try_resident(self, graph: TaskGraph) -> None:
-        """Offer the plan that moves nothing, if there is room for it."""
-        placed = place_activations(graph, self._alignment)
-        weights = Shares.of(graph, self._alignment, may_split=False)
-        if weights.missing_bytes(self._arena_bytes - top_of(placed)) <= 0:
-            self.offer(self._plan_streaming(Chosen(graph, []), placed, 0))
-
-    def try_streaming(self, graph: TaskGraph, *, may_split: bool) -> bool:
-        """Offer plans with a ring; return whether there is room for one."""
-        placed = place_activations(graph, self._alignment)
-        room = self._arena_bytes - top_of(placed)
-        weights = Shares.of(graph, self._alignment, may_split=may_split)
         has_room = False
-        for ring_bytes in weights.ring_sizes(room):
-            chosen = weights.choose(room, ring_bytes)
-            if chosen is None:
-                continue
-            plan = self._plan_streaming(chosen, placed, ring_bytes)
+        for plan in plans:
             has_room = has_room or plan is not None
             if self.offer(plan):
-                break
+                return True, True
+        return has_room, False
+
+    def try_both_graphs(self, attempt: Callable[[Problem], bool]) -> bool:
+        """Try the pass as it is and, if something moves, with cheap tasks run again.
+
+        Args:
+            attempt: Offers plans for a graph; returns whether weights can stream through it.
+
+        Returns:
+            The result of ``attempt`` for the pass as it is.
+        """
+        problem = self._problem
+        has_room = attempt(problem)
+        if self.moves_nothing() or not self._options.recomputes:
+            return has_room
+        # If activations leave no room for a ring, room counts more than time.
+        again = recompute(
+            problem.graph,
+            problem.alignment,
+            problem.profile if has_room else None,
+            tiny_share=self._options.fixed_share,
+        )
+        if again is not problem.graph:
+            attempt(problem.of(again))
         return has_room
 
-    def _plan_streaming(
-        self, chosen: Chosen, placed: dict[int, Extent], ring_bytes: int
-    ) -> MemGraph | None:
-        graph, elsewhere = chosen.graph, {*chosen.streamed, *chosen.shared}
-        kept = [b for b in weights_by_first_use(graph) if b not in elsewhere]
-        sizes = {b: aligned(graph.buffers[b].nbytes, self._alignment) for b in kept}
-        small = FIXED_SHARE * max(sizes.values(), default=0)
-        top = min((e.offset for e in chosen.shared.values()), default=self._top)
-        order = [b for b in kept if sizes[b] <= small]
-        order += spread_order([b for b in kept if sizes[b] > small])
-        # Cutting appends tasks, so live ranges shift, but their order and so the layout stand.
-        return StreamPlanner(
-            chosen.graph,
-            arena_bytes=self._arena_bytes,
-            alignment=self._alignment,
-            streamed=chosen.streamed,
-            activations=placed,
-            activation_bytes=top_of(placed),
-            ring_bytes=ring_bytes,
-            residents={**chosen.shared, **stack_down(order, sizes, top)},
-        ).plan()
+    # The candidates.
 
-    # Leaving in place what another pass keeps.
+    def try_cutting(self, problem: Problem) -> bool:
+        """Offer plans that cut weights, unless all weights fit as they are."""
+        self.try_plans(resident_plans(problem, self._options))
+        if self.moves_nothing():
+            return True
+        rows = problem.of(gather_rows(problem.graph))
+        return self.try_plans(streaming_plans(rows, may_split=True, options=self._options))[0]
 
-    def try_shared(
-        self, graph: TaskGraph, shared: Sequence[SharedResident], *, may_split: bool
-    ) -> bool:
-        """Offer plans that keep nothing else; return whether there is room for a ring."""
-        placed = place_activations(graph, self._alignment)
-        weights = Shares.of(graph, self._alignment, may_split=may_split)
-        room, has_room = self._arena_bytes - top_of(placed), False
-        for ring_bytes in weights.ring_sizes(room):
-            chosen = weights.choose_shared(shared, top_of(placed), ring_bytes, self._top)
-            if chosen is None:
-                continue
-            plan = self._plan_streaming(chosen, placed, ring_bytes)
-            has_room = has_room or plan is not None
-            if self.offer(plan):
-                return True
-        if not may_split and len(graph.tasks) <= MAX_TASKS_FOR_HORIZON:
-            self._try_keeping_shared(graph, shared)
+    def try_whole(self, problem: Problem) -> bool:
+        """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
+        plans = streaming_plans(problem, may_split=False, options=self._options)
+        has_room, _ = self.try_plans(plans)
+        if self.best is None or (self._is_short(problem.graph) and not self.moves_nothing()):
+            for plan in keeping_plans(problem, self._options):
+                self.offer(plan)
+                if self.moves_nothing():
+                    break
+        if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
+            self.offer(plan_exact(problem))
         return has_room
 
-    def _try_keeping_shared(self, graph: TaskGraph, shared: Sequence[SharedResident]) -> None:
-        weights = weights_by_first_use(graph)
-        mine = {graph.buffers[b].key: b for b in weights}
-        at = {mine[s.buffer.key]: s.extent for s in shared if s.buffer.key in mine}
-        least = least_lower_bytes(graph, at.keys(), self._alignment)
-        tried = set()
-        for lower_bytes in (0, *(int(least * factor) for factor in STREAM_FACTORS)):
-            kept = {b: e for b, e in at.items() if e.offset >= lower_bytes}
-            if frozenset(kept) not in tried:
-                tried.add(frozenset(kept))
-                self.offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
+    def try_shared(self, problem: Problem) -> bool:
+        """Offer plans that keep shared residents, and nothing else."""
+        split = problem.split
+        if split:
+            problem = problem.of(gather_rows(problem.graph))
+        plans = streaming_plans(problem, may_split=split, options=self._options)
+        has_room, is_good = self.try_plans(plans)
+        if not (is_good or split) and self._is_short(problem.graph):
+            for plan in shared_keeping_plans(problem, self._options):
+                self.offer(plan)
+        return has_room
 
-    def try_exact(self, graph: TaskGraph) -> None:
-        self.offer(plan_exact(graph, arena_bytes=self._arena_bytes, alignment=self._alignment))
-
-    # Sharing bytes between activations and streamed weights.
-
-    def try_keeping(self, graph: TaskGraph) -> None:
-        weights = weights_by_first_use(graph)
-        sizes = {b: aligned(graph.buffers[b].nbytes, self._alignment) for b in weights}
-        for chosen in candidates(graph, weights, self._arena_bytes, self._alignment):
-            order = spread_order([b for b in weights if b in chosen])
-            kept = stack_down(order, sizes, self._top)
-            self.offer(plan_keeping(graph, weights, kept, self._arena_bytes, self._alignment))
-            if self.moves_nothing():
-                return
+    def _is_short(self, graph: TaskGraph) -> bool:
+        return len(graph.tasks) <= self._options.max_tasks_for_horizon
 
 
-def min_split_arena_bytes(graph: TaskGraph, alignment: int) -> int:
-    """Return the smallest arena in which ``plan_finepage(..., split=True)`` finds a plan."""
+def min_split_arena_bytes(
+    graph: TaskGraph, alignment: int, options: FinepageOptions = DEFAULTS
+) -> int:
+    """Return the smallest arena in which ``finepage`` finds a plan that may cut weights.
+
+    Args:
+        graph: The pass.
+        alignment: Of extents, in bytes.
+        options: The heuristics.
+    """
     least = min_arena_bytes(graph, alignment)
-    for candidate in (graph, recompute(graph, alignment)):
-        gathered = gather_rows(candidate)
-        weights = Shares.of(gathered, alignment, may_split=True)
+    graphs = [graph]
+    if options.recomputes:
+        graphs.append(recompute(graph, alignment, tiny_share=options.fixed_share))
+    for candidate in graphs:
+        problem = Problem(gather_rows(candidate), 0, alignment)
+        weights = WeightClasses.of(problem, may_split=True, options=options)
         ring_bytes = weights.least_ring_bytes() if weights.order else 0
-        placed = place_activations(gathered, alignment)
-        least = min(least, top_of(placed) + weights.fixed_bytes + ring_bytes)
+        least = min(least, top_of(place_activations(problem)) + weights.fixed_bytes + ring_bytes)
     return least
 
 

@@ -1,32 +1,29 @@
-"""Keep some weights for good, and run the two-horizon simulation for the rest.
+"""Keeps some weights for good, and runs the two-horizon simulation for the rest.
 
-The part of policy ``finepage`` for small arenas, where activations and streamed weights have to
-share bytes: the kept weights lie at the upper end, and everything else goes through the lower end
-by the published algorithm, streamed weights being dropped after their last use of the pass.
+Policy ``finepage`` uses this for small arenas, where activations and streamed weights have to share
+bytes. The kept weights lie at the upper end. Everything else goes through the lower region by the
+published algorithm, which drops a streamed weight after its last use in the pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import dataclasses
+from collections.abc import Iterator, Mapping, Set
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
+from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
-from ds_finepage.planning.liveness import aligned, uses
-
-STREAM_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Sizes of the lower end to try, in units of the least that every task can run in."""
+from ds_finepage.planning.liveness import uses
+from ds_finepage.planning.problem import Problem
 
 
-FIXED_SHARE = 0.001
-"""Weights below this share of the largest (norms, biases) are kept without asking."""
+def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[int]:
+    """List the used weights that can be kept, in the order of their first use.
 
-
-def weights_by_first_use(graph: TaskGraph, *, handed: bool = False) -> list[int]:
-    """List the weights that can be kept and are used, in the order of their first use.
-
-    The rows of an embedding are others in each call, so they cannot; nor can what the call hands
-    over from host memory, which is listed too if ``handed`` is true.
+    The rows of an embedding differ in each call, so they cannot be kept. Weights that each call
+    brings from host memory cannot either; they are listed if ``per_call`` is true.
     """
     found = uses(graph)
     used = [
@@ -34,42 +31,74 @@ def weights_by_first_use(graph: TaskGraph, *, handed: bool = False) -> list[int]
         for b in graph.buffers
         if b.kind is BufferKind.WEIGHT
         and found[b.id]
-        and (b.gather is None or (handed and graph.is_handed(b)))
+        and (b.gather is None or (per_call and graph.is_handed(b)))
     ]
     return sorted(used, key=lambda b: (found[b][0], b))
 
 
-def candidates(
-    graph: TaskGraph, weights: list[int], arena_bytes: int, alignment: int
-) -> list[frozenset[int]]:
+def keeping_plans(
+    problem: Problem, options: FinepageOptions = DEFAULTS
+) -> Iterator[MemGraph | None]:
+    """Yield plans that keep sets of whole weights; None for a set that leaves too little room."""
+    weights = weights_by_first_use(problem.graph)
+    sizes = problem.sizes(weights)
+    for chosen in sets_to_keep(problem, options):
+        order = spread_order([b for b in weights if b in chosen])
+        yield plan_keeping(problem, stack_down(order, sizes, problem.top))
+
+
+def shared_keeping_plans(
+    problem: Problem, options: FinepageOptions = DEFAULTS
+) -> Iterator[MemGraph | None]:
+    """Yield plans that keep just shared residents, all of them first; None as above."""
+    graph = problem.graph
+    mine = {graph.buffers[b].key: b for b in weights_by_first_use(graph)}
+    at = {mine[s.buffer.key]: s.extent for s in problem.shared if s.buffer.key in mine}
+    least = least_lower_bytes(problem, at.keys())
+    tried = set()
+    for lower_bytes in (0, *(int(least * factor) for factor in options.lower_factors)):
+        kept = {b: e for b, e in at.items() if e.offset >= lower_bytes}
+        if frozenset(kept) not in tried:
+            tried.add(frozenset(kept))
+            yield plan_keeping(problem, kept)
+
+
+def sets_to_keep(problem: Problem, options: FinepageOptions = DEFAULTS) -> list[frozenset[int]]:
     """List sets of weights to keep, without repeats, in a fixed order."""
-    sizes = {b: aligned(graph.buffers[b].nbytes, alignment) for b in weights}
-    times_used = {b: len(found) for b, found in enumerate(uses(graph)) if b in sizes}
+    weights = weights_by_first_use(problem.graph)
+    sizes = problem.sizes(weights)
+    times_used = {b: len(found) for b, found in enumerate(uses(problem.graph)) if b in sizes}
     found: dict[frozenset[int], None] = {frozenset(weights): None}
-    # A weight that is larger than the rest makes the lower end large for everybody, so it may pay
-    # to keep just these; a weight that is used twice may have to be reloaded twice.
+    # A weight that is larger than the others needs a large lower region if it streams, so it may
+    # pay to keep just these. A weight that is used twice may have to be reloaded twice.
     for limit in sorted(set(sizes.values()), reverse=True)[:4]:
         always = [b for b in weights if sizes[b] > limit or times_used[b] > 1]
         rest = [b for b in weights if b not in set(always)]
-        least = least_lower_bytes(graph, set(always), alignment)
-        for factor in STREAM_FACTORS:
-            room = arena_bytes - int(least * factor) - sum(sizes[b] for b in always)
+        least = least_lower_bytes(problem, set(always))
+        for factor in options.lower_factors:
+            room = problem.arena_bytes - int(least * factor) - sum(sizes[b] for b in always)
             if room >= 0:
                 found[frozenset(always) | spread(rest, sizes, room)] = None
     found[frozenset()] = None
     return list(found)
 
 
-def least_lower_bytes(graph: TaskGraph, kept: Set[int], alignment: int) -> int:
-    """Count the bytes of the largest working set, without the weights that are kept."""
+def least_lower_bytes(problem: Problem, kept: Set[int]) -> int:
+    """Return the bytes of the largest working set, without the weights that are kept."""
+    graph = problem.graph
     return max(
-        sum(aligned(graph.buffers[b].nbytes, alignment) for b in graph.paged(task) if b not in kept)
-        for task in graph.tasks
+        sum(problem.size(b) for b in graph.paged(task) if b not in kept) for task in graph.tasks
     )
 
 
 def spread(weights: list[int], sizes: dict[int, int], room: int) -> frozenset[int]:
-    """Choose weights of at most ``room`` bytes, evenly over the order in which they are used."""
+    """Choose weights evenly over the order in which they are used.
+
+    Args:
+        weights: The weights, in that order.
+        sizes: Bytes of each.
+        room: Most bytes to choose.
+    """
     total = sum(sizes[b] for b in weights)
     if total <= room:
         return frozenset(weights)
@@ -89,31 +118,23 @@ def spread(weights: list[int], sizes: dict[int, int], room: int) -> frozenset[in
     return frozenset(chosen)
 
 
-def plan_keeping(
-    graph: TaskGraph,
-    weights: list[int],
-    kept: Mapping[int, Extent],
-    arena_bytes: int,
-    alignment: int,
-) -> MemGraph | None:
-    """Plan with some weights kept for good; None where they leave too little room.
+def plan_keeping(problem: Problem, kept: Mapping[int, Extent]) -> MemGraph | None:
+    """Plan with some weights kept for good.
 
     Args:
-        graph: The pass.
-        weights: Those that may be kept, as :func:`weights_by_first_use` lists them.
-        kept: Those that are, and where they lie.
-        arena_bytes: Size of the arena.
-        alignment: Of extents, in bytes.
+        problem: The pass and its arena.
+        kept: The kept weights, with their extents.
+
+    Returns:
+        None if the kept weights leave too little room.
     """
     if any(extent.offset < 0 for extent in kept.values()):
         return None
+    entry = tuple(Residency(b, e) for b, e in sorted(kept.items()))
     planner = HorizonPlanner(
-        graph,
-        arena_bytes=arena_bytes,
-        alignment=alignment,
+        dataclasses.replace(problem, entry=entry),
         policy="finepage",
-        entry=tuple(Residency(b, e) for b, e in sorted(kept.items())),
-        streamed=frozenset(weights) - kept.keys(),
+        streamed=frozenset(weights_by_first_use(problem.graph)) - kept.keys(),
         pinned=frozenset(kept),
     )
     try:

@@ -1,9 +1,8 @@
-"""Where kept weights lie, so that one pass leaves them to the next.
+"""Places kept weights so that two alternating passes can share them.
 
-Two passes of one model (a prefill and a decode step) share an arena but not their needs: the one
-with larger activations has less room to keep weights in. Both stack what they keep from the upper
-end of the arena downwards, so that the one can leave in place whatever lies above the bytes that it
-needs itself.
+Two passes of one model (a prefill and a decode step) share an arena but not their needs: the pass
+with larger activations can keep fewer weights. Both stack their residents from the upper end of the
+arena downwards. So one pass can leave in place all residents above the bytes that it needs itself.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from ds_finepage.graph.taskgraph import Buffer
 
 @dataclass(frozen=True, slots=True)
 class SharedResident:
-    """A weight, or a slice of one, that another pass keeps, and where."""
+    """A weight, or a slice of one, that the alternating pass keeps in an extent."""
 
     buffer: Buffer
     extent: Extent
 
 
 def residents_of(memgraph: MemGraph) -> tuple[SharedResident, ...]:
-    """List what a plan keeps from pass to pass, the uppermost first."""
+    """List the weights that a plan keeps from pass to pass, highest offset first."""
     found = [SharedResident(memgraph.graph.buffers[r.buffer], r.extent) for r in memgraph.entry]
     return tuple(sorted(found, key=lambda s: (-s.extent.offset, s.buffer.key)))
 
 
 def spread_order(items: Sequence[int]) -> list[int]:
-    """Reorder items so that those at the front of the result are spread over all of the input.
+    """Reorder items so that any first part of the result is spread over the whole input.
 
-    The order of van der Corput's sequence: position with its binary digits reversed. Whoever can
-    keep but the upper end of a stack in this order keeps weights from all over the pass, and its
-    reloads are spread evenly too.
+    The order of van der Corput's sequence: positions by their reversed binary digits. A pass that
+    keeps only the top of a stack in this order still keeps weights spread over the whole pass, so
+    its reloads are spread evenly too.
     """
     num_bits = max(len(items) - 1, 0).bit_length()
 
@@ -45,7 +44,16 @@ def spread_order(items: Sequence[int]) -> list[int]:
 
 
 def stack_down(order: Iterable[int], sizes: Mapping[int, int], top: int) -> dict[int, Extent]:
-    """Stack buffers below ``top`` (bytes), the first uppermost; offsets may turn out negative."""
+    """Stack buffers downwards.
+
+    Args:
+        order: The buffers, highest first.
+        sizes: Bytes of each.
+        top: Offset at which the stack begins.
+
+    Returns:
+        Buffer -> extent. Offsets are negative if the stack is too high.
+    """
     placed = {}
     for buffer in order:
         top -= sizes[buffer]

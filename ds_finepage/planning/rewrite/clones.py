@@ -1,6 +1,6 @@
 """Puts clones of tasks into a taskgraph: TaskGraph -> TaskGraph.
 
-The hands of ``recompute``, which decides what is cloned where.
+``recompute`` chooses the clones and their places.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Clone:
 
     Attributes:
         buffer: The buffer.
-        begin: The last task that uses it before it gives way.
-        end: The next task that uses it; what is run again runs just before.
-        tasks: What is run again, in order: the maker of the buffer and those whose results only it
-            needs by then.
+        begin: The last task that uses it before it is freed.
+        end: The next task that uses it; the clone runs just before.
+        tasks: The tasks to run again, in order: the maker of the buffer, and the makers of the
+            operands that are no longer live.
     """
 
     buffer: int
@@ -31,14 +31,14 @@ class Clone:
 
 
 def insert_clones(graph: TaskGraph, clones: Sequence[Clone]) -> TaskGraph:
-    """Run tasks again, each clone into buffers of its own, and let later tasks use those.
+    """Run tasks again, each clone with buffers of its own that later tasks then use.
 
-    A task that was cloned and whose own result nobody uses any more is left out. Buffers and
-    tensors keep their ids, new ones are appended, so inputs and outputs stand.
+    If no task uses the result of a cloned task any more, that task is left out. Buffers and tensors
+    keep their ids and new ones are appended, so inputs and outputs stay valid.
 
     Args:
         graph: The pass.
-        clones: Those before the same task run in this order.
+        clones: The clones; those before the same task run in this order.
 
     Returns:
         The taskgraph with the clones; ``graph`` itself if there are none.
@@ -63,7 +63,7 @@ def insert_clones(graph: TaskGraph, clones: Sequence[Clone]) -> TaskGraph:
 class _Writer:
     """Builds the new taskgraph.
 
-    Invariant: ``_names`` says of every buffer that was made again which buffer stands for it now.
+    Invariant: ``_names`` maps every buffer that was made again to its latest copy.
     """
 
     def __init__(self, graph: TaskGraph) -> None:
@@ -91,7 +91,7 @@ class _Writer:
                 self._buffers.append(new)
             self._origins.append(None)
             self.tasks.append(self._renamed(task, names))
-        # What was made on the way is not taken by anybody else.
+        # Later tasks do not use the other buffers that the clone makes.
         self._names[clone.buffer] = names[clone.buffer]
 
     def _renamed(self, task: Task, names: Mapping[int, int]) -> Task:
@@ -126,10 +126,10 @@ class _Writer:
         return self._views[key]
 
     def finish(self, starts: Sequence[int], cloned: set[int]) -> TaskGraph:
-        """Leave out what nobody uses any more.
+        """Leave out cloned tasks whose results no task uses.
 
         Args:
-            starts: Old task index -> where what stands for it begins; one more for the end.
+            starts: Old task index -> new index of its first clone or itself; one more for the end.
             cloned: Old indices of the tasks that may be left out.
         """
         needed: set[int] = set()

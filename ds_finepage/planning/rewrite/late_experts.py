@@ -1,7 +1,7 @@
-"""Lets reloads of experts wait until the pass knows which it uses: MemGraph -> MemGraph.
+"""Delays reloads of experts until the router has chosen: MemGraph -> MemGraph.
 
-Early, a reload has to bring in all experts of a layer; right behind the router, just those that it
-chose. What is reserved stays the same, so nothing but the order of nodes changes.
+An early reload has to copy all experts of a layer; right after the router it copies just the chosen
+ones. Extents stay the same, so only the order of nodes changes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from ds_finepage.graph.routes import routes
 
 
 def wait_for_routes(memgraph: MemGraph) -> MemGraph:
-    """Move reloads of weights behind the tasks that tell which slices of them are used.
+    """Move reloads of routed weights behind the tasks that choose their slices.
 
-    A weight that stays resident for the next pass is left alone: it has to be whole.
+    A weight that stays resident for the next pass is not moved, because it has to be whole.
 
     Args:
         memgraph: A plan that passes the checker.
 
     Returns:
-        The plan itself where there is nothing to gain.
+        The plan itself if nothing moves.
     """
     known = routes(memgraph.graph)
     if not known:
@@ -34,7 +34,7 @@ def wait_for_routes(memgraph: MemGraph) -> MemGraph:
         use = computes[route.task]
         if len(reloads) == 1 and reloads[0] < use and buffer not in lives.kept:
             tells = memgraph.graph.tensors[route.tensor].buffer
-            # What tells the slices may have been away in between.
+            # The buffer that names the slices may have been offloaded in between.
             back = [n for n in lives.of(tells, NodeKind.RELOAD) if n < use]
             holder = max([computes[route.source], *back])
             moves.append(_Move(buffer, reloads[0], holder, lives.vacator(tells, use)))
@@ -62,12 +62,12 @@ class _Lives:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Move:
-    """A reload that is to wait."""
+    """A reload to delay."""
 
     buffer: int
     reload: int
-    holder: int  # of what tells the slices, while they are used
-    end: int  # where it goes
+    holder: int  # the node that holds the buffer that names the slices
+    end: int  # the node that vacates that buffer
 
 
 def _rewritten(memgraph: MemGraph, moves: list[_Move]) -> MemGraph:
@@ -77,7 +77,7 @@ def _rewritten(memgraph: MemGraph, moves: list[_Move]) -> MemGraph:
         behind[move.reload] = max(move.reload, move.holder)
         edges.setdefault((move.holder, move.reload), EdgeKind.DATA)
         edges.setdefault((move.reload, move.end), EdgeKind.READ_DROP)
-    # A node that moves comes right behind the one that it waits for, moved ones as they were.
+    # A moved node comes right after the one that it waits for; moved ones keep their order.
     order = sorted(range(len(memgraph.nodes)), key=lambda n: (behind.get(n, n), n in behind, n))
     new_id = {old: new for new, old in enumerate(order)}
     return dataclasses.replace(

@@ -1,9 +1,9 @@
 """Makes cheap activations again instead of holding them: TaskGraph -> TaskGraph.
 
-A mask or a rotary table is made once and used in every layer; in between it only takes room where
-activations are largest, and it is there that every byte costs a byte of weights that could be kept.
-Where the tasks that make such a buffer are cheap, and what they read is there anyway, they are run
-once more just before the next use, and the bytes are free in the meantime.
+A mask or a rotary table is made once and used in every layer. In between it takes room where
+activations are largest, and each byte there costs a byte of weights that could be kept. If the
+tasks that make such a buffer are cheap, and their operands are resident anyway, they run once more
+just before the next use. The bytes are free in the meantime.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from itertools import pairwise
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import require_usable
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
-from ds_finepage.planning.finepage.small_arena import FIXED_SHARE
-from ds_finepage.planning.liveness import aligned, uses
+from ds_finepage.planning.finepage.options import DEFAULTS
+from ds_finepage.planning.liveness import extent_bytes, uses
 from ds_finepage.planning.rewrite.clones import Clone, insert_clones
 from ds_finepage.planning.simulator import task_time_ns
 
-# By name and not by cost alone: an op that draws random numbers, or one whose sums come out in
-# another order each time, is as cheap as these.
+# Named, because cost is not enough: an op that draws random numbers, or sums in another order each
+# time, is as cheap as these.
 _POINTWISE = (
     "abs add bitwise_and bitwise_not bitwise_or clamp clone cos div eq erf exp floor_divide ge gelu"
     " gt isinf isnan le leaky_relu log logical_and logical_not logical_or lt masked_fill maximum"
@@ -40,36 +40,42 @@ CHEAP_OPS = frozenset(
 """Ops without products that always return the same for the same operands, without overload."""
 
 MAX_CHAIN = 8
-"""Tasks that are run again together at most; a rotary table takes seven."""
+"""Most tasks that run again for one buffer; a rotary table takes seven."""
 
 _NS_PER_S = 10**9
 
 
 def recompute(
-    graph: TaskGraph, alignment: int, profile: HardwareProfile | None = None
+    graph: TaskGraph,
+    alignment: int,
+    profile: HardwareProfile | None = None,
+    *,
+    tiny_share: float = DEFAULTS.fixed_share,
 ) -> TaskGraph:
-    """Run cheap tasks again where that lowers the largest sum of live activations.
+    """Run cheap tasks again to lower the peak of live activations.
 
-    One idle buffer after the other gives way where activations are largest, until no more can. Of
-    the steps on that way the one is taken that saves most: the time in which the link moves the
-    bytes by which the peak has fallen, less the time of all tasks that run again.
+    One idle buffer after another is freed where activations are largest, until no more can be. The
+    result has the first n of these buffers, for the n that saves most: the time to copy the bytes
+    by which the peak has fallen, less the time of all tasks that run again.
 
     Args:
         graph: The pass.
         alignment: Of extents, in bytes.
-        profile: The machine. Without one time does not count, and the lowest peak is taken.
+        profile: The machine. Without one, time does not count, and the lowest peak is taken.
+        tiny_share: Weights up to this share of the largest are always resident, so clones may read
+            them.
 
     Returns:
-        A taskgraph that computes the same values by the same ops; ``graph`` itself where nothing
-        is saved.
+        A taskgraph that computes the same values by the same ops; ``graph`` itself if nothing is
+        saved.
 
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.
     """
     if profile is not None:
         require_usable(profile)
-    values = _Values(graph)
-    live = _LiveBytes(graph, values, [aligned(b.nbytes, alignment) for b in graph.buffers])
+    values = _Values(graph, tiny_share)
+    live = _LiveBytes(graph, values, [extent_bytes(b.nbytes, alignment) for b in graph.buffers])
     (start, _), floor = live.highest(), live.floor()
     found: list[Clone] = []
     num_taken = spent_ns = 0
@@ -85,7 +91,7 @@ def recompute(
         if profile is not None:
             spent_ns += sum(task_time_ns(graph, graph.tasks[t], profile) for t in clone.tasks)
             if spent_ns >= _copy_ns(start - floor, profile):
-                break  # that no more could save
+                break  # no lower peak can save that much
         found.append(clone)
     return insert_clones(graph, found[:num_taken])
 
@@ -95,7 +101,7 @@ def _copy_ns(nbytes: int, profile: HardwareProfile) -> float:
 
 
 def _is_cheap(task: Task) -> bool:
-    """Tell whether a task may be run twice: cheap, and nothing but new buffers to show for it."""
+    """Tell whether a task may run twice: it is cheap, and only writes new buffers."""
     return (
         task.op.rpartition(".")[0] in CHEAP_OPS
         and task.flops == 0
@@ -105,13 +111,13 @@ def _is_cheap(task: Task) -> bool:
 
 
 class _Values:
-    """Which buffers can be made again, and from what.
+    """The buffers that can be made again, and the tasks that make them.
 
-    ``gaps`` are the clones that were decided on, as (last use before, next use) by buffer;
-    ``pins`` the tasks before which a clone reads a buffer that is live there.
+    ``gaps`` are the chosen clones, as (last use before, next use) by buffer. ``pins`` are the tasks
+    before which a clone reads a buffer that is live there.
     """
 
-    def __init__(self, graph: TaskGraph) -> None:
+    def __init__(self, graph: TaskGraph, tiny_share: float) -> None:
         self._graph = graph
         self.uses = uses(graph)
         self._changes: list[list[int]] = [[] for _ in graph.buffers]
@@ -119,12 +125,12 @@ class _Values:
             for buffer in (*task.writes, *task.touches):
                 self._changes[buffer].append(task.index)
         weights = [b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT]
-        self._tiny_bytes = FIXED_SHARE * max(weights, default=0)
+        self._tiny_bytes = tiny_share * max(weights, default=0)
         self._gaps: dict[int, list[tuple[int, int]]] = {}
         self._pins: dict[int, list[int]] = {}
 
     def can_be_made(self, buffer: int) -> bool:
-        """Tell whether one cheap task alone says what an activation holds."""
+        """Tell whether one cheap task alone makes the contents of an activation."""
         changes = self._changes[buffer]
         return (
             self._graph.buffers[buffer].kind is BufferKind.ACTIVATION
@@ -134,7 +140,7 @@ class _Values:
         )
 
     def clone(self, buffer: int, begin: int, end: int) -> Clone | None:
-        """Say how to make a buffer again before task ``end``; None where that cannot be done."""
+        """Return the clone that makes a buffer again before task ``end``; None if there is none."""
         if any(begin < pin <= end for pin in self._pins.get(buffer, ())):
             return None
         chain: set[int] = set()
@@ -153,13 +159,13 @@ class _Values:
         return Clone(buffer, begin, end, tuple(sorted(chain)))
 
     def _is_there(self, buffer: int, reader: int, task: int) -> bool:
-        """Tell whether before ``task`` a buffer is resident and holds what ``reader`` read."""
+        """Tell whether a buffer is resident before ``task`` with the contents ``reader`` read."""
         changes = self._changes[buffer]
         if bisect_left(changes, task) > bisect_right(changes, reader):
             return False
         found = self._graph.buffers[buffer]
         if found.kind is BufferKind.WEIGHT:
-            # A larger one might have been streamed, and could not be if it were used twice.
+            # A larger one may be streamed, which a second use would prevent.
             return found.nbytes <= self._tiny_bytes and found.gather is None
         if found.kind is not BufferKind.ACTIVATION:
             return True
@@ -167,7 +173,7 @@ class _Values:
         return self.uses[buffer][-1] >= task and not is_away
 
     def decide(self, clone: Clone) -> None:
-        """Remember a clone, so that those to come respect it."""
+        """Remember a clone, so that later ones respect it."""
         self._gaps.setdefault(clone.buffer, []).append((clone.begin, clone.end))
         for maker in clone.tasks:
             for read in self._graph.tasks[maker].reads:
@@ -196,7 +202,7 @@ class _LiveBytes:
                     for task in range(begin + 1, end):
                         self._idle[task].append((buffer, begin, end))
         self._during: list[int] = []  # while a task runs
-        self._between: list[int] = []  # of that, what was there before it
+        self._between: list[int] = []  # the part that was live before it
         live = 0
         for begun, ended in zip(begins[:-1], ends[:-1], strict=True):
             live -= ended
@@ -204,7 +210,7 @@ class _LiveBytes:
             live += begun
             self._during.append(live)
         self._clones: dict[int, list[Clone]] = {}  # by the task that they come before
-        self._extra: dict[int, int] = {}  # the most that they add to what is there between
+        self._extra: dict[int, int] = {}  # the most bytes that they add to ``_between``
         self._heap = [(-live, task) for task, live in enumerate(self._during)]
         heapq.heapify(self._heap)
 
@@ -212,7 +218,7 @@ class _LiveBytes:
         return max(self._during[task], self._between[task] + self._extra.get(task, 0))
 
     def highest(self) -> tuple[int, int]:
-        """Return the most bytes that are live, and the first task with or before which they are."""
+        """Return the most live bytes, and the first task that has them during it or before it."""
         while self._heap:
             live, task = self._heap[0]
             if -live == self._at(task):
@@ -227,7 +233,7 @@ class _LiveBytes:
         return max(named, default=0)
 
     def lower(self, peak: int, task: int) -> Clone | None:
-        """Free an idle buffer during a task; None where none can be made again below the peak."""
+        """Free an idle buffer during a task; None if none can be made again below the peak."""
         for buffer, begin, end in self._idle[task] if self._heap else ():
             if self._values.is_decided(buffer, end):
                 continue
@@ -252,7 +258,7 @@ class _LiveBytes:
         heapq.heappush(self._heap, (-self._at(clone.end), clone.end))
 
     def _extra_bytes(self, clones: list[Clone]) -> int:
-        """Return the most bytes that are live in clones that run one after the other."""
+        """Return the most live bytes of clones that run one after the other."""
         most = made = 0
         for clone in clones:
             tasks = [self._graph.tasks[t] for t in clone.tasks]

@@ -1,19 +1,17 @@
 """Cuts weights and the tasks that use them: TaskGraph -> TaskGraph.
 
-A weight is the unit of residency, so a plan that can keep or miss only whole weights is off the
-bound by up to the largest of them, and its streaming region has to hold two of the largest. A
-matrix product can be cut along its output features: each slice of rows of the weight makes its own
-columns of the result, so the values are those of the whole product (up to the order in which a
-library sums). An embedding lookup needs its rows, not its table.
+A weight is the unit of residency. A plan of whole weights can miss the lower bound by the largest
+of them, and its ring has to hold two of the largest. A matrix product can be cut along its output
+features: each slice of rows of the weight makes its own columns of the result. The values are those
+of the whole product, up to the order in which a library sums.
 
-Sizes that differ from call to call stay formulas: only sizes that are the same in every call are
-cut, and what is cut begins at the same place in every row.
+Sizes that differ from call to call stay formulas. Only sizes that are the same in every call are
+cut, and a slice begins at the same place in every row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
 from collections.abc import Mapping, Sequence
 
 from ds_finepage.graph.taskgraph import (
@@ -31,8 +29,6 @@ from ds_finepage.planning.liveness import uses
 
 MATMULS = {"aten.mm.default": 1, "aten.addmm.default": 2}
 """Ops that can be cut, with the position of the weight among their arguments."""
-
-EMBEDDING = "aten.embedding.default"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
             and view.stride == (1, depth)
             and buffer.nbytes == depth * rows * itemsize
             and used[buffer.id] == [task.index]
-            and not _varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
+            and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
         )
         if is_whole and len(task.writes) == 1 and _has_columns(graph, task, out, rows):
             found.append(Divisible(buffer.id, rows, depth * itemsize, task.index))
@@ -84,24 +80,25 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
 def _has_columns(graph: TaskGraph, task: Task, out: TensorView, num_columns: int) -> bool:
     """Tell whether a product's result, and its bias, can be cut at the same columns in every call.
 
-    The result must be whole, so that its columns are all there is to it.
+    The result must fill its buffer, so that the columns are all of it.
     """
     if out.offset != 0 or out.stride != (num_columns, 1):
         return False
-    if _varies(out.shape[-1], *out.stride, out.offset):
+    if varies(out.shape[-1], *out.stride, out.offset):
         return False
     if MATMULS[task.op] == 1:
         return True
     bias = graph.tensors[task.args[0].tensor]
-    return bias.shape[-1:] == (num_columns,) and not _varies(bias.shape[-1], bias.stride[-1])
+    return bias.shape[-1:] == (num_columns,) and not varies(bias.shape[-1], bias.stride[-1])
 
 
-def _varies(*sizes: int) -> bool:
+def varies(*sizes: int) -> bool:
+    """Tell whether one of some sizes differs from call to call."""
     return any(isinstance(size, Length) for size in sizes)
 
 
 def _behind(place: int, by: int) -> int:
-    """Return the place ``by`` elements behind another one, in every call."""
+    """Return the offset ``by`` elements further on, in every call."""
     if isinstance(place, Length):
         return Length(place + by, f"({place.formula}) + {by}")
     return place + by
@@ -116,7 +113,7 @@ def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGrap
             that ``divisible_weights`` names.
 
     Returns:
-        A taskgraph in which every cut task is one task a slice and a join of their columns.
+        A taskgraph in which each cut task is one task a slice, and a join of their columns.
     """
     cuts = {buffer: rows for buffer, rows in cuts.items() if len(rows) > 1}
     if not cuts:
@@ -157,7 +154,7 @@ class _Rewriter:
         assert task.results[0] is not None
         out = graph.tensors[task.results[0]]
         ends = [*starts[1:], weight.num_rows]
-        # The first slice takes the weight's own id over, so that ids stay dense.
+        # The first slice takes the weight's own id, so that ids stay dense.
         for start, end in zip(starts, ends, strict=True):
             part = Buffer(
                 id=weight.buffer if start == 0 else len(self._buffers),
@@ -235,109 +232,3 @@ class _Rewriter:
             tasks=tuple(self._tasks),
             calls=(),  # their tasks have other indices now
         )
-
-
-def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
-    """Replace embedding tables by the rows that the call looks up.
-
-    Only lookups by indices that the caller gives can be served, for the host has to know them
-    before the pass; the table stays in host memory for good. Where the rows are not fewer bytes
-    than the table, nothing is replaced.
-
-    Args:
-        graph: The pass.
-        whole_tables: Leave a table that another op (a tied product) or a second lookup uses: it
-            has to be brought in all the same.
-
-    Returns:
-        ``graph`` itself where nothing is replaced, so that its plan is known to be one of it.
-    """
-    given = {i.tensor for i in graph.inputs}
-    used = uses(graph)
-    buffers, tensors, tasks = list(graph.buffers), list(graph.tensors), list(graph.tasks)
-    for task in graph.tasks:
-        if task.op != EMBEDDING or len(task.args) < 2:
-            continue
-        weight, indices = task.args[0], task.args[1]
-        if not isinstance(weight, Ref) or not isinstance(indices, Ref):
-            continue
-        table, ids = graph.tensors[weight.tensor], graph.tensors[indices.tensor]
-        buffer = graph.buffers[table.buffer]
-        num_rows = int(_numel(ids.shape))
-        itemsize = ITEMSIZE.get(table.dtype, 0)
-        is_whole = (
-            table.offset == 0
-            and table.stride == (table.shape[1], 1)
-            and buffer.nbytes == _numel(table.shape) * itemsize
-            and not _varies(*table.shape, *table.stride, table.offset)
-        )
-        if buffer.kind is not BufferKind.WEIGHT or not is_whole or indices.tensor not in given:
-            continue
-        if graph.buffers[ids.buffer].kind is not BufferKind.INPUT:
-            continue  # the pass changes them
-        if whole_tables and len(used[buffer.id]) > 1:
-            continue
-        if not 0 < num_rows < table.shape[0]:
-            continue
-        rows = Buffer(
-            id=len(buffers),
-            kind=BufferKind.WEIGHT,
-            nbytes=num_rows * buffer.nbytes // table.shape[0],
-            name=buffer.name,
-            gather=indices.tensor,
-        )
-        numbers = Buffer(
-            id=len(buffers) + 1,
-            kind=BufferKind.CONSTANT,
-            nbytes=8 * num_rows,
-            payload=struct.pack(f"={num_rows}q", *range(num_rows)),
-        )
-        # A shorter call uses a corner of the numbers, so their strides stay those planned for.
-        buffers += [rows, numbers]
-        tensors += [
-            TensorView(
-                len(tensors), rows.id, table.dtype, (num_rows, table.shape[1]), table.stride
-            ),
-            TensorView(len(tensors) + 1, numbers.id, "int64", ids.shape, _contiguous(ids.shape)),
-        ]
-        reads = {*task.reads} - {table.buffer} | {rows.id, numbers.id}
-        tasks[task.index] = dataclasses.replace(
-            task,
-            args=(Ref(len(tensors) - 2), Ref(len(tensors) - 1), *task.args[2:]),
-            reads=tuple(sorted(reads)),
-        )
-    found = _without_unused_weights(
-        dataclasses.replace(
-            graph, buffers=tuple(buffers), tensors=tuple(tensors), tasks=tuple(tasks)
-        )
-    )
-    return graph if found == graph else found
-
-
-def _without_unused_weights(graph: TaskGraph) -> TaskGraph:
-    """Empty weights that no task uses any more, so that nobody counts them."""
-    used = uses(graph)
-    return dataclasses.replace(
-        graph,
-        buffers=tuple(
-            dataclasses.replace(b, nbytes=0)
-            if b.kind is BufferKind.WEIGHT and not used[b.id]
-            else b
-            for b in graph.buffers
-        ),
-    )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))

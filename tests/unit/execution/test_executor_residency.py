@@ -13,7 +13,7 @@ from ds_finepage.execution.executor import OpHook, Residents
 from ds_finepage.graph.memgraph import Extent, NodeKind
 from ds_finepage.graph.taskgraph import Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.unit.execution.graphs import (
     ACTIVATION,
     INPUT,

@@ -13,6 +13,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import min_arena_bytes
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
@@ -51,7 +52,7 @@ def test_every_slice_of_a_weight_is_its_own(starts: list[int], lanes: CpuLanes) 
     cut = cut_weights(graph, {whole.buffer: starts})
     weights = {"w": torch.randn(3 * N, N)}
     for arena_bytes in (min_arena_bytes(cut, 64), 10_000):
-        memgraph = check(plan_finepage(cut, arena_bytes=arena_bytes, alignment=64))
+        memgraph = check(plan_finepage(Problem(cut, arena_bytes=arena_bytes, alignment=64)))
         executor = executor_of(memgraph, weights, lanes)
         x = torch.randn(2, N)
         parts = weights["w"].tensor_split(starts[1:])
@@ -81,7 +82,7 @@ def test_experts_that_were_not_chosen_are_neither_copied_nor_counted(
     graph = chosen()
     weights = {"experts": torch.randn(NUM_EXPERTS, N, N), "dense": torch.randn(N, N)}
     least = min_arena_bytes(graph, 64)
-    memgraph = check(plan_finepage(graph, arena_bytes=least, alignment=64))
+    memgraph = check(plan_finepage(Problem(graph, arena_bytes=least, alignment=64)))
     (experts,) = (b for b in graph.buffers if b.name == "experts")
     assert memgraph.routed == (experts.id,)
     executor = executor_of(memgraph, weights, lanes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from ds_finepage.checker.checker import check
@@ -15,20 +18,19 @@ from ds_finepage.planning.horizon import (
     plan_horizon_outputs,
 )
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.problem import Problem
 from tests.unit.planning.sketches import chain, edges, names, offsets, sketch
 
 UNIT = 64
+Plan = Callable[[Problem], MemGraph]
 both = pytest.mark.parametrize("plan", [plan_horizon, plan_horizon_outputs])
 
 
-def planner(graph: TaskGraph, units: int, **others: object) -> HorizonPlanner:
-    return HorizonPlanner(
-        graph,
-        arena_bytes=units * UNIT,
-        alignment=UNIT,
-        policy="test",
-        **others,  # type: ignore[arg-type]
-    )
+def planner(
+    graph: TaskGraph, units: int, entry: tuple[Residency, ...] = (), **others: frozenset[int]
+) -> HorizonPlanner:
+    problem = Problem(graph, units * UNIT, UNIT, entry=entry)
+    return HorizonPlanner(problem, policy="test", **others)
 
 
 def resident(graph: TaskGraph, **at: int) -> tuple[Residency, ...]:
@@ -40,11 +42,11 @@ def resident(graph: TaskGraph, **at: int) -> tuple[Residency, ...]:
     )
 
 
-def working_set(graph: TaskGraph, units: int, **others: object) -> MemGraph:
+def working_set(graph: TaskGraph, units: int, **others: Any) -> MemGraph:
     return check(planner(graph, units, **others).plan_working_set())
 
 
-def outputs(graph: TaskGraph, units: int, **others: object) -> MemGraph:
+def outputs(graph: TaskGraph, units: int, **others: Any) -> MemGraph:
     return check(planner(graph, units, **others).plan_outputs())
 
 
@@ -328,7 +330,7 @@ class Traced(HorizonPlanner):
 
 
 def traced(graph: TaskGraph, units: int) -> Traced:
-    return Traced(graph, arena_bytes=units * UNIT, alignment=UNIT, policy="traced")
+    return Traced(Problem(graph, units * UNIT, UNIT), policy="traced")
 
 
 GRAPHS = {
@@ -397,42 +399,32 @@ def test_outputs_does_what_the_pseudo_code_says(name: str, spare: int) -> None:
 
 @both
 @every_graph
-def test_the_least_arena_is_enough(plan: object, name: str) -> None:
+def test_the_least_arena_is_enough(plan: Plan, name: str) -> None:
     graph = GRAPHS[name]
-    memgraph = plan(  # type: ignore[operator]
-        graph, arena_bytes=min_arena_bytes(graph, UNIT), alignment=UNIT, entry=()
-    )
+    memgraph = plan(Problem(graph, min_arena_bytes(graph, UNIT), UNIT))
     assert check(memgraph).peak_bytes <= min_arena_bytes(graph, UNIT)
 
 
 @both
 @every_graph
-def test_an_ample_arena_evicts_nothing(plan: object, name: str) -> None:
+def test_an_ample_arena_evicts_nothing(plan: Plan, name: str) -> None:
     graph = GRAPHS[name]
-    memgraph = check(
-        plan(  # type: ignore[operator]
-            graph, arena_bytes=ample_arena_bytes(graph, UNIT), alignment=UNIT, entry=()
-        )
-    )
+    memgraph = check(plan(Problem(graph, ample_arena_bytes(graph, UNIT), UNIT)))
     assert memgraph.reloaded_bytes == graph.weight_bytes
     assert memgraph.offloaded_bytes == 0
 
 
 @both
-def test_a_smaller_arena_is_refused(plan: object) -> None:
+def test_a_smaller_arena_is_refused(plan: Plan) -> None:
     with pytest.raises(PlanInfeasibleError, match=r"task 0 aten\.op\.default \(layer0\)"):
-        plan(chain(2), arena_bytes=2 * UNIT - 1, alignment=UNIT, entry=())  # type: ignore[operator]
+        plan(Problem(chain(2), 2 * UNIT - 1, UNIT))
 
 
 @both
-def test_the_policy_is_written_into_the_memgraph(plan: object) -> None:
-    memgraph = plan(chain(2), arena_bytes=512, alignment=UNIT, entry=())  # type: ignore[operator]
-    assert (
-        memgraph.policy
-        == {plan_horizon: "horizon", plan_horizon_outputs: "horizon-outputs"}[
-            plan  # type: ignore[index]
-        ]
-    )
+def test_the_policy_is_written_into_the_memgraph(plan: Plan) -> None:
+    memgraph = plan(Problem(chain(2), 512, UNIT))
+    names_of = {plan_horizon: "horizon", plan_horizon_outputs: "horizon-outputs"}
+    assert memgraph.policy == names_of[plan]
     assert (memgraph.arena_bytes, memgraph.alignment) == (512, UNIT)
 
 

@@ -7,8 +7,8 @@ import pytest
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import (
-    aligned,
     ample_arena_bytes,
+    extent_bytes,
     live_activation_bytes,
     min_arena_bytes,
     needed_arena_bytes,
@@ -27,11 +27,11 @@ EMPTY = TaskGraph("empty", (), (), ())
     [(1, 64, 64), (64, 64, 64), (65, 64, 128), (100, 1, 100), (100, 512, 512)],
 )
 def test_sizes_are_rounded_up_to_the_alignment(nbytes: int, alignment: int, expected: int) -> None:
-    assert aligned(nbytes, alignment) == expected
+    assert extent_bytes(nbytes, alignment) == expected
 
 
 def test_an_empty_buffer_gets_one_unit() -> None:
-    assert aligned(0, 64) == 64
+    assert extent_bytes(0, 64) == 64
 
 
 def test_uses_are_reads_writes_and_touches_in_order() -> None:

@@ -13,7 +13,7 @@ from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.pipeline import PlanSettings, graph_to_plan, needs_of, plan_checked
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.finepage.test_search import machine

@@ -6,20 +6,21 @@ import pytest
 
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
-from ds_finepage.graph.memgraph import Extent, Residency
+from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.policies import (
-    BASELINES,
-    CARRYING,
+    CAN_SPLIT,
     CYCLIC,
     PAGING,
     POLICIES,
     RUNNABLE,
+    Policy,
     plan,
     plan_steady,
     with_tables_that_fit,
 )
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.sketches import chain, sketch
 
@@ -34,11 +35,12 @@ def test_a_plan_says_which_policy_made_it(policy: str) -> None:
     assert plan(chain(3), arena_bytes=256, policy=policy).policy == policy
 
 
-def test_a_policy_is_cyclic_or_carries_over() -> None:
-    assert not set(CYCLIC) & set(CARRYING)
-    assert "finepage" in CYCLIC and set(HORIZONS) <= set(CARRYING)
-    assert not set(PAGING) & set(BASELINES)
-    assert set(PAGING) | set(BASELINES) == set(POLICIES)
+def test_a_policy_that_pages_is_cyclic_or_carries_residency() -> None:
+    carrying = {p.name for p in POLICIES.values() if p.carries_residency}
+    assert carrying == set(HORIZONS)
+    assert set(CYCLIC) == set(CAN_SPLIT) == {"finepage"}
+    assert set(PAGING) == set(CYCLIC) | carrying
+    assert all(name == policy.name for name, policy in POLICIES.items())
 
 
 def test_a_plan_for_several_calls_cannot_be_run() -> None:
@@ -102,16 +104,15 @@ def test_a_steady_plan_gives_up_after_some_rounds(monkeypatch: pytest.MonkeyPatc
     """A policy that never settles: the last of its plans stands."""
     calls = []
 
-    def restless(graph, *, arena_bytes, alignment, entry):  # type: ignore[no-untyped-def]
-        calls.append(entry)
-        found = CARRYING["horizon"](
-            graph, arena_bytes=arena_bytes, alignment=alignment, entry=entry
-        )
+    def restless(problem: Problem) -> MemGraph:
+        calls.append(problem.entry)
+        found = POLICIES["horizon"].plan(problem)
         where = Extent(64 * (len(calls) % 2), 64)
         object.__setattr__(found, "exit", (Residency(0, where),))
         return found
 
-    monkeypatch.setitem(CARRYING, "restless", restless)
+    restless_policy = Policy(name="restless", plan=restless, pages=True)
+    monkeypatch.setitem(POLICIES, "restless", restless_policy)
     memgraph = plan_steady(sketch("w:64", "w ->"), arena_bytes=128, policy="restless")
     assert len(calls) == 9
     assert set(memgraph.entry) != set(memgraph.exit)

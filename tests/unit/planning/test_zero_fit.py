@@ -23,6 +23,7 @@ from ds_finepage.planning.baselines.zero import (
     plan_zero_with,
 )
 from ds_finepage.planning.budget import non_arena_bytes
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
 
 LINK_BYTES_PER_S = 10.1e9
@@ -50,7 +51,7 @@ def step_seconds(graph: TaskGraph, settings: ZeroSettings, num_pinned: int) -> f
             model_persistence_threshold=num_pinned,
         )
     arena_bytes = CARD.capacity_bytes - non_arena_bytes(graph, ALIGNMENT)
-    memgraph = plan_zero_with(graph, settings, arena_bytes=arena_bytes, alignment=ALIGNMENT)
+    memgraph = plan_zero_with(Problem(graph, arena_bytes, ALIGNMENT), settings)
     return simulate(check(memgraph), CARD).total_ns / 1e9
 
 

@@ -9,6 +9,7 @@ import pytest
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
 from ds_finepage.planning.finepage.stacking import stack_down
+from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,
@@ -91,7 +92,7 @@ def kept(offset: int) -> MemGraph:
     graph = chain(4)
     weights = weights_by_first_use(graph)
     at = stack_down([0, 2], dict.fromkeys(weights, UNIT), offset + 2 * UNIT)
-    found = plan_keeping(graph, weights, at, offset + 2 * UNIT, UNIT)
+    found = plan_keeping(Problem(graph, offset + 2 * UNIT, UNIT), at)
     assert found is not None
     return found
 

@@ -8,14 +8,16 @@ from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.baselines import lru
 from ds_finepage.planning.baselines.lru import plan_lru
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
 from tests.unit.planning.sketches import chain, sketch
 
 
 def planned(graph: TaskGraph, units: int) -> MemGraph:
-    return check(plan_lru(graph, arena_bytes=units * UNIT, alignment=UNIT))
+    return check(plan_lru(Problem(graph, arena_bytes=units * UNIT, alignment=UNIT)))
 
 
 @pytest.mark.parametrize("units", range(2, 10))
@@ -64,3 +66,9 @@ def test_a_dirty_activation_is_copied_out_and_back() -> None:
 def test_a_working_set_that_does_not_fit_is_refused() -> None:
     with pytest.raises(PlanInfeasibleError, match="task 1 .* min_budget_bytes 128"):
         planned(sketch("w0:64 w1:128", "w0 ->", "w1 ->"), 1)
+
+
+def test_a_pager_that_never_settles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lru, "MAX_PASSES", 1)
+    with pytest.raises(PlanInfeasibleError, match="'lru' still changes .* after 1 passes"):
+        planned(chain(9), 4)

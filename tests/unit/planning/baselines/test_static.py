@@ -13,18 +13,21 @@ from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
 from ds_finepage.planning.baselines.unroll import unroll
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
 from tests.unit.planning.sketches import sketch
 
 
 def row(graph: TaskGraph, units: int) -> MemGraph:
-    found = plan_static(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
+    found = plan_static(Problem(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD))
     return check(found)
 
 
 def zigzag(graph: TaskGraph, units: int) -> MemGraph:
-    found = plan_static_zigzag(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
+    found = plan_static_zigzag(
+        Problem(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
+    )
     return check(found)
 
 

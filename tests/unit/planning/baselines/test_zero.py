@@ -10,6 +10,7 @@ from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import ModuleCall, TaskGraph
+from ds_finepage.planning.baselines import zero
 from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,
     ZeroSettings,
@@ -19,6 +20,7 @@ from ds_finepage.planning.baselines.zero import (
     plan_zero_with,
     simulate_coordinator,
 )
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
 
@@ -27,7 +29,7 @@ BARE = ZeroSettings(prefetch_bucket_size=0, param_persistence_threshold=0)
 
 
 def planned(graph: TaskGraph, settings: ZeroSettings, units: int = 100) -> MemGraph:
-    return check(plan_zero_with(graph, settings, arena_bytes=units * UNIT, alignment=UNIT))
+    return check(plan_zero_with(Problem(graph, units * UNIT, UNIT), settings))
 
 
 def bucket(num_weights: int, **others: int) -> ZeroSettings:
@@ -142,18 +144,20 @@ def test_a_leaf_module_fetches_for_all_below_it() -> None:
 
 def test_the_defaults_keep_all_of_a_small_model() -> None:
     graph = layered(3)
-    memgraph = check(plan_zero(graph, arena_bytes=100 * UNIT, alignment=UNIT))
+    memgraph = check(plan_zero(Problem(graph, arena_bytes=100 * UNIT, alignment=UNIT)))
     assert memgraph.policy == "zero"
     assert memgraph.reloaded_bytes == 0
     with pytest.raises(PlanInfeasibleError) as caught:
-        plan_zero(graph, arena_bytes=8 * UNIT, alignment=UNIT)
+        plan_zero(Problem(graph, arena_bytes=8 * UNIT, alignment=UNIT))
     assert "policy 'zero' holds" in str(caught.value) and "(512 bytes)" in str(caught.value)
 
 
 @pytest.mark.parametrize("units", range(3, 16))
 def test_the_persistence_knob_uses_the_arena_up(units: int) -> None:
     graph = layered(4)
-    memgraph = check(plan_zero_persistence(graph, arena_bytes=units * UNIT, alignment=UNIT))
+    memgraph = check(
+        plan_zero_persistence(Problem(graph, arena_bytes=units * UNIT, alignment=UNIT))
+    )
     assert memgraph.policy == "zero-persistence"
     # Two activations and what streams; there is no embedding op, so nothing is prefetched.
     num_kept = min(10, max(0, units - 3))
@@ -164,3 +168,11 @@ def test_the_persistence_knob_uses_the_arena_up(units: int) -> None:
 def test_without_an_embedding_there_is_no_hidden_size() -> None:
     settings = authors_settings(layered(1))
     assert settings.prefetch_bucket_size == settings.param_persistence_threshold == 0
+
+
+def test_a_coordinator_that_never_settles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "MAX_PASSES", 1)
+    graph = layered(4)
+    settings = dataclasses.replace(BARE, param_persistence_threshold=EVERY_PARAMETER)
+    with pytest.raises(PlanInfeasibleError, match="still changes .* after 1 forwards"):
+        simulate_coordinator(graph, settings)

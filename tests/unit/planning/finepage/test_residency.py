@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage.residency import Chosen, Shares
-from ds_finepage.planning.rewrite.split import gather_rows
+from ds_finepage.planning.finepage.residency import Choice, WeightClasses
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.sketches import chain, sketch
@@ -16,17 +17,17 @@ EXPERTS = layers_of_experts()
 DENSE_BYTES, EXPERT_BYTES = 64 * 64 * 4, 8 * 64 * 64 * 4
 
 
-def shares(graph: TaskGraph, *, may_split: bool = False) -> Shares:
-    return Shares.of(graph, UNIT, may_split=may_split)
+def classes(graph: TaskGraph, *, may_split: bool = False) -> WeightClasses:
+    return WeightClasses.of(Problem(graph, 0, UNIT), may_split=may_split)
 
 
-def streamed(found: Chosen | None) -> list[str]:
+def streamed(found: Choice | None) -> list[str]:
     assert found is not None
     return [found.graph.buffers[b].name for b in found.streamed]
 
 
 def test_weights_that_every_pass_uses_whole_are_kept_before_experts() -> None:
-    weights = shares(EXPERTS)
+    weights = classes(EXPERTS)
     ring = EXPERT_BYTES
     for num_dense in range(1, 4):
         found = streamed(weights.choose(ring + num_dense * DENSE_BYTES, ring))
@@ -39,7 +40,7 @@ def test_weights_that_every_pass_uses_whole_are_kept_before_experts() -> None:
 
 
 def test_what_rounding_leaves_over_at_one_weight_is_due_to_the_next() -> None:
-    weights = shares(chain(8))
+    weights = classes(chain(8))
     assert streamed(weights.choose(5 * UNIT, UNIT)) == ["w0", "w2", "w4", "w6"]
     assert streamed(weights.choose(3 * UNIT, UNIT)) == ["w0", "w1", "w2", "w4", "w5", "w6"]
 
@@ -48,14 +49,14 @@ def test_what_is_larger_than_the_ring_is_kept() -> None:
     graph = sketch(
         "w0:640 w1:64 w2:64 w3:64 a:64", "w0 -> a", "w1 a -> a", "w2 a -> a", "w3 a -> a"
     )
-    weights = shares(graph)
+    weights = classes(graph)
     assert streamed(weights.choose(640 + 128, 128)) == ["w1", "w2", "w3"]
     assert weights.choose(640 + 127, 128) is None
 
 
 def test_all_are_kept_without_a_ring() -> None:
-    weights = shares(chain(8))
-    assert weights.choose(8 * UNIT, 0) == Chosen(weights.graph, [])
+    weights = classes(chain(8))
+    assert weights.choose(8 * UNIT, 0) == Choice(weights.problem.graph, [])
     assert list(weights.ring_sizes(8 * UNIT)) == [0]
     assert 0 not in weights.ring_sizes(8 * UNIT - 1)
 
@@ -65,7 +66,7 @@ def test_weights_of_two_uses_and_small_ones_are_fixed() -> None:
         "w0:64000 w1:64 w2:6400 w3:6400 a:64",
         *("w0 -> a", "w1 a -> a", "w2 a -> a", "w3 a -> a", "w2 a ->"),
     )
-    weights = shares(graph)
+    weights = classes(graph)
     assert weights.order == [0, 3]
     assert weights.fixed_bytes == 64 + 6400
     assert weights.choose(weights.fixed_bytes + 63999, 64000) is None
@@ -73,23 +74,23 @@ def test_weights_of_two_uses_and_small_ones_are_fixed() -> None:
 
 
 def test_missing_bytes_are_those_without_room() -> None:
-    weights = shares(chain(8))
+    weights = classes(chain(8))
     assert weights.missing_bytes(5 * UNIT) == 3 * UNIT
     assert weights.missing_bytes(9 * UNIT) <= 0
 
 
 def test_the_shortest_ring_holds_what_one_task_needs() -> None:
-    assert shares(chain(8, nbytes=256)).least_ring_bytes() == 256
+    assert classes(chain(8, nbytes=256)).least_ring_bytes() == 256
     two = sketch("w0:128 w1:192 a:64", "w0 w1 -> a")
-    assert shares(two).least_ring_bytes() == 2 * (128 + 192)
-    cut = shares(gather_rows(matmul_chain([64, 256])), may_split=True)
+    assert classes(two).least_ring_bytes() == 2 * (128 + 192)
+    cut = classes(gather_rows(matmul_chain([64, 256])), may_split=True)
     assert cut.least_ring_bytes() == 2 * 16 * 64 * 4
 
 
 @pytest.mark.parametrize("percent", (10, 30, 50, 70, 90))
 def test_weights_that_can_be_cut_keep_the_same_share_of_their_rows(percent: int) -> None:
     graph = gather_rows(matmul_chain([64, 512, 64, 512, 512]))
-    weights = shares(graph, may_split=True)
+    weights = classes(graph, may_split=True)
     total = sum(weights.sizes[b] for b in weights.order)
     ring = weights.least_ring_bytes()
     found = weights.choose(weights.fixed_bytes + ring + total * percent // 100, ring)

@@ -8,7 +8,7 @@ from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.taskgraph import TaskGraph, TensorView
 from ds_finepage.planning.finepage.ring import Ring, StreamPlanner, place_activations
-from ds_finepage.planning.layout import top_of
+from ds_finepage.planning.problem import Problem
 from tests.unit.planning.sketches import chain, names, offsets, sketch
 
 UNIT = 64
@@ -23,14 +23,11 @@ def gathering(graph: TaskGraph, buffer: int, by: int) -> TaskGraph:
 
 
 def planner(graph: TaskGraph, ring_bytes: int, streamed: list[int]) -> StreamPlanner:
-    placed = place_activations(graph, UNIT)
+    problem = Problem(graph, 16 * UNIT, UNIT)
     return StreamPlanner(
-        graph,
-        arena_bytes=16 * UNIT,
-        alignment=UNIT,
+        problem,
         streamed=streamed,
-        activations=placed,
-        activation_bytes=top_of(placed),
+        activations=place_activations(problem),
         ring_bytes=ring_bytes,
         residents={},
     )
@@ -65,14 +62,14 @@ def test_weights_may_leave_out_of_order() -> None:
 
 def test_activations_share_bytes_where_they_do_not_live_together() -> None:
     graph = sketch("a0:64 a1:64 a2:64 w:64", "w -> a0", "a0 -> a1", "a1 -> a2", "a2 ->")
-    placed = place_activations(graph, UNIT)
+    placed = place_activations(Problem(graph, 0, UNIT))
     assert placed == {0: Extent(0, 64), 1: Extent(64, 64), 2: Extent(0, 64)}
 
 
 def test_rows_of_an_embedding_have_their_bytes_from_the_start_of_the_pass() -> None:
     graph = sketch("w0:64 a0:64 a1:64 i:64", "-> a0", "a0 ->", "w0 i -> a1", "a1 ->")
     graph = gathering(graph, 0, by=3)
-    placed = place_activations(graph, UNIT)
+    placed = place_activations(Problem(graph, 0, UNIT))
     assert not placed[0].overlaps(placed[1])
     memgraph = planner(graph, 0, []).plan()
     assert memgraph is not None

@@ -19,6 +19,7 @@ from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.sketches import chain, names, sketch
 
@@ -27,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def planned(graph: TaskGraph, units: int, profile: HardwareProfile | None = None) -> MemGraph:
-    return check(plan_finepage(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=profile))
+    return check(
+        plan_finepage(Problem(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=profile))
+    )
 
 
 def machine(*, h2d: float) -> HardwareProfile:
@@ -81,7 +84,7 @@ def test_the_least_arena_is_enough(graph: TaskGraph) -> None:
 
 def test_a_smaller_arena_is_refused_with_the_op_and_both_numbers() -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
-        plan_finepage(MIXED, arena_bytes=800, alignment=UNIT)
+        plan_finepage(Problem(MIXED, arena_bytes=800, alignment=UNIT))
     message = str(caught.value)
     assert "task 1 aten.op.default (layer1)" in message
     assert "832" in message and "800" in message
@@ -89,7 +92,7 @@ def test_a_smaller_arena_is_refused_with_the_op_and_both_numbers() -> None:
 
 def test_the_last_bytes_of_an_unaligned_arena_are_left_alone() -> None:
     graph = chain(3)
-    memgraph = check(plan_finepage(graph, arena_bytes=4 * UNIT + 13, alignment=UNIT))
+    memgraph = check(plan_finepage(Problem(graph, arena_bytes=4 * UNIT + 13, alignment=UNIT)))
     assert memgraph.reloaded_bytes == 0
     assert memgraph.peak_bytes == 4 * UNIT
 
@@ -220,12 +223,16 @@ def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
 # Which of several plans is taken.
 
 
+def search(profile: HardwareProfile | None = None) -> _Search:
+    return _Search(Problem(chain(16), ARENA, UNIT, profile))
+
+
 def search_among(*plans: MemGraph, profile: HardwareProfile | None = None) -> MemGraph:
-    search = _Search(ARENA, UNIT, profile)
+    tried = search(profile)
     for plan in plans:
-        search.offer(plan)
-    assert search.best is not None
-    return search.best
+        tried.offer(plan)
+    assert tried.best is not None
+    return tried.best
 
 
 ARENA = 20 * UNIT
@@ -253,7 +260,7 @@ def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves
     graph, profile = chain(32), machine(h2d=4e8)
     weights = weights_by_first_use(graph)
     kept = {w: Extent((18 - i) * UNIT, UNIT) for i, w in enumerate(weights[:16])}
-    uneven = plan_keeping(graph, weights, kept, 19 * UNIT, UNIT)
+    uneven = plan_keeping(Problem(graph, 19 * UNIT, UNIT), kept)
     assert uneven is not None
     even = planned(graph, 16, profile)
     assert uneven.reloaded_bytes < even.reloaded_bytes
@@ -264,11 +271,11 @@ def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves
 
 def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     slow, (tight, _) = machine(h2d=1e6), tight_and_roomy()
-    assert _Search(ARENA, UNIT, machine(h2d=1e15)).offer(tight)
+    assert search(machine(h2d=1e15)).offer(tight)
     late = planned(chain(3, nbytes=6400), 201)
     timeline = simulate(late, machine(h2d=64e9))
     assert timeline.total_ns > 1.02 * timeline.lower_bound_ns
-    assert not _Search(ARENA, UNIT, machine(h2d=64e9)).offer(late)
-    assert not _Search(ARENA, UNIT, None).offer(tight)
-    assert _Search(ARENA, UNIT, None).offer(planned(chain(16), 17))
-    assert _Search(ARENA, UNIT, slow).offer(planned(chain(16), 17))
+    assert not search(machine(h2d=64e9)).offer(late)
+    assert not search().offer(tight)
+    assert search().offer(planned(chain(16), 17))
+    assert search(slow).offer(planned(chain(16), 17))

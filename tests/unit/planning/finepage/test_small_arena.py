@@ -8,12 +8,13 @@ import pytest
 
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.planning.finepage.small_arena import (
-    candidates,
     least_lower_bytes,
     plan_keeping,
+    sets_to_keep,
     spread,
     weights_by_first_use,
 )
+from ds_finepage.planning.problem import Problem
 from tests.unit.planning.sketches import chain, sketch
 
 UNIT = 64
@@ -63,21 +64,22 @@ def test_weights_come_by_their_first_use_and_unused_ones_not_at_all() -> None:
 
 def test_the_lower_end_holds_what_is_not_kept() -> None:
     graph = sketch("w0:640 w1:64 a:64", "w0 -> a", "w1 a ->")
-    assert least_lower_bytes(graph, set(), UNIT) == 704
-    assert least_lower_bytes(graph, {0}, UNIT) == 128
+    assert least_lower_bytes(Problem(graph, 0, UNIT), set()) == 704
+    assert least_lower_bytes(Problem(graph, 0, UNIT), {0}) == 128
 
 
 def test_sets_to_keep_leave_room_for_the_rest() -> None:
     graph = chain(8)
     weights = weights_by_first_use(graph)
-    found = candidates(graph, weights, 6 * UNIT, UNIT)
+    problem = Problem(graph, 6 * UNIT, UNIT)
+    found = sets_to_keep(problem)
     assert found[0] == frozenset(weights)
     assert found[-1] == frozenset()
     assert len(found) == len(set(found)) > 2
     for kept in found[1:]:
-        assert len(kept) * UNIT + least_lower_bytes(graph, kept, UNIT) <= 6 * UNIT
+        assert len(kept) * UNIT + least_lower_bytes(problem, kept) <= 6 * UNIT
 
 
 def test_what_is_kept_outside_the_arena_is_no_plan() -> None:
     graph = chain(3)
-    assert plan_keeping(graph, [0, 1, 2], {0: Extent(-UNIT, UNIT)}, 4 * UNIT, UNIT) is None
+    assert plan_keeping(Problem(graph, 4 * UNIT, UNIT), {0: Extent(-UNIT, UNIT)}) is None

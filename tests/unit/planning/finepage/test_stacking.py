@@ -13,6 +13,7 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.finepage.stacking import residents_of, spread_order, stack_down
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.problem import Problem
 from tests.property.matmul_chains import matmul_chain, random_chain
 from tests.property.token_interpreter import run_random_order
 
@@ -56,9 +57,9 @@ def test_a_pass_with_less_room_keeps_a_part_of_what_stands(split: bool, percent:
     prompt = with_larger_activations(step, 64)
     arena_bytes = step.weight_bytes * percent // 100 // UNIT * UNIT
     settings = {"arena_bytes": arena_bytes, "alignment": UNIT, "split": split}
-    kept = check(plan_finepage(step, **settings))
-    alone = check(plan_finepage(prompt, **settings))
-    beside = check(plan_finepage(prompt, **settings, shared=residents_of(kept)))
+    kept = check(plan_finepage(Problem(step, **settings)))
+    alone = check(plan_finepage(Problem(prompt, **settings)))
+    beside = check(plan_finepage(Problem(prompt, **settings, shared=residents_of(kept))))
     assert places(beside).items() <= places(kept).items()
     assert set(beside.entry) == set(beside.exit)
     # It gives up little by it, and has no more to bring in when it comes.
@@ -78,8 +79,8 @@ def test_any_order_is_right_beside_another_pass(seed: int, split: bool) -> None:
     room = max(least(step, UNIT), least(prompt, UNIT))
     arena_bytes = rng.randint(room, max(room, ample_arena_bytes(prompt, UNIT)))
     settings = {"arena_bytes": arena_bytes, "alignment": UNIT, "split": split}
-    kept = plan_finepage(step, **settings)
-    beside = check(plan_finepage(prompt, **settings, shared=residents_of(kept)))
+    kept = plan_finepage(Problem(step, **settings))
+    beside = check(plan_finepage(Problem(prompt, **settings, shared=residents_of(kept))))
     assert beside.peak_bytes <= arena_bytes
     for _ in range(4):
         run_random_order(beside, rng)

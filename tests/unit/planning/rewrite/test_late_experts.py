@@ -23,9 +23,10 @@ from ds_finepage.graph.routes import Route, routes
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
-from ds_finepage.planning.liveness import aligned, ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.finepage.small_arena import plan_keeping
+from ds_finepage.planning.liveness import ample_arena_bytes, extent_bytes, min_arena_bytes
 from ds_finepage.planning.policies import plan
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
@@ -38,7 +39,7 @@ LEAST = min_arena_bytes(GRAPH, UNIT)
 
 
 def planned(arena_bytes: int, **settings: object) -> MemGraph:
-    return check(plan_finepage(GRAPH, arena_bytes=arena_bytes, alignment=UNIT, **settings))
+    return check(plan_finepage(Problem(GRAPH, arena_bytes=arena_bytes, alignment=UNIT, **settings)))
 
 
 def order_of(memgraph: MemGraph, kind: NodeKind) -> list[int]:
@@ -83,7 +84,9 @@ def test_time_decides_where_waiting_costs_more_than_it_saves() -> None:
 
 
 def test_a_pass_without_experts_stays_as_it_is() -> None:
-    dense = plan_finepage(matmul_chain([64] * 6), arena_bytes=2 * 64 * 64 * 4, alignment=UNIT)
+    dense = plan_finepage(
+        Problem(matmul_chain([64] * 6), arena_bytes=2 * 64 * 64 * 4, alignment=UNIT)
+    )
     assert wait_for_routes(dense) is dense
 
 
@@ -106,7 +109,7 @@ def test_any_order_that_obeys_the_waits_is_right(seed: int) -> None:
     )
     least, ample = min_arena_bytes(graph, UNIT), ample_arena_bytes(graph, UNIT)
     arena_bytes = rng.choice([least, rng.randint(least, ample)])
-    memgraph = check(plan_finepage(graph, arena_bytes=arena_bytes, alignment=UNIT))
+    memgraph = check(plan_finepage(Problem(graph, arena_bytes=arena_bytes, alignment=UNIT)))
     run_random_order(memgraph, rng)
     for policy in ("horizon", "lru"):
         other = plan(graph, arena_bytes=2 * arena_bytes, alignment=UNIT, policy=policy)
@@ -154,9 +157,7 @@ def test_a_part_needs_what_tells_it() -> None:
 
 
 def test_a_part_is_not_known_before_the_task_that_tells_it() -> None:
-    memgraph = plan_keeping(
-        GRAPH, weights_by_first_use(GRAPH), {}, ample_arena_bytes(GRAPH, UNIT), UNIT
-    )
+    memgraph = plan_keeping(Problem(GRAPH, ample_arena_bytes(GRAPH, UNIT), UNIT), {})
     assert memgraph is not None
     early = next(
         n
@@ -189,7 +190,7 @@ def reloaded_behind_its_use() -> MemGraph:
     arena_bytes = ample_arena_bytes(graph, UNIT)
     extents, end = {}, 0
     for buffer in graph.buffers:
-        extents[buffer.id] = Extent(end, aligned(buffer.nbytes, UNIT))
+        extents[buffer.id] = Extent(end, extent_bytes(buffer.nbytes, UNIT))
         end += extents[buffer.id].nbytes if buffer.kind.is_paged else 0
     builder = MemGraphBuilder(graph, "by hand", arena_bytes, UNIT)
     builder.begin((Residency(up, extents[up]),))

@@ -26,8 +26,10 @@ from ds_finepage.graph.taskgraph import (
 )
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import search as finepage
+from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import live_activation_bytes, min_arena_bytes
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.recompute import MAX_CHAIN, recompute
 from tests.property.value_interpreter import values_at_end
 from tests.unit.planning.sketches import sketch
@@ -347,9 +349,7 @@ def test_rates_that_cannot_be_computed_with_are_refused() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("h2d", [None, 1e9])
-def test_what_is_freed_keeps_weights(
-    split: bool, h2d: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_freed_keeps_weights(split: bool, h2d: float | None) -> None:
     profile = h2d and machine(h2d=h2d)
     weights = " ".join(f"wL{i}:2048" for i in range(8))
     graph = passing(
@@ -358,15 +358,11 @@ def test_what_is_freed_keeps_weights(
         *(f"mm: wL{i} aY -> aY" for i in range(8)),
         "mm: aMask aY -> oOut",
     )
-    monkeypatch.setattr(finepage, "MAX_TASKS_FOR_HORIZON", 0)
     arena_bytes = 20 * 1024
-    with_it = check(
-        plan_finepage(graph, arena_bytes=arena_bytes, alignment=UNIT, profile=profile, split=split)
-    )
-    monkeypatch.setattr(finepage, "recompute", lambda graph, *_: graph)
-    without = check(
-        plan_finepage(graph, arena_bytes=arena_bytes, alignment=UNIT, profile=profile, split=split)
-    )
+    problem = Problem(graph, arena_bytes, UNIT, profile=profile, split=split)
+    options = FinepageOptions(max_tasks_for_horizon=0)
+    with_it = check(plan_finepage(problem, options))
+    without = check(plan_finepage(problem, dataclasses.replace(options, recomputes=False)))
     assert len(without.graph.tasks) == len(graph.tasks)
     assert without.reloaded_bytes - with_it.reloaded_bytes == 4096
     assert lower_bound_bytes(graph, arena_bytes, UNIT) <= with_it.reloaded_bytes
@@ -383,12 +379,13 @@ def test_a_smaller_arena_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     least = min_split_arena_bytes(graph, UNIT)
     assert least < 8192 + 1024
     slow = machine(h2d=1e15)  # the link is so fast that nothing pays, but there is no other way
-    found = check(plan_finepage(graph, arena_bytes=least, alignment=UNIT, profile=slow, split=True))
+    found = check(
+        plan_finepage(Problem(graph, arena_bytes=least, alignment=UNIT, profile=slow, split=True))
+    )
     assert found.graph is not graph
     assert found.offloaded_bytes == 0
     assert min_arena_bytes(found.graph, UNIT) <= min_arena_bytes(graph, UNIT)
-    monkeypatch.setattr(finepage, "recompute", lambda graph, *_: graph)
-    assert min_split_arena_bytes(graph, UNIT) > 2 * 8192
+    assert min_split_arena_bytes(graph, UNIT, FinepageOptions(recomputes=False)) > 2 * 8192
 
 
 PRINT = """

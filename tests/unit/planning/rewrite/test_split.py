@@ -9,7 +9,8 @@ import pytest
 
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
-from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.property.matmul_chains import matmul_chain
 
 

@@ -1,9 +1,8 @@
-"""Small passes: the best residency there is, by dynamic programming.
+"""Plans tiny passes with the fewest moved bytes, by dynamic programming.
 
-For a pass of a few tasks the sets of buffers that may be resident during each task can be gone
-through one by one. The cheapest sequence of sets that ends as it began says who is resident when;
-the stays are then placed offline. Where no layout of the cheapest sequence is found, the next
-cheapest are tried.
+For a pass of a few tasks, this tries all sets of buffers that may be resident during each task. The
+cheapest sequence of sets that ends as it began gives the stays of each buffer, which are then
+placed offline. If no layout of the cheapest sequence is found, the next cheapest ones are tried.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.layout import Tenancy, first_fit
-from ds_finepage.planning.liveness import aligned, uses
+from ds_finepage.planning.liveness import uses
+from ds_finepage.planning.problem import Problem
 
 MAX_TASKS = 8
 MAX_BUFFERS = 14
 MAX_WEIGHTS = 6
 NUM_PATHS = 12
 NUM_SEQUENCES = 400
-"""How many ways to the same residency, and how many whole sequences, are tried to be placed."""
+"""Ways to the same residency, and whole sequences, that are tried at most."""
 
 NUM_LAYOUTS = 200
-"""Orders in which a set of stays is tried to be placed."""
+"""Orders in which the placement of a set of stays is tried at most."""
 
 Resident = frozenset[int]
 
@@ -37,7 +37,7 @@ Resident = frozenset[int]
 class _Stay:
     """A buffer in one extent, during some tasks.
 
-    ``wraps``: a weight that is there when the pass begins, and in the same extent when it ends.
+    ``wraps``: a weight that has this extent when the pass begins, and again when it ends.
     """
 
     buffer: int
@@ -46,7 +46,7 @@ class _Stay:
 
 
 def is_tiny(graph: TaskGraph) -> bool:
-    """Tell whether a pass is small enough to try everything."""
+    """Tell whether a pass is small enough to try all residencies."""
     found = uses(graph)
     paged = [b for b in graph.buffers if found[b.id] and b.kind.is_paged]
     weights = [b for b in paged if b.kind is BufferKind.WEIGHT]
@@ -59,21 +59,25 @@ def is_tiny(graph: TaskGraph) -> bool:
     )
 
 
-def plan_exact(graph: TaskGraph, *, arena_bytes: int, alignment: int) -> MemGraph | None:
-    """Plan a small pass with the fewest bytes; None where no layout was found."""
-    search = _Search(graph, alignment)
+def plan_exact(problem: Problem) -> MemGraph | None:
+    """Plan a tiny pass with the fewest moved bytes; None if no layout was found."""
+    search = _ExactSearch(problem)
     for num_paths in (1, NUM_PATHS):
-        for entry, sequence in search.cheapest(arena_bytes, num_paths):
-            placed = search.lay_out(_stays_of(entry, sequence), arena_bytes)
+        for entry, sequence in search.cheapest(num_paths):
+            placed = search.lay_out(_stays_of(entry, sequence))
             if placed is not None:
-                return search.write(placed, arena_bytes)
+                return search.write(placed)
     return None
 
 
-class _Search:
-    def __init__(self, graph: TaskGraph, alignment: int) -> None:
-        self._graph, self._alignment = graph, alignment
-        self._sizes = [aligned(b.nbytes, alignment) for b in graph.buffers]
+class _ExactSearch:
+    """Finds the cheapest sequences of resident sets, and lays them out."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph = problem.graph
+        self._graph, self._alignment = graph, problem.alignment
+        self._arena_bytes = problem.arena_bytes
+        self._sizes = [problem.size(b.id) for b in graph.buffers]
         found = uses(graph)
         self._last_use = [u[-1] if u else -1 for u in found]
         self._weights = frozenset(
@@ -92,14 +96,11 @@ class _Search:
         later = [u for u in found if u > task]
         return bool(later) and buffer in self._graph.tasks[later[0]].reads
 
-    def cheapest(
-        self, arena_bytes: int, num_paths: int
-    ) -> list[tuple[Resident, tuple[Resident, ...]]]:
-        """List what is resident at the beginning, and during each task, for few bytes.
+    def cheapest(self, num_paths: int) -> list[tuple[Resident, tuple[Resident, ...]]]:
+        """List the cheapest residencies, at entry and during each task.
 
         Args:
-            arena_bytes: Size of the arena.
-            num_paths: How many ways to come to the same residency are followed.
+            num_paths: Ways to the same residency that are followed at most.
 
         Returns:
             The cheapest first; with one path, it alone.
@@ -107,24 +108,24 @@ class _Search:
         found = [
             (cost, index, entry, path)
             for index, entry in enumerate(_subsets(self._weights))
-            if self.size(entry) <= arena_bytes
-            for cost, path in self._paths_from(entry, arena_bytes, num_paths)
+            if self.size(entry) <= self._arena_bytes
+            for cost, path in self._paths_from(entry, num_paths)
         ]
         found.sort(key=lambda f: f[:2])
         most = 1 if num_paths == 1 else NUM_SEQUENCES
         return [(entry, path) for _, _, entry, path in found[:most]]
 
     def _paths_from(
-        self, entry: Resident, arena_bytes: int, num_paths: int
+        self, entry: Resident, num_paths: int
     ) -> list[tuple[int, tuple[Resident, ...]]]:
-        # What is resident behind a task, and what of it the host has -> bytes moved, and the path
+        # (residents after a task, those with a host copy) -> bytes moved, and the path
         reached: dict[tuple[Resident, Resident], list[tuple[int, tuple[Resident, ...]]]] = {
             (entry, frozenset()): [(0, ())]
         }
         for task in self._graph.tasks:
             following: dict[tuple[Resident, Resident], list[tuple[int, tuple[Resident, ...]]]] = {}
             for (resident, copied), paths in reached.items():
-                for state, during, cost in self._steps(resident, copied, task, arena_bytes):
+                for state, during, cost in self._steps(resident, copied, task):
                     following.setdefault(state, []).extend(
                         (moved + cost, (*path, during)) for moved, path in paths
                     )
@@ -135,15 +136,15 @@ class _Search:
         return [p for (resident, _), paths in reached.items() if resident >= entry for p in paths]
 
     def _steps(
-        self, resident: Resident, copied: Resident, task: Task, arena_bytes: int
+        self, resident: Resident, copied: Resident, task: Task
     ) -> Iterator[tuple[tuple[Resident, Resident], Resident, int]]:
-        """Go over what may stay while a task runs: the state behind it, who stayed, the cost."""
+        """Yield the choices for a task: the state after it, the residents during it, the cost."""
         named = frozenset(self._graph.paged(task))
         missing = named.intersection(task.reads) - resident
         reloaded = sum(self._graph.buffers[b].nbytes for b in missing)
         for kept in _subsets(resident - named):
             during = kept | named
-            if self.size(during) > arena_bytes:
+            if self.size(during) > self._arena_bytes:
                 continue
             cost, clean = self._leave(resident - during, copied, task.index, reloaded)
             after = frozenset(
@@ -154,28 +155,28 @@ class _Search:
     def _leave(
         self, gone: Resident, copied: Resident, task: int, moved: int
     ) -> tuple[int, Resident]:
-        """Add what has to be written out when buffers leave before a task."""
+        """Add the bytes to offload when buffers leave before a task."""
         for buffer in gone - self._weights - copied:
             if self._needed_later[task - 1][buffer]:
                 moved += self._graph.buffers[buffer].nbytes
                 copied |= {buffer}
         return moved, copied
 
-    def lay_out(self, stays: list[_Stay], arena_bytes: int) -> list[tuple[_Stay, Extent]] | None:
-        """Place stays; None where no order that is tried makes them fit."""
+    def lay_out(self, stays: list[_Stay]) -> list[tuple[_Stay, Extent]] | None:
+        """Place stays; None if they fit in no order that was tried."""
         order = sorted(stays, key=lambda s: (-self._sizes[s.buffer], s.tasks[0], s.buffer))
         rng = random.Random(0)
         for _ in range(NUM_LAYOUTS):
             placed = first_fit((self._sizes[s.buffer], s.tasks) for s in order)
-            if max((e.end for e in placed), default=0) <= arena_bytes:
+            if max((e.end for e in placed), default=0) <= self._arena_bytes:
                 return list(zip(order, placed, strict=True))
             rng.shuffle(order)
         return None
 
-    def write(self, placed: list[tuple[_Stay, Extent]], arena_bytes: int) -> MemGraph:
+    def write(self, placed: list[tuple[_Stay, Extent]]) -> MemGraph:
         """Write the memgraph of placed stays."""
         graph = self._graph
-        builder = MemGraphBuilder(graph, "finepage", arena_bytes, self._alignment)
+        builder = MemGraphBuilder(graph, "finepage", self._arena_bytes, self._alignment)
         tenancy = Tenancy()
         at_entry = [(s, e) for s, e in placed if s.wraps]
         builder.begin(
@@ -226,10 +227,10 @@ def _stays_of(entry: Resident, sequence: Sequence[Resident]) -> list[_Stay]:
 
 
 def _join_over_the_end(runs: list[_Stay], num_tasks: int) -> None:
-    """Make the stay that begins the pass and the one that ends it one stay in one extent."""
+    """Join the first and the last stay of the pass into one stay in one extent."""
     first = runs[0]
     if first.tasks[0] != 0:
-        # It leaves before the first task runs, so it was not worth being resident.
+        # It leaves before the first task runs, so nothing was won.
         return
     first.wraps = True
     if len(runs) > 1:

@@ -1,0 +1,84 @@
+"""Yields plans in which a part of the weights streams through a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
+from ds_finepage.planning.finepage.residency import Choice, WeightClasses
+from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
+from ds_finepage.planning.finepage.small_arena import weights_by_first_use
+from ds_finepage.planning.finepage.stacking import spread_order, stack_down
+from ds_finepage.planning.layout import top_of
+from ds_finepage.planning.problem import Problem
+
+
+def resident_plans(
+    problem: Problem, options: FinepageOptions = DEFAULTS
+) -> Iterator[MemGraph | None]:
+    """Yield the plan that moves nothing, if all weights fit."""
+    placed = place_activations(problem)
+    weights = WeightClasses.of(problem, may_split=False, options=options)
+    if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:
+        yield plan_streaming(problem, Choice(problem.graph, []), placed, 0, options)
+
+
+def streaming_plans(
+    problem: Problem, *, may_split: bool, options: FinepageOptions = DEFAULTS
+) -> Iterator[MemGraph | None]:
+    """Yield one plan for each length of the ring; None if it has no room.
+
+    Args:
+        problem: The pass and its arena. If it has shared residents, nothing else is kept.
+        may_split: Weights may be cut.
+        options: The heuristics.
+    """
+    placed = place_activations(problem)
+    lower = top_of(placed)
+    room = problem.arena_bytes - lower
+    weights = WeightClasses.of(problem, may_split=may_split, options=options)
+    for ring_bytes in weights.ring_sizes(room):
+        if problem.shared:
+            choice = weights.choose_shared(lower, ring_bytes)
+        else:
+            choice = weights.choose(room, ring_bytes)
+        if choice is not None:
+            yield plan_streaming(problem, choice, placed, ring_bytes, options)
+
+
+def plan_streaming(
+    problem: Problem,
+    choice: Choice,
+    placed: dict[int, Extent],
+    ring_bytes: int,
+    options: FinepageOptions = DEFAULTS,
+) -> MemGraph | None:
+    """Plan with a choice of weights to stream.
+
+    Args:
+        problem: The pass, before weights were cut, and its arena.
+        choice: The cut pass, and the weights that stream through it.
+        placed: The extents of the activations. Cutting appends tasks, but it does not change the
+            order of live ranges, so these extents hold for the cut pass too.
+        ring_bytes: Length of the ring.
+        options: The heuristics.
+
+    Returns:
+        None if the kept weights or a streamed one do not fit.
+    """
+    cut = problem.of(choice.graph)
+    elsewhere = {*choice.streamed, *choice.shared}
+    kept = [b for b in weights_by_first_use(cut.graph) if b not in elsewhere]
+    sizes = cut.sizes(kept)
+    small = options.fixed_share * max(sizes.values(), default=0)
+    order = [b for b in kept if sizes[b] <= small]
+    order += spread_order([b for b in kept if sizes[b] > small])
+    top = min((e.offset for e in choice.shared.values()), default=problem.top)
+    return StreamPlanner(
+        cut,
+        streamed=choice.streamed,
+        activations=placed,
+        ring_bytes=ring_bytes,
+        residents={**choice.shared, **stack_down(order, sizes, top)},
+    ).plan()

@@ -1,0 +1,64 @@
+"""The problem that every policy solves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import Residency
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.finepage.stacking import SharedResident
+from ds_finepage.planning.liveness import extent_bytes, require_feasible
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A pass to plan in an arena.
+
+    Attributes:
+        graph: The pass.
+        arena_bytes: Size of the arena.
+        alignment: Of extents, in bytes.
+        profile: The machine. Without one, a policy plans for few bytes instead of a short time.
+        split: The policy may cut weights, if it can.
+        entry: Weights that are resident when the pass begins, for policies that carry residency
+            from pass to pass.
+        shared: Weights that the alternating pass keeps in the same arena, highest offset first. A
+            cyclic policy leaves them in place as far as there is room, and keeps nothing else that
+            it would have to reload whenever the passes alternate.
+    """
+
+    graph: TaskGraph
+    arena_bytes: int
+    alignment: int = 64
+    profile: HardwareProfile | None = None
+    split: bool = False
+    entry: tuple[Residency, ...] = ()
+    shared: Sequence[SharedResident] = ()
+
+    def of(self, graph: TaskGraph) -> Problem:
+        """Return the same problem for a rewritten pass."""
+        return dataclasses.replace(self, graph=graph)
+
+    @property
+    def top(self) -> int:
+        """The upper end of the arena, rounded down to the alignment."""
+        return self.arena_bytes // self.alignment * self.alignment
+
+    def size(self, buffer: int) -> int:
+        """Return the bytes of a buffer's extent."""
+        return extent_bytes(self.graph.buffers[buffer].nbytes, self.alignment)
+
+    def sizes(self, buffers: Sequence[int]) -> dict[int, int]:
+        """Return the bytes of the extents of some buffers."""
+        return {b: self.size(b) for b in buffers}
+
+    def require_feasible(self) -> None:
+        """Refuse an arena that cannot hold the working set of some task.
+
+        Raises:
+            PlanInfeasibleError: Names the task with the largest working set, and both numbers.
+        """
+        require_feasible(self.graph, self.arena_bytes, self.alignment)

@@ -1,0 +1,133 @@
+"""Replaces embedding tables by the rows that a call looks up: TaskGraph -> TaskGraph."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from dataclasses import dataclass
+from math import prod
+
+from ds_finepage.graph.taskgraph import (
+    ITEMSIZE,
+    Buffer,
+    BufferKind,
+    Ref,
+    Task,
+    TaskGraph,
+    TensorView,
+)
+from ds_finepage.planning.liveness import uses
+from ds_finepage.planning.rewrite.split import varies
+
+EMBEDDING = "aten.embedding.default"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """A lookup that can be served from host memory."""
+
+    table: TensorView
+    indices: TensorView
+    num_rows: int  # as many as there are indices
+
+
+def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
+    """Replace embedding tables by the rows that the call looks up.
+
+    The host must know the indices before the pass, so they have to be inputs of the call. The table
+    then stays in host memory. It is not replaced if the rows are as many bytes as the table.
+
+    Args:
+        graph: The pass.
+        whole_tables: Leave a table alone that another op (a tied product) or a second lookup uses,
+            because it has to be reloaded anyway.
+
+    Returns:
+        ``graph`` itself if nothing is replaced, so that callers can tell.
+    """
+    used = uses(graph)
+    buffers, tensors, tasks = list(graph.buffers), list(graph.tensors), list(graph.tasks)
+    for task in graph.tasks:
+        lookup = _lookup(graph, task)
+        if lookup is None or (whole_tables and len(used[lookup.table.buffer]) > 1):
+            continue
+        table, indices, num_rows = lookup.table, lookup.indices, lookup.num_rows
+        whole = graph.buffers[table.buffer]
+        rows = Buffer(
+            id=len(buffers),
+            kind=BufferKind.WEIGHT,
+            nbytes=num_rows * whole.nbytes // table.shape[0],
+            name=whole.name,
+            gather=indices.id,
+        )
+        numbers = Buffer(
+            id=len(buffers) + 1,
+            kind=BufferKind.CONSTANT,
+            nbytes=8 * num_rows,
+            payload=struct.pack(f"={num_rows}q", *range(num_rows)),
+        )
+        buffers += [rows, numbers]
+        # A shorter call uses a corner of the numbers, so their strides stay those of the plan.
+        shape, strides = indices.shape, _contiguous(indices.shape)
+        first = len(tensors)
+        tensors += [
+            TensorView(first, rows.id, table.dtype, (num_rows, table.shape[1]), table.stride),
+            TensorView(first + 1, numbers.id, "int64", shape, strides),
+        ]
+        tasks[task.index] = dataclasses.replace(
+            task,
+            args=(Ref(first), Ref(first + 1), *task.args[2:]),
+            reads=tuple(sorted({*task.reads} - {table.buffer} | {rows.id, numbers.id})),
+        )
+    if len(buffers) == len(graph.buffers):
+        return _without_unused_weights(graph, used)
+    found = dataclasses.replace(
+        graph, buffers=tuple(buffers), tensors=tuple(tensors), tasks=tuple(tasks)
+    )
+    return _without_unused_weights(found, uses(found))
+
+
+def _lookup(graph: TaskGraph, task: Task) -> _Lookup | None:
+    """Return the lookup of a task; None if it is none, or cannot be served from host memory."""
+    if task.op != EMBEDDING or len(task.args) < 2:
+        return None
+    weight, positions = task.args[0], task.args[1]
+    if not isinstance(weight, Ref) or not isinstance(positions, Ref):
+        return None
+    table, indices = graph.tensors[weight.tensor], graph.tensors[positions.tensor]
+    whole = graph.buffers[table.buffer]
+    num_rows = int(prod(indices.shape))
+    is_whole = (
+        table.offset == 0
+        and table.stride == (table.shape[1], 1)
+        and whole.nbytes == prod(table.shape) * ITEMSIZE.get(table.dtype, 0)
+        and not varies(*table.shape, *table.stride, table.offset)
+    )
+    if whole.kind is not BufferKind.WEIGHT or not is_whole:
+        return None
+    if indices.id not in {i.tensor for i in graph.inputs}:
+        return None
+    if graph.buffers[indices.buffer].kind is not BufferKind.INPUT:
+        return None  # the pass changes them
+    if not 0 < num_rows < table.shape[0]:
+        return None
+    return _Lookup(table, indices, num_rows)
+
+
+def _without_unused_weights(graph: TaskGraph, used: list[list[int]]) -> TaskGraph:
+    """Empty weights that no task uses, so that they take no bytes; ``graph`` if there are none."""
+    unused = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT and not used[b.id]]
+    if not any(b.nbytes for b in unused):
+        return graph
+    buffers = list(graph.buffers)
+    for buffer in unused:
+        buffers[buffer.id] = dataclasses.replace(buffer, nbytes=0)
+    return dataclasses.replace(graph, buffers=tuple(buffers))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
