@@ -28,7 +28,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
-from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.planning.policies import RUNNABLE, policy_named
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.calls import AroundCall
 from ds_finepage.runtime.handle import Handle
@@ -121,7 +121,7 @@ def plan_model(
     """
     from ds_finepage import whatif  # it imports transformers, which attach() does not need
 
-    whatif.require_policy(policy)
+    policy_named(policy)  # refuses an unknown one
     budget = DeviceBudget.parse(device_budget, name="--device-budget")
     profile = load_profile(hardware)
     captured = whatif.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile)

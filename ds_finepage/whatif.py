@@ -1,7 +1,7 @@
-"""What a model would cost on a machine, when neither is there.
+"""Plans a model for a machine without having either.
 
-The upper row of the pipeline in ``api.py`` for the command line: a model's config and a hardware
-profile in, checked plans with predicted times and lower bounds out.
+For the command line: a model's config and a hardware profile in, checked plans with predicted times
+and lower bounds out.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ from dataclasses import dataclass
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config
-from ds_finepage.config import BudgetKind, DeviceBudget, did_you_mean
-from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.config import BudgetKind, DeviceBudget
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.pipeline import Needs, PlanSettings, needs_of, plan_checked
-from ds_finepage.planning.policies import PAGING, POLICIES
+from ds_finepage.planning.pipeline import (
+    Needs,
+    Planned,
+    PlanSettings,
+    needs_of,
+    plan_checked,
+)
+from ds_finepage.planning.policies import policy_named
 from ds_finepage.planning.simulator import task_time_ns
 from ds_finepage.reporting.figures import (
     NS_PER_S,
@@ -33,7 +39,7 @@ from ds_finepage.reporting.figures import (
 CUDA_ALIGNMENT = 512
 
 AUTO_MARGIN_BYTES = 512 << 20
-"""What a budget of "auto" leaves to driver and libraries on a machine that is not there."""
+"""Bytes that a budget of "auto" leaves to driver and libraries on such a machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +63,7 @@ class CapturedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A checked plan of a captured pass, what it looks like in time, and its figures."""
+    """A checked plan of a captured pass, its predicted times and its figures."""
 
     memgraph: MemGraph
     timeline: Timeline
@@ -67,7 +73,19 @@ class PlannedModel:
 def capture_model(
     model: str, *, phase: str, batch: int, seq: int, profile: HardwareProfile
 ) -> CapturedModel:
-    """Capture a pass from a model's config, in the dtype that the machine is fast with."""
+    """Capture a pass from a model's config, in the dtype that suits the machine.
+
+    Args:
+        model: A shipped name, a directory or a transformers config.json.
+        phase: "prefill" or "decode".
+        batch: Sequences in the batch.
+        seq: Tokens of a sequence that are in the KV cache after the pass.
+        profile: The machine.
+
+    Raises:
+        ConfigError: The model or a size cannot be used.
+        CaptureError: The forward cannot be written as a taskgraph.
+    """
     start = time.process_time()
     config = load_model_config(model)
     dtype = default_dtype(config, profile)
@@ -91,28 +109,46 @@ def plan_captured(
     policy: str = "finepage",
     split: bool = True,
 ) -> PlannedModel:
-    """Plan a captured pass under a budget, check the plan, and predict its time."""
-    graph = captured.graph
+    """Plan a captured pass under a budget, check the plan, and predict its time.
+
+    Args:
+        captured: The pass.
+        budget_bytes: The limit on all device bytes.
+        profile: The machine.
+        policy: A key of ``POLICIES``.
+        split: The policy may cut weights, if it can.
+
+    Raises:
+        ConfigError: Unknown policy.
+        PlanInfeasibleError: The budget is too small for this policy.
+    """
     settings = PlanSettings(policy=policy, split=split, alignment=CUDA_ALIGNMENT, profile=profile)
-    around = captured.needs.non_arena_bytes
-    needs = dataclasses.replace(
-        needs_of(
-            graph,
-            alignment=CUDA_ALIGNMENT,
-            cuts_weights=settings.cuts_weights,
-            looks_up_rows=policy in PAGING,
-        ),
-        non_arena_bytes=around,
+    needs = needs_of(
+        captured.graph,
+        alignment=CUDA_ALIGNMENT,
+        cuts_weights=settings.cuts_weights,
+        looks_up_rows=policy_named(policy).pages,
     )
+    # The budget is divided for the whole tables, whatever the policy does with them.
+    needs = dataclasses.replace(needs, non_arena_bytes=captured.needs.non_arena_bytes)
+    arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:
-        if budget_bytes <= around:
+        if arena_bytes < 1:
             raise PlanInfeasibleError("nothing is left for the arena")
-        planned = plan_checked(graph, budget_bytes - around, settings)
+        planned = plan_checked(captured.graph, arena_bytes, settings)
     except PlanInfeasibleError:
         needs.require_room(budget_bytes)  # names the budget, which policies do not know
         raise
     plan_seconds = time.process_time() - start
+    figures = _figures(captured, planned, needs, budget_bytes, plan_seconds)
+    return PlannedModel(memgraph=planned.memgraph, timeline=planned.timeline, figures=figures)
+
+
+def _figures(
+    captured: CapturedModel, planned: Planned, needs: Needs, budget_bytes: int, plan_seconds: float
+) -> PlanFigures:
+    graph, profile = captured.graph, planned.settings.profile
     memgraph, timeline = planned.memgraph, planned.timeline
     bound_bytes = planned.lower_bound_bytes
     # The weights that the plan finds but does not leave have to be reloaded in every pass.
@@ -123,17 +159,17 @@ def plan_captured(
     def of_one_pass(amount: int) -> int:
         return -(-amount // memgraph.graph.num_batches)
 
-    figures = PlanFigures(
+    return PlanFigures(
         model=captured.model,
         phase=captured.phase,
         batch=captured.batch,
         seq=captured.seq,
-        policy=policy,
+        policy=planned.settings.policy,
         hardware=profile.name,
         weight_bytes=graph.weight_bytes,
         budget_bytes=budget_bytes,
         min_budget_bytes=needs.min_budget_bytes,
-        peak_bytes=around + memgraph.peak_bytes,
+        peak_bytes=needs.non_arena_bytes + memgraph.peak_bytes,
         entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
         reloaded_bytes=of_one_pass(reloaded_bytes),
         offloaded_bytes=of_one_pass(memgraph.offloaded_bytes),
@@ -149,13 +185,17 @@ def plan_captured(
         plan_seconds=plan_seconds,
         layout_overhead=layout_overhead(memgraph),
     )
-    return PlannedModel(memgraph=memgraph, timeline=timeline, figures=figures)
 
 
 def budget_on(device_budget: DeviceBudget, weight_bytes: int, profile: HardwareProfile) -> int:
     """Turn a budget into bytes on a machine that is known by its profile only.
 
-    A share of the weights may be more than the device has: that asks what a larger one would do.
+    A share of the weights may exceed the device; the plan is then one for a larger device.
+
+    Args:
+        device_budget: The budget, as a ds_config has it.
+        weight_bytes: Bytes of all weights.
+        profile: The machine.
 
     Raises:
         ConfigError: Another budget is larger than the device, or nothing is left of it.
@@ -171,13 +211,3 @@ def budget_on(device_budget: DeviceBudget, weight_bytes: int, profile: HardwareP
         margin_bytes=AUTO_MARGIN_BYTES,
         name="--device-budget",
     )
-
-
-def require_policy(policy: str) -> None:
-    """Refuse a policy that does not exist, before anything is captured for it.
-
-    Raises:
-        ConfigError: Unknown policy.
-    """
-    if policy not in POLICIES:
-        raise ConfigError(f"unknown policy {policy!r}. {did_you_mean(policy, POLICIES)}")

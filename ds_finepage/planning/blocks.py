@@ -1,7 +1,7 @@
 """The arena as the planner sees it: an address-ordered list of blocks.
 
-A freed block remembers the node that vacated it and is not merged with its neighbours, because
-whoever uses its bytes again has to wait for exactly that node.
+A freed block remembers the node that vacated it, and is not merged with the blocks beside it: the
+next user of its bytes has to wait for exactly that node.
 
 Source: Turnip (arXiv 2405.16283), section on memory allocation; thesis hdl.handle.net/1911/118527.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ds_finepage.graph.memgraph import Extent
 
 NEVER_USED = -1
-"""Vacator of bytes that nobody has owned yet."""
+"""Vacator of bytes that no buffer has owned yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Block:
 
 
 class BlockList:
-    """Which buffer owns which bytes. All sizes are multiples of the alignment already."""
+    """Maps bytes to the buffers that own them. All sizes are multiples of the alignment."""
 
     def __init__(self, arena_bytes: int) -> None:
         """Start with one free block of ``arena_bytes``."""
@@ -42,7 +42,7 @@ class BlockList:
         return iter(self._blocks)
 
     def snapshot(self) -> list[Block]:
-        """The state, to come back to with :meth:`restore`."""
+        """Return the state, for :meth:`restore`."""
         return list(self._blocks)
 
     def restore(self, snapshot: list[Block]) -> None:
@@ -52,8 +52,8 @@ class BlockList:
     def alloc(self, buffer: int, nbytes: int) -> tuple[Extent, list[int]] | None:
         """Give bytes to a buffer without evicting anything.
 
-        Of the minimal runs of free blocks that are large enough it takes the one that was vacated
-        longest ago: its new user has to wait for the latest of its vacators, and so waits least.
+        It takes the minimal run of free blocks that was vacated longest ago. The new user has to
+        wait for the latest vacator of the run, so it waits least.
 
         Returns:
             The extent and the ids of the nodes that vacated it, or None if nothing fits.
@@ -136,11 +136,11 @@ class BlockList:
 
         Args:
             nbytes: Size that must become free.
-            next_use: Next use of an owned block's buffer, infinity where there is none, None where
-                the buffer is protected and must stay.
+            next_use: Next use of an owned block's buffer, infinity if there is none, None if the
+                buffer is protected and must stay.
 
         Returns:
-            The victims by ascending address, or None where no window is free of protected buffers.
+            The victims by ascending address, or None if every window holds a protected buffer.
         """
         blocks = self._blocks
         scores = [

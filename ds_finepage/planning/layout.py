@@ -1,4 +1,4 @@
-"""Offsets offline: place buffers whose live ranges are known.
+"""Places buffers whose live ranges are known.
 
 Offline dynamic storage allocation: largest buffers first, each at the lowest offset that is free
 over its whole live range. Source: greedy by size, as in "Efficient Memory Management for Deep
@@ -30,7 +30,7 @@ class LiveBuffer:
 
 
 def place(live: Sequence[LiveBuffer]) -> dict[int, Extent]:
-    """Place buffers so that those that live at the same time do not overlap.
+    """Place buffers so that buffers that live at the same time do not overlap.
 
     Returns:
         Buffer -> extent. The result depends on the input only, not on its order.
@@ -41,15 +41,15 @@ def place(live: Sequence[LiveBuffer]) -> dict[int, Extent]:
 
 
 def first_fit(items: Iterable[tuple[int, Iterable[int]]]) -> list[Extent]:
-    """Place items (bytes, tasks during which they live) one by one, each as low as it can lie."""
-    at: dict[int, list[Extent]] = {}  # task -> extents that are taken while it runs
-    begun: dict[int, list[Extent]] = {}  # task -> those of them that were not before
+    """Place items (bytes, tasks during which they live) one by one, each as low as possible."""
+    at: dict[int, list[Extent]] = {}  # task -> extents that are live while it runs
+    begun: dict[int, list[Extent]] = {}  # task -> extents whose live range starts here
     placed = []
     for nbytes, tasks in items:
         taken: set[Extent] = set()
         runs = _runs(tasks)
         for first, last in runs:
-            # Whoever lives at the same time lives when this run begins, or begins later in it.
+            # These extents are live when this run begins, or start later in it.
             taken.update(at.get(first, ()))
             for task in range(first + 1, last + 1):
                 taken.update(begun.get(task, ()))
@@ -86,14 +86,14 @@ def top_of(placed: dict[int, Extent]) -> int:
 
 
 class Tenancy:
-    """Who vacated which bytes, for memory dependencies.
+    """Remembers the nodes that vacated bytes, for memory dependencies.
 
     Invariant: ``_starts`` is ascending; segment i reaches to the start of segment i + 1, and was
-    vacated by ``_vacators[i]``, None where nobody has owned it yet.
+    vacated by ``_vacators[i]``, None if no buffer has owned it yet.
     """
 
     def __init__(self) -> None:
-        """Start with bytes that nobody has owned."""
+        """Start with bytes that no buffer has owned."""
         self._starts = [0]
         self._vacators: list[int | None] = [None]
 
@@ -106,7 +106,7 @@ class Tenancy:
         return at
 
     def vacators(self, extent: Extent) -> list[int]:
-        """Return the nodes that whoever takes ``extent`` now has to wait for, ascending."""
+        """Return the nodes that a new owner of ``extent`` has to wait for, ascending."""
         first = bisect.bisect_right(self._starts, extent.offset) - 1
         last = bisect.bisect_left(self._starts, extent.end)
         return sorted({v for v in self._vacators[first:last] if v is not None})

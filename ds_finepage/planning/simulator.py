@@ -1,8 +1,8 @@
-"""What a memgraph takes in time: MemGraph and HardwareProfile in, Timeline out.
+"""Predicts the time of a memgraph: MemGraph and HardwareProfile in, Timeline out.
 
 Three lanes run side by side, each its own nodes in the order of their ids. A node starts when its
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, stored,
-alloc, drop) take no time and pass on when the last of their predecessors was complete.
+alloc, drop) take no time: they are complete when the last of their predecessors is.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def simulate(
     Args:
         memgraph: A plan that passes the checker.
         profile: The machine.
-        entry_missing: Buffers of ``memgraph.entry`` that are not in place yet, as in the first of
-            many passes: their resident nodes are copies on the h2d lane.
+        entry_missing: Buffers of ``memgraph.entry`` that are not in the arena yet, as in the first
+            pass: their resident nodes are copies on the h2d lane.
 
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with, or
@@ -142,15 +142,15 @@ def _span_name(graph: TaskGraph, node: Node) -> str:
 def _peak_bytes(memgraph: MemGraph, complete: list[int]) -> int:
     """Return the largest sum of allocated extents.
 
-    At equal times the order of ids decides: it is a topological order, so bytes that are used again
-    are freed first, and a life of no length still counts.
+    At equal times the order of ids decides. It is a topological order, so bytes that are used again
+    are freed first, and an extent that lives no time still counts.
     """
     changes: list[tuple[int, int, int]] = []  # time, node, bytes taken or given back
     for node in memgraph.nodes:
         if node.extent is None:
             continue
         if node.kind is NodeKind.RESIDENT:
-            # Its bytes are taken from the start, even while it is still being copied there.
+            # Its bytes are taken from the start, even while they are still being copied.
             changes.append((0, node.id, node.extent.nbytes))
         elif node.kind is NodeKind.ALLOC:
             changes.append((complete[node.id], node.id, node.extent.nbytes))

@@ -66,31 +66,31 @@ class _Pager:
             for task in self._graph.tasks:
                 self._run(task, written)
             if list(self._resident) == before:
-                return self._without_vain_residents(before)
+                return self._script(before)
         raise PlanInfeasibleError(
             f"policy 'lru' still changes its resident buffers after {MAX_PASSES} passes, so it has "
             f"no steady pass. Use a policy that plans one: finepage."
         )
 
-    def _without_vain_residents(self, resident: list[int]) -> Script:
+    def _script(self, resident: list[int]) -> Script:
         """Write the script; drop at its end the residents that a pass evicts before using them.
 
         These are nearly all residents. Pages could lie anywhere, but a whole buffer that lives
         across the end of the pass must have the same bytes in each pass.
         """
-        vain: dict[int, None] = {}
+        evicted_unused: dict[int, None] = {}
         steps: list[Step] = []
         used: set[int] = set()
         for step in self._steps:
             if step.act is Act.EVICT and step.subject in resident and step.subject not in used:
-                vain[step.subject] = None
+                evicted_unused[step.subject] = None
                 used.add(step.subject)
             else:
                 steps.append(step)
             if step.act is Act.COMPUTE:
                 used.update(self._graph.paged(self._graph.tasks[step.subject]))
-        steps += [Step(Act.DROP, b) for b in vain]
-        return Script("lru", tuple(b for b in resident if b not in vain), tuple(steps))
+        steps += [Step(Act.DROP, b) for b in evicted_unused]
+        return Script("lru", tuple(b for b in resident if b not in evicted_unused), tuple(steps))
 
     def _run(self, task: Task, written: set[int]) -> None:
         own = self._graph.paged(task)

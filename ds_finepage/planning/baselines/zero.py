@@ -290,7 +290,7 @@ def _walk(graph: TaskGraph, leaf_classes: tuple[str, ...]) -> tuple[list[_Module
 
     modules: list[_Module] = []
     events: list[_Event] = []
-    around: list[tuple[int, int, int]] = []  # depth, end, position of each open call
+    open_calls: list[tuple[int, int, int]] = []  # depth, end, position of each open call
     done = 0
 
     def run_tasks(end: int) -> None:
@@ -299,24 +299,24 @@ def _walk(graph: TaskGraph, leaf_classes: tuple[str, ...]) -> tuple[list[_Module
         done = max(done, end)
 
     def leave(depth: int) -> None:
-        while around and around[-1][0] >= depth:
-            _, end, position = around.pop()
+        while open_calls and open_calls[-1][0] >= depth:
+            _, end, position = open_calls.pop()
             run_tasks(end)
             events.append(_Event("leave", position))
 
     for call in module_calls(graph):
         leave(call.depth)
-        if around and modules[around[-1][2]].is_leaf:
+        if open_calls and modules[open_calls[-1][2]].is_leaf:
             continue
         run_tasks(call.begin)
         is_leaf = call.class_name in leaf_classes
         own = dict.fromkeys(below[call.name] if is_leaf else owned.get(call.name, ()))
-        others = {p for _, _, position in around for p in modules[position].own}
+        others = {p for _, _, position in open_calls for p in modules[position].own}
         for task in graph.tasks[call.begin : call.end]:
             if is_leaf or task.label == call.name:
                 own |= dict.fromkeys(b for b in task.reads if b in is_weight and b not in others)
         nested = tuple(dict.fromkeys([*own, *below[call.name]]))
-        around.append((call.depth, call.end, len(modules)))
+        open_calls.append((call.depth, call.end, len(modules)))
         events.append(_Event("enter", len(modules)))
         modules.append(_Module(call.name, is_leaf, tuple(sorted(own)), nested))
     leave(0)

@@ -1,0 +1,61 @@
+"""Each heuristic can be switched off."""
+
+from __future__ import annotations
+
+import random
+
+from ds_finepage.checker.checker import check
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.finepage.small_arena import sets_to_keep
+from ds_finepage.planning.liveness import min_arena_bytes
+from ds_finepage.planning.problem import Problem
+from tests.property.brute_force import tiny_graph
+from tests.property.experts import layers_of_experts
+from tests.unit.planning.sketches import chain, sketch
+
+UNIT = 64
+
+
+def planned(graph: TaskGraph, spare_bytes: int = 0, **options: bool) -> MemGraph:
+    arena_bytes = min_arena_bytes(graph, UNIT) + spare_bytes
+    return check(plan_finepage(Problem(graph, arena_bytes, UNIT), FinepageOptions(**options)))
+
+
+def test_reloads_of_experts_are_delayed_only_if_that_is_on() -> None:
+    graph = layers_of_experts()
+    assert planned(graph).routed
+    assert not planned(graph, delays_experts=False).routed
+
+
+def test_tiny_passes_move_fewer_bytes_with_the_exact_search() -> None:
+    graphs = [tiny_graph(random.Random(seed)) for seed in range(20)]
+
+    def moved(**options: bool) -> int:
+        plans = [planned(graph, 2 * UNIT, **options) for graph in graphs]
+        return sum(p.reloaded_bytes + p.offloaded_bytes for p in plans)
+
+    assert moved() < moved(tries_exact=False)
+
+
+def test_lengths_of_the_ring_are_those_of_the_options() -> None:
+    options = FinepageOptions(ring_weights=(2.0, 7.0))
+    weights = WeightClasses.of(Problem(chain(16), 0, UNIT), may_split=False, options=options)
+    assert list(weights.ring_sizes(5 * UNIT)) == [2 * UNIT, 7 * UNIT]
+
+
+def test_weights_up_to_the_fixed_share_are_kept() -> None:
+    problem = Problem(sketch("w0:640 w1:64 a:64", "w0 -> a", "w1 a ->"), 0, UNIT)
+    for share, fixed_bytes in ((0.05, 0), (0.1, 64)):
+        options = FinepageOptions(fixed_share=share)
+        found = WeightClasses.of(problem, may_split=False, options=options)
+        assert found.fixed_bytes == fixed_bytes
+
+
+def test_a_small_arena_tries_the_lower_regions_of_the_options() -> None:
+    problem = Problem(chain(8), 6 * UNIT, UNIT)
+    one = sets_to_keep(problem, FinepageOptions(lower_factors=(1.0,)))
+    assert set(one) < set(sets_to_keep(problem))
