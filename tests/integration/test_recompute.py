@@ -114,7 +114,7 @@ def test_fewer_bytes_move_and_the_result_is_the_same(
     budget_bytes = needed - TABLE_BYTES // 2
     torch._dynamo.reset()
     moved, live = steady_bytes(model, x, budget_bytes, plain)
-    monkeypatch.setattr(finepage, "recompute", lambda graph, *_: graph)
+    monkeypatch.setattr(finepage, "recompute", lambda graph, *_, **__: graph)
     torch._dynamo.reset()
     moved_without, live_without = steady_bytes(model, x, budget_bytes, plain)
     assert live_without - live >= TABLE_BYTES // 2
@@ -136,7 +136,7 @@ def test_a_smaller_budget_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(model(x), plain)
     assert handle.stats.min_budget_bytes == least
     handle.detach()
-    monkeypatch.setattr(finepage, "recompute", lambda graph, *_: graph)
+    monkeypatch.setattr(finepage, "recompute", lambda graph, *_, **__: graph)
     torch._dynamo.reset()
     handle = attached(model, x, 16 << 20, split=True)
     assert handle.stats.min_budget_bytes > least
