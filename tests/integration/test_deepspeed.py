@@ -138,7 +138,7 @@ def test_forward_and_generate(planned: Any, plain: dict[str, torch.Tensor]) -> N
     stats = ds_finepage.stats(planned)
     assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
     assert stats.budget_bytes == stats.weight_bytes * 120 // 100
-    assert stats is ds_finepage.handle_of(planned).stats
+    assert stats == ds_finepage.handle_of(planned).stats
 
 
 def test_stock_hooks_do_not_come_back(planned: Any, plain: dict[str, torch.Tensor]) -> None:
