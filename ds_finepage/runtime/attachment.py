@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from ds_finepage.capture.tracing import OwnHooks, QuickTracing
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import Runner, hook_modules
 from ds_finepage.execution.stores import WeightTable
@@ -104,8 +105,9 @@ class Attachment:
     def install(self) -> None:
         """Install it in the modules that there are now."""
         module = self._module
-        for handle in hook_modules(module, self._weights, self._on_unplanned, self._runner):
-            self._undo.append(handle.remove)
+        handles = hook_modules(module, self._weights, self._on_unplanned, self._runner)
+        self._undo += [handle.remove for handle in handles]
+        self._own_hooks = OwnHooks(handles)
         for part in entries(module, self._weights):
             self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
             part._compiled_call_impl = PlannedCall(part, self._run, self._runner)
@@ -134,13 +136,13 @@ class Attachment:
 
     def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return the call of the root, or of a part of it, as Dynamo compiles it."""
+        if self._own_hooks.changed():
+            self._compiled = {}
         found = self._compiled.get(id(module))
         if found is None:
-            backend = weak_backend(self._run_graph)
-            found = eager_where_refused(
-                torch.compile(captured_call(module, self._weights), backend=backend),
-                module,
-                self._num_runs,
-            )
+            tracing = QuickTracing(self._own_hooks)
+            backend = tracing.wrap_backend(weak_backend(self._run_graph))
+            compiled = torch.compile(captured_call(module, self._weights), backend=backend)
+            found = eager_where_refused(tracing.wrap(compiled), module, self._num_runs)
             self._compiled[id(module)] = found
         return found
