@@ -1,10 +1,11 @@
 """Makes Dynamo trace an attached model as fast as one that is not attached.
 
-Two things of ours slow Dynamo down. The hooks that serve the fallback keep it from the short way
+Three things slow Dynamo down. The hooks that serve the fallback keep it from the short way
 through a module's call, although they do nothing inside a graph. And Python's garbage collector
-walks all of torch and transformers again and again, because tracing makes many objects. So while
-Dynamo compiles the outermost frame of a call, the hooks are out of the modules and the collector
-is off.
+walks all of torch and transformers again and again, because tracing makes many objects. And a
+decode step with a growing KV cache is traced twice, because Dynamo learns from the second step that
+a size varies. So while Dynamo compiles the outermost frame of a call, the hooks are out of the
+modules, the collector is off, and the sizes that grow are marked.
 
 [Note: only the outermost frame]
 A module that runs between two graphs needs its hooks, and Dynamo may compile its call as a frame
@@ -17,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -35,6 +37,9 @@ COMPILER_FILES = (
     contextlib.__file__,
 )
 """Files of the frames of Dynamo's compiler."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call: by position, and by name."""
 
 COMPILED_FILES = (str(_TORCH / "_dynamo" / "external_utils.py"),)
 """Files beside the compiler whose functions are compiled themselves."""
@@ -85,6 +90,27 @@ class OwnHooks:
         self._hidden = []
 
 
+def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Tell Dynamo which sizes of a call with a KV cache grow, so that it traces decode steps once.
+
+    By itself Dynamo traces the first step with fixed sizes, and the second step with varying ones.
+    Dynamo is free to fix a marked size.
+    """
+    num_rows = 0
+    for layer in chain.from_iterable(
+        getattr(v, "layers", None) or () for v in (*args, *kwargs.values())
+    ):
+        if type(layer).__name__ != "DynamicLayer":
+            continue
+        for rows in (layer.keys, layer.values):
+            if isinstance(rows, torch.Tensor) and rows.dim() == 4:
+                torch._dynamo.maybe_mark_dynamic(rows, 2)
+                num_rows = rows.shape[2]
+    mask = kwargs.get("attention_mask")
+    if num_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        torch._dynamo.maybe_mark_dynamic(mask, 1)
+
+
 class QuickTracing:
     """Hides the hooks and stops the collector while Dynamo compiles the outermost frame."""
 
@@ -92,13 +118,14 @@ class QuickTracing:
         """Take the hooks to hide."""
         self._hooks = hooks
         self._thread: int | None = None
+        self._given: Arguments = ((), {})
         self._stopped_collector = False
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled call that is traced quickly when it has no graph yet."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._listening():
+            with self._listening((args, kwargs)):
                 return compiled(*args, **kwargs)
 
         self._outermost = call.__code__
@@ -114,14 +141,15 @@ class QuickTracing:
         return ending
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        before, self._thread = self._thread, get_ident()
+    def _listening(self, given: Arguments) -> Iterator[None]:
+        before = self._thread, self._given
+        self._thread, self._given = get_ident(), given
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)
         try:
             yield
         finally:
-            self._thread = before
+            self._thread, self._given = before
             self._end()
             # Somebody may have called torch._dynamo.reset(), which removes all callbacks.
             with contextlib.suppress(ValueError):
@@ -133,6 +161,7 @@ class QuickTracing:
         if get_ident() != self._thread or not self._is_outermost(sys._getframe(1)):
             return
         self._hooks.hide()
+        mark_growing(*self._given)
         if gc.isenabled():
             self._stopped_collector = True
             gc.disable()
