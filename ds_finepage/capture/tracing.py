@@ -45,22 +45,29 @@ COMPILED_FILES = (str(_TORCH / "_dynamo" / "external_utils.py"),)
 """Files beside the compiler whose functions are compiled themselves."""
 
 
+HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""Attributes of a module that hold hooks."""
+
+
 class OwnHooks:
     """The hooks that an attachment has registered, in the dictionaries of their modules."""
 
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        """Find the dictionaries that hold the hooks of ``handles``."""
-        self._dicts: dict[int, tuple[dict[Any, Any], set[int]]] = {}
-        for handle in handles:
-            for reference in (handle.hooks_dict_ref, *(handle.extra_dict_ref or ())):
-                hooks = reference()
-                if hooks is not None and handle.id in hooks:
-                    self._dicts.setdefault(id(hooks), (hooks, set()))[1].add(handle.id)
+    def __init__(self, module: torch.nn.Module, handles: Sequence[RemovableHandle]) -> None:
+        """Find the modules below ``module`` that have the hooks of ``handles``."""
+        self._own = {handle.id for handle in handles}
+        dicts = ([getattr(part, name) for name in HOOK_DICTS] for part in module.modules())
+        self._modules = [d for d in dicts if any(self._own.intersection(hooks) for hooks in d)]
         self._hidden: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._counts = self._count()
 
     def _count(self) -> list[int]:
-        return [len(hooks) for hooks, _ in self._dicts.values()]
+        return [len(hooks) for dicts in self._modules for hooks in dicts]
 
     def changed(self) -> bool:
         """Tell whether hooks of others came or went since the last look.
@@ -72,16 +79,17 @@ class OwnHooks:
         return before != self._counts
 
     def hide(self) -> None:
-        """Empty each dictionary that holds nothing but own hooks.
+        """Empty the dictionaries of each module that has nothing but own hooks.
 
-        A dictionary with other hooks stays: Dynamo guards on its length.
+        A module with other hooks keeps all of them: Dynamo guards on those that it traces.
         """
         if self._hidden or not torch._dynamo.config.skip_nnmodule_hook_guards:
             return
-        for hooks, own in self._dicts.values():
-            if hooks and own.issuperset(hooks):
-                self._hidden.append((hooks, dict(hooks)))
-                hooks.clear()
+        for dicts in self._modules:
+            if all(self._own.issuperset(hooks) for hooks in dicts):
+                self._hidden += [(hooks, dict(hooks)) for hooks in dicts if hooks]
+        for hooks, _ in self._hidden:
+            hooks.clear()
 
     def restore(self) -> None:
         """Put hidden hooks back."""

@@ -107,7 +107,7 @@ class Attachment:
         module = self._module
         handles = hook_modules(module, self._weights, self._on_unplanned, self._runner)
         self._undo += [handle.remove for handle in handles]
-        self._own_hooks = OwnHooks(handles)
+        self._own_hooks = OwnHooks(module, handles)
         for part in entries(module, self._weights):
             self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
             part._compiled_call_impl = PlannedCall(part, self._run, self._runner)

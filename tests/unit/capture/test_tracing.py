@@ -36,7 +36,7 @@ def hooked(model: Pair) -> OwnHooks:
     for part in (model.first, model.second):
         handles.append(part.register_forward_pre_hook(ignore))
         handles.append(part.register_forward_hook(ignore, always_call=True))
-    return OwnHooks(handles)
+    return OwnHooks(model, handles)
 
 
 def num_hooks(model: Pair) -> list[int]:
@@ -113,7 +113,7 @@ def test_a_module_with_other_hooks_keeps_all_of_them(model: Pair) -> None:
     hooks = hooked(model)
     model.first.register_forward_pre_hook(ignore)
     hooks.hide()
-    assert num_hooks(model) == [2, 0, 0, 0, 0, 0]
+    assert num_hooks(model) == [2, 1, 1, 0, 0, 0]
     hooks.restore()
     assert num_hooks(model) == [2, 1, 1, 1, 1, 1]
 
