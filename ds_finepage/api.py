@@ -19,6 +19,7 @@ import torch
 
 from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
+from ds_finepage.execution.disk_cache import open_plan_folder
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, device_bytes, free_bytes, probe
 from ds_finepage.execution.stores import TakeWeights, WeightTable
@@ -161,8 +162,8 @@ def attach(
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
-    plan_dir = plan_folder(config.plan_dir) if config.plan_dir else None
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
     weights = WeightTable(take(dict(module.named_parameters()), where), where)
     budget_bytes = resolve_budget(config, weights.nbytes, where)
     for buffer in module.buffers():

@@ -13,11 +13,10 @@ being run, which is where the module names come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from ds_finepage._compat.torch import (
     FakeTensor,
@@ -26,6 +25,7 @@ from ds_finepage._compat.torch import (
     has_free_unbacked_symbols,
     tree_flatten,
 )
+from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
 from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.errors import CaptureError
@@ -46,52 +46,6 @@ from ds_finepage.graph.taskgraph import (
 
 MAX_CONSTANT_BYTES = 1 << 20
 """Larger lifted constants are refused: they belong into a module buffer."""
-
-ROW_READS = frozenset(
-    {"aten.embedding", "aten.index_select", "aten.index", "aten.gather", "aten.take"}
-)
-"""Ops that read from their first argument as many elements as they return."""
-
-ROW_WRITES = frozenset(
-    {"aten.index_copy_", "aten.index_put_", "aten._index_put_impl_", "aten.scatter_"}
-)
-"""Ops that write into their first argument as many elements as their last tensor has."""
-
-OVERWRITES = frozenset({"aten.copy_", "aten.fill_", "aten.zero_"})
-"""Ops that write their first argument without reading it."""
-
-UNFILLED = frozenset({"aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided"})
-"""Ops that neither read nor write."""
-
-GROUPED_MM = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
-"""Products of each row with the one matrix of the second argument that its group has."""
-
-
-def _count_cpu_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> int:
-    """Count two products for each head of the query; a causal one does half of a square."""
-    batch, heads, num_queries, width = query.shape
-    num_keys = key.shape[-2]
-    flops = 2 * batch * heads * num_queries * num_keys * (width + value.shape[-1])
-    return flops // 2 if is_causal and num_queries == num_keys else flops
-
-
-def _count_grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * rows.shape[-2] * rows.shape[-1] * matrices.shape[-1]
-
-
-FLOP_COUNTS: dict[str, Callable[..., int]] = {
-    **{str(packet): count for packet, count in flop_registry.items()},
-    "aten._scaled_dot_product_flash_attention_for_cpu": _count_cpu_attention,
-    **dict.fromkeys(GROUPED_MM, _count_grouped_mm),
-}
-"""How to count an op's arithmetic, by the name of its overload packet."""
 
 
 @dataclass(frozen=True)
@@ -331,43 +285,12 @@ class Recorder(TorchDispatchMode):
                 reads=reads,
                 writes=written | fresh,
                 flops=size_of(count(*args, **kwargs, out_val=_one(flat_results))) if count else 0,
-                moved_bytes=size_of(_moved_bytes(str(func.overloadpacket), tensors, made)),
+                moved_bytes=size_of(moved_bytes(str(func.overloadpacket), tensors, made)),
             )
         )
 
     def _buffer_of(self, tensor: torch.Tensor) -> int:
         return self.tensors[self.tensor_id(tensor)].buffer
-
-
-def _moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    """Count the bytes that an op reads and writes in device memory.
-
-    What an op changes in place is among its arguments and its results, so both are counted. Of a
-    table that is looked up, and of a cache that gets new rows, only the rows are.
-    """
-    if op in UNFILLED:
-        return 0
-    if op in ROW_READS:
-        return sum(map(_bytes, given[1:])) + 2 * sum(map(_bytes, made))
-    if op in ROW_WRITES:
-        return sum(map(_bytes, given[1:])) + min(_bytes(given[0]), _bytes(given[-1]))
-    if op in OVERWRITES:
-        return sum(map(_bytes, given))
-    if op in GROUPED_MM:
-        rows, matrices = given[0], given[1]
-        used = min(rows.shape[-2], matrices.shape[0])  # no row needs more than one of them
-        others = sum(_bytes(t) for t in given if t is not matrices)
-        return others + _bytes(matrices) * used // matrices.shape[0] + sum(map(_bytes, made))
-    distinct = {id(t): t for t in given}.values()
-    return sum(map(_bytes, distinct)) + sum(map(_bytes, made))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Count the bytes of a view; a dimension that is expanded lies there once."""
-    numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        numel *= size if stride or not size else 1
-    return numel * tensor.element_size()
 
 
 def _one(values: list[Any]) -> Any:
@@ -404,67 +327,21 @@ def finish(
         symbols: Their names, and the call position that carries each.
     """
     size = Evaluator(values or {})
-    drafts = recorder.buffers
     returned = {recorder.tensors[o.tensor].buffer for o in outputs if o.tensor is not None}
-    kept: list[_TaskDraft] = []
-    wanted = set(returned)
-    num_kept = [0] * (len(recorder.tasks) + 1)  # of the tasks from each one on
-    for index, task in reversed(list(enumerate(recorder.tasks))):
-        outlives = any(drafts[b].kind is not BufferKind.ACTIVATION for b in task.writes)
-        if outlives or wanted & task.writes:
-            kept.append(task)
-            wanted |= task.reads
-        num_kept[index] = len(kept)
-    kept.reverse()
+    kept, num_kept = _kept_tasks(recorder, returned)
     used = {b for task in kept for b in task.reads | task.writes} | returned
     used |= {recorder.tensors[i.tensor].buffer for i in inputs}
-    order = [b for b in range(len(drafts)) if b in used]
+    order = [b for b in range(len(recorder.buffers)) if b in used]
     renumber = {old: new for new, old in enumerate(order)}
-    buffers = tuple(
-        Buffer(
-            renumber[b],
-            _final_kind(drafts[b], b in returned),
-            size(drafts[b].nbytes),
-            drafts[b].name,
-            drafts[b].payload,
-        )
-        for b in order
-    )
-    tensors: list[TensorView] = []
-    tensor_ids: dict[int, int] = {}
-    for view in recorder.tensors:
-        if view.buffer in renumber:
-            tensor_ids[view.id] = len(tensors)
-            tensors.append(
-                TensorView(
-                    len(tensors),
-                    renumber[view.buffer],
-                    view.dtype,
-                    size.all(view.shape),
-                    size.all(view.stride),
-                    size(view.offset),
-                )
-            )
-    handed = {renumber[b]: tensor_ids[t] for b in order if (t := drafts[b].handed) is not None}
+    tensors, tensor_ids = _kept_tensors(recorder, renumber, size)
     return TaskGraph(
         name=name,
-        buffers=tuple(replace(b, gather=handed.get(b.id)) for b in buffers),
-        tensors=tuple(tensors),
-        tasks=tuple(
-            Task(
-                index=i,
-                op=t.op,
-                label=t.label,
-                args=_renumber(t.args, tensor_ids, size),
-                kwargs=tuple((k, _renumber(v, tensor_ids, size)) for k, v in t.kwargs),
-                results=tuple(None if r is None else tensor_ids[r] for r in t.results),
-                reads=tuple(sorted(renumber[b] for b in t.reads)),
-                writes=tuple(sorted(renumber[b] for b in t.writes)),
-                flops=int(size(t.flops)),
-                moved_bytes=int(size(t.moved_bytes)),
-            )
-            for i, t in enumerate(kept)
+        buffers=tuple(
+            _buffer(renumber[b], recorder.buffers[b], b in returned, tensor_ids, size)
+            for b in order
         ),
+        tensors=tensors,
+        tasks=tuple(_task(i, t, renumber, tensor_ids, size) for i, t in enumerate(kept)),
         inputs=tuple(GraphInput(i.position, tensor_ids[i.tensor]) for i in inputs),
         outputs=tuple(
             o if o.tensor is None else GraphOutput(tensor=tensor_ids[o.tensor]) for o in outputs
@@ -481,6 +358,77 @@ def finish(
             for c in recorder.calls
         ),
         symbols=symbols,
+    )
+
+
+def _kept_tasks(recorder: Recorder, returned: set[int]) -> tuple[list[_TaskDraft], list[int]]:
+    """Return the tasks whose results are used, and how many of them stand at or after each task."""
+    kept: list[_TaskDraft] = []
+    wanted = set(returned)
+    num_kept = [0] * (len(recorder.tasks) + 1)
+    for index, task in reversed(list(enumerate(recorder.tasks))):
+        kinds = (recorder.buffers[b].kind for b in task.writes)
+        if wanted & task.writes or any(kind is not BufferKind.ACTIVATION for kind in kinds):
+            kept.append(task)
+            wanted |= task.reads
+        num_kept[index] = len(kept)
+    kept.reverse()
+    return kept, num_kept
+
+
+def _kept_tensors(
+    recorder: Recorder, buffers: dict[int, int], size: Evaluator
+) -> tuple[tuple[TensorView, ...], dict[int, int]]:
+    """Return the views of the buffers that are kept, and the new id of each."""
+    tensors: list[TensorView] = []
+    ids: dict[int, int] = {}
+    for view in recorder.tensors:
+        if view.buffer in buffers:
+            ids[view.id] = len(tensors)
+            tensors.append(
+                TensorView(
+                    len(tensors),
+                    buffers[view.buffer],
+                    view.dtype,
+                    size.all(view.shape),
+                    size.all(view.stride),
+                    size(view.offset),
+                )
+            )
+    return tuple(tensors), ids
+
+
+def _buffer(
+    index: int, draft: _BufferDraft, is_returned: bool, tensor_ids: dict[int, int], size: Evaluator
+) -> Buffer:
+    return Buffer(
+        index,
+        _final_kind(draft, is_returned),
+        size(draft.nbytes),
+        draft.name,
+        draft.payload,
+        gather=None if draft.handed is None else tensor_ids[draft.handed],
+    )
+
+
+def _task(
+    index: int,
+    draft: _TaskDraft,
+    buffers: dict[int, int],
+    tensor_ids: dict[int, int],
+    size: Evaluator,
+) -> Task:
+    return Task(
+        index=index,
+        op=draft.op,
+        label=draft.label,
+        args=_renumber(draft.args, tensor_ids, size),
+        kwargs=tuple((k, _renumber(v, tensor_ids, size)) for k, v in draft.kwargs),
+        results=tuple(None if r is None else tensor_ids[r] for r in draft.results),
+        reads=tuple(sorted(buffers[b] for b in draft.reads)),
+        writes=tuple(sorted(buffers[b] for b in draft.writes)),
+        flops=int(size(draft.flops)),
+        moved_bytes=int(size(draft.moved_bytes)),
     )
 
 

@@ -19,7 +19,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from ds_finepage.errors import CaptureError, TaskMismatchError
+from ds_finepage.execution.disk_cache import Table
 from ds_finepage.execution.ops import (
     BoundTask,
     bind,
@@ -54,6 +55,27 @@ class OpCost:
     workspace_bytes: int
     into_place: bool = False  # seen to write its results into their extents and nowhere else
     fault: str | None = None  # what it does that no form of it can do without
+
+
+def _parse_cost(value: Any) -> OpCost:
+    """Return the cost that a JSON value says.
+
+    Raises:
+        TypeError: The value is not one of four fields, or a field has another type.
+        ValueError: A number is negative.
+    """
+    time_ns, workspace_bytes, into_place, fault = value
+    is_valid = (
+        type(time_ns) is int
+        and type(workspace_bytes) is int
+        and type(into_place) is bool
+        and type(fault) in (str, type(None))
+    )
+    if not is_valid:
+        raise TypeError(f"{value!r} is not the cost of an op")
+    if min(time_ns, workspace_bytes) < 0:
+        raise ValueError(f"{value!r} is negative")
+    return OpCost(time_ns, workspace_bytes, into_place, fault)
 
 
 def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
@@ -94,6 +116,7 @@ class OpMeter:
         """Start with nothing measured."""
         self._device = device
         self._costs: dict[Any, OpCost] = {}
+        self._table = Table("ops", device)
         self._is_modest = False
         self.library_bytes = 0
 
@@ -138,8 +161,10 @@ class OpMeter:
             if not _fits(graph, task, room_bytes):
                 estimated[signature] = self._estimate(graph, task)
                 del new[signature]
+        new = self._without_kept(new)
         if new:
             self._measure(graph, new)
+            self._keep(new)
         tasks = []
         for signature, task in zip(signatures, graph.tasks, strict=True):
             cost = estimated.get(signature) or self._costs[signature]
@@ -151,6 +176,26 @@ class OpMeter:
                 )
             )
         return dataclasses.replace(graph, tasks=tuple(tasks))
+
+    def _without_kept(self, tasks: dict[Any, Task]) -> dict[Any, Task]:
+        """Take costs from the disk; return the tasks that are left to measure.
+
+        On CUDA every process measures: that also shows what libraries keep for themselves.
+        """
+        if self._device.type == "cuda":
+            return tasks
+        kept = {s: self._table.get(s, _parse_cost) for s in tasks}
+        self._costs.update((s, c) for s, c in kept.items() if c is not None)
+        return {s: t for s, t in tasks.items() if kept[s] is None}
+
+    def _keep(self, signatures: Iterable[Any]) -> None:
+        if self._device.type == "cuda":
+            return
+        for signature in signatures:
+            cost = self._costs[signature]
+            if cost.time_ns is not None:  # else it was estimated
+                self._table.put(signature, dataclasses.astuple(cost))
+        self._table.save()
 
     def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
         if not self._is_modest:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule
 
+from ds_finepage.capture.tracing import OwnHooks, QuickTracing
 from ds_finepage.execution.fallback import RunningCall, hook_modules
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.preflight import WatchedGenerate, WatchesGeneration
@@ -90,8 +91,9 @@ class Attachment:
     def install(self) -> None:
         """Install it in the modules that there are now."""
         module, calls = self._module, self._calls
-        for hook in hook_modules(module, self._weights, calls.run_unplanned, calls.running):
-            self._undo.append(hook.remove)
+        hooks = hook_modules(module, self._weights, calls.run_unplanned, calls.running)
+        self._undo += [hook.remove for hook in hooks]
+        self._own_hooks = OwnHooks(module, hooks)
         for part in entries(module, self._weights):
             self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
             part._compiled_call_impl = PlannedCall(part, calls.call, calls.running)
@@ -120,13 +122,15 @@ class Attachment:
 
     def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return the call of the root, or of a part of it, as Dynamo compiles it."""
+        if self._own_hooks.changed():
+            self._compiled = {}
         found = self._compiled.get(id(module))
         if found is None:
-            call = captured_call(module, self._weights)
+            tracing = QuickTracing(self._own_hooks)
+            backend = tracing.wrap_backend(weak_backend(self._calls))
+            compiled = torch.compile(captured_call(module, self._weights), backend=backend)
             found = eager_where_refused(
-                torch.compile(call, backend=weak_backend(self._calls)),
-                module,
-                lambda: self._calls.num_graph_runs,
+                tracing.wrap(compiled), module, lambda: self._calls.num_graph_runs
             )
             self._compiled[id(module)] = found
         return found

@@ -88,7 +88,8 @@ def test_a_product_that_torch_expands_is_captured_for_all_lengths(split: bool) -
     for _ in range(2):
         for (length, new), expected in zip(runs, plain, strict=True):
             assert torch.equal(tokens(model, token_ids(length), new, cache=None), expected)
-        assert handle.stats.num_captures == 4  # prefill and step: the first, and all others
+        # The first prefill, all others, and every step: the sizes that grow are known at once.
+        assert handle.stats.num_captures == 3
         handle.replan(budget_bytes=handle.stats.needed_budget_bytes // 2)
     assert handle.stats.num_unplanned_graphs == 0
     handle.detach()

@@ -151,10 +151,9 @@ def test_a_thousand_tokens_need_a_plan_for_each_doubling_and_no_more_captures() 
     plain = tokens(model, token_ids(5), 1000, cache=None)
     handle = attach(model, device_budget="8MiB", device="cpu", policy="horizon")
     assert torch.equal(tokens(model, token_ids(5), 1000, cache=None), plain)
-    num_buckets = handle.stats.num_plans - 2  # but for the prefill and the first step
+    num_buckets = handle.stats.num_plans - 1  # without the prefill
     assert num_buckets <= 10  # log2 of the length
-    assert handle.stats.num_captures <= 2 + num_buckets
-    assert handle.stats.num_captures == 3
+    assert handle.stats.num_captures == 2
     handle.detach()
 
 

@@ -1,0 +1,86 @@
+"""Counts what an op computes and what it moves, from the shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+ROW_READS = frozenset(
+    {"aten.embedding", "aten.index_select", "aten.index", "aten.gather", "aten.take"}
+)
+"""Ops that read from their first argument as many elements as they return."""
+
+ROW_WRITES = frozenset(
+    {"aten.index_copy_", "aten.index_put_", "aten._index_put_impl_", "aten.scatter_"}
+)
+"""Ops that write into their first argument as many elements as their last tensor has."""
+
+OVERWRITES = frozenset({"aten.copy_", "aten.fill_", "aten.zero_"})
+"""Ops that write their first argument without reading it."""
+
+UNFILLED = frozenset({"aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided"})
+"""Ops that neither read nor write."""
+
+GROUPED_MM = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
+"""Products of each row with the one matrix of the second argument that its group has."""
+
+
+def _count_cpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> int:
+    """Count two products for each head of the query; a causal one does half of a square."""
+    batch, heads, num_queries, width = query.shape
+    num_keys = key.shape[-2]
+    flops = 2 * batch * heads * num_queries * num_keys * (width + value.shape[-1])
+    return flops // 2 if is_causal and num_queries == num_keys else flops
+
+
+def _count_grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * rows.shape[-2] * rows.shape[-1] * matrices.shape[-1]
+
+
+FLOP_COUNTS: dict[str, Callable[..., int]] = {
+    **{str(packet): count for packet, count in flop_registry.items()},
+    "aten._scaled_dot_product_flash_attention_for_cpu": _count_cpu_attention,
+    **dict.fromkeys(GROUPED_MM, _count_grouped_mm),
+}
+"""How to count an op's arithmetic, by the name of its overload packet."""
+
+
+def moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+    """Count the bytes that an op reads and writes in device memory.
+
+    What an op changes in place is among its arguments and its results, so both are counted. Of a
+    table that is looked up, and of a cache that gets new rows, only the rows are.
+    """
+    if op in UNFILLED:
+        return 0
+    if op in ROW_READS:
+        return sum(map(_bytes, given[1:])) + 2 * sum(map(_bytes, made))
+    if op in ROW_WRITES:
+        return sum(map(_bytes, given[1:])) + min(_bytes(given[0]), _bytes(given[-1]))
+    if op in OVERWRITES:
+        return sum(map(_bytes, given))
+    if op in GROUPED_MM:
+        rows, matrices = given[0], given[1]
+        used = min(rows.shape[-2], matrices.shape[0])  # no row needs more than one of them
+        others = sum(_bytes(t) for t in given if t is not matrices)
+        return others + _bytes(matrices) * used // matrices.shape[0] + sum(map(_bytes, made))
+    distinct = {id(t): t for t in given}.values()
+    return sum(map(_bytes, distinct)) + sum(map(_bytes, made))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes of a view; a dimension that is expanded lies there once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride or not size else 1
+    return numel * tensor.element_size()

@@ -1,0 +1,193 @@
+"""Makes Dynamo trace an attached model as fast as one that is not attached.
+
+Three things slow Dynamo down. The hooks that serve the fallback keep it from the short way
+through a module's call, although they do nothing inside a graph. And Python's garbage collector
+walks all of torch and transformers again and again, because tracing makes many objects. And a
+decode step with a growing KV cache is traced twice, because Dynamo learns from the second step that
+a size varies. So while Dynamo compiles the outermost frame of a call, the hooks are out of the
+modules, the collector is off, and the sizes that grow are marked.
+
+[Note: only the outermost frame]
+A module that runs between two graphs needs its hooks, and Dynamo may compile its call as a frame
+of its own. Such a frame must see the hooks. They are hidden for the frame that the handle itself
+calls, and every module call in that frame becomes part of a graph or a frame of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._dynamo.callback import callback_handler
+from torch.utils.hooks import RemovableHandle
+
+_TORCH = Path(torch.__file__).parent
+COMPILER_FILES = (
+    f"{_TORCH / '_dynamo'}/",
+    f"{_TORCH / 'utils'}/",
+    str(_TORCH / "_utils_internal.py"),
+    contextlib.__file__,
+)
+"""Files of the frames of Dynamo's compiler."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call: by position, and by name."""
+
+COMPILED_FILES = (str(_TORCH / "_dynamo" / "external_utils.py"),)
+"""Files beside the compiler whose functions are compiled themselves."""
+
+
+HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""Attributes of a module that hold hooks."""
+
+
+class OwnHooks:
+    """The hooks that an attachment has registered, in the dictionaries of their modules."""
+
+    def __init__(self, module: torch.nn.Module, handles: Sequence[RemovableHandle]) -> None:
+        """Find the modules below ``module`` that have the hooks of ``handles``."""
+        self._own = {handle.id for handle in handles}
+        dicts = ([getattr(part, name) for name in HOOK_DICTS] for part in module.modules())
+        self._modules = [d for d in dicts if any(self._own.intersection(hooks) for hooks in d)]
+        self._hidden: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._counts = self._count()
+
+    def _count(self) -> list[int]:
+        return [len(hooks) for dicts in self._modules for hooks in dicts]
+
+    def changed(self) -> bool:
+        """Tell whether hooks of others came or went since the last look.
+
+        Dynamo has no guard on a dictionary that was empty while it traced, so the graphs that it
+        has made may lack a hook.
+        """
+        before, self._counts = self._counts, self._count()
+        return before != self._counts
+
+    def hide(self) -> None:
+        """Empty the dictionaries of each module that has nothing but own hooks.
+
+        A module with other hooks keeps all of them: Dynamo guards on those that it traces.
+        """
+        if self._hidden or not torch._dynamo.config.skip_nnmodule_hook_guards:
+            return
+        for dicts in self._modules:
+            if all(self._own.issuperset(hooks) for hooks in dicts):
+                self._hidden += [(hooks, dict(hooks)) for hooks in dicts if hooks]
+        for hooks, _ in self._hidden:
+            hooks.clear()
+
+    def restore(self) -> None:
+        """Put hidden hooks back."""
+        for hooks, hidden in self._hidden:
+            hooks.update(hidden)
+        self._hidden = []
+
+
+def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Tell Dynamo which sizes of a call with a KV cache grow, so that it traces decode steps once.
+
+    By itself Dynamo traces the first step with fixed sizes, and the second step with varying ones.
+    Dynamo is free to fix a marked size.
+    """
+    num_rows = 0
+    for layer in chain.from_iterable(
+        getattr(v, "layers", None) or () for v in (*args, *kwargs.values())
+    ):
+        if type(layer).__name__ != "DynamicLayer":
+            continue
+        for rows in (layer.keys, layer.values):
+            if isinstance(rows, torch.Tensor) and rows.dim() == 4:
+                torch._dynamo.maybe_mark_dynamic(rows, 2)
+                num_rows = rows.shape[2]
+    mask = kwargs.get("attention_mask")
+    if num_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        torch._dynamo.maybe_mark_dynamic(mask, 1)
+
+
+class QuickTracing:
+    """Hides the hooks and stops the collector while Dynamo compiles the outermost frame."""
+
+    def __init__(self, hooks: OwnHooks) -> None:
+        """Take the hooks to hide."""
+        self._hooks = hooks
+        self._thread: int | None = None
+        self._given: Arguments = ((), {})
+        self._stopped_collector = False
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a compiled call that is traced quickly when it has no graph yet."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._listening((args, kwargs)):
+                return compiled(*args, **kwargs)
+
+        self._outermost = call.__code__
+        return call
+
+    def wrap_backend(self, backend: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a backend that ends the quick tracing: its graph may run right away."""
+
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            self._end()
+            return backend(*args, **kwargs)
+
+        return ending
+
+    @contextlib.contextmanager
+    def _listening(self, given: Arguments) -> Iterator[None]:
+        before = self._thread, self._given
+        self._thread, self._given = get_ident(), given
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+        try:
+            yield
+        finally:
+            self._thread, self._given = before
+            self._end()
+            # Somebody may have called torch._dynamo.reset(), which removes all callbacks.
+            with contextlib.suppress(ValueError):
+                callback_handler.remove_start_callback(self._begin)
+            with contextlib.suppress(ValueError):
+                callback_handler.remove_end_callback(self._end)
+
+    def _begin(self, _: Any) -> None:
+        if get_ident() != self._thread or not self._is_outermost(sys._getframe(1)):
+            return
+        self._hooks.hide()
+        mark_growing(*self._given)
+        if gc.isenabled():
+            self._stopped_collector = True
+            gc.disable()
+
+    def _is_outermost(self, frame: FrameType | None) -> bool:
+        """Tell whether Dynamo compiles the frame that :meth:`wrap` calls; see the note above.
+
+        That frame is then the only one between the call and the compiler.
+        """
+        others = 0
+        while frame is not None and frame.f_code is not self._outermost:
+            name = frame.f_code.co_filename
+            others += name in COMPILED_FILES or not name.startswith(COMPILER_FILES)
+            frame = frame.f_back
+        return frame is not None and others <= 1
+
+    def _end(self, _: Any = None) -> None:
+        self._hooks.restore()
+        if self._stopped_collector:
+            self._stopped_collector = False
+            gc.enable()

@@ -1,0 +1,190 @@
+"""What is out of the way while Dynamo traces, and that it is back afterwards."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.callback import callback_handler
+
+from ds_finepage.capture.tracing import OwnHooks, QuickTracing, mark_growing
+
+
+def ignore(*_: Any) -> None:
+    pass
+
+
+class Pair(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def hooked(model: Pair) -> OwnHooks:
+    handles = []
+    for part in (model.first, model.second):
+        handles.append(part.register_forward_pre_hook(ignore))
+        handles.append(part.register_forward_hook(ignore, always_call=True))
+    return OwnHooks(model, handles)
+
+
+def num_hooks(model: Pair) -> list[int]:
+    return [
+        len(hooks)
+        for part in (model.first, model.second)
+        for hooks in (
+            part._forward_pre_hooks,
+            part._forward_hooks,
+            part._forward_hooks_always_called,
+        )
+    ]
+
+
+@pytest.fixture
+def model() -> Pair:
+    torch._dynamo.reset()
+    return Pair().eval().requires_grad_(False)
+
+
+def compiled(model: Pair, hooks: OwnHooks, seen: list[tuple[list[int], bool]]) -> Any:
+    tracing = QuickTracing(hooks)
+
+    def see(_: Any) -> None:
+        seen.append((num_hooks(model), gc.isenabled()))
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        see(None)
+        return graph.forward
+
+    call = tracing.wrap(torch.compile(model._call_impl, backend=tracing.wrap_backend(backend)))
+
+    def watched(x: torch.Tensor) -> Any:
+        register = callback_handler.register_start_callback
+
+        def after_ours(callback: Any) -> Any:
+            register(callback)
+            return register(see)
+
+        callback_handler.register_start_callback = after_ours  # type: ignore[method-assign]
+        try:
+            return call(x)
+        finally:
+            callback_handler.register_start_callback = register  # type: ignore[method-assign]
+            callback_handler.start_callbacks.clear()
+
+    return watched
+
+
+def test_hooks_and_collector_are_away_while_dynamo_traces_and_back_for_the_graph(
+    model: Pair,
+) -> None:
+    seen: list[tuple[list[int], bool]] = []
+    hooks = hooked(model)
+    call = compiled(model, hooks, seen)
+    x = torch.ones(2, 4)
+    for _ in range(2):  # the hooks that are back do not make Dynamo trace again
+        assert torch.equal(call(x), model.second(model.first(x)))
+        assert seen == [([0] * 6, False), ([1] * 6, True)]
+    assert num_hooks(model) == [1] * 6 and gc.isenabled()
+    assert not callback_handler.end_callbacks
+
+
+def test_frames_behind_a_graph_break_see_the_hooks(model: Pair) -> None:
+    seen: list[tuple[list[int], bool]] = []
+    model.breaks = True
+    call = compiled(model, hooked(model), seen)
+    call(torch.ones(2, 4))
+    assert seen[0] == ([0] * 6, False)
+    assert len(seen) > 2 and all(state == ([1] * 6, True) for state in seen[1:])
+
+
+def test_a_module_with_other_hooks_keeps_all_of_them(model: Pair) -> None:
+    hooks = hooked(model)
+    model.first.register_forward_pre_hook(ignore)
+    hooks.hide()
+    assert num_hooks(model) == [2, 1, 1, 0, 0, 0]
+    hooks.restore()
+    assert num_hooks(model) == [2, 1, 1, 1, 1, 1]
+
+
+def test_nothing_is_hidden_where_dynamo_guards_on_empty_dictionaries(model: Pair) -> None:
+    hooks = hooked(model)
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        hooks.hide()
+    assert num_hooks(model) == [1] * 6
+
+
+def test_hooks_that_come_and_go_are_noticed_once(model: Pair) -> None:
+    hooks = hooked(model)
+    assert not hooks.changed()
+    handle = model.first.register_forward_hook(ignore)
+    assert hooks.changed() and not hooks.changed()
+    handle.remove()
+    assert hooks.changed()
+
+
+def test_a_trace_that_fails_leaves_all_as_it_was(model: Pair) -> None:
+    hooks = hooked(model)
+    tracing = QuickTracing(hooks)
+
+    def fail(*_: Any) -> Any:
+        tracing._begin(None)
+        raise RuntimeError("no graph")
+
+    with pytest.raises(RuntimeError, match="no graph"):
+        tracing.wrap(fail)()
+    assert num_hooks(model) == [1] * 6 and gc.isenabled()
+
+
+def test_the_compiler_of_another_thread_hides_nothing(model: Pair) -> None:
+    tracing = QuickTracing(hooked(model))
+    tracing._begin(None)  # nobody in this thread has called
+    assert num_hooks(model) == [1] * 6 and gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off(model: Pair) -> None:
+    gc.disable()
+    try:
+        compiled(model, hooked(model), [])(torch.ones(2, 4))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_sizes_of_a_growing_cache_are_marked() -> None:
+    class DynamicLayer:
+        keys = torch.zeros(1, 2, 5, 4)
+        values = torch.zeros(1, 2, 5, 4)
+
+    class StaticLayer:
+        keys = torch.zeros(1, 2, 5, 4)
+
+    cache = SimpleNamespace(layers=[DynamicLayer, StaticLayer])
+    cache.layers = [DynamicLayer(), StaticLayer()]
+    mask = torch.ones(1, 6)
+    mark_growing((), {"past_key_values": cache, "attention_mask": mask})
+    for rows in (DynamicLayer.keys, DynamicLayer.values):
+        assert rows._dynamo_weak_dynamic_indices == {2}  # type: ignore[attr-defined]
+    assert mask._dynamo_weak_dynamic_indices == {1}  # type: ignore[attr-defined]
+    assert not hasattr(StaticLayer.keys, "_dynamo_weak_dynamic_indices")
+
+
+def test_a_mask_without_a_growing_cache_is_not_marked() -> None:
+    class DynamicLayer:
+        keys = values = None
+
+    mask = torch.ones(1, 6)
+    mark_growing((SimpleNamespace(layers=[DynamicLayer()]), SimpleNamespace(layers=None)), {})
+    mark_growing((), {"attention_mask": mask})
+    assert not hasattr(mask, "_dynamo_weak_dynamic_indices")
