@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -140,10 +141,16 @@ class QuickTracing:
         return call
 
     def wrap_backend(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a backend that ends the quick tracing: its graph may run right away."""
+        """Return a backend that ends the quick tracing: its graph may run right away.
+
+        Dynamo keeps the backend for long, so the backend does not keep this object and the hooks.
+        """
+        reference = weakref.ref(self)
 
         def ending(*args: Any, **kwargs: Any) -> Any:
-            self._end()
+            tracing = reference()
+            assert tracing is not None, "the call that is traced keeps it alive"
+            tracing._end()
             return backend(*args, **kwargs)
 
         return ending
