@@ -37,6 +37,7 @@ ATTRIBUTES = {
     "_cdata": "torch.UntypedStorage",
     "_compiled_call_impl": "torch.nn.Module",
     "_config": "deepspeed.runtime.engine.DeepSpeedEngine",
+    "_getframe": "sys",
     "_make_wrapper_subclass": "torch.Tensor",
     "_modules": "torch.nn.Module",
     "_no_gather_coalesced": "deepspeed.runtime.zero.partition_parameters",

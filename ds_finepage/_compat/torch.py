@@ -13,7 +13,8 @@ from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import graph_break, trace_rules
+from torch._dynamo import graph_break, maybe_mark_dynamic, trace_rules
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
@@ -72,12 +73,14 @@ __all__ = [
     "_len_torch_dispatch_stack",
     "_pop_mode_temporarily",
     "_profiler_enabled",
+    "callback_handler",
     "dynamo_config",
     "free_symbols",
     "get_eval_frame_callback",
     "graph_break",
     "has_free_unbacked_symbols",
     "is_traceable_wrapper_subclass",
+    "maybe_mark_dynamic",
     "peek_interpreter_stack",
     "skip_code",
     "sympy_interp",

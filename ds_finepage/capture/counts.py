@@ -58,8 +58,8 @@ FLOP_COUNTS: dict[str, Callable[..., int]] = {
 def moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
     """Count the bytes that an op reads and writes in device memory.
 
-    What an op changes in place is among its arguments and its results, so both are counted. Of a
-    table that is looked up, and of a cache that gets new rows, only the rows are.
+    An operand that the op changes in place is among its arguments and its results, so it counts
+    twice. A table that is looked up, and a cache that gets new rows, count with those rows only.
     """
     if op in UNFILLED:
         return 0

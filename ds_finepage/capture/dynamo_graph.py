@@ -1,8 +1,8 @@
 """One graph that Dynamo handed over, and the taskgraphs of its concrete shapes.
 
-Dynamo brings guards, graph breaks and symbolic shapes. What it hands over is a torch-level graph
-with parameters, tensors and integers as arguments; here each combination of the integers that the
-tensors depend on becomes a taskgraph of its own.
+Dynamo brings guards, graph breaks and symbolic shapes. Its graphs are
+torch-level, with parameters, tensors and integers as arguments. Here each combination of integers
+that the tensors depend on becomes a taskgraph of its own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DynamoGraph:
 
         Dynamo passes every symbol of a shape as an argument of its own, so the integers say it
         all. One that only counts (transformers' sliding-window cache hands its length through) is
-        left out, else every token would be captured anew.
+        left out, else every token would need its own capture.
         """
         return tuple(args[i] for i in self.key_positions)
 

@@ -160,7 +160,7 @@ def _build(config: PretrainedConfig, dtype: str) -> torch.nn.Module:
 
 
 class _Inputs:
-    """What the call brings along, by position."""
+    """The arguments of the call, by position."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -98,7 +98,7 @@ class LayoutFixer:
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
 
     def _reshaped(self, source: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-        """Return the strides that ``view`` gives; what torch does itself, but for symbols.
+        """Return the strides that ``view`` gives, as torch computes them, for symbols too.
 
         Dimensions of the source that follow on one another are taken as one, and the last of the
         new dimensions that have as many elements lie in it; those of one element beside them.

@@ -3,8 +3,8 @@
 A cache that grows by a row a step would otherwise need a capture a step. Dynamo passes each size
 that has changed before as an integer of its own; here those integers become symbols of a shape
 environment of ours, the pass is recorded once, and every size in the recording is an expression
-in them. What the recording took for granted about them (its guards) is kept, and asked before it
-is used for other sizes.
+in them. The guards of the recording (its assumptions about the sizes) are kept, and checked before
+it is used for other sizes.
 """
 
 # Floor 2.
@@ -76,8 +76,8 @@ def upper_end(values: Mapping[str, int]) -> dict[str, int]:
 
     The largest is rounded up to a power of two, so that a growing cache needs one plan for each
     doubling. Sizes next to it (a cache's length, and that of a mask one longer) move by the same
-    amount, which keeps what the ops take for granted. The others are rounded by themselves, but
-    for small ones (a batch).
+    amount, so that the guards of the recording hold. The others are rounded by themselves, except
+    small ones (a batch).
     """
     largest = max(values.values(), default=0)
     if largest <= 1:

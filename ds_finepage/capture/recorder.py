@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
             return self._constant(tensor)
         buffer = self._storages.get(tensor.untyped_storage()._cdata)
         if buffer is None:
-            raise CaptureError("an op returned a tensor whose storage nobody made")
+            raise CaptureError("an op returned a tensor whose storage no op made")
         return self._view_id(tensor, buffer)
 
     def _view_id(self, tensor: torch.Tensor, buffer: int) -> int:
@@ -315,7 +315,7 @@ def finish(
     values: Mapping[str, int] | None = None,
     symbols: tuple[tuple[str, int], ...] = (),
 ) -> TaskGraph:
-    """Turn a recording into a taskgraph, without the tasks whose results nobody uses.
+    """Turn a recording into a taskgraph, without the tasks whose results are unused.
 
     Args:
         recorder: What was recorded.

@@ -27,8 +27,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._dynamo.callback import callback_handler
 from torch.utils.hooks import RemovableHandle
+
+from ds_finepage._compat.torch import callback_handler, dynamo_config, maybe_mark_dynamic
 
 _TORCH = Path(torch.__file__).parent
 COMPILER_FILES = (
@@ -84,7 +85,7 @@ class OwnHooks:
 
         A module with other hooks keeps all of them: Dynamo guards on those that it traces.
         """
-        if self._hidden or not torch._dynamo.config.skip_nnmodule_hook_guards:
+        if self._hidden or not dynamo_config.skip_nnmodule_hook_guards:
             return
         for dicts in self._modules:
             if all(self._own.issuperset(hooks) for hooks in dicts):
@@ -113,11 +114,11 @@ def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             continue
         for rows in (layer.keys, layer.values):
             if isinstance(rows, torch.Tensor) and rows.dim() == 4:
-                torch._dynamo.maybe_mark_dynamic(rows, 2)
+                maybe_mark_dynamic(rows, 2)
                 num_rows = rows.shape[2]
     mask = kwargs.get("attention_mask")
     if num_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        torch._dynamo.maybe_mark_dynamic(mask, 1)
+        maybe_mark_dynamic(mask, 1)
 
 
 class QuickTracing:
@@ -166,7 +167,7 @@ class QuickTracing:
         finally:
             self._thread, self._given = before
             self._end()
-            # Somebody may have called torch._dynamo.reset(), which removes all callbacks.
+            # A call of torch._dynamo.reset() removes all callbacks.
             with contextlib.suppress(ValueError):
                 callback_handler.remove_start_callback(self._begin)
             with contextlib.suppress(ValueError):

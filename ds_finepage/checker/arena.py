@@ -16,8 +16,8 @@ class _Segment:
     """Neighbouring bytes with one history."""
 
     start: int
-    tenant: int | None  # the buffer that has the bytes or had them last; None: nobody yet
-    vacator: int | None  # node that freed the bytes; None: nobody yet, or the tenant is live
+    tenant: int | None  # the buffer that has the bytes or had them last; None: no buffer yet
+    vacator: int | None  # node that freed the bytes; None: no node yet, or the tenant is live
 
 
 class Bytes:

@@ -75,7 +75,7 @@ class HostCopies:
             text = "copies a weight; the host has it already"
             self._report.wrong(Fault.WEIGHT_OFFLOADED, node.id, text)
         if not contents.is_defined:
-            self._report.wrong(Fault.OFFLOAD_UNDEFINED, node.id, "copies bytes that nobody wrote")
+            self._report.wrong(Fault.OFFLOAD_UNDEFINED, node.id, "copies bytes that no node wrote")
         self._require_users_done(node.id, buffer)
         self.contents[buffer] = contents
         self._source[buffer] = node.id

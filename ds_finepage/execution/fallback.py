@@ -153,7 +153,7 @@ def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable
 
 
 def is_traced() -> bool:
-    """Tell whether somebody traces the call: with ``torch.jit``, ``torch.export`` or ``vmap``.
+    """Tell whether the caller traces the call: with ``torch.jit``, ``torch.export`` or ``vmap``.
 
     Such a call runs in PyTorch, on parameters that show the host masters.
     """

@@ -49,7 +49,7 @@ NUM_REPEATS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one op takes."""
+    """The measured cost of one op."""
 
     time_ns: int | None  # None: it could not be run on scratch tensors
     workspace_bytes: int
@@ -82,8 +82,8 @@ def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
     """Return the taskgraph with ``workspace_bytes`` as far as they follow from the ops alone.
 
     Nothing is run: an op without an ``out=`` overload takes the bytes of its results once more,
-    until they are copied to their place. What a kernel takes for itself is not counted, and every
-    ``out=`` overload is taken to write into place.
+    until they are copied to their place. The workspace of a kernel itself is not counted, and every
+    ``out=`` overload counts as writing into place.
     """
     known: dict[Any, int] = {}
     tasks = []
@@ -132,7 +132,7 @@ class OpMeter:
         return found
 
     def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
-        """Tell whether every op of a graph has been measured, but for those without the room."""
+        """Tell whether every op of a graph has been measured, except those without room."""
         return all(
             signature in self._costs or not _fits(graph, task, room_bytes)
             for signature, task in zip(_signatures(graph), graph.tasks, strict=True)
@@ -274,7 +274,7 @@ def _try(
         graph: Where the task stands.
         task: What to run.
         tiles: What to fill scratch with.
-        unused: Results that nobody reads.
+        unused: Results that no task reads.
         run: Runs a bound task, calls the check once it has run, and returns what the task takes: a
             time, and its workspace.
     """
@@ -385,7 +385,7 @@ def _signatures(graph: TaskGraph) -> list[Any]:
 
 
 def _signature(graph: TaskGraph, task: Task, unused: frozenset[int]) -> Any:
-    """What decides an op's cost: overload, arguments, and its tensors but for their buffers."""
+    """Return the key of an op's cost: overload, arguments, and tensors without their buffers."""
     if task.op == JOIN:
         return (JOIN,)
 

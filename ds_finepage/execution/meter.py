@@ -1,7 +1,7 @@
 """Meters of live device bytes that know nothing of plans.
 
-On CPU the meter listens to the allocator's own events through torch's profiler: everything that is
-allocated through torch on this thread while it is on counts, whoever asked for it. On CUDA it reads
+On CPU the meter listens to the allocator's own events through torch's profiler: every
+allocation through torch on this thread counts while it is on. On CUDA it reads
 the caching allocator's statistics.
 """
 
@@ -91,10 +91,10 @@ class DeviceMeter:
         profiler, self._profiler = self._profiler, None
         _enable_record_function(True)
         if not _profiler_enabled():
-            raise RuntimeError("somebody else used torch's profiler and ended this meter's")
+            raise RuntimeError("another user of torch's profiler ended this meter's")
         profiler.__exit__(None, None, None)
         for address, nbytes in _allocations(profiler):
-            # An address that comes again was released where nobody listened.
+            # An address that comes again was released while the meter was off.
             self.live_bytes -= self._blocks.pop(address, 0)
             if nbytes > 0:
                 self._blocks[address] = nbytes
@@ -104,7 +104,7 @@ class DeviceMeter:
 
 @contextmanager
 def free_profiler() -> Iterator[None]:
-    """Leave torch's profiler and peak statistics, of which there is one, to somebody else.
+    """Leave torch's only profiler, and its peak statistics, to another user.
 
     A meter of this thread is blind meanwhile; what is allocated must be released again.
     """

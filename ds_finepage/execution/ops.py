@@ -55,7 +55,7 @@ class BoundTask:
 
 @dataclass(slots=True)
 class Patch:
-    """A place in a bound task's arguments that each call fills anew: a tensor, or a size."""
+    """A place in a bound task's arguments that each call fills: a tensor, or a size."""
 
     container: Any  # list or dict
     key: Any
@@ -83,7 +83,7 @@ def out_overload(op: Any) -> Any | None:
     """Return the overload of ``op`` that takes the same arguments and writes into given tensors.
 
     It may leave out options that follow from the tensors it writes into, but it must not ask for
-    one that ``op`` does not have. Of several, the one that leaves out least is taken.
+    one that ``op`` does not have. Among several, take the one that leaves out least.
     """
     packet, wanted = op.overloadpacket, _named_types(op._schema.arguments)
     best, fewest = None, None
@@ -160,7 +160,7 @@ def bind(
         task: What to run.
         tensor: Tensor id -> the tensor, or None where each call brings its own.
         patches: Places of such tensors are appended here.
-        unused: Results that nobody reads; they are not copied (attention kernels return the state
+        unused: Results that no task reads; they are not copied (attention kernels return the state
             of a random generator, which may lie in host memory).
         into_place: Let the op write its results into their extents where it has an ``out=``
             overload. Only for ops that were seen to write nothing else; see ``trial.py``.

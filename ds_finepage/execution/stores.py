@@ -78,7 +78,7 @@ class _Shown:
 
     @property
     def is_written(self) -> bool:
-        """Tell whether somebody may have written into the parameter."""
+        """Tell whether the parameter may have been written."""
         return self.watch.was_used or self._signs()[1] != self.seen[1]
 
     def note(self) -> None:
@@ -229,7 +229,7 @@ class WeightTable:
         return WeightChanges(tuple(s.weight.name for s in disturbed), moved, reshaped)
 
     def _value_of(self, shown: _Shown) -> torch.Tensor:
-        """Return the tensor that somebody gave a parameter; a copy where it is a partition."""
+        """Return the present tensor of a parameter; a copy where it is a partition."""
         value = data_of(shown.weight.parameter)
         if not shown.weight.is_partition:
             return value
@@ -238,7 +238,7 @@ class WeightTable:
         return value.clone() if is_master else value
 
     def _adopt(self, shown: _Shown, value: torch.Tensor) -> bool:
-        """Take over a tensor that somebody gave a parameter; True where that moves its master."""
+        """Take over a new tensor of a parameter; True where that moves its master."""
         weight = shown.weight
         if weight.is_partition and weight.has_form_of(value):
             _copy(weight.value, value)
@@ -281,7 +281,7 @@ class WeightTable:
             return
         copy, shown.filled = shown.filled, None
         if parameter.data_ptr() != copy.data_ptr():
-            return  # somebody set ``data`` meanwhile; ``changes`` takes it over
+            return  # the caller set ``data`` meanwhile; ``changes`` takes it over
         if shown.is_written:
             _copy(shown.weight.value, copy)
         set_data(parameter, shown.view)

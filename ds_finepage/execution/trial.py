@@ -1,10 +1,10 @@
 """Tries a task on a small arena of its own, to see what it writes.
 
-Some ops use the tensor that is given as ``out=`` for their own work and resize it meanwhile; in an
-arena that overwrites the neighbours. Others take tensors of one storage for the same tensor, or
-count from where the storage begins. Nothing in an op's schema tells. So each is run once with
-memory of its own for every tensor, and once as the executor would run it, with guard bytes around
-every buffer. It passes if nothing has changed but the results, and if these are the same.
+Some ops use the tensor that is given as ``out=`` for their own work and resize it meanwhile. In an
+arena that overwrites the extents beside it. Others take tensors of one storage for the same tensor,
+or count from where the storage begins. Nothing in an op's schema tells. So each is run once with
+memory of its own for every tensor, and once as the executor would run it, with guard bytes before
+and after every buffer. It passes if nothing has changed but the results, and if these are the same.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Trial:
             graph: Where the task stands.
             task: What to try.
             tiles: What to fill scratch with, and on which device.
-            unused: Results that nobody reads; see :func:`ds_finepage.execution.ops.bind`.
+            unused: Results that no task reads; see :func:`ds_finepage.execution.ops.bind`.
         """
         self._graph, self._task, self._tiles, self._unused = graph, task, tiles, unused
         self._made = {*task.writes, *task.touches} - {*task.reads}

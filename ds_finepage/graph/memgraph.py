@@ -17,7 +17,7 @@ from ds_finepage.graph.taskgraph import TaskGraph
 
 
 class NodeKind(str, enum.Enum):
-    """What a node of the memgraph does."""
+    """The step that a node of the memgraph stands for."""
 
     RESIDENT = "resident"  # the buffer is in its extent when the pass begins
     STORED = "stored"  # the buffer is in host memory when the pass begins

@@ -50,7 +50,7 @@ class Route:
 
 
 def routes(graph: TaskGraph) -> dict[int, Route]:
-    """Find the weights of which a pass always uses fewer slices than there are, by buffer id."""
+    """Find the weights with more slices than a pass ever uses, by buffer id."""
     times_used = [0] * len(graph.buffers)
     last_writer: dict[int, int] = {}
     found: dict[int, Route] = {}

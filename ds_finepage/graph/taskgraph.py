@@ -19,7 +19,7 @@ from ds_finepage.graph.arguments import Symbol as Symbol
 
 
 class BufferKind(str, enum.Enum):
-    """What the bytes of a buffer are, and who owns them."""
+    """The contents of a buffer, and its owner."""
 
     WEIGHT = "weight"  # read-only, host master copy: always clean
     STATE = "state"  # KV cache: mutable, the caller owns it, lives across calls

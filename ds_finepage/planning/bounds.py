@@ -25,8 +25,8 @@ class _Room:
 def lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int:
     """Return the bytes that every steady pass of whole weights has to reload at least.
 
-    *Steady* means that the pass is repeated and its exit residency is its entry residency. Whatever
-    the policy, the order of the tasks, and even if weights could be kept by the byte:
+    *Steady* means that the pass is repeated and its exit residency is its entry residency. The
+    proof holds for every policy and every order of the tasks, even if weights are kept by the byte:
 
     1. Let ``kept[w]`` be the bytes of weight w that the pass does not reload. They are needed when
        w is used, so they are resident when the pass begins. They are resident again when it ends,

@@ -1,1 +1,1 @@
-"""What lives as long as a model is attached."""
+"""Everything that lives as long as a model is attached."""

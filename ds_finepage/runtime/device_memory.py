@@ -18,7 +18,7 @@ from ds_finepage.runtime.settings import RunSettings
 
 
 class DeviceState(enum.Enum):
-    """What is on the device, and what that costs.
+    """The contents of the device, and their cost.
 
     RELEASED: Nothing of ours. Code outside any plan runs in this state; it brings the weights of
         one op or one module at a time, and the budget is not promised meanwhile.
@@ -130,7 +130,7 @@ class DeviceMemory:
         if self._arena is None:
             return
         self._unbind_all()
-        # A view that somebody still holds, if only in a cycle of dead objects, must hold no bytes.
+        # A view that is still alive, if only in a cycle of dead objects, must hold no bytes.
         self._arena.bytes.untyped_storage().resize_(0)
         self._arena = None
         self.residents.clear()

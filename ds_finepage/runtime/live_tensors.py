@@ -1,4 +1,4 @@
-"""Device tensors that passes have seen, and that somebody still holds.
+"""Device tensors that passes have seen, and that are still alive.
 
 The output of an encoder lives while its decoder runs; the KV cache of one chat lives while another
 chat runs. Their bytes are on the device, so they count against the budget of every other pass.

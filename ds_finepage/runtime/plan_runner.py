@@ -183,7 +183,7 @@ class PlanRunner:
         return result
 
     def _may_be_resident(self, found: Pass) -> bool:
-        """Tell whether the whole model may stay on the device, and nobody looks at single ops."""
+        """Tell whether the whole model may stay on the device, and no hook looks at single ops."""
         # If that held for some passes only, the weights would come and go between passes.
         most = max(found.resident_bytes, self.table.maker.most_resident_bytes)
         return (

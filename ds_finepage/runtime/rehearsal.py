@@ -42,7 +42,7 @@ from ds_finepage.runtime.settings import RunSettings
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 16
-"""Budgets to try, each of which shows that the next step needs more."""
+"""Budgets to try; each one shows the need of one more step."""
 
 OF_THE_CALLER = (
     "streamer",

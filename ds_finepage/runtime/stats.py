@@ -41,7 +41,7 @@ class Counters:
     """Events of an attached model; the runtime adds to them and never reads them.
 
     Attributes:
-        num_captures: Recordings, each of which serves all calls of its kind.
+        num_captures: Recordings; each one serves all calls of its kind.
         num_plans: Plans made.
         num_forgotten: Passes that made way for others.
         num_resident_runs: Runs with every weight on the device, by PyTorch itself.

@@ -1,8 +1,8 @@
 """Tensors of a safetensors file that are read where they are used, and not kept.
 
-Reads the file's header, produces tensors with its shapes and dtypes and without its bytes. Whatever
-is computed with one reads it into memory of its own for the time of that op, so that merging a
-layer's experts holds that layer, and copying one into a parameter holds a piece of it.
+Reads the file's header, produces tensors with its shapes and dtypes and without its bytes. An
+op with such a tensor reads it into own memory while the op runs. So merging the experts of a layer
+holds that layer, and a copy into a parameter holds a piece of it.
 
 Imported only while a checkpoint is loaded.
 """

@@ -1,4 +1,4 @@
-"""What users ask of a DeepSpeed engine."""
+"""Functions for users of a DeepSpeed engine."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Under ZeRO stage 3 ``from_pretrained`` builds the model in partitions, maps every file of the
 checkpoint, and gathers the parameters of each module to copy into them: partitions, file pages and
 gathered copies are in memory together. Where the active ``HfDeepSpeedConfig`` enables finepage, on
-one rank, tensors of safetensors files are read piece by piece, straight into the partitions. What
-decides which tensor goes where stays transformers' own: names, conversions, ties, missing keys.
+one rank, tensors of safetensors files are read piece by piece, straight into the partitions.
+Transformers itself still decides which tensor goes where: names, conversions, ties, missing keys.
 Every other load stays stock.
 """
 

@@ -78,7 +78,7 @@ def _is_whole(parameter: Any) -> bool:
 
 
 class NothingIntoNothing(TorchDispatchMode):
-    """Leaves out copies of memory that nobody has written into memory that nobody has written.
+    """Leaves out copies from unwritten memory into unwritten memory.
 
     While transformers builds a model whose weights a checkpoint will bring, they are as ``empty``
     made them, and ZeRO copies each into its partition. A copy makes the pages of both resident; the

@@ -1,1 +1,1 @@
-"""What other systems do, as policies in the same simulator."""
+"""Other systems, as policies in the same simulator."""

@@ -1,6 +1,6 @@
 """Policy ``lru``: demand paging, as unified memory does it.
 
-Nothing looks ahead. A task that needs a missing buffer waits while it is copied in, so copies and
+No task is prefetched. A task that needs a missing buffer waits while it is copied in, so copies and
 tasks never overlap. The least recently used buffer is evicted first: a clean one is dropped, a
 dirty one is offloaded. An activation is freed after the task that uses it last, as in eager
 PyTorch. The simulation is kinder than unified memory in three ways: a page fault costs no time, the

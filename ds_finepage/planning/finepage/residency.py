@@ -42,7 +42,7 @@ class WeightClasses:
         order: The weights that may be streamed, by use.
         divisible: The weights that can be cut.
         per_call: The weights that each call brings from host memory, so they are always streamed.
-        routed: The weights of which each pass chooses the slices that it uses (experts).
+        routed: Weights whose slices (experts) each pass chooses itself.
         fixed_bytes: Bytes of the weights that are always kept.
     """
 
