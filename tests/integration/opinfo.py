@@ -20,7 +20,7 @@ from ds_finepage.execution.lanes import Action, CpuLanes
 from ds_finepage.execution.program import Program
 from ds_finepage.graph.memgraph import MemGraph, Node, NodeKind
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.runtime import handle as session
+from ds_finepage.runtime import device_memory
 from ds_finepage.runtime.attachment import weak_backend
 from ds_finepage.runtime.handle import Handle
 
@@ -112,7 +112,7 @@ def watched(model: nn.Module, ample_bytes: int) -> Iterator[tuple[Handle, Watchi
         return lanes[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "make_lanes", make_lanes)
+        patch.setattr(device_memory, "make_lanes", make_lanes)
         debug = DebugConfig(poison_vacated=True)  # so that it does not step aside either
         handle = attach(
             model, device_budget=ample_bytes, device="cpu", profile=PROFILE, debug=debug
