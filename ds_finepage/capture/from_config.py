@@ -94,25 +94,32 @@ def capture_config(
         cache = _StaticRows(
             config, inputs, num_new=num_new, num_past=seq - num_new, to_device=to_device
         )
-        try:
-            with _labelled(model, recorder), _GroupedMm(), recorder:
-                logits = model(
-                    input_ids=ids, past_key_values=cache, use_cache=True, **kwargs
-                ).logits
-        except CaptureError:
-            raise
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CaptureError(
-                f"the forward of {type(model).__name__} looks at values ({error.func}), which are "
-                f"not there. A newer transformers than {version('transformers')} may not need them."
-            ) from error
-        except Exception as error:
-            raise CaptureError(
-                f"{type(model).__name__}: {type(error).__name__}: {error}"
-            ) from error
+        kwargs.update(input_ids=ids, past_key_values=cache, use_cache=True)
+        logits = _logits(model, recorder, kwargs)
         outputs = (GraphOutput(tensor=recorder.tensor_id(logits)),)
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
     return finish(recorder, name, inputs.used(), outputs, versions())
+
+
+def _logits(model: Any, recorder: Recorder, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Record a call of a model, and return its logits.
+
+    Raises:
+        CaptureError: The call cannot be recorded.
+    """
+    try:
+        with _labelled(model, recorder), _GroupedMm(), recorder:
+            logits: torch.Tensor = model(**kwargs).logits
+            return logits
+    except CaptureError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} looks at values ({error.func}), which are "
+            f"not there. A newer transformers than {version('transformers')} may not need them."
+        ) from error
+    except Exception as error:
+        raise CaptureError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
 
 
 def count_parameters(config: PretrainedConfig) -> int:

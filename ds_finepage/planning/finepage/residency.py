@@ -110,17 +110,18 @@ class WeightClasses:
         if not self.divisible:
             whole = sorted({self.sizes[b] for b in self.order}, reverse=True)[:3]
             factors = self.options.ring_weights
-            yield from sorted({self._aligned(int(most * f)) for most in whole for f in factors})
+            yield from sorted({self.aligned(int(most * f)) for most in whole for f in factors})
             return
         shares = self.options.ring_shares
-        sizes = {self._aligned(max(least, int(missing * f))) for f in shares}
+        sizes = {self.aligned(max(least, int(missing * f))) for f in shares}
         # Half of the largest weight is plenty: a plan of whole weights needs more.
         plenty = max(self.sizes[b] for b in self.divisible) // 2
-        first = self._aligned(max(least, min(int(missing * shares[0]), plenty)))
+        first = self.aligned(max(least, min(int(missing * shares[0]), plenty)))
         yield first
         yield from sorted((sizes | {least}) - {first}, reverse=True)
 
-    def _aligned(self, nbytes: int) -> int:
+    def aligned(self, nbytes: int) -> int:
+        """Return the bytes of the extent of ``nbytes``."""
         return extent_bytes(nbytes, self.problem.alignment)
 
     def missing_bytes(self, room: int) -> int:
@@ -138,7 +139,7 @@ class WeightClasses:
         ]
         # If a task needs several weights, the ring may wrap between them; reserve twice their size.
         groups = [sum(sizes) * min(2, len(sizes)) for sizes in together]
-        return max([2 * self._aligned(max(slices, default=0)), *groups])
+        return max([2 * self.aligned(max(slices, default=0)), *groups])
 
     def choose(self, room: int, ring_bytes: int) -> Choice | None:
         """Choose the weights to keep.
@@ -170,7 +171,7 @@ class WeightClasses:
             [b for b in rest if b in self.routed],
         ):
             left = self._spread(group, left, kept, kept_rows)
-        return Choice(*self._cut(kept_rows, kept, ring_bytes))
+        return Choice(*_Slicer(self).cut(kept_rows, kept, ring_bytes))
 
     def _spread(
         self, weights: list[int], room: int, kept: set[int], kept_rows: dict[int, int]
@@ -243,7 +244,7 @@ class WeightClasses:
             for b in self.order
             if b in self.divisible
         }
-        cut, streamed = self._cut(rows, must | kept.keys(), ring_bytes)
+        cut, streamed = _Slicer(self).cut(rows, must | kept.keys(), ring_bytes)
         extents = {s.buffer.key: s.extent for s in kept.values()}
         return Choice(
             cut,
@@ -262,19 +263,35 @@ class WeightClasses:
             _quantum(self.divisible[buffer]) * self.divisible[buffer].row_bytes
         )
 
-    def _cut(
+
+class _Slicer:
+    """Cuts the weights that can be cut into a kept part and slices for the ring."""
+
+    def __init__(self, classes: WeightClasses) -> None:
+        """Cut weights of one pass."""
+        self._classes = classes
+
+    def cut(
         self, kept_rows: dict[int, int], kept: set[int], ring_bytes: int
     ) -> tuple[TaskGraph, list[int]]:
-        """Cut all divisible weights after their kept rows; list the weights to stream."""
+        """Cut all divisible weights after their kept rows; list the weights to stream.
+
+        Args:
+            kept_rows: The rows to keep of each weight that can be cut.
+            kept: The whole weights to keep.
+            ring_bytes: Length of the ring.
+        """
         cuts, head = {}, 0
-        for buffer in self.order:
+        for buffer in self._classes.order:
             if buffer in kept_rows:
                 cuts[buffer], head = self._slices(
-                    self.divisible[buffer], kept_rows[buffer], head, ring_bytes
+                    self._classes.divisible[buffer], kept_rows[buffer], head, ring_bytes
                 )
             elif buffer not in kept:
-                head = self.sizes[buffer] + (head if head + self.sizes[buffer] <= ring_bytes else 0)
-        cut = cut_weights(self.problem.graph, cuts)
+                head = self._classes.sizes[buffer] + (
+                    head if head + self._classes.sizes[buffer] <= ring_bytes else 0
+                )
+        cut = cut_weights(self._classes.problem.graph, cuts)
         return cut, self._streamed(cut, kept - kept_rows.keys(), kept_rows)
 
     def _slices(
@@ -294,7 +311,13 @@ class WeightClasses:
             The rows at which the slices begin, and the offset in the ring of the next slice.
         """
         quantum = _quantum(weight)
-        most = ring_bytes // self.options.slices_in_ring // weight.row_bytes // quantum * quantum
+        most = (
+            ring_bytes
+            // self._classes.options.slices_in_ring
+            // weight.row_bytes
+            // quantum
+            * quantum
+        )
         starts = [0] if kept_rows else []
         at = kept_rows
         while at < weight.num_rows:
@@ -305,16 +328,16 @@ class WeightClasses:
             starts.append(at)
             num_rows = min(weight.num_rows - at, max(quantum, min(most, space)))
             at += num_rows
-            head += self._aligned(num_rows * weight.row_bytes)
+            head += self._classes.aligned(num_rows * weight.row_bytes)
         return starts or [0], head
 
     def _streamed(self, cut: TaskGraph, kept: set[int], kept_rows: dict[int, int]) -> list[int]:
         """List the weights and slices of the cut graph that stream, by use."""
         kept_bytes = {
-            self.problem.graph.buffers[b].name: rows * self.divisible[b].row_bytes
+            self._classes.problem.graph.buffers[b].name: rows * self._classes.divisible[b].row_bytes
             for b, rows in kept_rows.items()
         }
-        may_stream = set(self.order)
+        may_stream = set(self._classes.order)
         found = []
         for buffer in weights_by_first_use(cut, per_call=True):
             part = cut.buffers[buffer]
