@@ -30,6 +30,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ds_finepage._compat.torch import callback_handler, dynamo_config, maybe_mark_dynamic
+from ds_finepage.capture.progress import Progress
 
 _TORCH = Path(torch.__file__).parent
 COMPILER_FILES = (
@@ -131,6 +132,7 @@ class QuickTracing:
         self._thread: int | None = None
         self._given: Arguments = ((), {})
         self._stopped_collector = False
+        self._progress = Progress()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled call that is traced quickly when it has no graph yet."""
@@ -168,6 +170,7 @@ class QuickTracing:
         finally:
             self._thread, self._given = before
             self._end()
+            self._progress.stop()
             # A call of torch._dynamo.reset() removes all callbacks.
             with contextlib.suppress(ValueError):
                 callback_handler.remove_start_callback(self._begin)
@@ -177,6 +180,7 @@ class QuickTracing:
     def _begin(self, _: Any) -> None:
         if get_ident() != self._thread or not self._is_outermost(sys._getframe(1)):
             return
+        self._progress.start()
         self._hooks.hide()
         mark_growing(*self._given)
         if gc.isenabled():

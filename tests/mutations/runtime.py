@@ -10,6 +10,8 @@ PASSES = "unit/runtime/test_passes.py"
 PLANS = "unit/runtime/test_plan_cache.py"
 TABLE = "unit/runtime/test_pass_table.py"
 LIVE = "unit/runtime/test_live_tensors.py"
+TRACING = "unit/capture/test_tracing.py"
+CACHE = "unit/execution/test_disk_cache.py"
 
 RUNTIME = (
     # Plans on their way.
@@ -281,6 +283,74 @@ RUNTIME = (
         "if not found.graph.symbols:",
         "if True:",
         BINDER,
+    ),
+    # Tracing, and the cache on disk.
+    mutant(
+        "hooks-stay-hidden",
+        "capture/tracing.py",
+        "            hooks.update(hidden)",
+        "            pass",
+        TRACING,
+        is_named=True,
+    ),
+    mutant(
+        "the-collector-stays-off",
+        "capture/tracing.py",
+        "            gc.enable()",
+        "            pass",
+        TRACING,
+        is_named=True,
+    ),
+    mutant(
+        "hooks-of-others-are-hidden",
+        "capture/tracing.py",
+        "if self._hidden or not dynamo_config.skip_nnmodule_hook_guards:",
+        "if self._hidden:",
+        TRACING,
+    ),
+    mutant(
+        "new-hooks-are-not-noticed",
+        "capture/tracing.py",
+        "return before != self._counts",
+        "return False",
+        TRACING,
+    ),
+    mutant(
+        "progress-stays-on-the-screen",
+        "capture/tracing.py",
+        "            self._progress.stop()\n",
+        "",
+        TRACING,
+    ),
+    mutant(
+        "entries-of-other-processes-are-lost",
+        "execution/disk_cache.py",
+        "entries = {**self._read(), **self._new}",
+        "entries = {**(self._entries or {}), **self._new}",
+        CACHE,
+        is_named=True,
+    ),
+    mutant(
+        "measurements-of-another-version-are-taken",
+        "execution/disk_cache.py",
+        "[_version(n) for n in names],",
+        "",
+        CACHE,
+        is_named=True,
+    ),
+    mutant(
+        "the-cache-grows-without-end",
+        "execution/disk_cache.py",
+        "        path.unlink(missing_ok=True)\n",
+        "",
+        CACHE,
+    ),
+    mutant(
+        "a-disk-error-of-the-cache-ends-the-call",
+        "execution/disk_cache.py",
+        "except (ConfigError, OSError) as error:",
+        "except ZeroDivisionError as error:",
+        CACHE,
     ),
     # Calls.
     mutant(

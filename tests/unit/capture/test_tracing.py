@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler
 
+from ds_finepage.capture.progress import Progress
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing, mark_growing
 
 
@@ -98,6 +99,19 @@ def test_hooks_and_collector_are_away_while_dynamo_traces_and_back_for_the_graph
         assert seen == [([0] * 6, False), ([1] * 6, True)]
     assert num_hooks(model) == [1] * 6 and gc.isenabled()
     assert not callback_handler.end_callbacks
+
+
+def test_progress_is_shown_while_dynamo_traces_and_not_afterwards(
+    model: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(Progress, "start", lambda self: order.append("start"))
+    monkeypatch.setattr(Progress, "stop", lambda self: order.append("stop"))
+    call = compiled(model, hooked(model), [])
+    call(torch.ones(1, 4))
+    assert order == ["start", "stop"]
+    call(torch.ones(1, 4))
+    assert order == ["start", "stop", "stop"]
 
 
 def test_frames_behind_a_graph_break_see_the_hooks(model: Pair) -> None:
