@@ -64,7 +64,7 @@ setup(
         "safetensors",
         "scipy",
         "torch>=2.9,<2.14",
-        "transformers>=4.56",
+        "transformers>=5.17",
         "wrapt>=1.16",
     ],
     extras_require={
