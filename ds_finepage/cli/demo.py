@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -306,6 +307,7 @@ class Demo:
 
         Raises:
             FinepageError: It failed.
+            KeyboardInterrupt: It was interrupted.
         """
         log = self._folder / f"{name}.log"
         with log.open("w") as stream:
@@ -317,6 +319,8 @@ class Demo:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
             )
+        if done.returncode == -signal.SIGINT:  # the whole process group was interrupted
+            raise KeyboardInterrupt
         if done.returncode != 0:
             last = log.read_text().strip().rpartition("\n")[2]
             raise FinepageError(

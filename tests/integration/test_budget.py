@@ -268,7 +268,7 @@ def test_a_refusal_ends_when_what_was_held_is_let_go(split: bool) -> None:
     tight = handle.stats.min_budget_bytes + 100_000
     handle.replan(budget_bytes=tight)
     held = []
-    with pytest.raises(PlanInfeasibleError, match="results of earlier calls that somebody holds"):
+    with pytest.raises(PlanInfeasibleError, match="results of earlier calls that are still alive"):
         for ids in calls:
             held.append(logits(model, ids))
     held.clear()

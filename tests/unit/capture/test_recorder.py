@@ -354,7 +354,7 @@ def test_a_size_that_depends_on_data_is_refused() -> None:
 def test_a_tensor_that_nobody_made_is_refused() -> None:
     with FakeTensorMode():
         stranger = torch.ones(2)
-    with pytest.raises(CaptureError, match="a tensor whose storage nobody made"):
+    with pytest.raises(CaptureError, match="a tensor whose storage no op made"):
         Recorder().tensor_id(stranger)
 
 

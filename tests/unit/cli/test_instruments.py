@@ -118,6 +118,15 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Demo:
     return Demo(tmp_path, {"device_budget": "40%weights"}, 8, Console(file=io.StringIO()))
 
 
+def test_an_interrupted_process_interrupts_the_demo(tmp_path: Path) -> None:
+    made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()))
+    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()"
+    with pytest.raises(KeyboardInterrupt):
+        made._python("interrupted", "-c", interrupt)
+    with pytest.raises(FinepageError, match="ended with status 3"):
+        made._python("failed", "-c", "raise SystemExit(3)")
+
+
 def test_each_figure_of_the_demo_is_that_of_its_engine_and_pass(fake: Demo) -> None:
     found = fake.run(TINY).as_json()
     assert found == {
