@@ -1,6 +1,6 @@
 """Whether tokens under a budget are those of plain transformers, family by family, on the CPU.
 
-    python benchmarks/families.py --out benchmarks/families_2026-11-21
+    python benchmarks/families.py --out benchmarks/families_2026-11-22
 
 Tiny models of random weights generate greedily with their default cache, first by themselves, then
 attached: with room for everything, where passes are captured, and at each budget, from the least
