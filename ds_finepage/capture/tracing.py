@@ -19,7 +19,7 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import get_ident
@@ -138,8 +138,13 @@ class QuickTracing:
         """Return a compiled call that is traced quickly when it has no graph yet."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._listening((args, kwargs)):
+            before = self._thread, self._given
+            self._listen((args, kwargs))
+            try:
                 return compiled(*args, **kwargs)
+            finally:
+                self._thread, self._given = before
+                self._stop_listening()
 
         self._outermost = call.__code__
         return call
@@ -159,23 +164,19 @@ class QuickTracing:
 
         return ending
 
-    @contextlib.contextmanager
-    def _listening(self, given: Arguments) -> Iterator[None]:
-        before = self._thread, self._given
+    def _listen(self, given: Arguments) -> None:
         self._thread, self._given = get_ident(), given
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)
+
+    def _stop_listening(self) -> None:
+        self._end()
+        self._progress.stop()
         try:
-            yield
-        finally:
-            self._thread, self._given = before
-            self._end()
-            self._progress.stop()
-            # A call of torch._dynamo.reset() removes all callbacks.
-            with contextlib.suppress(ValueError):
-                callback_handler.remove_start_callback(self._begin)
-            with contextlib.suppress(ValueError):
-                callback_handler.remove_end_callback(self._end)
+            callback_handler.remove_start_callback(self._begin)
+            callback_handler.remove_end_callback(self._end)
+        except ValueError:
+            pass  # a call of torch._dynamo.reset() removed all callbacks
 
     def _begin(self, _: Any) -> None:
         if get_ident() != self._thread or not self._is_outermost(sys._getframe(1)):

@@ -21,7 +21,13 @@ class CallTensors:
     """
 
     def __init__(
-        self, graph: TaskGraph, sizes: MovingViews, *, device: torch.device, pinned: bool
+        self,
+        graph: TaskGraph,
+        sizes: MovingViews,
+        *,
+        device: torch.device,
+        pinned: bool,
+        zeros: bool = False,
     ) -> None:
         """Copy the constants to the device.
 
@@ -30,9 +36,11 @@ class CallTensors:
             sizes: The graph's tensors in the shapes of the current call.
             device: Where outputs and constants are.
             pinned: True if outputs in host memory are pinned.
+            zeros: True if outputs on the device are filled with zeros, because no op writes them.
         """
         self._graph, self._sizes = graph, sizes
         self._device, self._pinned = device, pinned
+        self._make = torch.zeros if zeros else torch.empty
         buffer_of = [graph.buffers[t.buffer] for t in graph.tensors]
         self._arguments = [
             (i.position, i.tensor)
@@ -78,7 +86,7 @@ class CallTensors:
             bases[view.buffer] = (arg, (arg.storage_offset() - view.offset) * arg.element_size())
         for buffer in self._on_device:
             nbytes = self._sizes.nbytes(buffer)
-            bases[buffer.id] = (torch.empty(nbytes, dtype=torch.uint8, device=self._device), 0)
+            bases[buffer.id] = (self._make(nbytes, dtype=torch.uint8, device=self._device), 0)
         for buffer in self._on_host:
             bases[buffer.id] = (host_bytes(self._sizes.nbytes(buffer), pinned=self._pinned), 0)
         tensors = {}

@@ -17,6 +17,7 @@ from ds_finepage.execution.fallback import RunningCall
 from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
 from ds_finepage.integrations.transformers.preflight import Preflight
 from ds_finepage.runtime.attachment import Attachment
+from ds_finepage.runtime.kv_offload import CapturedCall
 from ds_finepage.runtime.pass_maker import GraphCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.rehearsal import RehearsalError, Rehearser
@@ -32,6 +33,8 @@ class CallTaker:
         running: Tells which thread runs a call now.
         lock: Held while a call runs, and while the handle changes something.
         num_graph_runs: Runs of Dynamo's graphs so far.
+        generation: Returns the context of one generation.
+        refused_generation: Returns the error of a generation without room.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class CallTaker:
         self._graphs: dict[Any, tuple[int, DynamoGraph]] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
         self._rehearser = Rehearser(module, weights, runner)
+        self.generation: Callable[[], AbstractContextManager[None]] = runner.kv_offload.generation
+        self.refused_generation = self._rehearser.refused_generation
         self._preflight = Preflight(module)
         self._attachment = Attachment(module, weights, self)
 
@@ -92,29 +97,23 @@ class CallTaker:
             self.running.begin()
             try:
                 with self._around_call():
-                    return self._run(compiled, module, args, kwargs)
+                    return self._run(CapturedCall(compiled, module, args, kwargs))
             finally:
                 self.running.end()
                 if self._num_graphs != num_graphs:
                     gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
 
-    def _run(
-        self,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _run(self, call: CapturedCall) -> Any:
         rehearsal = self._rehearser.current
         if rehearsal is not None:
-            return rehearsal.call(compiled, module, args, kwargs)
+            return rehearsal.call(call)
         try:
-            return self._runner.call(compiled, module, args, kwargs)
+            return self._runner.call(call)
         except PlanInfeasibleError as error:
             if self._runner.kv_offload.is_generating:
                 raise  # the whole generation is rehearsed
             refusal = error.bare()
-        raise self._rehearser.refused_call(refusal, compiled, module, args, kwargs)
+        raise self._rehearser.refused_call(refusal, call)
 
     def run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
         """Run one of Dynamo's graphs.
@@ -172,27 +171,6 @@ class CallTaker:
         """
         settings = self._runner.settings
         self._preflight.require(args, kwargs, settings.budget_bytes, settings.planning)
-
-    def generation(self) -> AbstractContextManager[None]:
-        """Return the context of one generation."""
-        return self._runner.kv_offload.generation()
-
-    def refused_generation(
-        self,
-        refusal: PlanInfeasibleError,
-        generate: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> PlanInfeasibleError:
-        """Return the error of a generation without room; it names a budget that is enough.
-
-        Args:
-            refusal: The error of one step.
-            generate: The model's own ``generate``.
-            args: Its positional arguments.
-            kwargs: Its named arguments.
-        """
-        return self._rehearser.refused_generation(refusal, generate, args, kwargs)
 
     # Changes of the model.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,35 @@ from ds_finepage.integrations.transformers.host_cache import (
     with_cache,
 )
 from ds_finepage.runtime.stats import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """One call of an attached model, or of a part of it.
+
+    Attributes:
+        compiled: The call as Dynamo compiled it.
+        module: The module that is called.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+
+    compiled: Callable[..., Any]
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Run the call."""
+        return self.compiled(*self.args, **self.kwargs)
+
+    def caches(self, *, growing: bool = False) -> list[Any]:
+        """List the KV caches among the arguments.
+
+        Args:
+            growing: Leave out the caches that the encoder's output fills once.
+        """
+        return caches_among((*self.args, *self.kwargs.values()), growing=growing)
 
 
 class KVOffload:
@@ -59,17 +89,19 @@ class KVOffload:
                     self._handed_out.hand_out(cache)
                 self._of_generation.clear()
 
-    def with_own_caches(self, values: Any) -> Any:
-        """Copy the caches among a call's arguments; the copies share the tensors.
+    def with_own_caches(self, args: Any, kwargs: Any) -> Any:
+        """Copy the caches among the arguments of a call; the copies share the tensors.
 
         Args:
-            values: A pair of positional and named arguments.
+            args: The positional arguments.
+            kwargs: The named arguments.
         """
-        caches = caches_among(_leaves(values), growing=True)
+        values = (*args, *kwargs.values())
+        caches = caches_among(values, growing=True)
         for cache in caches:
             self._handed_out.take(cache)
         try:
-            return copied(values, caches_among(_leaves(values)))
+            return copied((args, kwargs), caches_among(values))
         finally:
             self._hand_out(caches)
 
@@ -81,94 +113,70 @@ class KVOffload:
         """Bring the caches in host memory back to the device, when the model is detached."""
         self._handed_out.bring_back()
 
-    def call(
-        self,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        may_move: bool,
-    ) -> Any:
+    def call(self, call: CapturedCall, *, may_move: bool) -> Any:
         """Run a call.
 
         Args:
-            compiled: The captured call.
-            module: The module that is called.
-            args: Its positional arguments.
-            kwargs: Its named arguments.
+            call: The call.
             may_move: The policy allows KV caches in host memory.
 
         Raises:
             StoreError: A cache belongs to another model.
             PlanInfeasibleError: There is no room, wherever the cache is.
         """
-        for cache in caches_among(kwargs.values()):
+        for cache in caches_among(call.kwargs.values()):
             if cache not in self._known:
-                require_fitting(module, cache)
+                require_fitting(call.module, cache)
                 self._known.add(cache)
-        for cache in caches_among((*args, *kwargs.values()), growing=True):
+        for cache in call.caches(growing=True):
             self._handed_out.take(cache)
-        own = dict(kwargs)
+        own = replace(call, kwargs=dict(call.kwargs))  # a moved cache may be added to them
         try:
-            return self._call(compiled, module, args, own, may_move=may_move)
+            return self._call(own, may_move=may_move)
         finally:
-            self._hand_out(caches_among((*args, *own.values()), growing=True))
+            self._hand_out(own.caches(growing=True))
 
-    def _call(
-        self,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        may_move: bool,
-    ) -> Any:
-        for layer in host_layers((*args, *kwargs.values())):
+    def _call(self, call: CapturedCall, *, may_move: bool) -> Any:
+        caches = call.caches()
+        for layer in host_layers(caches):
             layer.prepare()
-        before = seen_lengths((*args, *kwargs.values()))
+        before = seen_lengths(caches)
         refusal: PlanInfeasibleError | None = None
         try:
             try:
-                result = compiled(*args, **kwargs)
+                result = call.run()
             except PlanInfeasibleError as error:
                 # Behind a graph break a part of the forward may have run already.
                 if not take_back(before) or not may_move:
                     raise
-                kwargs.update(with_cache(module, args, kwargs))
-                if not self._move((*args, *kwargs.values())):
+                call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
+                caches = call.caches()
+                if not self._move(call):
                     raise
                 refusal = error.bare()
             if refusal is not None:  # the frames of the error are gone, and the tensors they held
-                result = self._repeat(compiled, args, kwargs, refusal)
+                result = self._repeat(call, refusal)
         except BaseException:
-            for layer in host_layers((*args, *kwargs.values())):
+            for layer in host_layers(caches):
                 layer.forget_new()
             raise
-        for layer in host_layers((*args, *kwargs.values())):
+        for layer in host_layers(caches):
             layer.settle()
         return result
 
-    def _repeat(
-        self,
-        compiled: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        refusal: PlanInfeasibleError,
-    ) -> Any:
+    def _repeat(self, call: CapturedCall, refusal: PlanInfeasibleError) -> Any:
         """Repeat a refused call after its caches moved; report the lesser of two needs."""
         try:
-            return compiled(*args, **kwargs)
+            return call.run()
         except PlanInfeasibleError as error:
             needs = (refusal.min_budget_bytes, error.min_budget_bytes)
             if None not in needs and needs[0] < needs[1]:  # type: ignore[operator]
                 raise refusal from None
             raise
 
-    def _move(self, values: tuple[Any, ...]) -> int:
-        """Move the caches among a call's arguments to host memory; return how many moved."""
-        caches = caches_among(values, growing=True)
-        num_moved = sum(self._handed_out.move(cache) for cache in caches)
+    def _move(self, call: CapturedCall) -> int:
+        """Move the caches of a call to host memory; return how many moved."""
+        num_moved = sum(self._handed_out.move(cache) for cache in call.caches(growing=True))
         self._counters.num_caches_on_host += num_moved
         return num_moved
 
@@ -179,8 +187,3 @@ class KVOffload:
                 self._of_generation.add(cache)
             else:
                 self._handed_out.hand_out(cache)
-
-
-def _leaves(values: Any) -> list[Any]:
-    args, kwargs = values
-    return [*args, *kwargs.values()]

@@ -14,7 +14,7 @@ from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.device_memory import DeviceState, Memory
-from ds_finepage.runtime.kv_offload import KVOffload
+from ds_finepage.runtime.kv_offload import CapturedCall, KVOffload
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.pass_maker import GraphCall, PassMaker
 from ds_finepage.runtime.pass_table import PassTable
@@ -111,27 +111,17 @@ class PlanRunner:
         logger.warning("running without a plan: %s", reason)
         self.counters.unplanned_reasons.append(reason)
 
-    def call(
-        self,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, call: CapturedCall) -> Any:
         """Run a call of a module; its graphs come to :meth:`run`.
 
         Args:
-            compiled: The call as Dynamo compiled it.
-            module: The module that is called.
-            args: Its positional arguments.
-            kwargs: Its named arguments.
+            call: The call.
 
         Raises:
             StoreError: A KV cache belongs to another model.
             PlanInfeasibleError: There is no room, wherever the KV cache is.
         """
-        may_move = self.settings.moves_kv_caches
-        return self.kv_offload.call(compiled, module, args, kwargs, may_move=may_move)
+        return self.kv_offload.call(call, may_move=self.settings.moves_kv_caches)
 
     # One call of a graph.
 

@@ -23,17 +23,16 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ds_finepage._compat.transformers import is_initialized, max_length
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.execution.arena import view_of
+from ds_finepage.execution.call_tensors import CallTensors
 from ds_finepage.execution.executor import OpHook, PassCounters, Residents
-from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.probe import free_bytes
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, GraphOutput
-from ds_finepage.integrations.transformers.host_cache import HostLayer, caches_among
+from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.integrations.transformers.preflight import setting_of
 from ds_finepage.runtime.device_memory import DeviceState
+from ds_finepage.runtime.kv_offload import CapturedCall
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.passes import BoundPass, Pass
 from ds_finepage.runtime.plan_runner import PlanRunner
@@ -65,55 +64,30 @@ class _LastStepSeenError(Exception):
 class UnrunPass:
     """Stands in for an executor, and returns zeros."""
 
-    def __init__(self, memgraph: MemGraph, *, device: torch.device, pinned: bool) -> None:
+    def __init__(self, memgraph: MemGraph, settings: RunSettings) -> None:
         """Prepare for a plan.
 
         Args:
             memgraph: The plan.
-            device: Where results are.
-            pinned: Whether host memory is to be pinned.
+            settings: Name the device.
         """
         self.counters = PassCounters()
-        self._graph = memgraph.graph
-        self._moving = MovingViews(memgraph.graph)
-        self._device = device
-        self._pinned = pinned
+        self._sizes = MovingViews(memgraph.graph)
+        self._tensors = CallTensors(
+            memgraph.graph,
+            self._sizes,
+            device=settings.device,
+            pinned=settings.pins_memory,
+            zeros=True,
+        )
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Prepare for the sizes of a call; False where the plan has no room for them."""
-        return self._moving.set_sizes(args)
+        return self._sizes.set_sizes(args)
 
     def run(self, args: Sequence[Any], host_outputs: Sequence[Any], residents: Residents) -> Any:
         """Return the outputs of the pass, filled with zeros."""
-        bases: dict[int, tuple[torch.Tensor, int]] = {}
-        for given in self._graph.inputs:
-            view, arg = self._moving.views[given.tensor], args[given.position]
-            bases[view.buffer] = (arg, (arg.storage_offset() - view.offset) * arg.element_size())
-        return tuple(self._output(o, args, host_outputs, bases) for o in self._graph.outputs)
-
-    def _output(
-        self,
-        output: GraphOutput,
-        args: Sequence[Any],
-        host_outputs: Sequence[Any],
-        bases: dict[int, tuple[torch.Tensor, int]],
-    ) -> Any:
-        if output.position is not None:
-            return args[output.position]
-        if output.host is not None:
-            return host_outputs[output.host]
-        if output.tensor is None:
-            return None
-        view = self._moving.views[output.tensor]
-        buffer = self._graph.buffers[view.buffer]
-        if view.buffer not in bases:
-            nbytes = self._moving.nbytes(buffer)
-            if buffer.kind is BufferKind.HOST:
-                made = host_bytes(nbytes, pinned=self._pinned)
-            else:
-                made = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-            bases[view.buffer] = (made, 0)
-        return view_of(bases[view.buffer][0], view, bases[view.buffer][1])
+        return self._tensors.outputs(args, host_outputs, self._tensors.of_call(args))
 
 
 class RehearsedMemory:
@@ -143,8 +117,7 @@ class RehearsedMemory:
     def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> BoundPass:
         """Bind a planned pass to zeros."""
         assert found.memgraph is not None
-        device, pinned = self._settings.device, self._settings.pins_memory
-        executor = UnrunPass(found.memgraph, device=device, pinned=pinned)
+        executor = UnrunPass(found.memgraph, self._settings)
         found.bind(executor)
         return executor
 
@@ -160,15 +133,9 @@ class Rehearsal:
         """Rehearse with a runner of one's own."""
         self.runner = runner
 
-    def call(
-        self,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, call: CapturedCall) -> Any:
         """Go through a call of a module; see :meth:`PlanRunner.call`."""
-        return self.runner.call(compiled, module, args, kwargs)
+        return self.runner.call(call)
 
 
 class GenerationRehearsal(Rehearsal):
@@ -197,22 +164,16 @@ class GenerationRehearsal(Rehearsal):
         self._num_new = num_new
         self._max_length = max_length
 
-    def call(
-        self,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, call: CapturedCall) -> Any:
         """Go through a step, or jump from the second step to the last one."""
-        if module is self._root:
-            caches = caches_among((*args, *kwargs.values()), growing=True)
+        if call.module is self._root:
+            caches = call.caches(growing=True)
             num_rows = max((cache.get_seq_length() for cache in caches), default=0)
             last = self._last_length(num_rows)
             if 0 < num_rows <= last and all(_stretch(self.runner, c, last) for c in caches):
-                super().call(compiled, module, args, _with_masks(kwargs, num_rows, last))
+                super().call(replace(call, kwargs=_with_masks(call.kwargs, num_rows, last)))
                 raise _LastStepSeenError
-        return super().call(compiled, module, args, kwargs)
+        return super().call(call)
 
     def _last_length(self, num_rows: int) -> int:
         """Return the length of the KV cache before the last step."""
@@ -245,27 +206,17 @@ class Rehearser:
         self._weights = weights
         self._runner = runner
 
-    def refused_call(
-        self,
-        refusal: PlanInfeasibleError,
-        compiled: Callable[..., Any],
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> PlanInfeasibleError:
+    def refused_call(self, refusal: PlanInfeasibleError, call: CapturedCall) -> PlanInfeasibleError:
         """Return the error of a refused call; it names a budget that is enough, if one is found.
 
         Args:
             refusal: The error of the pass that was refused.
-            compiled: The call as Dynamo compiled it.
-            module: The module that is called.
-            args: Its positional arguments.
-            kwargs: Its named arguments.
+            call: The call.
         """
 
         def attempt(runner: PlanRunner) -> None:
-            own_args, own_kwargs = self._runner.kv_offload.with_own_caches((args, kwargs))
-            runner.call(compiled, module, own_args, own_kwargs)
+            args, kwargs = self._runner.kv_offload.with_own_caches(call.args, call.kwargs)
+            runner.call(replace(call, args=args, kwargs=kwargs))
 
         return self._with_least_budget(refusal, attempt, Rehearsal)
 
@@ -291,7 +242,7 @@ class Rehearser:
         max_length = setting_of(root, args, kwargs, "max_length")
 
         def attempt(runner: PlanRunner) -> None:
-            own_args, own_kwargs = self._runner.kv_offload.with_own_caches((args, kwargs))
+            own_args, own_kwargs = self._runner.kv_offload.with_own_caches(args, kwargs)
             own_kwargs = {n: v for n, v in own_kwargs.items() if n not in OF_THE_CALLER}
             # Zeros may mean the end of a text.
             own_kwargs["min_new_tokens"] = num_new if num_new is not None else 2

@@ -250,22 +250,14 @@ def _is_prefix(live: torch.Tensor, of: torch.Tensor) -> bool:
     )
 
 
-def host_layers(values: Iterable[Any]) -> list[HostLayer]:
-    """List the layers in host memory of all caches among a call's arguments."""
-    return [
-        layer
-        for cache in caches_among(values)
-        for layer in cache.layers
-        if isinstance(layer, HostLayer)
-    ]
+def host_layers(caches: Iterable[Cache]) -> list[HostLayer]:
+    """List the layers of caches that are in host memory."""
+    return [layer for cache in caches for layer in cache.layers if isinstance(layer, HostLayer)]
 
 
-def seen_lengths(values: Iterable[Any]) -> list[tuple[Cache, list[tuple[Any, int | None]]]]:
-    """List the caches among a call's arguments, each with its layers and their lengths."""
-    return [
-        (cache, [(layer, _length(layer)) for layer in cache.layers])
-        for cache in caches_among(values)
-    ]
+def seen_lengths(caches: Iterable[Cache]) -> list[tuple[Cache, list[tuple[Any, int | None]]]]:
+    """List caches, each with its layers and their lengths."""
+    return [(cache, [(layer, _length(layer)) for layer in cache.layers]) for cache in caches]
 
 
 def _length(layer: Any) -> int | None:

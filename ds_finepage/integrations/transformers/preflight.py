@@ -287,22 +287,19 @@ def _refusal(
 
 
 class WatchesGeneration(Protocol):
-    """Is told of the generations of a model."""
+    """Is told of the generations of a model.
+
+    Attributes:
+        generation: Returns the context of one generation.
+        refused_generation: Returns the error of a generation without room, which names a budget
+            that is enough; called with the error of one step, ``generate`` and its arguments.
+    """
+
+    generation: Callable[[], AbstractContextManager[None]]
+    refused_generation: Callable[..., PlanInfeasibleError]
 
     def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a generation that would run out of memory."""
-
-    def generation(self) -> AbstractContextManager[None]:
-        """Return the context of one generation."""
-
-    def refused_generation(
-        self,
-        refusal: PlanInfeasibleError,
-        generate: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> PlanInfeasibleError:
-        """Return the error of a generation without room; it names a budget that is enough."""
 
 
 class WatchedGenerate:

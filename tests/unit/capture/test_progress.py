@@ -70,7 +70,7 @@ def test_a_short_call_shows_nothing() -> None:
 
 def test_a_long_call_shows_a_status_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     made = Progress()
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", progress.logger.name):
         made.start()
         Clock.made[0].show()
     assert Terminal.order == [TEXT, "start"] and TEXT in caplog.text

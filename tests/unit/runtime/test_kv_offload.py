@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.integrations.transformers.host_cache import HostLayer
-from ds_finepage.runtime.kv_offload import KVOffload
+from ds_finepage.runtime.kv_offload import CapturedCall, KVOffload
 from ds_finepage.runtime.stats import Counters
 
 
@@ -60,7 +60,8 @@ def calls() -> tuple[KVOffload, Counters]:
 def call(
     made: KVOffload, run: Callable[..., Any], cache: DynamicCache, *, may_move: bool = True
 ) -> Any:
-    return made.call(run, nn.Identity(), (), {"past_key_values": cache}, may_move=may_move)
+    asked = CapturedCall(run, nn.Identity(), (), {"past_key_values": cache})
+    return made.call(asked, may_move=may_move)
 
 
 def lengths(cache: DynamicCache) -> list[int]:
@@ -135,7 +136,7 @@ def test_a_call_without_a_cache_is_refused_once() -> None:
         raise PlanInfeasibleError("no room")
 
     with pytest.raises(PlanInfeasibleError):
-        made.call(run, nn.Identity(), (), {}, may_move=True)
+        made.call(CapturedCall(run, nn.Identity(), (), {}), may_move=True)
     assert len(tries) == 1
     assert counters.num_caches_on_host == 0
 

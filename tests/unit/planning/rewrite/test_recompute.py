@@ -32,6 +32,7 @@ from ds_finepage.planning.liveness import live_activation_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.recompute import MAX_CHAIN, recompute
 from tests.property.value_interpreter import values_at_end
+from tests.unit.planning.finepage.test_search import machine as search_machine
 from tests.unit.planning.sketches import sketch
 
 UNIT = 64
@@ -77,16 +78,9 @@ MASKED = passing(SIZES, "cos: i1 -> aMask", FIRST, *MIDDLE, LAST)
 
 
 def machine(*, h2d: float) -> HardwareProfile:
-    """A machine that takes 100 ns a task."""
-    return HardwareProfile(
-        name="made up",
-        source="test",
-        capacity_bytes=2**30,
-        h2d_bytes_per_s=h2d,
-        d2h_bytes_per_s=h2d,
-        memory_bytes_per_s=1e15,
-        flops_per_s={"default": 1e15},
-        launch_ns=100,
+    """A machine that takes 100 ns a task and nothing else."""
+    return dataclasses.replace(
+        search_machine(h2d=h2d), memory_bytes_per_s=1e15, flops_per_s={"default": 1e15}
     )
 
 
