@@ -4,7 +4,9 @@
 
 Two figures a model: the time of a step over that of plain transformers where everything fits, and
 at a budget of 25% of what the model needs, with the copies of weights left out, the time a task
-takes beyond a step that fits. All three run in turns; medians over the rounds, with quartiles.
+takes beyond a step that fits. All three run in turns of
+a few steps, so that a change of the machine's speed hits all; medians over the turns, with
+quartiles.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +30,7 @@ from ds_finepage.execution import bound_plan
 
 ROUNDS = 15
 STEPS = 60
+TURN = 15
 MODELS = {"2 layers of 128": (128, 2), "4 layers of 256": (256, 4), "4 layers of 512": (512, 4)}
 
 
@@ -43,17 +48,29 @@ def make_model(hidden: int, layers: int) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def step_seconds(model: Any) -> float:
-    """Return the median time of a decode step."""
-    seconds = []
-    with torch.no_grad():
-        out = model(torch.arange(1, 17)[None], use_cache=True)
-        for _ in range(STEPS):
-            token = out.logits[:, -1:].argmax(-1)
-            start = time.perf_counter()
-            out = model(token, past_key_values=out.past_key_values, use_cache=True)
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[STEPS // 4 :])
+@torch.no_grad()
+def steps(model: Any) -> Iterator[float]:
+    """Decode without an end; yield the seconds of each step."""
+    out = model(torch.arange(1, 17)[None], use_cache=True)
+    while True:
+        token = out.logits[:, -1:].argmax(-1)
+        start = time.perf_counter()
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        yield time.perf_counter() - start
+
+
+def warm_up(model: Any) -> None:
+    """Let a model make its plans."""
+    list(islice(steps(model), STEPS))
+
+
+def in_turns(models: dict[str, Any]) -> Iterator[dict[str, float]]:
+    """Let all models decode in turns; yield the median time of a step of each, turn by turn."""
+    running = {name: steps(model) for name, model in models.items()}
+    for turn in range(STEPS // TURN):
+        seconds = {n: statistics.median(islice(run, TURN)) for n, run in running.items()}
+        if turn > 0:
+            yield seconds
 
 
 def copy_nothing(target: torch.Tensor, master: torch.Tensor) -> None:
@@ -63,20 +80,20 @@ def copy_nothing(target: torch.Tensor, master: torch.Tensor) -> None:
 def measure(hidden: int, layers: int) -> dict[str, Any]:
     """Measure one model: plain, where it fits, and paged, in turns.
 
-    Other programs on the machine change how fast it is, from one minute to the next. So the
+    Other programs on the machine change how fast it is, from one moment to the next. So the
     figures are of steps that were measured side by side, and their spread is told beside them.
     """
     models = {name: make_model(hidden, layers) for name in ("plain", "fits", "paged")}
     handles = [attach(models[n], device_budget="1GiB", device="cpu") for n in ("fits", "paged")]
     for name in ("fits", "paged"):
-        step_seconds(models[name])
+        warm_up(models[name])
     stats = handles[1].stats
     num_tasks = max(stats.passes, key=lambda p: p.num_runs).num_tasks
     budget = max(stats.min_budget_bytes, stats.needed_budget_bytes // 4)
     handles[1].replan(budget_bytes=budget)
-    step_seconds(models["paged"])  # with copies, so that there are weights where weights belong
+    warm_up(models["paged"])  # with copies, so that there are weights where weights belong
     with mock.patch.object(bound_plan, "copy_master", copy_nothing):
-        rounds = [{n: step_seconds(model) for n, model in models.items()} for _ in range(ROUNDS)]
+        rounds = [turn for _ in range(ROUNDS) for turn in in_turns(models)]
     for handle in handles:
         handle.detach()
     ratios = statistics.quantiles(r["fits"] / r["plain"] for r in rounds)

@@ -318,7 +318,7 @@ RUNTIME = (
     mutant(
         "progress-stays-on-the-screen",
         "capture/tracing.py",
-        "            self._progress.stop()\n",
+        "        self._progress.stop()\n",
         "",
         TRACING,
     ),
