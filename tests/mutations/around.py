@@ -6,7 +6,7 @@ from tests.mutations.mutant import mutant
 
 GENERATION = "unit/integrations/test_preflight.py"
 SEAM = "unit/integrations/test_seam.py"
-INSTRUMENTS = "unit/cli/test_instruments.py"
+INSTRUMENTS = "integration/cli/test_instruments.py"
 
 AROUND = (
     # Before and around a generation.
@@ -130,13 +130,13 @@ AROUND = (
         "cli/options.py",
         "if path.exists() and not force:",
         "if False:",
-        "unit/cli/test_probe.py::test_no_file_is_overwritten",
+        "integration/cli/test_probe.py::test_no_file_is_overwritten",
     ),
     mutant(
         "a-larger-budget-is-slower",
         "reporting/curve.py",
         "if best and best[-1].tokens_per_s > point.tokens_per_s:",
         "if False:",
-        "unit/cli/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
+        "unit/reporting/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
     ),
 )

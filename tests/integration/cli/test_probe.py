@@ -8,7 +8,7 @@ import torch
 
 from ds_finepage.cli import main
 from ds_finepage.graph.profiles import load_profile
-from tests.unit.cli.models import small_model
+from tests.integration.cli.models import small_model
 
 PROBE = ["probe", "--device", "cpu", "--scratch", "2MiB"]
 

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from ds_finepage.cli import main
-from ds_finepage.reporting.curve import (
-    CurvePoint,
-    Need,
-    Step,
-    at_least_as_good,
-    knees,
-    round_speeds,
-)
-from tests.unit.cli.models import NUM_PARAMETERS, card, small_model
+from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 
 
 @pytest.fixture
@@ -131,62 +123,3 @@ def test_bad_options(
 
 
 # The arithmetic behind it.
-
-
-def point(budget: int, speed: float, first: int = 100) -> CurvePoint:
-    return CurvePoint(
-        budget_bytes=budget,
-        fits=True,
-        tokens_per_s=speed,
-        tokens_per_s_bound=speed,
-        first_token_ns=first,
-        first_token_bound_ns=first,
-        decode_reloaded_bytes=int(speed),
-        prefill_reloaded_bytes=first,
-    )
-
-
-def test_a_larger_budget_can_use_a_smaller_ones_plan() -> None:
-    found = at_least_as_good([point(1, 5.0, 50), point(2, 4.0, 60), point(3, 6.0, 40)])
-    assert [p.tokens_per_s for p in found] == [5, 5, 6]
-    assert [p.first_token_ns for p in found] == [50, 50, 40]
-    assert [p.decode_reloaded_bytes for p in found] == [5, 5, 6]
-    assert [p.budget_bytes for p in found] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.0], [0]),
-        ([1.0, 2.0], [0, 1]),
-        ([1.0, 2.0, 3.0, 4.0], [0, 3]),
-        ([1.0, 2.0, 3.0, 3.0, 3.0], [0, 2, 4]),
-        ([1.0, 1.0, 1.0], [0, 2]),
-        ([0.0, 0.0, 10.0, 10.0], [0, 1, 2, 3]),
-    ],
-)
-def test_knees(values: list[float], expected: list[int]) -> None:
-    assert knees(list(enumerate(values))) == expected
-
-
-def test_sentences() -> None:
-    gib = 1 << 30
-    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=13.1)
-    assert step.in_words() == "+1.00 GiB buys 31% (from 1.00 GiB to 2.00 GiB: 10.00 to 13.10 tok/s)"
-    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=10.05)
-    assert step.in_words() == "+1.00 GiB buys nothing (from 1.00 GiB to 2.00 GiB)"
-    need = Need(tokens_per_s=12.0, budget_bytes=27 * gib)
-    assert need.in_words() == "12 tok/s needs 27.00 GiB"
-
-
-@pytest.mark.parametrize(
-    ("slowest", "fastest", "expected"),
-    [
-        (0.9, 16.0, [1, 2, 5, 10]),
-        (3.0, 4.0, []),
-        (0.01, 0.06, [0.02, 0.05]),
-        (1.0, 1e6, [1e5, 2e5, 5e5, 1e6]),
-    ],
-)
-def test_round_speeds(slowest: float, fastest: float, expected: list[float]) -> None:
-    assert round_speeds(slowest, fastest) == expected

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_finepage.cli import main
-from tests.unit.cli.models import small_model
+from tests.integration.cli.models import small_model
 
 
 @pytest.fixture

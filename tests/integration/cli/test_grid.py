@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_finepage.cli import grid, main
-from tests.unit.cli.models import card, small_model
+from tests.integration.cli.models import card, small_model
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from ds_finepage.cli import main
 from ds_finepage.graph.profiles import load_profile, profile_names
 from ds_finepage.planning.policies import PAGING, POLICIES
-from tests.unit.cli.models import NUM_PARAMETERS, ROOT, card, small_model
+from tests.integration.cli.models import NUM_PARAMETERS, ROOT, card, small_model
 
 KEYS = [
     "model",

@@ -1,0 +1,102 @@
+"""The price list of a model: its knees, what a stretch buys, and which budget a speed needs."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from ds_finepage.reporting.curve import (
+    Curve,
+    CurvePoint,
+    Need,
+    Step,
+    at_least_as_good,
+    knees,
+    round_speeds,
+)
+
+
+def point(budget: int, speed: float, first: int = 100) -> CurvePoint:
+    return CurvePoint(
+        budget_bytes=budget,
+        fits=True,
+        tokens_per_s=speed,
+        tokens_per_s_bound=speed,
+        first_token_ns=first,
+        first_token_bound_ns=first,
+        decode_reloaded_bytes=int(speed),
+        prefill_reloaded_bytes=first,
+    )
+
+
+def test_a_larger_budget_can_use_a_smaller_ones_plan() -> None:
+    found = at_least_as_good([point(1, 5.0, 50), point(2, 4.0, 60), point(3, 6.0, 40)])
+    assert [p.tokens_per_s for p in found] == [5, 5, 6]
+    assert [p.first_token_ns for p in found] == [50, 50, 40]
+    assert [p.decode_reloaded_bytes for p in found] == [5, 5, 6]
+    assert [p.budget_bytes for p in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0], [0]),
+        ([1.0, 2.0], [0, 1]),
+        ([1.0, 2.0, 3.0, 4.0], [0, 3]),
+        ([1.0, 2.0, 3.0, 3.0, 3.0], [0, 2, 4]),
+        ([1.0, 1.0, 1.0], [0, 2]),
+        ([0.0, 0.0, 10.0, 10.0], [0, 1, 2, 3]),
+    ],
+)
+def test_knees(values: list[float], expected: list[int]) -> None:
+    assert knees(list(enumerate(values))) == expected
+
+
+def test_sentences() -> None:
+    gib = 1 << 30
+    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=13.1)
+    assert step.in_words() == "+1.00 GiB buys 31% (from 1.00 GiB to 2.00 GiB: 10.00 to 13.10 tok/s)"
+    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=10.05)
+    assert step.in_words() == "+1.00 GiB buys nothing (from 1.00 GiB to 2.00 GiB)"
+    need = Need(tokens_per_s=12.0, budget_bytes=27 * gib)
+    assert need.in_words() == "12 tok/s needs 27.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("slowest", "fastest", "expected"),
+    [
+        (0.9, 16.0, [1, 2, 5, 10]),
+        (3.0, 4.0, []),
+        (0.01, 0.06, [0.02, 0.05]),
+        (1.0, 1e6, [1e5, 2e5, 5e5, 1e6]),
+    ],
+)
+def test_round_speeds(slowest: float, fastest: float, expected: list[float]) -> None:
+    assert round_speeds(slowest, fastest) == expected
+
+
+CURVE = Curve(
+    model="m",
+    batch=1,
+    seq=64,
+    policy="finepage",
+    hardware="t4",
+    weight_bytes=4,
+    capacity_bytes=4,
+    points=(point(1, 1.0, 50), point(2, 4.0, 40), point(3, 4.01, 40)),
+    needs=(Need(tokens_per_s=2, budget_bytes=2),),
+)
+
+
+def test_the_json_carries_the_sentences() -> None:
+    values = CURVE.to_dict()
+    texts = [*(k["text"] for k in values["knees"]), *(n["text"] for n in values["needs"])]
+    assert texts == CURVE.in_words() and len(texts) == 3
+
+
+def test_the_table_has_a_row_a_budget() -> None:
+    console = Console(width=200)
+    with console.capture() as text:
+        console.print(CURVE.to_table())
+    rows = [line for line in text.get().splitlines() if " B " in line]
+    assert len(rows) == 3 and "1.00" in rows[0] and "4.01" in rows[2]
