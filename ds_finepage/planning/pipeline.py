@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -115,16 +117,30 @@ def plan_checked(
         PlanInfeasibleError: The arena is too small for this policy.
         InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
-    memgraph = plan_steady(
-        graph,
-        arena_bytes=arena_bytes,
-        policy=settings.policy,
-        alignment=settings.alignment,
-        profile=settings.profile,
-        split=settings.split,
-        shared=shared,
-    )
-    return Planned(graph, check(memgraph), settings)
+    with _collector_off():
+        memgraph = plan_steady(
+            graph,
+            arena_bytes=arena_bytes,
+            policy=settings.policy,
+            alignment=settings.alignment,
+            profile=settings.profile,
+            split=settings.split,
+            shared=shared,
+        )
+        return Planned(graph, check(memgraph), settings)
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Stop Python's collector: a plan makes many objects and no cycles, and it would walk all."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

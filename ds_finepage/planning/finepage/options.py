@@ -13,13 +13,20 @@ class FinepageOptions:
         ring_shares: Lengths of the ring if weights can be cut, as shares of the bytes that have to
             be reloaded. The first is tried first.
         ring_weights: Lengths of the ring for whole weights, in units of each of the largest ones.
+        grained_rings: Lengths of the ring if weights can be cut, each with the least bytes to
+            stream of a weight. The unit is what the link carries in the latency of one copy.
+        slices_a_task: Most slices to stream, in units of the tasks, where a longer ring has room.
+        always_slices: As many slices are always fine.
+        most_short_lengths: Plans with more slices to try where no longer ring has room.
         slices_in_ring: A slice of a cut weight is at most the ring divided by this.
         lower_factors: Sizes of the lower region of a small arena, in units of the smallest in which
             every task can run.
         fixed_share: Weights up to this share of the largest one (norms, biases) are always kept.
-        good_enough: A plan within this factor of its lower bound of time ends the search.
+        good_enough: A plan within this factor of the lower bound of time ends a list of candidates.
+        equal_times: Times within this factor of the least are equal, and fewer bytes decide.
         max_tasks_for_horizon: A longer pass uses the two-horizon simulation, which then takes
             seconds, only if there is no other plan.
+        settling_rounds: Passes to plan by the published algorithm until one leaves what it finds.
         recomputes: Try the pass in which cheap tasks run again.
         delays_experts: Try reloads of experts after their router.
         tries_exact: Plan tiny passes by dynamic programming.
@@ -27,11 +34,17 @@ class FinepageOptions:
 
     ring_shares: tuple[float, ...] = (0.012, 0.018, 0.006, 0.03)
     ring_weights: tuple[float, ...] = (1.0, 2.0, 1.5, 3.0, 4.0)
+    grained_rings: tuple[tuple[int, int], ...] = ((16, 16), (16, 4), (16, 64), (8, 16), (64, 64))
+    slices_a_task: float = 1.25
+    always_slices: int = 500
+    most_short_lengths: int = 4
     slices_in_ring: int = 4
     lower_factors: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
     fixed_share: float = 0.001
     good_enough: float = 1.02
+    equal_times: float = 1.005
     max_tasks_for_horizon: int = 400
+    settling_rounds: int = 4
     recomputes: bool = True
     delays_experts: bool = True
     tries_exact: bool = True

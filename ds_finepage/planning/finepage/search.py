@@ -17,15 +17,21 @@ again instead of holding them (``recompute``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
-from ds_finepage.planning.finepage.small_arena import keeping_plans, shared_keeping_plans
+from ds_finepage.planning.finepage.small_arena import (
+    keeping_plans,
+    settled_plan,
+    shared_keeping_plans,
+)
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
@@ -33,7 +39,7 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
-from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.simulator import simulate, task_time_ns
 
 
 def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
@@ -62,27 +68,45 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     has_room = problem.split and search.try_both_graphs(search.try_cutting)
     if search.best is None:
         problem.require_feasible()
-    least_bytes = min_arena_bytes(problem.graph, problem.alignment)
-    if not has_room and (search.best is None or least_bytes <= problem.arena_bytes):
-        whole = _Search(problem, options)
-        whole.try_both_graphs(whole.try_whole)
-        search.offer(whole.best)
+    if not (has_room and search.has_fastest):
+        least_bytes = min_arena_bytes(problem.graph, problem.alignment)
+        if search.best is None or least_bytes <= problem.arena_bytes:
+            search.try_both_graphs(search.try_whole)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
 
 
 class _Search:
-    """Tries plans and remembers the best."""
+    """Tries plans and remembers the best.
+
+    Attributes:
+        has_good: One of the plans is close to the lower bound of time.
+        has_fastest: None of the others can be faster by more than what counts as equal.
+    """
 
     def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
         self._problem, self._options = problem, options
-        self._total_ns = self._moved = 0
-        self.best: MemGraph | None = None
+        self._front: list[tuple[int, int, MemGraph]] = []  # moved bytes, time; fewest bytes first
+        self.has_good = self.has_fastest = self._left_out = False
+
+    @property
+    def best(self) -> MemGraph | None:
+        return self._front[0][-1] if self._front else None
 
     def moves_nothing(self) -> bool:
         return self.best is not None and _moved_bytes(self.best) == 0
 
     # The score.
+
+    @cached_property
+    def _bound_ns(self) -> int:
+        """The time of the tasks alone, or of the fewest bytes if that is longer."""
+        problem, profile = self._problem, self._problem.profile
+        assert profile is not None
+        bound = divisible_lower_bound_bytes if problem.split else lower_bound_bytes
+        nbytes = bound(problem.graph, problem.arena_bytes, problem.alignment)
+        tasks_ns = sum(task_time_ns(problem.graph, t, profile) for t in problem.graph.tasks)
+        return max(tasks_ns, int(nbytes * 10**9 / profile.h2d_bytes_per_s))
 
     def offer(self, plan: MemGraph | None) -> bool:
         """Take a plan, or the same plan with delayed experts, if it is the best so far.
@@ -100,19 +124,39 @@ class _Search:
         moved, profile = _moved_bytes(plan), self._problem.profile
         if profile is None:
             total_ns, is_good = 0, moved == 0
+            self.has_fastest = self.has_fastest or is_good
         else:
             timeline = simulate(plan, profile)
             total_ns = timeline.total_ns
-            is_good = total_ns <= self._options.good_enough * timeline.lower_bound_ns
-        if self._is_better(total_ns, moved):
-            self._total_ns, self._moved, self.best = total_ns, moved, plan
+            # Beside shared residents no plan comes near the bound of a pass that is alone.
+            bound_ns = timeline.lower_bound_ns if self._problem.shared else self._bound_ns
+            is_good = total_ns <= self._options.good_enough * bound_ns
+            if total_ns <= self._options.equal_times * bound_ns:
+                self.has_fastest = True
+        self._compare(total_ns, moved, plan)
+        self.has_good = self.has_good or is_good
         return is_good
 
-    def _is_better(self, total_ns: int, moved: int) -> bool:
-        """Compare by time; times within a percent are equal, and fewer bytes decide."""
-        if self.best is None or total_ns * 101 < self._total_ns * 100:
+    def _compare(self, total_ns: int, moved: int, plan: MemGraph) -> None:
+        """Compare by time; times that are nearly the least are equal, and fewer bytes decide."""
+        tried = sorted([*self._front, (moved, total_ns, plan)], key=lambda t: t[:2])
+        most_ns = self._options.equal_times * min(t[1] for t in tried)
+        self._front = []
+        for candidate in tried:
+            if candidate[1] <= most_ns and (not self._front or candidate[1] < self._front[-1][1]):
+                self._front.append(candidate)
+
+    def _may_win(self, moved: int) -> bool:
+        """Tell whether a plan that moves at least so many bytes can be as fast as the fastest."""
+        profile = self._problem.profile
+        if profile is None or not self._front:
             return True
-        return total_ns * 100 <= self._total_ns * 101 and moved < self._moved
+        fastest_ns = min(total_ns for _, total_ns, _ in self._front)
+        limit_ns = self._options.equal_times * fastest_ns
+        if moved * 10**9 <= limit_ns * profile.h2d_bytes_per_s:
+            return True
+        self._left_out = True
+        return False
 
     # The loop.
 
@@ -122,12 +166,12 @@ class _Search:
         Returns:
             Whether there was any plan, and whether one was good enough.
         """
-        has_room = False
+        has_room = self._left_out = False
         for plan in plans:
             has_room = has_room or plan is not None
             if self.offer(plan):
                 return True, True
-        return has_room, False
+        return has_room or self._left_out, False
 
     def try_both_graphs(self, attempt: Callable[[Problem], bool]) -> bool:
         """Try the pass as it is and, if something moves, with cheap tasks run again.
@@ -140,7 +184,7 @@ class _Search:
         """
         problem = self._problem
         has_room = attempt(problem)
-        if self.moves_nothing() or not self._options.recomputes:
+        if self.moves_nothing() or self.has_good or not self._options.recomputes:
             return has_room
         # If activations leave no room for a ring, room counts more than time.
         again = recompute(
@@ -149,9 +193,17 @@ class _Search:
             problem.profile if has_room else None,
             tiny_share=self._options.fixed_share,
         )
-        if again is not problem.graph:
+        if again is not problem.graph and not (has_room and self._hardly_helps(again)):
             attempt(problem.of(again))
         return has_room
+
+    def _hardly_helps(self, graph: TaskGraph) -> bool:
+        """Tell whether the room that another graph gains is too small to change the time."""
+        assert self.best is not None
+        before, after = (
+            top_of(place_activations(self._problem.of(g))) for g in (self._problem.graph, graph)
+        )
+        return before - after <= (self._options.equal_times - 1) * _moved_bytes(self.best)
 
     # The candidates.
 
@@ -161,17 +213,30 @@ class _Search:
         if self.moves_nothing():
             return True
         rows = problem.of(gather_rows(problem.graph))
-        return self.try_plans(streaming_plans(rows, may_split=True, options=self._options))[0]
+        return self.try_plans(
+            streaming_plans(rows, may_split=True, options=self._options, may_win=self._may_win)
+        )[0]
+
+    def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[MemGraph | None]:
+        return streaming_plans(
+            problem, may_split=may_split, options=self._options, may_win=self._may_win
+        )
 
     def try_whole(self, problem: Problem) -> bool:
         """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
-        plans = streaming_plans(problem, may_split=False, options=self._options)
+        if problem.split:
+            problem = problem.of(gather_rows(problem.graph, whole_tables=True))
+        plans = streaming_plans(
+            problem, may_split=False, options=self._options, may_win=self._may_win
+        )
         has_room, _ = self.try_plans(plans)
-        if self.best is None or (self._is_short(problem.graph) and not self.moves_nothing()):
+        if self.best is None or (self._is_short(problem.graph) and not self.has_good):
             for plan in keeping_plans(problem, self._options):
                 self.offer(plan)
                 if self.moves_nothing():
                     break
+            if not self.moves_nothing():
+                self.offer(settled_plan(problem, self._options))
         if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
             self.offer(plan_exact(problem))
         return has_room
@@ -181,7 +246,7 @@ class _Search:
         split = problem.split
         if split:
             problem = problem.of(gather_rows(problem.graph))
-        plans = streaming_plans(problem, may_split=split, options=self._options)
+        plans = self._streaming_plans(problem, may_split=split)
         has_room, is_good = self.try_plans(plans)
         if not (is_good or split) and self._is_short(problem.graph):
             for plan in shared_keeping_plans(problem, self._options):

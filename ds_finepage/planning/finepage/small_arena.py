@@ -47,6 +47,22 @@ def keeping_plans(
         yield plan_keeping(problem, stack_down(order, sizes, problem.top))
 
 
+def settled_plan(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph | None:
+    """Plan by the published algorithm, which keeps whatever the last pass has left.
+
+    Returns:
+        None if a pass leaves something else than it finds, round after round.
+    """
+    found: tuple[Residency, ...] = ()
+    for _ in range(options.settling_rounds):
+        at = dataclasses.replace(problem, entry=found)
+        plan = HorizonPlanner(at, policy="finepage").plan_working_set()
+        if set(plan.entry) == set(plan.exit):
+            return plan
+        found = plan.exit
+    return None
+
+
 def shared_keeping_plans(
     problem: Problem, options: FinepageOptions = DEFAULTS
 ) -> Iterator[MemGraph | None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
-from ds_finepage.planning.finepage.residency import Choice, WeightClasses
+from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
@@ -25,26 +26,53 @@ def resident_plans(
 
 
 def streaming_plans(
-    problem: Problem, *, may_split: bool, options: FinepageOptions = DEFAULTS
+    problem: Problem,
+    *,
+    may_split: bool,
+    options: FinepageOptions = DEFAULTS,
+    may_win: Callable[[int], bool] = lambda _: True,
 ) -> Iterator[MemGraph | None]:
-    """Yield one plan for each length of the ring; None if it has no room.
+    """Yield plans for several lengths of the ring; None where one has no room.
 
     Args:
         problem: The pass and its arena. If it has shared residents, nothing else is kept.
         may_split: Weights may be cut.
         options: The heuristics.
+        may_win: Tells whether a plan that reloads at least so many bytes is of use.
     """
     placed = place_activations(problem)
-    lower = top_of(placed)
-    room = problem.arena_bytes - lower
+    room = problem.arena_bytes - top_of(placed)
     weights = WeightClasses.of(problem, may_split=may_split, options=options)
-    for ring_bytes in weights.ring_sizes(room):
-        if problem.shared:
-            choice = weights.choose_shared(lower, ring_bytes)
-        else:
-            choice = weights.choose(room, ring_bytes)
-        if choice is not None:
-            yield plan_streaming(problem, choice, placed, ring_bytes, options)
+    chooser = Chooser(weights)
+
+    def plans(lengths: Iterable[tuple[int, int]]) -> Iterator[MemGraph | None]:
+        for ring_bytes, grain_bytes in lengths:
+            # A pass need not reload all bytes of a routed weight.
+            if not weights.routed and not may_win(weights.missing_bytes(room - ring_bytes)):
+                continue
+            if problem.shared:
+                choice = chooser.choose_shared(top_of(placed), ring_bytes)
+            else:
+                choice = chooser.choose(room, ring_bytes, grain_bytes)
+            if choice is not None:
+                yield plan_streaming(problem, choice, placed, ring_bytes, options)
+
+    # A ring, and the least bytes to stream of a weight.
+    lengths = [(ring_bytes, 0) for ring_bytes in weights.ring_sizes(room)]
+    if not problem.shared:
+        lengths += weights.grained_rings(room)
+    num_found = 0
+    for plan in plans(n for n in lengths if not weights.has_short_slices(room, n[0])):
+        num_found += plan is not None
+        yield plan
+    if num_found:
+        return
+    short = [n for n in lengths if weights.has_short_slices(room, n[0])]
+    for plan in plans(sorted(short, reverse=True)):
+        num_found += plan is not None
+        yield plan
+        if num_found == options.most_short_lengths:
+            return
 
 
 def plan_streaming(

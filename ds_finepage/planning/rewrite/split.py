@@ -48,6 +48,11 @@ class Divisible:
     task: int
 
 
+def quantum(weight: Divisible) -> int:
+    """Return the rows that are cut together, so that a slice is a good shape for a kernel."""
+    return 64 if weight.num_rows >= 1024 else 16 if weight.num_rows >= 128 else 1
+
+
 def divisible_weights(graph: TaskGraph) -> list[Divisible]:
     """Find the weights that can be cut, in the order of their use."""
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 
@@ -94,3 +95,25 @@ def test_a_budget_is_refused_just_below_the_least_one(cuts_weights: bool) -> Non
     assert caught.value.min_budget_bytes == least
     assert f"device_budget is {least - 1} bytes" in str(caught.value)
     assert ("cut into pieces" in str(caught.value)) is cuts_weights
+
+
+def test_the_collector_rests_while_a_pass_is_planned_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = PlanSettings(policy="finepage", split=False, alignment=64, profile=machine(h2d=1e9))
+    seen = []
+    planner = pipeline.check
+    monkeypatch.setattr(
+        pipeline, "check", lambda plan: (seen.append(gc.isenabled()), planner(plan))[1]
+    )
+    plan_checked(chain(4), 64 * 5, settings)
+    assert seen == [False] and gc.isenabled()
+    with pytest.raises(PlanInfeasibleError):
+        plan_checked(chain(4), 64, settings)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        plan_checked(chain(4), 64 * 5, settings)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -18,9 +19,15 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
-from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.liveness import (
+    ample_arena_bytes,
+    min_arena_bytes,
+    needed_arena_bytes,
+)
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
+from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.sketches import chain, names, sketch
 
 UNIT = 64
@@ -275,7 +282,41 @@ def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     late = planned(chain(3, nbytes=6400), 201)
     timeline = simulate(late, machine(h2d=64e9))
     assert timeline.total_ns > 1.02 * timeline.lower_bound_ns
-    assert not search(machine(h2d=64e9)).offer(late)
+    assert not _Search(Problem(late.graph, ARENA, UNIT, machine(h2d=64e9))).offer(late)
     assert not search().offer(tight)
     assert search().offer(planned(chain(16), 17))
     assert search(slow).offer(planned(chain(16), 17))
+
+
+def test_a_plan_is_good_for_the_tasks_of_the_pass_not_for_those_that_it_adds() -> None:
+    fast, longer = machine(h2d=1e15), planned(chain(32), 33)
+    timeline = simulate(longer, fast)
+    assert timeline.total_ns == timeline.lower_bound_ns
+    assert not search(fast).offer(longer)
+
+
+def with_latency(latency_ns: int) -> HardwareProfile:
+    """A machine on which a copy takes long to start."""
+    return dataclasses.replace(machine(h2d=1e9), transfer_latency_ns=latency_ns)
+
+
+@pytest.mark.parametrize("percent", (60, 75, 90, 95, 99))
+def test_to_be_allowed_to_cut_never_costs_time(percent: int) -> None:
+    graph, profile = gather_rows(matmul_chain([256] * 13, num_rows=4)), with_latency(50_000)
+    arena_bytes = needed_arena_bytes(graph, UNIT) * percent // 100
+    cut, whole = (
+        simulate(check(plan_finepage(Problem(graph, arena_bytes, UNIT, profile, split))), profile)
+        for split in (True, False)
+    )
+    assert cut.total_ns <= 1.005 * whole.total_ns
+
+
+def test_plans_that_move_too_much_to_win_are_left_out() -> None:
+    tight, roomy = tight_and_roomy()
+    tried = search(machine(h2d=1e6))
+    assert tried.try_plans([None]) == (False, False)
+    tried.offer(roomy)
+    assert tried._may_win(roomy.reloaded_bytes)
+    assert not tried._may_win(2 * tight.reloaded_bytes)
+    assert tried._left_out
+    assert search()._may_win(10**12)  # without a machine, nothing is known of time

@@ -7,10 +7,12 @@ import random
 import pytest
 
 from ds_finepage.graph.memgraph import Extent
+from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.small_arena import (
     least_lower_bytes,
     plan_keeping,
     sets_to_keep,
+    settled_plan,
     spread,
     weights_by_first_use,
 )
@@ -83,3 +85,11 @@ def test_sets_to_keep_leave_room_for_the_rest() -> None:
 def test_what_is_kept_outside_the_arena_is_no_plan() -> None:
     graph = chain(3)
     assert plan_keeping(Problem(graph, 4 * UNIT, UNIT), {0: Extent(-UNIT, UNIT)}) is None
+
+
+def test_the_published_algorithm_settles_or_is_left_out() -> None:
+    roomy = Problem(chain(8), 9 * UNIT, UNIT)
+    found = settled_plan(roomy)
+    assert found is not None and set(found.entry) == set(found.exit) != set()
+    assert settled_plan(roomy, FinepageOptions(settling_rounds=1)) is None
+    assert settled_plan(Problem(chain(8), 6 * UNIT, UNIT)) is None

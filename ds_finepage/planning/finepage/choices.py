@@ -1,0 +1,188 @@
+"""Chooses the bytes of the weights that are kept; the rest streams through the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ds_finepage.graph.memgraph import Extent
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.finepage.grains import stream_in_grains
+from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.slicing import Slicer
+from ds_finepage.planning.finepage.stacking import SharedResident
+from ds_finepage.planning.rewrite.split import quantum
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A taskgraph, cut or not, and a choice of the weights that stream.
+
+    Attributes:
+        graph: The taskgraph.
+        streamed: The weights that stream, in the order of their use.
+        shared: The weights that stay in the extents where the alternating pass keeps them.
+    """
+
+    graph: TaskGraph
+    streamed: list[int]
+    shared: Mapping[int, Extent] = field(default_factory=dict)
+
+
+class Chooser:
+    """Chooses weights to keep, by the room that the arena has."""
+
+    def __init__(self, weights: WeightClasses) -> None:
+        """Choose among the weights of one pass."""
+        self._weights = weights
+
+    def choose(self, room: int, ring_bytes: int, grain_bytes: int = 0) -> Choice | None:
+        """Choose the weights to keep.
+
+        Args:
+            room: Bytes of the arena beside the activations.
+            ring_bytes: Length of the ring, part of that room.
+            grain_bytes: Least bytes to stream of a weight that is cut; 0: the same share of all.
+
+        Returns:
+            None if the room is too small.
+        """
+        weights = self._weights
+        left = room - weights.fixed_bytes - ring_bytes
+        if left < 0:
+            return None
+        if ring_bytes == 0:
+            return Choice(weights.problem.graph, [])
+        always = {b for b in weights.order if self._exceeds(b, ring_bytes)}
+        if not weights.per_call.isdisjoint(always):
+            return None
+        left -= sum(weights.sizes[b] for b in always)
+        if left < 0:
+            return None
+        rest = [b for b in weights.order if b not in always and b not in weights.per_call]
+        kept = always
+        kept_rows: dict[int, int] = {}
+        # To keep a byte of an expert saves a share of a byte; any other byte saves all of it.
+        for group in (
+            [b for b in rest if b not in weights.routed],
+            [b for b in rest if b in weights.routed],
+        ):
+            if grain_bytes:
+                left = self._stream_in_grains(group, left, grain_bytes, kept, kept_rows)
+            else:
+                left = self._spread(group, left, kept, kept_rows)
+        return Choice(*Slicer(weights).cut(kept_rows, kept, ring_bytes))
+
+    def _exceeds(self, buffer: int, ring_bytes: int) -> bool:
+        """Tell whether a weight can go through the ring neither whole nor cut."""
+        weights = self._weights
+        return buffer not in weights.divisible and weights.sizes[buffer] > ring_bytes
+
+    def _spread(
+        self, weights: list[int], room: int, kept: set[int], kept_rows: dict[int, int]
+    ) -> int:
+        """Choose bytes to keep of some weights, evenly over their uses.
+
+        Args:
+            weights: The weights, by use.
+            room: Most bytes to keep.
+            kept: Gets the whole weights to keep.
+            kept_rows: Gets the rows to keep of each weight that can be cut.
+
+        Returns:
+            The room that is left.
+        """
+        total = sum(self._weights.sizes[b] for b in weights)
+        left = room
+        due = 0  # bytes still to be kept after rounding, in units of 1/total
+        for buffer in weights:
+            due += self._weights.sizes[buffer] * min(room, total)
+            if buffer in self._weights.divisible:
+                weight = self._weights.divisible[buffer]
+                unit = quantum(weight) * weight.row_bytes * total
+                rows = max(0, min(due // unit * quantum(weight), weight.num_rows))
+                due -= rows * weight.row_bytes * total
+                left -= rows * weight.row_bytes
+                kept_rows[buffer] = rows
+            elif due >= self._weights.sizes[buffer] * total:
+                due -= self._weights.sizes[buffer] * total
+                left -= self._weights.sizes[buffer]
+                kept.add(buffer)
+        return left
+
+    def _stream_in_grains(
+        self,
+        weights: list[int],
+        room: int,
+        grain_bytes: int,
+        kept: set[int],
+        kept_rows: dict[int, int],
+    ) -> int:
+        """Do the same as :meth:`_spread`, but stream at least a grain of a weight, or nothing."""
+        sizes, divisible = self._weights.sizes, self._weights.divisible
+        total = sum(sizes[b] for b in weights)
+        streamed = stream_in_grains(weights, sizes, divisible, total - room, grain_bytes)
+        for buffer, nbytes in streamed.items():
+            if buffer in divisible:
+                weight = divisible[buffer]
+                kept_rows[buffer] = weight.num_rows - nbytes // weight.row_bytes
+            elif not nbytes:
+                kept.add(buffer)
+        return room - (total - sum(streamed.values()))
+
+    def choose_shared(self, lower: int, ring_bytes: int) -> Choice | None:
+        """Choose to keep just shared residents, and the weights that cannot stream.
+
+        Args:
+            lower: Bytes of the activations.
+            ring_bytes: Length of the ring.
+
+        Returns:
+            None if the arena is too small.
+        """
+        weights = self._weights
+        top = weights.problem.top
+        streamable = set(weights.order)
+        must = {b for b in weights.sizes if b not in streamable or self._exceeds(b, ring_bytes)}
+        if not weights.per_call.isdisjoint(must):
+            return None
+        names = {
+            weights.problem.graph.buffers[b].name: b
+            for b in weights.sizes
+            if b not in weights.per_call
+        }
+        kept: dict[int, SharedResident] = {}
+        need = sum(weights.sizes[b] for b in must)
+        for piece in weights.problem.shared:
+            buffer = names.get(piece.buffer.name)
+            if buffer is None or not self._can_keep(buffer, piece):
+                continue
+            still = need - weights.sizes[buffer] if buffer in must else need
+            if piece.extent.offset - still < lower + ring_bytes:
+                break
+            kept[buffer], need, top = piece, still, piece.extent.offset
+        if top - need < lower + ring_bytes:
+            return None
+        rows = {
+            b: kept[b].buffer.nbytes // weights.divisible[b].row_bytes if b in kept else 0
+            for b in weights.order
+            if b in weights.divisible
+        }
+        cut, streamed = Slicer(weights).cut(rows, must | kept.keys(), ring_bytes)
+        extents = {s.buffer.key: s.extent for s in kept.values()}
+        return Choice(
+            cut,
+            streamed,
+            {b.id: extents[b.key] for b in cut.buffers if b.key in extents},
+        )
+
+    def _can_keep(self, buffer: int, piece: SharedResident) -> bool:
+        """Tell whether this pass can keep the alternating pass's piece of a weight."""
+        whole = self._weights.problem.graph.buffers[buffer]
+        if piece.buffer.offset or piece.buffer.gather is not None or whole.gather is not None:
+            return False
+        if piece.buffer.nbytes == whole.nbytes:
+            return True
+        return buffer in self._weights.divisible and not piece.buffer.nbytes % (
+            quantum(self._weights.divisible[buffer]) * self._weights.divisible[buffer].row_bytes
+        )

@@ -1,0 +1,82 @@
+"""Which lengths of the ring are tried, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.streaming import streaming_plans
+from ds_finepage.planning.liveness import needed_arena_bytes
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
+from tests.property.matmul_chains import matmul_chain
+from tests.unit.planning.finepage.test_search import machine
+
+UNIT = 64
+GRAPH = gather_rows(matmul_chain([256] * 13, num_rows=4))
+
+
+def problem(percent: int, latency_ns: int) -> Problem:
+    profile: HardwareProfile = machine(h2d=1e9)
+    profile = dataclasses.replace(profile, transfer_latency_ns=latency_ns)
+    arena_bytes = needed_arena_bytes(GRAPH, UNIT) * percent // 100
+    return Problem(GRAPH, arena_bytes, UNIT, profile, split=True)
+
+
+def plans(at: Problem, **options: int) -> list[MemGraph]:
+    found = streaming_plans(at, may_split=True, options=FinepageOptions(**options))  # type: ignore[arg-type]
+    return [plan for plan in found if plan is not None]
+
+
+def num_copies(plan: MemGraph) -> int:
+    return sum(node.kind.value == "reload" for node in plan.nodes)
+
+
+def test_a_latency_brings_plans_of_fewer_copies() -> None:
+    fewest = min(map(num_copies, plans(problem(90, 0))))
+    assert min(map(num_copies, plans(problem(90, 20_000)))) < fewest
+
+
+def test_short_slices_serve_only_where_no_longer_ring_has_room() -> None:
+    at = problem(90, 20_000)
+    weights = WeightClasses.of(at, may_split=True)
+    room = at.arena_bytes
+    assert weights.has_short_slices(room, 4 * 20_000 - 4)
+    assert not weights.has_short_slices(room, 4 * 20_000)
+    most = max(map(num_copies, plans(at)))
+    assert most < max(map(num_copies, plans(problem(90, 0))))
+    short = problem(40, 10**9)  # no ring is as long as the latency
+    assert 1 <= len(plans(short)) <= 4
+    assert len(plans(short, most_short_lengths=1)) == 1
+
+
+def test_many_slices_count_as_short() -> None:
+    at = problem(50, 1)
+    for always_slices, expected in ((500, False), (1, True)):
+        options = FinepageOptions(always_slices=always_slices, slices_a_task=0.01)
+        weights = WeightClasses.of(at, may_split=True, options=options)
+        assert weights.has_short_slices(at.arena_bytes, 64 * 1024) is expected
+
+
+def test_nothing_is_planned_that_cannot_win() -> None:
+    asked: list[int] = []
+
+    def may_win(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return False
+
+    assert list(streaming_plans(problem(75, 0), may_split=True, may_win=may_win)) == []
+    assert asked and min(asked) > 0
+
+
+@pytest.mark.parametrize("percent", (60, 90))
+def test_grained_plans_reload_what_is_missing_and_the_ring(percent: int) -> None:
+    at = problem(percent, 20_000)
+    for plan in plans(at):
+        assert plan.reloaded_bytes >= GRAPH.weight_bytes - at.arena_bytes
+        assert plan.peak_bytes <= at.arena_bytes
