@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN, Length
+from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.policies import POLICIES
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
 
@@ -21,6 +26,15 @@ NUM_TOKENS = 300
 NUM_SEEDS = 8
 SHORT = ((5, 12), (9, 20), (40, 3))
 CUT = ("llama", "opt", "qwen3", "gpt2")  # of GPT-2 the head alone: the others are transposed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_cut_plans() -> Iterator[None]:
+    """Whole weights are often as good for models this small; plans of them have tests enough."""
+    options = FinepageOptions(tries_whole=False)
+    cutting = replace(POLICIES["finepage"], plan=partial(plan_finepage, options=options))
+    with mock.patch.dict(POLICIES, finepage=cutting):
+        yield
 
 
 @dataclass

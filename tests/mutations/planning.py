@@ -216,7 +216,7 @@ PLANNING = (
     mutant(
         "whole-plans-are-not-tried-beside-cut-ones",
         "planning/finepage/search.py",
-        "if not (has_room and search.has_fastest):",
+        "if not (has_room and (search.has_fastest or not options.tries_whole)):",
         "if not has_room:",
         FINEPAGE,
     ),

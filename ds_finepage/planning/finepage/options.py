@@ -27,6 +27,7 @@ class FinepageOptions:
         max_tasks_for_horizon: A longer pass uses the two-horizon simulation, which then takes
             seconds, only if there is no other plan.
         settling_rounds: Passes to plan by the published algorithm until one leaves what it finds.
+        tries_whole: Try plans of whole weights even where weights can be cut and there is room.
         recomputes: Try the pass in which cheap tasks run again.
         delays_experts: Try reloads of experts after their router.
         tries_exact: Plan tiny passes by dynamic programming.
@@ -45,6 +46,7 @@ class FinepageOptions:
     equal_times: float = 1.005
     max_tasks_for_horizon: int = 400
     settling_rounds: int = 4
+    tries_whole: bool = True
     recomputes: bool = True
     delays_experts: bool = True
     tries_exact: bool = True

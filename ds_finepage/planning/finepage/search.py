@@ -68,7 +68,7 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     has_room = problem.split and search.try_both_graphs(search.try_cutting)
     if search.best is None:
         problem.require_feasible()
-    if not (has_room and search.has_fastest):
+    if not (has_room and (search.has_fastest or not options.tries_whole)):
         least_bytes = min_arena_bytes(problem.graph, problem.alignment)
         if search.best is None or least_bytes <= problem.arena_bytes:
             search.try_both_graphs(search.try_whole)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.taskgraph import JOIN, TaskGraph
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.small_arena import sets_to_keep
-from ds_finepage.planning.liveness import min_arena_bytes
+from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.brute_force import tiny_graph
 from tests.property.experts import layers_of_experts
+from tests.property.matmul_chains import matmul_chain
+from tests.unit.planning.finepage.test_search import machine
 from tests.unit.planning.sketches import chain, sketch
 
 UNIT = 64
@@ -59,3 +63,13 @@ def test_a_small_arena_tries_the_lower_regions_of_the_options() -> None:
     problem = Problem(chain(8), 6 * UNIT, UNIT)
     one = sets_to_keep(problem, FinepageOptions(lower_factors=(1.0,)))
     assert set(one) < set(sets_to_keep(problem))
+
+
+def test_whole_weights_are_tried_beside_cut_ones_only_if_that_is_on() -> None:
+    graph = gather_rows(matmul_chain([256] * 13, num_rows=4))
+    profile = dataclasses.replace(machine(h2d=1e9), transfer_latency_ns=50_000)
+    arena_bytes = needed_arena_bytes(graph, UNIT) * 95 // 100
+    problem = Problem(graph, arena_bytes, UNIT, profile, split=True)
+    for tries_whole in (True, False):
+        plan = check(plan_finepage(problem, FinepageOptions(tries_whole=tries_whole)))
+        assert any(task.op == JOIN for task in plan.graph.tasks) is not tries_whole

@@ -262,6 +262,18 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
         assert search_among(roomy, tight, profile=profile) is roomy
 
 
+def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
+    tight, roomy = tight_and_roomy()
+    tried = search()
+    tried._compare(1000, 50, tight)
+    tried._compare(1004, 40, roomy)
+    assert tried.best is roomy
+    tried._compare(1008, 30, tight)
+    assert tried.best is roomy
+    tried._compare(996, 60, roomy)  # too fast for the second plan, not for the first
+    assert tried.best is tight
+
+
 def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves() -> None:
     """Keeping the first weights for good moves less, and the link is late for the others."""
     graph, profile = chain(32), machine(h2d=4e8)
