@@ -7,8 +7,18 @@ away.
 
 Source: "Fine-Grained Paging Mechanism for Offloading-Reloading Tensor for LLM" (Rice University,
 2025, hdl.handle.net/1911/118527), whose routines keep their names here, and Turnip
-(arXiv 2405.16283). One thing is new here: a buffer that is clean, or not yet written, is dropped
-and never copied to the host.
+(arXiv 2405.16283).
+
+[Note: departures from the published algorithm]
+1. A clean buffer is dropped, not offloaded: its host copy still holds.
+2. A buffer that is reserved and not yet written is dropped without a copy.
+3. A buffer has one slot in host memory for the whole pass, so its copy is made once.
+4. A pass is planned again on the residency that it leaves, until that is what it finds
+   (``policies.plan_steady``). The published algorithm plans one pass.
+5. If the buffers of one task fit only side by side, all others are evicted and these get new
+   places (:meth:`HorizonPlanner._repack`). The published algorithm has no answer there.
+6. A weight stays after its last use until its bytes are needed, for the next pass uses it again.
+7. Workspaces of ops are counted outside the arena (``budget.non_arena_bytes``), not placed in it.
 """
 
 from __future__ import annotations
@@ -185,19 +195,22 @@ class HorizonPlanner:
 
     def _reserve(self, task: Task, buffers: list[int]) -> bool:
         """Give extents to all of these buffers of a task, or to none; evict nothing."""
-        snapshot = self._blocks.snapshot()
-        found = []
+        if len(buffers) > 1 and not self._fit(buffers):
+            return False
         for buffer in buffers:
-            got = self._blocks.alloc(buffer, self._size(buffer))
-            if got is None:
-                self._blocks.restore(snapshot)
+            if not self.sim_malloc(buffer):
+                assert len(buffers) == 1, "they fit together"
                 return False
-            found.append(got)
-        for buffer, (extent, vacators) in zip(buffers, found, strict=True):
-            self._builder.alloc(buffer, extent, vacators)
             if self._needs_contents(task, buffer):
                 self._builder.reload(buffer)
         return True
+
+    def _fit(self, buffers: list[int]) -> bool:
+        """Tell whether free memory has room for all of these buffers."""
+        snapshot = self._blocks.snapshot()
+        found = all(self._blocks.alloc(b, self._size(b)) is not None for b in buffers)
+        self._blocks.restore(snapshot)
+        return found
 
     def _outputs(self, task: Task) -> list[int]:
         return [b for b in self._missing(task) if b not in task.reads]

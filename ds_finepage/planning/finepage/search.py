@@ -8,7 +8,9 @@ The choice of the kept bytes hardly changes the number of reloaded bytes, but it
 Reloads that are spread evenly hide behind compute; a resident head with a streamed tail does not.
 With ``split`` every weight that can be cut keeps the same share of its rows. Without it, whole
 weights are chosen evenly over the pass. The search tries several lengths of the ring: a short ring
-keeps more, a long one looks farther ahead.
+keeps more, a long one looks farther ahead. Small slices cost more copies and tasks than they are
+worth where weights are small, or where little streams. So the search also tries to stream a few
+large pieces (``grains``), and whole weights beside cut ones.
 
 If not all weights fit, the search also tries the pass in which cheap tasks make masks and the like
 again instead of holding them (``recompute``).
@@ -213,29 +215,20 @@ class _Search:
         if self.moves_nothing():
             return True
         rows = problem.of(gather_rows(problem.graph))
-        return self.try_plans(
-            streaming_plans(rows, may_split=True, options=self._options, may_win=self._may_win)
-        )[0]
-
-    def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[MemGraph | None]:
-        return streaming_plans(
-            problem, may_split=may_split, options=self._options, may_win=self._may_win
-        )
+        return self.try_plans(self._streaming_plans(rows, may_split=True))[0]
 
     def try_whole(self, problem: Problem) -> bool:
         """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
         if problem.split:
             problem = problem.of(gather_rows(problem.graph, whole_tables=True))
-        plans = streaming_plans(
-            problem, may_split=False, options=self._options, may_win=self._may_win
-        )
-        has_room, _ = self.try_plans(plans)
-        if self.best is None or (self._is_short(problem.graph) and not self.has_good):
+        has_room, _ = self.try_plans(self._streaming_plans(problem, may_split=False))
+        is_short = self._is_short(problem.graph)
+        if self.best is None or (is_short and not self.has_good):
             for plan in keeping_plans(problem, self._options):
                 self.offer(plan)
                 if self.moves_nothing():
                     break
-            if not self.moves_nothing():
+            if is_short and not self.moves_nothing():
                 self.offer(settled_plan(problem, self._options))
         if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
             self.offer(plan_exact(problem))
@@ -246,12 +239,16 @@ class _Search:
         split = problem.split
         if split:
             problem = problem.of(gather_rows(problem.graph))
-        plans = self._streaming_plans(problem, may_split=split)
-        has_room, is_good = self.try_plans(plans)
+        has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=split))
         if not (is_good or split) and self._is_short(problem.graph):
             for plan in shared_keeping_plans(problem, self._options):
                 self.offer(plan)
         return has_room
+
+    def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[MemGraph | None]:
+        return streaming_plans(
+            problem, may_split=may_split, options=self._options, may_win=self._may_win
+        )
 
     def _is_short(self, graph: TaskGraph) -> bool:
         return len(graph.tasks) <= self._options.max_tasks_for_horizon

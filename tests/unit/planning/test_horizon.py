@@ -476,3 +476,19 @@ def test_too_many_pinned_weights_are_reported_with_the_task() -> None:
     with pytest.raises(PinnedTooMuch, match="task 1") as caught:
         made.plan_working_set()
     assert caught.value.task is graph.tasks[1]
+
+
+def test_every_extent_comes_from_the_routine_of_the_thesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    sim_malloc = HorizonPlanner.sim_malloc
+
+    def watched(self: HorizonPlanner, buffer: int) -> bool:
+        done = sim_malloc(self, buffer)
+        asked.extend([buffer] * done)
+        return done
+
+    monkeypatch.setattr(HorizonPlanner, "sim_malloc", watched)
+    for plan in (plan_horizon, plan_horizon_outputs):
+        asked.clear()
+        found = plan(Problem(chain(6), 4 * 64))
+        assert asked == [n.buffer for n in found.nodes if n.kind is NodeKind.ALLOC] != []
