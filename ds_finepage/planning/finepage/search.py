@@ -221,9 +221,9 @@ class _Search:
         """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
         if problem.split:
             problem = problem.of(gather_rows(problem.graph, whole_tables=True))
-        has_room, _ = self.try_plans(self._streaming_plans(problem, may_split=False))
+        has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
         is_short = self._is_short(problem.graph)
-        if self.best is None or (is_short and not self.has_good):
+        if self.best is None or (is_short and not is_good and not self.moves_nothing()):
             for plan in keeping_plans(problem, self._options):
                 self.offer(plan)
                 if self.moves_nothing():
