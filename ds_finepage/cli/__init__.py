@@ -17,7 +17,7 @@ from typing import Any
 import ds_finepage
 from ds_finepage.errors import FinepageError
 
-COMMANDS = ("demo", "plan", "show", "curve", "grid", "probe")
+COMMANDS = ("demo", "plan", "show", "check", "curve", "grid", "probe")
 INTERRUPTED = 130
 LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 """The logging level for each number of ``-v``."""
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The one place where errors become messages and exit statuses.
     """
-    arguments = make_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = make_parser(argv).parse_args(argv)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     level = LEVELS[min(arguments.verbose, len(LEVELS) - 1)]
     logging.getLogger(ds_finepage.__name__).setLevel(level)
@@ -44,8 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of all subcommands."""
+def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Build the parser of all subcommands, or of the one that is asked for.
+
+    Only what is in the parser is imported, so that ``check`` verifies a plan without the planner.
+
+    Args:
+        argv: The arguments of the command line.
+    """
+    asked = next((word for word in argv if not word.startswith("-")), "")
     purpose = (ds_finepage.__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="ds-finepage", description=purpose)
     parser.add_argument("--version", action="version", version=ds_finepage.__version__)
@@ -55,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     }
     parser.add_argument("-v", "--verbose", default=0, **verbose)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for name in COMMANDS:
+    for name in (asked,) if asked in COMMANDS else COMMANDS:
         module = import_module(f"ds_finepage.cli.{name}")
         text = inspect.getdoc(module) or ""
         command = commands.add_parser(

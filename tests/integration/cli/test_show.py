@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_finepage.cli import main
+from ds_finepage.cli.check import certificate
+from ds_finepage.planning.horizon import plan_horizon
+from ds_finepage.planning.problem import Problem
 from tests.integration.cli.models import small_model
+from tests.unit.planning.sketches import chain
 
 
 @pytest.fixture
@@ -45,24 +51,83 @@ def lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return graph, memgraph
 
 
-def test_a_wrong_plan_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+COMMANDS = pytest.mark.parametrize("command", ("show", "check"))
+
+
+@COMMANDS
+def test_a_wrong_plan_is_refused(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     graph, memgraph = lines(plan_file)
     memgraph["edges"] = []
     plan_file.write_text(json.dumps(graph) + "\n" + json.dumps(memgraph) + "\n")
-    assert main(["show", str(plan_file)]) == 1
+    assert main([command, str(plan_file)]) == 1
     assert "no_data_edge" in capsys.readouterr().err
 
 
+@COMMANDS
 def test_a_plan_without_its_taskgraph_is_refused(
-    plan_file: Path, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     _, memgraph = lines(plan_file)
     plan_file.write_text(json.dumps(memgraph) + "\n")
-    assert main(["show", str(plan_file)]) == 1
+    assert main([command, str(plan_file)]) == 1
     message = capsys.readouterr().err
     assert str(plan_file) in message and "expected taskgraph" in message
 
 
-def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(tmp_path / "none.json")]) == 2
+@COMMANDS
+def test_a_plan_of_another_version_is_refused(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    graph, memgraph = lines(plan_file)
+    graph["format"] = 99
+    plan_file.write_text(json.dumps(graph) + "\n" + json.dumps(memgraph) + "\n")
+    assert main([command, str(plan_file)]) == 1
+    assert "99" in capsys.readouterr().err
+
+
+@COMMANDS
+def test_a_missing_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, str(tmp_path / "none.json")]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_certificate_has_bytes_bound_gap_and_peak(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(plan_file), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert main(["check", str(plan_file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["lower_bound_bytes"] <= found["reloaded_bytes"] == shown["reloaded_bytes"]
+    gap = found["reloaded_bytes"] / found["lower_bound_bytes"] - 1
+    assert found["gap"] == f"{gap:.2%}"
+    assert found["peak_bytes"] == shown["peak_bytes"] <= found["arena_bytes"]
+    assert main(["check", str(plan_file)]) == 0
+    assert "the plan is right" in capsys.readouterr().out
+
+
+def test_a_plan_is_verified_without_the_planner(plan_file: Path) -> None:
+    code = (
+        "import sys; from ds_finepage.cli import main; main(sys.argv[1:]); "
+        "print(sorted(m for m in sys.modules if m.startswith('ds_finepage.planning.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "check", str(plan_file)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "['ds_finepage.planning.bounds']"
+
+
+def test_weights_that_a_pass_finds_and_does_not_leave_count_as_reloaded() -> None:
+    first = plan_horizon(Problem(chain(8), 6 * 64))
+    second = plan_horizon(Problem(chain(8), 6 * 64, entry=first.exit))
+    lost = {r.buffer for r in second.entry} - {r.buffer for r in second.exit}
+    assert lost
+    lost_bytes = sum(second.graph.buffers[b].nbytes for b in lost)
+    assert certificate(second)["reloaded_bytes"] >= second.reloaded_bytes + lost_bytes
