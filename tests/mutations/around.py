@@ -11,6 +11,27 @@ INSTRUMENTS = "integration/cli/test_instruments.py"
 AROUND = (
     # Before and around a generation.
     mutant(
+        "a-certificate-forgets-what-is-reloaded-between-passes",
+        "cli/check.py",
+        "reloaded = memgraph.reloaded_bytes + between",
+        "reloaded = memgraph.reloaded_bytes",
+        "integration/cli/test_show.py",
+    ),
+    mutant(
+        "a-plan-is-not-verified",
+        "cli/check.py",
+        "certificate(check(codec.load_plan(arguments.file)))",
+        "certificate(codec.load_plan(arguments.file))",
+        "integration/cli/test_show.py",
+    ),
+    mutant(
+        "every-command-is-imported",
+        "cli/__init__.py",
+        "for name in (asked,) if asked in COMMANDS else COMMANDS:",
+        "for name in COMMANDS:",
+        "integration/cli/test_show.py",
+    ),
+    mutant(
         "returned-sequences-need-no-cache",
         "integrations/transformers/preflight.py",
         "inputs.shape[0] * max(beams, returned)",

@@ -127,7 +127,7 @@ def test_a_plan_is_verified_without_the_planner(plan_file: Path) -> None:
 def test_weights_that_a_pass_finds_and_does_not_leave_count_as_reloaded() -> None:
     first = plan_horizon(Problem(chain(8), 6 * 64))
     second = plan_horizon(Problem(chain(8), 6 * 64, entry=first.exit))
-    lost = {r.buffer for r in second.entry} - {r.buffer for r in second.exit}
-    assert lost
-    lost_bytes = sum(second.graph.buffers[b].nbytes for b in lost)
-    assert certificate(second)["reloaded_bytes"] >= second.reloaded_bytes + lost_bytes
+    lost = set(second.entry) - set(second.exit)
+    lost_bytes = sum(second.graph.buffers[r.buffer].nbytes for r in lost)
+    assert certificate(second)["reloaded_bytes"] == second.reloaded_bytes + lost_bytes > lost_bytes
+    assert lost_bytes > 0
