@@ -227,7 +227,12 @@ class Demo:
         # Half of the cores compute; the others serve the transfer lanes. Sums, and so the tokens,
         # depend on the number of threads, so every run has the same.
         threads = str(max(1, (os.cpu_count() or 1) // 2))
-        self._environment = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
+        self._environment = {
+            "OMP_NUM_THREADS": threads,
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",  # the last line of a log is then the last that was written
+        }
 
     def run(self, shape: LlamaShape) -> DemoResult:
         """Run the demo."""

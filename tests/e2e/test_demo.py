@@ -155,7 +155,9 @@ def test_a_kept_folder_is_not_overwritten(
 
 def test_an_interrupt_ends_it(tmp_path: Path, environment: dict[str, str]) -> None:
     """As from a terminal: the whole process group gets the signal."""
-    code = "import sys; from ds_finepage.cli import main; sys.exit(main(['demo', '--tiny']))"
+    # A process that a shell has started in the background ignores the signal.
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = heed + "from ds_finepage.cli import main; sys.exit(main(['demo', '--tiny']))"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         env={**environment, "TMPDIR": str(tmp_path)},

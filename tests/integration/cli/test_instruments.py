@@ -120,7 +120,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Demo:
 
 def test_an_interrupted_process_interrupts_the_demo(tmp_path: Path) -> None:
     made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()))
-    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()"
+    # A process that a shell starts in the background ignores the signal, and so do its children.
+    heed = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    interrupt = heed + "os.kill(os.getpid(), signal.SIGINT); signal.pause()"
     with pytest.raises(KeyboardInterrupt):
         made._python("interrupted", "-c", interrupt)
     with pytest.raises(FinepageError, match="ended with status 3"):
