@@ -35,7 +35,10 @@ class FinepageOptions:
 
     ring_shares: tuple[float, ...] = (0.012, 0.018, 0.006, 0.03)
     ring_weights: tuple[float, ...] = (1.0, 2.0, 1.5, 3.0, 4.0)
-    grained_rings: tuple[tuple[int, int], ...] = ((16, 16), (16, 4), (16, 64), (8, 16), (64, 64))
+    grained_rings: tuple[tuple[int, int], ...] = (
+        *((16, 16), (16, 4), (16, 64)),
+        *((64, 16), (64, 64), (8, 16)),
+    )
     slices_a_task: float = 1.25
     always_slices: int = 500
     most_short_lengths: int = 4
