@@ -153,7 +153,7 @@ def _figures(
     bound_bytes = planned.lower_bound_bytes
     # The weights that the plan finds but does not leave have to be reloaded in every pass.
     reloaded_bytes = memgraph.reloaded_bytes
-    reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in planned.missing)
+    reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in memgraph.lost)
     compute_ns = sum(task_time_ns(graph, task, profile) for task in graph.tasks)
 
     def of_one_pass(amount: int) -> int:

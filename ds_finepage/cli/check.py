@@ -9,48 +9,34 @@ Exit status: 0; 1 if the file is not a right plan; 2 if it cannot be read.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ds_finepage.checker.checker import check
+from ds_finepage.cli import output
 from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
-from ds_finepage.units import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a file that 'plan --out' wrote")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the plan, check it, print its certificate."""
     found = certificate(check(codec.load_plan(arguments.file)))
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    table = Table("", "", title=f"{arguments.file}: the plan is right", show_header=False)
-    table.title_justify = "left"
-    table.columns[1].justify = "right"
-    for name, value in found.items():
-        text = format_bytes(value) if name.endswith("_bytes") else str(value)
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), text)
-    Console().print(table)
+    output.show_figures(f"{arguments.file}: the plan is right", found, as_json=arguments.json)
     return 0
 
 
 def certificate(memgraph: MemGraph) -> dict[str, Any]:
     """Return what a right plan moves, beside what any plan of its taskgraph has to move."""
     graph = memgraph.graph
-    left = set(memgraph.exit)
     # A weight that the pass finds and does not leave is reloaded before the next pass.
-    between = sum(graph.buffers[r.buffer].nbytes for r in memgraph.entry if r not in left)
+    between = sum(graph.buffers[b].nbytes for b in memgraph.lost)
     reloaded = memgraph.reloaded_bytes + between
     bound = lower_bound_bytes(graph, memgraph.arena_bytes, memgraph.alignment)
     return {
@@ -61,5 +47,5 @@ def certificate(memgraph: MemGraph) -> dict[str, Any]:
         "reloaded_bytes": reloaded,
         "offloaded_bytes": memgraph.offloaded_bytes,
         "lower_bound_bytes": bound,
-        "gap": f"{reloaded / bound - 1:.2%}" if bound else format_bytes(reloaded),
+        "gap": round(reloaded / bound - 1, 6) if bound else None,
     }

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_finepage.cli import options
+from ds_finepage.cli import options, output
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="speeds to find budgets for, with commas in between; by default round numbers",
     )
-    options.add_json(parser)
+    output.add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
     options.add_force(parser)
 
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(curve.to_dict(), indent=2))
         return 0
-    options.show(curve.to_table())
+    output.show(curve.to_table())
     for sentence in curve.in_words():
         print(sentence)
     if arguments.plot is not None:

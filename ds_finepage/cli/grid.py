@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import ds_finepage
-from ds_finepage.cli import options
+from ds_finepage.cli import options, output
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.files import write_file
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     options.add_budget(parser, "auto")
     options.add_split(parser)
-    options.add_json(parser)
+    output.add_json(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_rows(results), indent=2))
     else:
-        options.show(to_table(results))
+        output.show(to_table(results))
         for number, reason in enumerate(reasons(results), start=1):
             print(f"({number}) {reason}")
         if out is not None:

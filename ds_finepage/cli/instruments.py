@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,21 +119,20 @@ def read(script: str, arguments: list[str]) -> Reading:
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
         fetches.install()
-        meter.__enter__()
+        metered.enter_context(meter)
         made = original(*args, **kwargs)
         engines.append(made[0])
         if handle_of(made[0]) is None:
             fetches.watch(made[0].module)
         return made
 
-    deepspeed.initialize = initialize
-    try:
+    # Python crashes at its exit if the script fails and the meter stays on.
+    with ExitStack() as metered:
+        metered.callback(setattr, deepspeed, "initialize", original)
+        deepspeed.initialize = initialize
         ds_finepage.run.main([script, *arguments])
-    finally:
-        deepspeed.initialize = original
     if not engines:
         raise ConfigError(f"{script} did not call deepspeed.initialize; there is nothing to count")
-    meter.__exit__(None, None, None)
     return reading_of(engines[0], meter.peak_bytes, fetches)
 
 

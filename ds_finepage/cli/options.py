@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
@@ -19,8 +18,6 @@ from ds_finepage.planning.policies import POLICIES
 T = TypeVar("T")
 PROGRAM = "ds-finepage"
 PHASES = ("prefill", "decode")
-TABLE_WIDTH = 110
-"""Columns of output to a file or a pipe."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +63,6 @@ def add_budget(parser: argparse.ArgumentParser, default: str) -> None:
         metavar="BUDGET",
         help=f"limit on all device bytes ({default}): {text}".replace("%", "%%"),
     )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option that prints only JSON to the standard output."""
-    parser.add_argument("--json", action="store_true", help="print JSON, no table")
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
@@ -142,11 +134,3 @@ def with_progress(items: Sequence[T]) -> Iterable[T]:
     console = Console(stderr=True)
     hidden = not console.is_terminal
     return track(items, "planning", console=console, transient=True, disable=hidden)
-
-
-def show(table: Table) -> None:
-    """Print a table in full, also to a file or a pipe."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
-    console.print(table)

@@ -15,7 +15,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ds_finepage.cli import options
+from ds_finepage.cli import options, output
 from ds_finepage.config import DeviceBudget
 from ds_finepage.files import write_file
 from ds_finepage.graph import codec
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill: all tokens at once; decode: one token (decode)",
     )
     options.add_budget(parser, "auto")
-    options.add_json(parser)
+    output.add_json(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'show'"
     )
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(planned.figures.to_dict(), indent=2))
         return 0
-    options.show(planned.figures.to_table())
+    output.show(planned.figures.to_table())
     if arguments.out is not None:
         print(f"plan: {arguments.out}; ds-finepage show {shlex.quote(str(arguments.out))}")
     if arguments.trace is not None:

@@ -6,39 +6,27 @@ Exit status: 0; 1 if the file is not a right plan; 2 if it cannot be read.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ds_finepage.checker.checker import check
-from ds_finepage.cli import options
+from ds_finepage.cli import output
 from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.reporting.figures import entry_bytes, layout_overhead, num_memory_dependencies
-from ds_finepage.units import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a file that 'plan --out' wrote")
-    options.add_json(parser)
+    output.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the plan, check it, print its figures."""
     figures = figures_of(check(codec.load_plan(arguments.file)))
-    if arguments.json:
-        print(json.dumps(figures, indent=2))
-        return 0
-    table = Table("", "", title=str(arguments.file), title_justify="left", show_header=False)
-    table.columns[1].justify = "right"
-    for name, value in figures.items():
-        text = format_bytes(value) if name.endswith("_bytes") else str(value)
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), text)
-    options.show(table)
+    output.show_figures(str(arguments.file), figures, as_json=arguments.json)
     return 0
 
 

@@ -80,7 +80,7 @@ class DeviceMeter:
         _enable_record_function(False)
 
     def _take(self) -> None:
-        """Stop to listen, and count what was heard."""
+        """Stop listening and tally the allocations."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self.live_bytes = torch.cuda.memory_allocated(self._device) - self._at_start

@@ -182,6 +182,12 @@ class MemGraph:
         return sum(self.bytes_at(n) for n in self.nodes if n.kind is kind and n.buffer is not None)
 
     @property
+    def lost(self) -> list[int]:
+        """The weights that a pass finds and does not leave, because its policy never settles."""
+        left = set(self.exit)
+        return [r.buffer for r in self.entry if r not in left]
+
+    @property
     def reloaded_bytes(self) -> int:
         """Bytes copied host -> device in a pass that finds ``entry`` in place."""
         return self.bytes_of(NodeKind.RELOAD)

@@ -63,15 +63,9 @@ class Planned:
     settings: PlanSettings
 
     @cached_property
-    def missing(self) -> list[int]:
-        """Weights that the plan finds but does not leave, because its policy never settles."""
-        left = set(self.memgraph.exit)
-        return [r.buffer for r in self.memgraph.entry if r not in left]
-
-    @cached_property
     def timeline(self) -> Timeline:
         """Predicted times of a pass that follows itself."""
-        return simulate(self.memgraph, self.settings.profile, entry_missing=self.missing)
+        return simulate(self.memgraph, self.settings.profile, entry_missing=self.memgraph.lost)
 
     @cached_property
     def lower_bound_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.settling import settle
 
 MAX_STEADY_ROUNDS = 8
 """Passes to plan before taking a plan whose exit differs from its entry."""
@@ -175,9 +175,4 @@ def plan_steady(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
         )
     problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared)
-    found = chosen.plan(problem)
-    for _ in range(MAX_STEADY_ROUNDS if chosen.carries_residency else 0):
-        if set(found.entry) == set(found.exit):
-            break
-        found = chosen.plan(dataclasses.replace(problem, entry=found.exit))
-    return found
+    return settle(chosen.plan, problem, MAX_STEADY_ROUNDS if chosen.carries_residency else 0)

@@ -17,7 +17,7 @@ from ds_finepage.execution.fallback import RunningCall
 from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
 from ds_finepage.integrations.transformers.preflight import Preflight
 from ds_finepage.runtime.attachment import Attachment
-from ds_finepage.runtime.kv_offload import CapturedCall
+from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.pass_maker import GraphCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.rehearsal import RehearsalError, Rehearser

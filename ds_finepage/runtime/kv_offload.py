@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.integrations.transformers.handed_out import HandedOut, copied
@@ -20,36 +18,8 @@ from ds_finepage.integrations.transformers.host_cache import (
     take_back,
     with_cache,
 )
+from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.stats import Counters
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedCall:
-    """One call of an attached model, or of a part of it.
-
-    Attributes:
-        compiled: The call as Dynamo compiled it.
-        module: The module that is called.
-        args: Its positional arguments.
-        kwargs: Its named arguments.
-    """
-
-    compiled: Callable[..., Any]
-    module: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def run(self) -> Any:
-        """Run the call."""
-        return self.compiled(*self.args, **self.kwargs)
-
-    def caches(self, *, growing: bool = False) -> list[Any]:
-        """List the KV caches among the arguments.
-
-        Args:
-            growing: Leave out the caches that the encoder's output fills once.
-        """
-        return caches_among((*self.args, *self.kwargs.values()), growing=growing)
 
 
 class KVOffload:

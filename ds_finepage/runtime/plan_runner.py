@@ -13,8 +13,9 @@ from ds_finepage.execution.fallback import run_unplanned
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.runtime.binder import Binder
+from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState, Memory
-from ds_finepage.runtime.kv_offload import CapturedCall, KVOffload
+from ds_finepage.runtime.kv_offload import KVOffload
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.pass_maker import GraphCall, PassMaker
 from ds_finepage.runtime.pass_table import PassTable

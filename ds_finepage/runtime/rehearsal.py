@@ -31,8 +31,8 @@ from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.integrations.transformers.preflight import setting_of
+from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState
-from ds_finepage.runtime.kv_offload import CapturedCall
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.passes import BoundPass, Pass
 from ds_finepage.runtime.plan_runner import PlanRunner

@@ -118,6 +118,20 @@ AROUND = (
         "unit/test_units.py",
     ),
     mutant(
+        "the-meter-of-a-failed-script-stays-on",
+        "cli/instruments.py",
+        "metered.enter_context(meter)",
+        "meter.__enter__()",
+        INSTRUMENTS,
+    ),
+    mutant(
+        "deepspeed-stays-patched-after-a-reading",
+        "cli/instruments.py",
+        'metered.callback(setattr, deepspeed, "initialize", original)',
+        "metered.callback(lambda: None)",
+        INSTRUMENTS,
+    ),
+    mutant(
         "a-reading-of-decode-is-that-of-the-prefill",
         "cli/instruments.py",
         "decode_reloaded_bytes=decode.last_reloaded_bytes,",

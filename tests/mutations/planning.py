@@ -278,10 +278,10 @@ PLANNING = (
     ),
     mutant(
         "no-steady-pass-is-looked-for",
-        "planning/policies.py",
-        "if set(found.entry) == set(found.exit):",
+        "planning/settling.py",
+        "if is_settled(found):",
         "if True:",
-        f"{UNIT}/test_policies.py",
+        f"{UNIT}/test_settling.py",
     ),
     mutant(
         "tables-are-given-up-where-they-fit",

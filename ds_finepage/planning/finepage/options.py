@@ -26,7 +26,8 @@ class FinepageOptions:
         equal_times: Times within this factor of the least are equal, and fewer bytes decide.
         max_tasks_for_horizon: A longer pass uses the two-horizon simulation, which then takes
             seconds, only if there is no other plan.
-        settling_rounds: Passes to plan by the published algorithm until one leaves what it finds.
+        settling_rounds: Passes to plan again by the published algorithm until one leaves what it
+            finds.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
         recomputes: Try the pass in which cheap tasks run again.
         delays_experts: Try reloads of experts after their router.
@@ -48,7 +49,7 @@ class FinepageOptions:
     good_enough: float = 1.02
     equal_times: float = 1.005
     max_tasks_for_horizon: int = 400
-    settling_rounds: int = 4
+    settling_rounds: int = 3
     tries_whole: bool = True
     recomputes: bool = True
     delays_experts: bool = True

@@ -17,6 +17,7 @@ from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
 from ds_finepage.planning.liveness import uses
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.settling import is_settled, settle
 
 
 def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[int]:
@@ -53,14 +54,12 @@ def settled_plan(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGr
     Returns:
         None if a pass leaves something else than it finds, round after round.
     """
-    found: tuple[Residency, ...] = ()
-    for _ in range(options.settling_rounds):
-        at = dataclasses.replace(problem, entry=found)
-        plan = HorizonPlanner(at, policy="finepage").plan_working_set()
-        if set(plan.entry) == set(plan.exit):
-            return plan
-        found = plan.exit
-    return None
+
+    def plan(at: Problem) -> MemGraph:
+        return HorizonPlanner(at, policy="finepage").plan_working_set()
+
+    found = settle(plan, problem, options.settling_rounds)
+    return found if is_settled(found) else None
 
 
 def shared_keeping_plans(

@@ -8,15 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
+import ds_finepage.run
 from ds_finepage.cli import demo
 from ds_finepage.cli.demo import TINY, Demo, print_result
-from ds_finepage.cli.instruments import FetchCounter, Reading, reading_of
-from ds_finepage.errors import FinepageError
+from ds_finepage.cli.instruments import FetchCounter, Reading, read, reading_of
+from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.stats import Counters, PassStats, Stats
 
 
@@ -88,6 +91,24 @@ def test_of_stock_the_last_prefill_and_the_last_decode_step_count() -> None:
     assert found == Reading(
         peak_bytes=17, prefill_reloaded_bytes=308, decode_reloaded_bytes=108, weight_bytes=8
     )
+
+
+def test_a_script_that_fails_leaves_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialize(**kwargs: Any) -> tuple[Any]:
+        return (SimpleNamespace(optimizer=SimpleNamespace(finepage=None), module=nn.Identity()),)
+
+    def script(arguments: list[str]) -> None:
+        deepspeed.initialize()
+        raise PlanInfeasibleError("no room", min_budget_bytes=1)
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    monkeypatch.setattr(FetchCounter, "install", lambda self: None)
+    monkeypatch.setattr(ds_finepage.run, "main", script)
+    with pytest.raises(PlanInfeasibleError):
+        read("script.py", [])
+    assert deepspeed.initialize is initialize
+    with DeviceMeter(torch.device("cpu")):  # raises while another meter is on
+        pass
 
 
 STOCK = Reading(peak_bytes=21, prefill_reloaded_bytes=22, decode_reloaded_bytes=23, weight_bytes=24)

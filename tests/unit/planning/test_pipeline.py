@@ -63,7 +63,7 @@ def test_the_lower_bound_is_that_of_the_graph_that_the_policy_gets() -> None:
 def test_weights_that_a_pass_finds_and_does_not_leave_are_copied_in_every_pass() -> None:
     horizon = dataclasses.replace(SETTINGS, policy="horizon")
     restless = [plan_checked(chain(9), units * UNIT, horizon) for units in range(2, 11)]
-    restless = [p for p in restless if p.missing]
+    restless = [p for p in restless if p.memgraph.lost]
     assert restless
     for planned in restless:
         without = simulate(planned.memgraph, PROFILE)

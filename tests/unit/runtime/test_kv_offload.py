@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.integrations.transformers.host_cache import HostLayer
-from ds_finepage.runtime.kv_offload import CapturedCall, KVOffload
+from ds_finepage.runtime.captured_call import CapturedCall
+from ds_finepage.runtime.kv_offload import KVOffload
 from ds_finepage.runtime.stats import Counters
 
 

@@ -294,7 +294,7 @@ def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     late = planned(chain(3, nbytes=6400), 201)
     timeline = simulate(late, machine(h2d=64e9))
     assert timeline.total_ns > 1.02 * timeline.lower_bound_ns
-    assert not _Search(Problem(late.graph, ARENA, UNIT, machine(h2d=64e9))).offer(late)
+    assert not _Search(Problem(late.graph, 201 * UNIT, UNIT, machine(h2d=64e9))).offer(late)
     assert not search().offer(tight)
     assert search().offer(planned(chain(16), 17))
     assert search(slow).offer(planned(chain(16), 17))
