@@ -27,9 +27,8 @@ from ds_finepage.planning.pipeline import (
     plan_checked,
 )
 from ds_finepage.planning.policies import policy_named
-from ds_finepage.planning.simulator import task_time_ns
+from ds_finepage.planning.time_bound import least_time_ns
 from ds_finepage.reporting.figures import (
-    NS_PER_S,
     PlanFigures,
     entry_bytes,
     layout_overhead,
@@ -154,7 +153,6 @@ def _figures(
     # The weights that the plan finds but does not leave have to be reloaded in every pass.
     reloaded_bytes = memgraph.reloaded_bytes
     reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in memgraph.lost)
-    compute_ns = sum(task_time_ns(graph, task, profile) for task in graph.tasks)
 
     def of_one_pass(amount: int) -> int:
         return -(-amount // memgraph.graph.num_batches)
@@ -177,7 +175,9 @@ def _figures(
         predicted_ns=of_one_pass(timeline.total_ns),
         compute_ns=of_one_pass(timeline.compute_ns),
         transfer_ns=of_one_pass(timeline.transfer_ns),
-        lower_bound_ns=max(compute_ns, int(bound_bytes * NS_PER_S / profile.h2d_bytes_per_s)),
+        lower_bound_ns=least_time_ns(
+            graph, profile, arena_bytes=memgraph.arena_bytes, reloaded_bytes=bound_bytes
+        ),
         stall_ns=of_one_pass(timeline.stall_ns),
         num_tasks=len(graph.tasks),
         num_memory_dependencies=num_memory_dependencies(memgraph),

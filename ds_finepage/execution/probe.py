@@ -11,6 +11,8 @@ import torch
 from ds_finepage.graph.hardware import HardwareProfile
 
 MIB = 1 << 20
+IN_A_ROW = 64
+"""Small ops and copies in one measurement, so that they wait for each other as in a pass."""
 
 
 def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwareProfile:
@@ -22,8 +24,16 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
     with torch.inference_mode(False), torch.no_grad():
         h2d, d2h, memory = _copy_rates(half, device)
         flops = {name: _matmul_rate(getattr(torch, name), device, half) for name in _dtypes(device)}
-        one = torch.empty(1, device=device)
-        launch = _seconds(lambda: one.add_(1), device)
+        op, copy = _small_op(device), _small_copy(device)
+        launch = _seconds(op, device, in_a_row=IN_A_ROW)
+        latency = _seconds(copy, device, in_a_row=IN_A_ROW)
+        # On the CPU the host runs an op itself, so the op's own time has the host's in it.
+        host_op, host_copy = (
+            _seconds(run, device, in_a_row=IN_A_ROW, is_issued=True)
+            if device.type == "cuda"
+            else 0.0
+            for run in (op, copy)
+        )
     return HardwareProfile(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         source=f"measured with {scratch_bytes} bytes of scratch",
@@ -33,8 +43,21 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
         memory_bytes_per_s=memory,
         flops_per_s={**flops, "default": flops["float32"]},
         launch_ns=int(launch * 1e9),
-        transfer_latency_ns=int(launch * 1e9),
+        transfer_latency_ns=int(latency * 1e9),
+        host_op_ns=int(host_op * 1e9),
+        host_copy_ns=int(host_copy * 1e9),
     )
+
+
+def _small_op(device: torch.device) -> Callable[[], object]:
+    one = torch.empty(1, device=device)
+    return lambda: one.add_(1)
+
+
+def _small_copy(device: torch.device) -> Callable[[], object]:
+    host = torch.empty(1, pin_memory=device.type == "cuda")
+    on_device = torch.empty(1, device=device)
+    return lambda: on_device.copy_(host, non_blocking=True)
 
 
 def _dtypes(device: torch.device) -> tuple[str, ...]:
@@ -94,14 +117,31 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, scratch: int) -> floa
     return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device)
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 4) -> float:
+def _seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int = 4,
+    in_a_row: int = 1,
+    is_issued: bool = False,
+) -> float:
+    """Measure how long a run takes.
+
+    Args:
+        run: Issues work to the device.
+        device: The device.
+        repeats: Measurements; the shortest counts.
+        in_a_row: Runs in one measurement.
+        is_issued: Measure until the host has issued the work, not until the device has done it.
+    """
     best = float("inf")
     for _ in range(repeats):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        run()
-        if device.type == "cuda":
+        for _ in range(in_a_row):
+            run()
+        if device.type == "cuda" and not is_issued:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return max(best, 1e-9)
+    return max(best / in_a_row, 1e-9)

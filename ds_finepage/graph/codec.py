@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from operator import attrgetter, ge
 from typing import Any, NoReturn, TypeAlias, TypeVar, get_args, get_type_hints
@@ -63,7 +63,15 @@ class _Form:
     rows: dict[str, frozenset[str]]
 
 
-def _form(cls: type[Encodable], kind: str, version: int, without: str = "", **more: Any) -> _Form:
+def _form(
+    cls: type[Encodable],
+    kind: str,
+    version: int,
+    *,
+    without: str = "",
+    optional: Collection[str] = (),
+    **more: Any,
+) -> _Form:
     """Derive a form from a dataclass.
 
     Args:
@@ -71,6 +79,7 @@ def _form(cls: type[Encodable], kind: str, version: int, without: str = "", **mo
         kind: See `_Form`.
         version: See `_Form`.
         without: A field of the class that the file does not have.
+        optional: Fields that a file may lack; the class has defaults for them.
         more: Fields of the file that the class does not have, with their types.
     """
     hints = get_type_hints(cls, include_extras=True)
@@ -81,8 +90,9 @@ def _form(cls: type[Encodable], kind: str, version: int, without: str = "", **mo
         row = next(iter(get_args(hint)), None)
         if isinstance(row, type) and is_dataclass(row):
             rows[name] = frozenset(f.name for f in fields(row))
-    required: dict[str, Any] = {name: (hint, ...) for name, hint in types.items()}
-    return _Form(kind, version, create_model(cls.__name__, __config__=_STRICT, **required), rows)
+    defaults = {f.name: f.default for f in fields(cls) if f.name in optional}
+    columns: dict[str, Any] = {n: (hint, defaults.get(n, ...)) for n, hint in types.items()}
+    return _Form(kind, version, create_model(cls.__name__, __config__=_STRICT, **columns), rows)
 
 
 _MADE_FOR: dict[str, Any] = {"taskgraph": str, "fingerprint": str, "versions": Versions}
@@ -90,7 +100,9 @@ _FORMS: dict[type[Encodable], _Form] = {
     TaskGraph: _form(TaskGraph, "taskgraph", 2, without="symbols"),  # a file has one size
     MemGraph: _form(MemGraph, "memgraph", 2, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),
-    HardwareProfile: _form(HardwareProfile, "hardware_profile", 1),
+    HardwareProfile: _form(
+        HardwareProfile, "hardware_profile", 1, optional=("host_op_ns", "host_copy_ns")
+    ),
 }
 
 
@@ -265,7 +277,9 @@ def _require_names_in(text: str, form: _Form) -> None:
             f"{form.kind} has format version {version!r}; this version of ds_finepage reads "
             f"{form.version}. {_ADVICE}"
         )
-    _require_names("the file", document, form.model.model_fields)
+    columns = form.model.model_fields.items()
+    wanted = [name for name, column in columns if column.is_required() or name in document]
+    _require_names("the file", document, wanted)
     for field, names in form.rows.items():
         for position, row in enumerate(document[field] or ()):
             if isinstance(row, dict) and row.keys() != names:

@@ -16,5 +16,7 @@ class HardwareProfile:
     d2h_bytes_per_s: float
     memory_bytes_per_s: float
     flops_per_s: dict[str, float]  # by dtype name; "default" holds for the others
-    launch_ns: int = 0  # least time of one op
-    transfer_latency_ns: int = 0  # least time of one copy
+    launch_ns: int = 0  # least time of one op on the device
+    transfer_latency_ns: int = 0  # time of one copy beyond that of its bytes
+    host_op_ns: int = 0  # time that the host takes to start one op
+    host_copy_ns: int = 0  # time that the host takes to start one copy

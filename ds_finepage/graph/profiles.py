@@ -6,6 +6,8 @@ figures. A user's own profile is a file of the same form.
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import os
 from importlib import resources
@@ -19,6 +21,10 @@ from ds_finepage.graph.hardware import HardwareProfile
 DEFAULT_DTYPE = "default"
 """Key of ``flops_per_s`` for dtypes without a rate of their own."""
 
+HOST_COSTS = ("host_op_ns", "host_copy_ns")
+"""Fields that profiles of earlier versions lack."""
+
+logger = logging.getLogger(__name__)
 _FOLDER = resources.files("ds_finepage.graph") / "profiles"
 _SUFFIX = ".json"
 
@@ -56,9 +62,17 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {where}: {error}") from error
     try:
-        return require_usable(codec.loads(text, HardwareProfile))
+        profile = require_usable(codec.loads(text, HardwareProfile))
     except (ConfigError, InvalidPlanError) as error:
         raise ConfigError(f"{where}: {error}") from error
+    missing = [field for field in HOST_COSTS if field not in json.loads(text)]
+    if missing:
+        logger.warning(
+            "%s has no %s: predictions leave out the host's time. 'ds-finepage probe' measures it.",
+            where,
+            " and no ".join(missing),
+        )
+    return profile
 
 
 def require_usable(profile: HardwareProfile) -> HardwareProfile:
@@ -78,7 +92,7 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
     for field, value in positive.items():
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{field} is {value}; it must be positive and finite")
-    for field in ("launch_ns", "transfer_latency_ns"):
+    for field in ("launch_ns", "transfer_latency_ns", *HOST_COSTS):
         if getattr(profile, field) < 0:
             raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
     if DEFAULT_DTYPE not in profile.flops_per_s:

@@ -1,6 +1,7 @@
 """Predicts the time of a memgraph: MemGraph and HardwareProfile in, Timeline out.
 
-Three lanes run side by side, each its own nodes in the order of their ids. A node starts when its
+Three lanes run side by side, each its own nodes in the order of their ids. The host issues the
+nodes of all lanes in that order and never waits. A node starts when the host has issued it, its
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, stored,
 alloc, drop) take no time: they are complete when the last of their predecessors is.
 """
@@ -31,13 +32,28 @@ class _Rate:
         return -(-amount * self._factor // self._numerator)
 
 
-class _Costs:
-    """Times of tasks and copies on one machine."""
+class Costs:
+    """Times of tasks and copies on one machine.
+
+    Attributes:
+        links: Lane -> bytes per second.
+        host_ns: Lane -> time of the host to issue a node.
+    """
 
     def __init__(self, profile: HardwareProfile) -> None:
+        """Take the figures of a machine.
+
+        Raises:
+            ConfigError: A rate or size cannot be computed with.
+        """
         require_usable(profile)
         self._launch_ns = profile.launch_ns
         self._latency_ns = profile.transfer_latency_ns
+        self.host_ns = {
+            Lane.COMPUTE: profile.host_op_ns,
+            Lane.H2D: profile.host_copy_ns,
+            Lane.D2H: profile.host_copy_ns,
+        }
         self._memory = _Rate(profile.memory_bytes_per_s)
         self._flops = {dtype: _Rate(rate) for dtype, rate in profile.flops_per_s.items()}
         self.links = {
@@ -46,6 +62,7 @@ class _Costs:
         }
 
     def task_ns(self, graph: TaskGraph, task: Task) -> int:
+        """Return the time of a task on the device."""
         if task.time_ns is not None:
             return task.time_ns
         made = next((t for t in task.results if t is not None), None)
@@ -54,7 +71,8 @@ class _Costs:
         return max(flops.ns(task.flops), self._memory.ns(task.moved_bytes), self._launch_ns)
 
     def copy_ns(self, lane: Lane, nbytes: int) -> int:
-        return max(self._latency_ns, self.links[lane].ns(nbytes))
+        """Return the time of one copy on its link."""
+        return self._latency_ns + self.links[lane].ns(nbytes)
 
 
 def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
@@ -66,7 +84,7 @@ def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.
     """
-    return _Costs(profile).task_ns(graph, task)
+    return Costs(profile).task_ns(graph, task)
 
 
 def simulate(
@@ -86,7 +104,7 @@ def simulate(
         ConfigError: The profile has a rate or size that cannot be computed with, or
             ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
     """
-    costs = _Costs(profile)
+    costs = Costs(profile)
     missing = frozenset(entry_missing)
     unknown = missing - {residency.buffer for residency in memgraph.entry}
     if unknown:
@@ -98,6 +116,7 @@ def simulate(
     lane_free = dict.fromkeys(Lane, 0)
     lane_busy = dict.fromkeys(Lane, 0)
     copied = {Lane.H2D: 0, Lane.D2H: 0}
+    host_ns = 0
     spans: list[Span] = []
     for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
         ready = max((complete[b] for b in before), default=0)
@@ -110,14 +129,15 @@ def simulate(
             assert node.task is not None
             took = costs.task_ns(memgraph.graph, memgraph.graph.tasks[node.task])
         else:
-            nbytes = memgraph.bytes_at(node)
-            took = costs.copy_ns(lane, nbytes)
-            copied[lane] += nbytes
-        start = max(ready, lane_free[lane])
+            took = costs.copy_ns(lane, memgraph.bytes_at(node))
+            copied[lane] += memgraph.bytes_at(node)
+        host_ns += costs.host_ns[lane]
+        start = max(ready, lane_free[lane], host_ns)
         complete[node.id] = lane_free[lane] = start + took
         lane_busy[lane] += took
         spans.append(Span(node.id, lane, start, start + took, _span_name(memgraph.graph, node)))
 
+    link_ns = (costs.links[lane].ns(n) for lane, n in copied.items())
     return Timeline(
         spans=tuple(spans),
         total_ns=max(lane_free.values()),
@@ -125,9 +145,7 @@ def simulate(
         transfer_ns=max(lane_busy[Lane.H2D], lane_busy[Lane.D2H]),
         stall_ns=lane_free[Lane.COMPUTE] - lane_busy[Lane.COMPUTE],
         peak_bytes=_peak_bytes(memgraph, complete),
-        lower_bound_ns=max(
-            lane_busy[Lane.COMPUTE], *(costs.links[lane].ns(n) for lane, n in copied.items())
-        ),
+        lower_bound_ns=max(lane_busy[Lane.COMPUTE], *link_ns),
     )
 
 

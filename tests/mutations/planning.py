@@ -43,8 +43,8 @@ PLANNING = (
     mutant(
         "fixed-weights-take-no-room",
         "planning/finepage/choices.py",
-        "left = room - weights.fixed_bytes - ring_bytes",
-        "left = room - ring_bytes",
+        "left = room - weights.fixed_bytes - ring.nbytes",
+        "left = room - ring.nbytes",
         f"{UNIT}/finepage/test_residency.py",
     ),
     mutant(
@@ -230,8 +230,8 @@ PLANNING = (
     mutant(
         "less-than-a-grain-streams",
         "planning/finepage/grains.py",
-        "if wanted >= min(grain_bytes, sizes[buffer]) and",
-        "if",
+        "wanted // grain_bytes * grain_bytes",
+        "wanted",
         f"{UNIT}/finepage/test_grains.py",
     ),
     mutant(
@@ -383,9 +383,37 @@ PLANNING = (
         f"{UNIT}/test_budget.py",
     ),
     mutant(
+        "the-host-takes-no-time",
+        "planning/simulator.py",
+        "host_ns += costs.host_ns[lane]",
+        "host_ns += 0",
+        f"{UNIT}/test_simulator.py",
+    ),
+    mutant(
+        "a-copy-has-no-latency",
+        "planning/simulator.py",
+        "return self._latency_ns + self.links",
+        "return self.links",
+        f"{UNIT}/test_simulator.py",
+    ),
+    mutant(
+        "the-largest-copy-takes-no-room",
+        "planning/time_bound.py",
+        "copied_bytes = max(reloaded_bytes, missing_bytes + copy_bytes)",
+        "copied_bytes = reloaded_bytes",
+        f"{UNIT}/test_time_bound.py",
+    ),
+    mutant(
+        "weights-stream-by-bytes-only",
+        "planning/finepage/grains.py",
+        "pace = sizes if pace is None else pace",
+        "pace = sizes",
+        f"{UNIT}/finepage/test_grains.py",
+    ),
+    mutant(
         "lanes-run-side-by-side-with-themselves",
         "planning/simulator.py",
-        "start = max(ready, lane_free[lane])",
+        "start = max(ready, lane_free[lane], host_ns)",
         "start = ready",
         f"{UNIT}/test_simulator.py",
     ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.grains import stream_in_grains
-from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.slicing import Slicer
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.rewrite.split import quantum
@@ -36,24 +36,23 @@ class Chooser:
         """Choose among the weights of one pass."""
         self._weights = weights
 
-    def choose(self, room: int, ring_bytes: int, grain_bytes: int = 0) -> Choice | None:
+    def choose(self, room: int, ring: RingShape) -> Choice | None:
         """Choose the weights to keep.
 
         Args:
             room: Bytes of the arena beside the activations.
-            ring_bytes: Length of the ring, part of that room.
-            grain_bytes: Least bytes to stream of a weight that is cut; 0: the same share of all.
+            ring: The shape of the ring, whose length is part of that room.
 
         Returns:
             None if the room is too small.
         """
         weights = self._weights
-        left = room - weights.fixed_bytes - ring_bytes
+        left = room - weights.fixed_bytes - ring.nbytes
         if left < 0:
             return None
-        if ring_bytes == 0:
+        if ring.nbytes == 0:
             return Choice(weights.problem.graph, [])
-        always = {b for b in weights.order if self._exceeds(b, ring_bytes)}
+        always = {b for b in weights.order if self._exceeds(b, ring.nbytes)}
         if not weights.per_call.isdisjoint(always):
             return None
         left -= sum(weights.sizes[b] for b in always)
@@ -67,11 +66,11 @@ class Chooser:
             [b for b in rest if b not in weights.routed],
             [b for b in rest if b in weights.routed],
         ):
-            if grain_bytes:
-                left = self._stream_in_grains(group, left, grain_bytes, kept, kept_rows)
+            if ring.grain_bytes:
+                left = self._stream_in_grains(group, left, ring, kept, kept_rows)
             else:
                 left = self._spread(group, left, kept, kept_rows)
-        return Choice(*Slicer(weights).cut(kept_rows, kept, ring_bytes))
+        return Choice(*Slicer(weights).cut(kept_rows, kept, ring))
 
     def _exceeds(self, buffer: int, ring_bytes: int) -> bool:
         """Tell whether a weight can go through the ring neither whole nor cut."""
@@ -114,14 +113,22 @@ class Chooser:
         self,
         weights: list[int],
         room: int,
-        grain_bytes: int,
+        ring: RingShape,
         kept: set[int],
         kept_rows: dict[int, int],
     ) -> int:
         """Do the same as :meth:`_spread`, but stream at least a grain of a weight, or nothing."""
         sizes, divisible = self._weights.sizes, self._weights.divisible
         total = sum(sizes[b] for b in weights)
-        streamed = stream_in_grains(weights, sizes, divisible, total - room, grain_bytes)
+        streamed = stream_in_grains(
+            weights,
+            sizes,
+            divisible,
+            total - room,
+            ring.grain_bytes,
+            pace=self._weights.pace,
+            keeps_small=ring.keeps_small,
+        )
         for buffer, nbytes in streamed.items():
             if buffer in divisible:
                 weight = divisible[buffer]
@@ -130,12 +137,12 @@ class Chooser:
                 kept.add(buffer)
         return room - (total - sum(streamed.values()))
 
-    def choose_shared(self, lower: int, ring_bytes: int) -> Choice | None:
+    def choose_shared(self, lower: int, ring: RingShape) -> Choice | None:
         """Choose to keep just shared residents, and the weights that cannot stream.
 
         Args:
             lower: Bytes of the activations.
-            ring_bytes: Length of the ring.
+            ring: The shape of the ring.
 
         Returns:
             None if the arena is too small.
@@ -143,7 +150,7 @@ class Chooser:
         weights = self._weights
         top = weights.problem.top
         streamable = set(weights.order)
-        must = {b for b in weights.sizes if b not in streamable or self._exceeds(b, ring_bytes)}
+        must = {b for b in weights.sizes if b not in streamable or self._exceeds(b, ring.nbytes)}
         if not weights.per_call.isdisjoint(must):
             return None
         names = {
@@ -158,17 +165,17 @@ class Chooser:
             if buffer is None or not self._can_keep(buffer, piece):
                 continue
             still = need - weights.sizes[buffer] if buffer in must else need
-            if piece.extent.offset - still < lower + ring_bytes:
+            if piece.extent.offset - still < lower + ring.nbytes:
                 break
             kept[buffer], need, top = piece, still, piece.extent.offset
-        if top - need < lower + ring_bytes:
+        if top - need < lower + ring.nbytes:
             return None
         rows = {
             b: kept[b].buffer.nbytes // weights.divisible[b].row_bytes if b in kept else 0
             for b in weights.order
             if b in weights.divisible
         }
-        cut, streamed = Slicer(weights).cut(rows, must | kept.keys(), ring_bytes)
+        cut, streamed = Slicer(weights).cut(rows, must | kept.keys(), ring)
         extents = {s.buffer.key: s.extent for s in kept.values()}
         return Choice(
             cut,

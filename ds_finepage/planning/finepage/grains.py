@@ -3,7 +3,7 @@
 A piece costs a copy, and a task more where it is cut off, whatever its size. If little has to be
 streamed, or weights are small, the same share of every weight makes pieces that take longer to
 start than to copy. So a weight streams at least a *grain*, or nothing. The pieces are spread evenly
-over the pass.
+over the time of the pass.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ def stream_in_grains(
     divisible: Mapping[int, Divisible],
     missing: int,
     grain_bytes: int,
+    *,
+    pace: Mapping[int, int] | None = None,
+    keeps_small: bool = False,
 ) -> dict[int, int]:
     """Choose bytes to stream of some weights: of each at least a grain, or all of it, or nothing.
 
@@ -28,23 +31,33 @@ def stream_in_grains(
         divisible: The weights that can be cut. The others stream whole or not at all.
         missing: Least bytes to stream; all weights stream if they have fewer.
         grain_bytes: Size of the grain.
+        pace: Weight -> its part of the pass, in any unit; None: in proportion to its bytes.
+        keeps_small: Do not stream weights smaller than the grain, if the others have enough bytes.
 
     Returns:
         Weight -> bytes to stream, whole rows.
     """
-    total = max(1, sum(sizes[b] for b in weights))
+    chosen = set(weights)
+    large = {b for b in weights if sizes[b] >= grain_bytes}
+    if keeps_small and sum(sizes[b] for b in large) >= missing:
+        chosen = large
+    pace = sizes if pace is None else pace
+    total = max(1, sum(pace[b] for b in weights))
     streamed = dict.fromkeys(weights, 0)
     due = 0  # bytes still to be streamed, in units of 1/total
     for buffer in weights:
-        due += sizes[buffer] * max(0, missing)
+        due += pace[buffer] * max(0, missing)
         wanted = due // total
-        if wanted >= min(grain_bytes, sizes[buffer]) and buffer in divisible:
-            streamed[buffer] = _rows_bytes(divisible[buffer], wanted)
-        elif wanted >= sizes[buffer]:
+        if buffer not in chosen:
+            continue
+        if wanted >= sizes[buffer]:
             streamed[buffer] = sizes[buffer]
+        elif buffer in divisible:
+            streamed[buffer] = _in_grains(divisible[buffer], wanted, grain_bytes)
         due -= streamed[buffer] * total
     rest = missing - sum(streamed.values())
-    for buffer in reversed(weights):  # what is left is less than a grain
+    # The rest is less than a grain.
+    for buffer in sorted(reversed(weights), key=lambda b: b not in chosen):
         if rest <= 0:
             break
         before = streamed[buffer]
@@ -54,6 +67,13 @@ def stream_in_grains(
             streamed[buffer] = sizes[buffer]
         rest -= streamed[buffer] - before
     return streamed
+
+
+def _in_grains(weight: Divisible, wanted: int, grain_bytes: int) -> int:
+    """Return the bytes of as many grains of whole rows as are wanted."""
+    unit_bytes = quantum(weight) * weight.row_bytes
+    grain_bytes = max(1, grain_bytes // unit_bytes) * unit_bytes
+    return min(weight.num_rows * weight.row_bytes, wanted // grain_bytes * grain_bytes)
 
 
 def _rows_bytes(weight: Divisible, wanted: int) -> int:

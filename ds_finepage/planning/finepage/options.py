@@ -13,8 +13,9 @@ class FinepageOptions:
         ring_shares: Lengths of the ring if weights can be cut, as shares of the bytes that have to
             be reloaded. The first is tried first.
         ring_weights: Lengths of the ring for whole weights, in units of each of the largest ones.
-        grained_rings: Lengths of the ring if weights can be cut, each with the least bytes to
-            stream of a weight. The unit is what the link carries in the latency of one copy.
+        grained_rings: Shapes of the ring for few large slices: the length, in units of that for
+            which bytes and latencies together are least; the number of slices; the grain, in
+            units of a slice; and whether weights smaller than the grain are kept.
         slices_a_task: Most slices to stream, in units of the tasks, where a longer ring has room.
         always_slices: As many slices are always fine.
         most_short_lengths: Plans with more slices to try where no longer ring has room.
@@ -34,11 +35,11 @@ class FinepageOptions:
         tries_exact: Plan tiny passes by dynamic programming.
     """
 
-    ring_shares: tuple[float, ...] = (0.012, 0.018, 0.006, 0.03)
+    ring_shares: tuple[float, ...] = (0.012,)
     ring_weights: tuple[float, ...] = (1.0, 2.0, 1.5, 3.0, 4.0)
-    grained_rings: tuple[tuple[int, int], ...] = (
-        *((16, 16), (16, 4), (16, 64)),
-        *((64, 16), (64, 64), (8, 16)),
+    grained_rings: tuple[tuple[float, int, float, bool], ...] = (
+        *((1, 2, 1, True), (0.5, 2, 1, True), (1, 2, 0.5, False)),
+        *((0.7, 4, 1, False), (2, 2, 1, False)),
     )
     slices_a_task: float = 1.25
     always_slices: int = 500

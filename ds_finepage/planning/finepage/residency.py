@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_finepage.graph.routes import routes
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
@@ -15,6 +17,23 @@ from ds_finepage.planning.rewrite.split import (
     divisible_weights,
     quantum,
 )
+from ds_finepage.planning.time_bound import task_times_ns
+
+
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    """How weights stream through a ring.
+
+    Attributes:
+        nbytes: Length of the ring.
+        slice_bytes: Most bytes of a slice of a cut weight.
+        grain_bytes: Least bytes to stream of a weight that is cut; 0: the same share of all.
+    """
+
+    nbytes: int
+    slice_bytes: int
+    grain_bytes: int = 0
+    keeps_small: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,25 +98,28 @@ class WeightClasses:
             fixed_bytes=sum(sizes[b] for b in order) - sum(sizes[b] for b in streamable),
         )
 
-    def ring_sizes(self, room: int) -> Iterator[int]:
-        """Yield lengths of the ring to try.
+    def ring_shapes(self, room: int) -> Iterator[RingShape]:
+        """Yield shapes of the ring of every length to try.
 
         Args:
             room: Bytes of the arena beside the activations.
 
         Yields:
-            Just 0 if all weights fit into the room.
+            Just a ring without bytes if all weights fit into the room.
         """
-        missing = self.missing_bytes(room)
+        for nbytes in self._ring_lengths(self.missing_bytes(room)):
+            yield RingShape(nbytes, nbytes // self.options.slices_in_ring)
+
+    def _ring_lengths(self, missing: int) -> Iterator[int]:
         if missing <= 0:
             yield 0
             return
-        least = self.least_ring_bytes()
         if not self.divisible:
             whole = sorted({self.sizes[b] for b in self.order}, reverse=True)[:3]
             factors = self.options.ring_weights
             yield from sorted({self.aligned(int(most * f)) for most in whole for f in factors})
             return
+        least = self.least_ring_bytes()
         shares = self.options.ring_shares
         sizes = {self.aligned(max(least, int(missing * f))) for f in shares}
         # Half of the largest weight is plenty: a plan of whole weights needs more.
@@ -109,6 +131,11 @@ class WeightClasses:
     def aligned(self, nbytes: int) -> int:
         """Return the bytes of the extent of ``nbytes``."""
         return extent_bytes(nbytes, self.problem.alignment)
+
+    @cached_property
+    def most_whole_bytes(self) -> int:
+        """Return the size of the largest weight that streams in one piece."""
+        return max((self.sizes[b] for b in self.order if b not in self.divisible), default=0)
 
     def missing_bytes(self, room: int) -> int:
         """Count the bytes that cannot be kept in ``room`` bytes."""
@@ -127,34 +154,56 @@ class WeightClasses:
         groups = [sum(sizes) * min(2, len(sizes)) for sizes in together]
         return max([2 * self.aligned(max(slices, default=0)), *groups])
 
-    def grained_rings(self, room: int) -> Iterator[tuple[int, int]]:
-        """Yield lengths of the ring to try, each with the least bytes to stream of a weight.
+    def grained_rings(self, room: int) -> Iterator[RingShape]:
+        """Yield shapes of the ring for few large slices.
+
+        A longer ring reloads more bytes, and needs fewer copies. The sum of both is least where the
+        latencies of all copies take as long as the bytes of the ring.
 
         Args:
             room: Bytes of the arena beside the activations.
         """
-        if not self.divisible or self.latency_bytes == 0 or self.missing_bytes(room) <= 0:
+        missing = self.missing_bytes(room)
+        if not self.divisible or self.latency_bytes == 0 or missing <= 0:
             return
         least = self.least_ring_bytes()
-        for ring, grain in self.options.grained_rings:
-            ring_bytes = self.aligned(max(least, int(self.latency_bytes * ring)))
-            yield ring_bytes, int(self.latency_bytes * grain)
+        for factor, num_slices, grain, keeps_small in self.options.grained_rings:
+            best = math.sqrt(num_slices * self.latency_bytes * missing)
+            ring_bytes = self.aligned(max(least, int(best * factor)))
+            slice_bytes = ring_bytes // num_slices
+            yield RingShape(ring_bytes, slice_bytes, int(slice_bytes * grain), keeps_small)
 
-    def has_short_slices(self, room: int, ring_bytes: int) -> bool:
+    def has_short_slices(self, room: int, ring: RingShape) -> bool:
         """Tell whether the slices in a ring are so short that their number costs time.
 
         Args:
             room: Bytes of the arena beside the activations.
-            ring_bytes: Length of the ring, part of that room.
+            ring: The shape of the ring, whose length is part of that room.
         """
         if not self.divisible or self.latency_bytes == 0:
             return False
-        slice_bytes = ring_bytes / self.options.slices_in_ring
-        if slice_bytes < self.latency_bytes:
+        if ring.slice_bytes < self.latency_bytes:
             return True
         most = self.options.slices_a_task * len(self.problem.graph.tasks)
         most = max(most, self.options.always_slices)
-        return self.missing_bytes(room - ring_bytes) > slice_bytes * most
+        return self.missing_bytes(room - ring.nbytes) > ring.slice_bytes * most
+
+    @cached_property
+    def pace(self) -> dict[int, int]:
+        """Return the time from the use of one streamable weight to that of the next."""
+        graph, profile = self.problem.graph, self.problem.profile
+        assert profile is not None
+        times = task_times_ns(graph, profile)
+        waiting, found = set(self.order), {}
+        last = 0
+        for task in graph.tasks:
+            used = [b for b in graph.paged(task) if b in waiting]
+            for b in used:
+                found[b] = (times[task.index] - last) // len(used)
+            if used:
+                last = times[task.index]
+                waiting.difference_update(used)
+        return found
 
     @property
     def latency_bytes(self) -> float:

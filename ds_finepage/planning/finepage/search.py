@@ -41,7 +41,8 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
-from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.time_bound import least_time_ns
 
 
 def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
@@ -107,8 +108,9 @@ class _Search:
         assert profile is not None
         bound = divisible_lower_bound_bytes if problem.split else lower_bound_bytes
         nbytes = bound(problem.graph, problem.arena_bytes, problem.alignment)
-        tasks_ns = sum(task_time_ns(problem.graph, t, profile) for t in problem.graph.tasks)
-        return max(tasks_ns, int(nbytes * 10**9 / profile.h2d_bytes_per_s))
+        return least_time_ns(
+            problem.graph, profile, arena_bytes=problem.arena_bytes, reloaded_bytes=nbytes
+        )
 
     def offer(self, plan: MemGraph | None) -> bool:
         """Take a plan, or the same plan with delayed experts, if it is the best so far.
@@ -148,14 +150,20 @@ class _Search:
             if candidate[1] <= most_ns and (not self._front or candidate[1] < self._front[-1][1]):
                 self._front.append(candidate)
 
-    def _may_win(self, moved: int) -> bool:
-        """Tell whether a plan that moves at least so many bytes can be as fast as the fastest."""
+    def _may_win(self, moved: int, num_copies: int) -> bool:
+        """Tell whether a plan that moves at least so much can be as fast as the fastest.
+
+        Args:
+            moved: Bytes.
+            num_copies: Copies.
+        """
         profile = self._problem.profile
         if profile is None or not self._front:
             return True
         fastest_ns = min(total_ns for _, total_ns, _ in self._front)
         limit_ns = self._options.equal_times * fastest_ns
-        if moved * 10**9 <= limit_ns * profile.h2d_bytes_per_s:
+        latencies_ns = num_copies * profile.transfer_latency_ns
+        if moved * 10**9 <= (limit_ns - latencies_ns) * profile.h2d_bytes_per_s:
             return True
         self._left_out = True
         return False

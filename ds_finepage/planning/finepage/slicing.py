@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.rewrite.split import Divisible, cut_weights, quantum
 
@@ -16,30 +16,30 @@ class Slicer:
         self._weights = weights
 
     def cut(
-        self, kept_rows: dict[int, int], kept: set[int], ring_bytes: int
+        self, kept_rows: dict[int, int], kept: set[int], ring: RingShape
     ) -> tuple[TaskGraph, list[int]]:
         """Cut all divisible weights after their kept rows; list the weights to stream.
 
         Args:
             kept_rows: The rows to keep of each weight that can be cut.
             kept: The whole weights to keep.
-            ring_bytes: Length of the ring.
+            ring: The shape of the ring.
         """
         cuts, head = {}, 0
         for buffer in self._weights.order:
             if buffer in kept_rows:
                 cuts[buffer], head = self._slices(
-                    self._weights.divisible[buffer], kept_rows[buffer], head, ring_bytes
+                    self._weights.divisible[buffer], kept_rows[buffer], head, ring
                 )
             elif buffer not in kept:
                 head = self._weights.sizes[buffer] + (
-                    head if head + self._weights.sizes[buffer] <= ring_bytes else 0
+                    head if head + self._weights.sizes[buffer] <= ring.nbytes else 0
                 )
         cut = cut_weights(self._weights.problem.graph, cuts)
         return cut, self._streamed(cut, kept - kept_rows.keys(), kept_rows)
 
     def _slices(
-        self, weight: Divisible, kept_rows: int, head: int, ring_bytes: int
+        self, weight: Divisible, kept_rows: int, head: int, ring: RingShape
     ) -> tuple[list[int], int]:
         """Cut a weight into the kept part and slices for the ring.
 
@@ -49,17 +49,19 @@ class Slicer:
             weight: The weight.
             kept_rows: Its rows that are kept.
             head: Offset in the ring of the first slice.
-            ring_bytes: Length of the ring.
+            ring: The shape of the ring.
 
         Returns:
             The rows at which the slices begin, and the offset in the ring of the next slice.
         """
         unit = quantum(weight)
-        most = ring_bytes // self._weights.options.slices_in_ring // weight.row_bytes // unit * unit
+        most = ring.slice_bytes // weight.row_bytes // unit * unit
         starts = [0] if kept_rows else []
         at = kept_rows
         while at < weight.num_rows:
-            space = (ring_bytes - head) // weight.row_bytes // unit * unit
+            space = (ring.nbytes - head) // weight.row_bytes // unit * unit
+            if ring.grain_bytes and space < min(most, weight.num_rows - at):
+                space = 0
             if space <= 0 < head:
                 head = 0
                 continue

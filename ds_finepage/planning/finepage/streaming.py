@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
-from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
@@ -30,7 +30,7 @@ def streaming_plans(
     *,
     may_split: bool,
     options: FinepageOptions = DEFAULTS,
-    may_win: Callable[[int], bool] = lambda _: True,
+    may_win: Callable[[int, int], bool] = lambda *_: True,
 ) -> Iterator[MemGraph | None]:
     """Yield plans for several lengths of the ring; None where one has no room.
 
@@ -38,37 +38,39 @@ def streaming_plans(
         problem: The pass and its arena. If it has shared residents, nothing else is kept.
         may_split: Weights may be cut.
         options: The heuristics.
-        may_win: Tells whether a plan that reloads at least so many bytes is of use.
+        may_win: Tells whether a plan that reloads at least so many bytes, in at least so many
+            copies, is of use.
     """
     placed = place_activations(problem)
     room = problem.arena_bytes - top_of(placed)
     weights = WeightClasses.of(problem, may_split=may_split, options=options)
     chooser = Chooser(weights)
 
-    def plans(lengths: Iterable[tuple[int, int]]) -> Iterator[MemGraph | None]:
-        for ring_bytes, grain_bytes in lengths:
+    def plans(shapes: Iterable[RingShape]) -> Iterator[MemGraph | None]:
+        for ring in shapes:
             # A pass need not reload all bytes of a routed weight.
-            if not weights.routed and not may_win(weights.missing_bytes(room - ring_bytes)):
+            missing = weights.missing_bytes(room - ring.nbytes)
+            num_copies = missing // max(1, ring.slice_bytes, weights.most_whole_bytes)
+            if not weights.routed and not may_win(missing, num_copies):
                 continue
             if problem.shared:
-                choice = chooser.choose_shared(top_of(placed), ring_bytes)
+                choice = chooser.choose_shared(top_of(placed), ring)
             else:
-                choice = chooser.choose(room, ring_bytes, grain_bytes)
+                choice = chooser.choose(room, ring)
             if choice is not None:
-                yield plan_streaming(problem, choice, placed, ring_bytes, options)
+                yield plan_streaming(problem, choice, placed, ring.nbytes, options)
 
-    # A ring, and the least bytes to stream of a weight.
-    lengths = [(ring_bytes, 0) for ring_bytes in weights.ring_sizes(room)]
+    shapes = list(weights.ring_shapes(room))
     if not problem.shared:
-        lengths += weights.grained_rings(room)
+        shapes += weights.grained_rings(room)
     num_found = 0
-    for plan in plans(n for n in lengths if not weights.has_short_slices(room, n[0])):
+    for plan in plans(s for s in shapes if not weights.has_short_slices(room, s)):
         num_found += plan is not None
         yield plan
     if num_found:
         return
-    short = [n for n in lengths if weights.has_short_slices(room, n[0])]
-    for plan in plans(sorted(short, reverse=True)):
+    short = [s for s in shapes if weights.has_short_slices(room, s)]
+    for plan in plans(sorted(short, key=lambda s: s.nbytes, reverse=True)):
         num_found += plan is not None
         yield plan
         if num_found == options.most_short_lengths:

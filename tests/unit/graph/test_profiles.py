@@ -13,7 +13,12 @@ import pytest
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.profiles import load_profile, profile_names, require_usable
+from ds_finepage.graph.profiles import (
+    HOST_COSTS,
+    load_profile,
+    profile_names,
+    require_usable,
+)
 
 NAMES = ("a100-80gb", "h200", "p100-16gb", "t4", "v100-16gb", "v100-32gb")
 
@@ -85,6 +90,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"flops_per_s": {}}, "flops_per_s has no 'default'.*none; add it"),
     ({"launch_ns": -1}, "launch_ns is -1; it must not be negative"),
     ({"transfer_latency_ns": -1}, "transfer_latency_ns is -1"),
+    ({"host_op_ns": -1}, "host_op_ns is -1"),
+    ({"host_copy_ns": -1}, "host_copy_ns is -1"),
     ({"speed": 1}, "unknown: speed"),
     ({"kind": "taskgraph"}, "kind is 'taskgraph'"),
     ({"format": 2}, "format version 2"),
@@ -101,7 +108,24 @@ def test_wrong_figures_are_refused(tmp_path: Path, changes: dict[str, Any], mess
         load_profile(path)
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(HardwareProfile)])
+@pytest.mark.parametrize("field", HOST_COSTS)
+def test_without_the_host_s_time_predictions_leave_it_out(
+    tmp_path: Path, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mine.json"
+    document = json.loads(codec.dumps(load_profile("t4")))
+    del document[field]
+    path.write_text(json.dumps(document))
+    assert not caplog.messages
+    assert load_profile(path) == dataclasses.replace(load_profile("t4"), **{field: 0})
+    (message,) = caplog.messages
+    assert f"mine.json has no {field}: predictions leave out the host's time" in message
+
+
+NEEDED = [f.name for f in dataclasses.fields(HardwareProfile) if f.name not in HOST_COSTS]
+
+
+@pytest.mark.parametrize("field", NEEDED)
 def test_missing_figures_are_refused(tmp_path: Path, field: str) -> None:
     path = tmp_path / "mine.json"
     document = json.loads(codec.dumps(load_profile("t4")))

@@ -115,6 +115,24 @@ def test_exposed_transfers_decide_the_time() -> None:
     assert timeline.lower_bound_ns == timeline.transfer_ns == 180
 
 
+def test_the_host_issues_nodes_one_after_the_other() -> None:
+    profile = dataclasses.replace(PLAIN, host_op_ns=200, host_copy_ns=50)
+    timeline = simulate(streaming([100, 100, 100], 60, [0, 60, 120]), profile)
+    # Issued: three reloads and three tasks, in their order in the plan.
+    issued = 0
+    for node, start in sorted((s.node, s.start_ns) for s in timeline.spans):
+        issued += 50 if node in {s.node for s in timeline.spans if s.lane is Lane.H2D} else 200
+        assert start >= issued
+    assert issued == 3 * 200 + 3 * 50
+    assert timeline.total_ns == issued + 100  # the last task starts when it is issued
+
+
+def test_each_copy_takes_its_latency() -> None:
+    plan = streaming([10, 10, 10], 60, [0, 60, 120])
+    late = simulate(plan, dataclasses.replace(PLAIN, transfer_latency_ns=7))
+    assert late.total_ns == simulate(plan, PLAIN).total_ns + 3 * 7
+
+
 def test_memory_dependency_stalls_the_lanes() -> None:
     """With a single extent nothing overlaps: a reload waits for the task before it."""
     memgraph = streaming([100, 100, 100], 60, [0, 0, 0])
@@ -186,7 +204,7 @@ def test_link_rates_and_latency() -> None:
     sketch.place(NodeKind.RELOAD, 1, 3)
     sketch.place(NodeKind.OFFLOAD, 2, 103)
     timeline = simulate(sketch.memgraph(), profile)
-    assert times(timeline) == {0: (0, 8), 1: (8, 8 + 34), 2: (0, 200)}  # 33.3 ns, rounded up
+    assert times(timeline) == {0: (0, 9), 1: (9, 9 + 42), 2: (0, 208)}  # 33.3 ns, rounded up
     assert timeline.lower_bound_ns == 200
 
 

@@ -37,6 +37,25 @@ def test_a_grain_between_streams_halves_of_every_other() -> None:
     assert [found[b] for b in weights] == [0, SIZE // 2] * 4
 
 
+def test_weights_stream_by_their_part_of_the_pass() -> None:
+    weights, sizes, cut = equal_weights(4)
+    pace = {0: 1, 1: 1, 2: 0, 3: 0}
+    found = stream_in_grains(weights, sizes, cut, 2 * SIZE, SIZE // 2, pace=pace)
+    assert [found[b] for b in weights] == [SIZE, SIZE, 0, 0]
+
+
+def test_small_weights_are_kept_where_large_ones_have_enough_bytes() -> None:
+    weights, sizes, cut = equal_weights(4)
+    sizes[0] = sizes[2] = SIZE // 4
+    for missing in (ROW, SIZE, 2 * SIZE, 2 * SIZE + 1):
+        found = stream_in_grains(weights, sizes, cut, missing, SIZE // 2, keeps_small=True)
+        assert sum(found.values()) >= missing
+        assert (found[0] + found[2] > 0) is (missing > 2 * SIZE)
+    pace = dict.fromkeys(weights, 1)
+    found = stream_in_grains(weights, sizes, cut, SIZE, SIZE // 2, pace=pace)
+    assert found[0] + found[2] > 0
+
+
 def test_weights_that_cannot_be_cut_stream_whole() -> None:
     weights, sizes, _ = equal_weights(4)
     found = stream_in_grains(weights, sizes, {}, SIZE + 1, ROW)

@@ -6,7 +6,7 @@ import pytest
 
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
-from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.experts import layers_of_experts
@@ -22,6 +22,10 @@ def classes(graph: TaskGraph, *, may_split: bool = False) -> WeightClasses:
     return WeightClasses.of(Problem(graph, 0, UNIT), may_split=may_split)
 
 
+def shape(ring_bytes: int) -> RingShape:
+    return RingShape(ring_bytes, ring_bytes // 4)
+
+
 def streamed(found: Choice | None) -> list[str]:
     assert found is not None
     return [found.graph.buffers[b].name for b in found.streamed]
@@ -31,19 +35,28 @@ def test_weights_that_every_pass_uses_whole_are_kept_before_experts() -> None:
     weights = classes(EXPERTS)
     ring = EXPERT_BYTES
     for num_dense in range(1, 4):
-        found = streamed(Chooser(weights).choose(ring + num_dense * DENSE_BYTES, ring))
+        found = streamed(Chooser(weights).choose(ring + num_dense * DENSE_BYTES, shape(ring)))
         assert len(found) == 9 - num_dense
         assert sum(name.endswith(("up", "down")) for name in found) == 6
     # Three of the experts' weights would fit as well, if not for the last of the others.
-    found = streamed(Chooser(weights).choose(ring + 2 * DENSE_BYTES + 3 * EXPERT_BYTES, ring))
+    found = streamed(
+        Chooser(weights).choose(ring + 2 * DENSE_BYTES + 3 * EXPERT_BYTES, shape(ring))
+    )
     assert len(found) == 4
     assert not any(name.endswith("dense") for name in found)
 
 
 def test_what_rounding_leaves_over_at_one_weight_is_due_to_the_next() -> None:
     weights = classes(chain(8))
-    assert streamed(Chooser(weights).choose(5 * UNIT, UNIT)) == ["w0", "w2", "w4", "w6"]
-    assert streamed(Chooser(weights).choose(3 * UNIT, UNIT)) == ["w0", "w1", "w2", "w4", "w5", "w6"]
+    assert streamed(Chooser(weights).choose(5 * UNIT, shape(UNIT))) == ["w0", "w2", "w4", "w6"]
+    assert streamed(Chooser(weights).choose(3 * UNIT, shape(UNIT))) == [
+        "w0",
+        "w1",
+        "w2",
+        "w4",
+        "w5",
+        "w6",
+    ]
 
 
 def test_what_is_larger_than_the_ring_is_kept() -> None:
@@ -51,15 +64,15 @@ def test_what_is_larger_than_the_ring_is_kept() -> None:
         "w0:640 w1:64 w2:64 w3:64 a:64", "w0 -> a", "w1 a -> a", "w2 a -> a", "w3 a -> a"
     )
     weights = classes(graph)
-    assert streamed(Chooser(weights).choose(640 + 128, 128)) == ["w1", "w2", "w3"]
-    assert Chooser(weights).choose(640 + 127, 128) is None
+    assert streamed(Chooser(weights).choose(640 + 128, shape(128))) == ["w1", "w2", "w3"]
+    assert Chooser(weights).choose(640 + 127, shape(128)) is None
 
 
 def test_all_are_kept_without_a_ring() -> None:
     weights = classes(chain(8))
-    assert Chooser(weights).choose(8 * UNIT, 0) == Choice(weights.problem.graph, [])
-    assert list(weights.ring_sizes(8 * UNIT)) == [0]
-    assert 0 not in weights.ring_sizes(8 * UNIT - 1)
+    assert Chooser(weights).choose(8 * UNIT, shape(0)) == Choice(weights.problem.graph, [])
+    assert list(weights.ring_shapes(8 * UNIT)) == [shape(0)]
+    assert shape(0) not in weights.ring_shapes(8 * UNIT - 1)
 
 
 def test_weights_of_two_uses_and_small_ones_are_fixed() -> None:
@@ -70,8 +83,11 @@ def test_weights_of_two_uses_and_small_ones_are_fixed() -> None:
     weights = classes(graph)
     assert weights.order == [0, 3]
     assert weights.fixed_bytes == 64 + 6400
-    assert Chooser(weights).choose(weights.fixed_bytes + 63999, 64000) is None
-    assert streamed(Chooser(weights).choose(weights.fixed_bytes + 64000, 64000)) == ["w0", "w3"]
+    assert Chooser(weights).choose(weights.fixed_bytes + 63999, shape(64000)) is None
+    assert streamed(Chooser(weights).choose(weights.fixed_bytes + 64000, shape(64000))) == [
+        "w0",
+        "w3",
+    ]
 
 
 def test_missing_bytes_are_those_without_room() -> None:
@@ -94,7 +110,9 @@ def test_weights_that_can_be_cut_keep_the_same_share_of_their_rows(percent: int)
     weights = classes(graph, may_split=True)
     total = sum(weights.sizes[b] for b in weights.order)
     ring = weights.least_ring_bytes()
-    found = Chooser(weights).choose(weights.fixed_bytes + ring + total * percent // 100, ring)
+    found = Chooser(weights).choose(
+        weights.fixed_bytes + ring + total * percent // 100, shape(ring)
+    )
     assert found is not None
     parts = [found.graph.buffers[b] for b in found.streamed]
     for buffer in weights.divisible:

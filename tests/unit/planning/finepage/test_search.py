@@ -14,7 +14,7 @@ import pytest
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
@@ -325,10 +325,13 @@ def test_to_be_allowed_to_cut_never_costs_time(percent: int) -> None:
 
 def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     tight, roomy = tight_and_roomy()
-    tried = search(machine(h2d=1e6))
+    tried = search(dataclasses.replace(machine(h2d=1e6), transfer_latency_ns=1000))
     assert tried.try_plans([None]) == (False, False)
     tried.offer(roomy)
-    assert tried._may_win(roomy.reloaded_bytes)
-    assert not tried._may_win(2 * tight.reloaded_bytes)
+    num_copies = sum(node.kind is NodeKind.RELOAD for node in roomy.nodes)
+    assert tried._may_win(roomy.reloaded_bytes, num_copies)
+    assert not tried._left_out
+    assert not tried._may_win(roomy.reloaded_bytes, 10**6)
+    assert not tried._may_win(2 * tight.reloaded_bytes, num_copies)
     assert tried._left_out
-    assert search()._may_win(10**12)  # without a machine, nothing is known of time
+    assert search()._may_win(10**12, 1)  # without a machine, nothing is known of time

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.streaming import streaming_plans
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -28,13 +29,17 @@ def problem(percent: int, latency_ns: int) -> Problem:
     return Problem(GRAPH, arena_bytes, UNIT, profile, split=True)
 
 
-def plans(at: Problem, **options: int) -> list[MemGraph]:
-    found = streaming_plans(at, may_split=True, options=FinepageOptions(**options))  # type: ignore[arg-type]
+def plans(at: Problem, **options: Any) -> list[MemGraph]:
+    found = streaming_plans(at, may_split=True, options=FinepageOptions(**options))
     return [plan for plan in found if plan is not None]
 
 
 def num_copies(plan: MemGraph) -> int:
-    return sum(node.kind.value == "reload" for node in plan.nodes)
+    return sum(node.kind is NodeKind.RELOAD for node in plan.nodes)
+
+
+def largest_copy(plan: MemGraph) -> int:
+    return max(plan.bytes_at(n) for n in plan.nodes if n.kind is NodeKind.RELOAD)
 
 
 def test_a_latency_brings_plans_of_fewer_copies() -> None:
@@ -46,10 +51,10 @@ def test_short_slices_serve_only_where_no_longer_ring_has_room() -> None:
     at = problem(90, 20_000)
     weights = WeightClasses.of(at, may_split=True)
     room = at.arena_bytes
-    assert weights.has_short_slices(room, 4 * 20_000 - 4)
-    assert not weights.has_short_slices(room, 4 * 20_000)
-    most = max(map(num_copies, plans(at)))
-    assert most < max(map(num_copies, plans(problem(90, 0))))
+    assert weights.has_short_slices(room, RingShape(80_000, 19_999))
+    assert not weights.has_short_slices(room, RingShape(80_000, 20_000))
+    late, prompt = plans(problem(90, 60_000)), plans(problem(90, 0))
+    assert min(map(largest_copy, late)) > 60_000 > min(map(largest_copy, prompt))
     short = problem(40, 10**9)  # no ring is as long as the latency
     assert 1 <= len(plans(short)) <= 4
     assert len(plans(short, most_short_lengths=1)) == 1
@@ -60,13 +65,13 @@ def test_many_slices_count_as_short() -> None:
     for always_slices, expected in ((500, False), (1, True)):
         options = FinepageOptions(always_slices=always_slices, slices_a_task=0.01)
         weights = WeightClasses.of(at, may_split=True, options=options)
-        assert weights.has_short_slices(at.arena_bytes, 64 * 1024) is expected
+        assert weights.has_short_slices(at.arena_bytes, RingShape(65536, 16384)) is expected
 
 
 def test_nothing_is_planned_that_cannot_win() -> None:
     asked: list[int] = []
 
-    def may_win(nbytes: int) -> bool:
+    def may_win(nbytes: int, num_copies: int) -> bool:
         asked.append(nbytes)
         return False
 

@@ -1,0 +1,74 @@
+"""A lower bound on the time of a pass."""
+
+from __future__ import annotations
+
+import math
+
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.routes import routes
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.simulator import Costs
+
+
+def least_time_ns(
+    graph: TaskGraph, profile: HardwareProfile, *, arena_bytes: int, reloaded_bytes: int
+) -> int:
+    """Return a time that no steady pass beats: that of its tasks alone, or that of its copies.
+
+    It holds for one batch at a time, with the tasks in their order.
+
+    Args:
+        graph: The pass.
+        profile: The machine.
+        arena_bytes: Size of the arena.
+        reloaded_bytes: Bytes that every plan reloads.
+    """
+    tasks_ns = max(task_times_ns(graph, profile), default=0)
+    return max(tasks_ns, _least_copies_ns(graph, profile, arena_bytes, reloaded_bytes))
+
+
+def task_times_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
+    """Return the times at which the tasks are done if none waits for a copy."""
+    costs = Costs(profile)
+    issued = done = 0
+    found = []
+    for task in graph.tasks:
+        issued += costs.host_ns[Lane.COMPUTE]
+        done = max(done, issued) + costs.task_ns(graph, task)
+        found.append(done)
+    return found
+
+
+def _least_copies_ns(
+    graph: TaskGraph, profile: HardwareProfile, arena_bytes: int, reloaded_bytes: int
+) -> int:
+    """Return the least time of the copies; each takes its latency beyond its bytes.
+
+    Few copies are large ones. The bytes that a pass does not reload are in the arena all the time,
+    and so beside the largest copy of s bytes. Thus at least ``weights - arena + s`` bytes are
+    reloaded, by at least that many bytes over s copies. The sum of both is least where s takes the
+    link as long as all latencies do.
+    """
+    if not reloaded_bytes:
+        return 0
+    latency_bytes = profile.transfer_latency_ns * profile.h2d_bytes_per_s / 1e9
+    if not latency_bytes:
+        return Costs(profile).copy_ns(Lane.H2D, reloaded_bytes)
+    missing_bytes = max(0, _weight_bytes(graph) - arena_bytes)
+    copy_bytes = max(reloaded_bytes - missing_bytes, math.sqrt(latency_bytes * missing_bytes))
+    copied_bytes = max(reloaded_bytes, missing_bytes + copy_bytes)
+    total_bytes = copied_bytes + latency_bytes * max(1, copied_bytes / copy_bytes)
+    return int(total_bytes * 1e9 / profile.h2d_bytes_per_s)
+
+
+def _weight_bytes(graph: TaskGraph) -> int:
+    """Return the bytes of the weights that every pass needs whole."""
+    needed = {
+        b
+        for task in graph.tasks
+        if task.op != "aten.embedding.default"
+        for b in graph.paged(task)
+        if graph.buffers[b].kind is BufferKind.WEIGHT
+    }
+    return sum(graph.buffers[b].nbytes for b in needed - routes(graph).keys())
