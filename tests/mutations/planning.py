@@ -399,8 +399,8 @@ PLANNING = (
     mutant(
         "the-bound-counts-experts-whole",
         "planning/bounds.py",
-        "for b, n in sizes.items() if b in known]",
-        "for b, n in sizes.items() if b in ()]",
+        "chosen = [(n, known[b].most_bytes(n), True)",
+        "chosen = [(n, n, True)",
         f"{UNIT}/rewrite/test_late_experts.py",
     ),
     mutant(
@@ -413,8 +413,8 @@ PLANNING = (
     mutant(
         "the-bound-leaves-out-activations",
         "planning/bounds.py",
-        "max(most_activation_bytes, activation_bytes)",
-        "0",
+        "beside_activations_bytes=spare_bytes + sum([extents[b] for b in read]),",
+        "beside_activations_bytes=arena,",
         f"{UNIT}/test_bounds.py",
         "property/test_split_plans.py",
     ),
