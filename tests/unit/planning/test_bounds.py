@@ -212,6 +212,18 @@ def test_no_task_runs_between_a_router_and_the_experts_that_it_chooses() -> None
     assert bound.time_ns(OUTSIDE, rate / 1000) == int(0.75 * outside + 5_000_000)
 
 
+def test_experts_of_some_layers_may_come_ahead_and_others_behind() -> None:
+    """To bring in half of 4 experts is hardly worth the wait; 2 of 16 are."""
+    graph = layers_of_experts(num_experts=(4, 16), rows=2)
+    bound = lower_bound(graph, KEEPS_DENSE + 32, 1, may_cut=True)
+    assert bound.kept_bytes == DENSE
+    few, many = (2 * n * 64 * 64 * 4 for n in (4, 16))
+    # With an eighth of the weight on the link, a byte of either layer costs an eighth.
+    rate = 1e9 * (few + many) / 8 / 1250
+    outside = sum(OUTSIDE) - 2
+    assert bound.time_ns(OUTSIDE, rate) == int(7 / 8 * outside + 1250) > sum(OUTSIDE)
+
+
 def test_tasks_of_a_window_run_beside_its_reloads() -> None:
     bound = lower_bound(EXPERTS, KEEPS_DENSE, 1, may_cut=True)
     inside = [0, 0, 1000, 0, 0, 0, 1000, 0, 0]
