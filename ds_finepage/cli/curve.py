@@ -258,7 +258,7 @@ def draw(curve: Curve, path: Path) -> None:
     budgets = [p.budget_bytes / GIB for p in curve.points]
     speed.plot(budgets, [p.tokens_per_s for p in curve.points], marker="o", label=curve.policy)
     bounds = [p.tokens_per_s_bound for p in curve.points]
-    speed.plot(budgets, bounds, linestyle="--", color="gray", label="no schedule is faster")
+    speed.plot(budgets, bounds, linestyle="--", color="gray", label="bound, one batch at a time")
     for step in curve.steps[1:]:
         speed.axvline(step.from_bytes / GIB, color="tab:orange", alpha=0.5)
     speed.set_ylabel("tokens a second")

@@ -1,10 +1,16 @@
-"""Lower bounds on the bytes that any plan must copy.
+"""Lower bounds on the bytes that a plan copies and on the time that it takes.
 
 Computed from the taskgraph alone, by code that shares nothing with the policies.
+
+The bounds hold for one batch at a time: a pass begins when the last one has ended, and its tasks
+run in program order. Cheap tasks may run more than once. A block schedule, which takes several
+batches through a layer before it reloads the next, can be faster per batch; it has a bound of its
+own, :func:`block_schedule_bound_ns`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,21 +18,154 @@ from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.units import align_up
 
+_NS_PER_S = 10**9
+_EMBEDDING = "aten.embedding.default"
+
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """The room that one task leaves to weights that it does not read."""
+class _Part:
+    """Weights that a pass uses.
 
-    spare_bytes: int  # the arena, less the buffers that the task names
-    read_bytes: int  # of the weights that it reads
-    weights: tuple[int, ...]
+    Attributes:
+        nbytes: Their bytes, which a plan keeps or reloads.
+        share: The share of a byte that a pass reloads at least if the byte is not kept. It is less
+            than one for experts and for tables in which rows are looked up.
+        is_routed: The pass itself chooses the share, so it cannot be reloaded ahead of that choice.
+    """
+
+    nbytes: int
+    share: Fraction
+    is_routed: bool = False
+
+    def cost(self, link_weight: Fraction) -> Fraction:
+        """Return the least cost of a byte that is not kept; see ``LowerBound.time_ns``."""
+        return min(self.share, link_weight) if self.is_routed else self.share * link_weight
 
 
-def lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int:
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """The least that a pass of one batch reloads.
+
+    Attributes:
+        graph: The pass.
+        parts: The weights that can be kept.
+        per_call_bytes: Bytes that each call brings in itself, so they cannot be kept.
+        kept_bytes: The most bytes that a plan can keep from pass to pass.
+    """
+
+    graph: TaskGraph
+    parts: tuple[_Part, ...]
+    per_call_bytes: int
+    kept_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The least bytes of all reloads of a pass.
+
+        A routed weight (experts) counts as many slices as a pass uses at most. A pass whose tokens
+        choose the same experts may reload fewer.
+        """
+        return int(self._cost(Fraction(1)))
+
+    def time_ns(self, tasks_ns: Sequence[int], h2d_bytes_per_s: float) -> int:
+        """Return the least time of a pass: of its tasks, of its reloads, or of both in turn.
+
+        A pass without experts takes at least the time of its tasks, and at least that of its
+        reloads. Experts add a condition, because a pass reloads a routed weight in one of two ways:
+
+        - *ahead* of its router: all slices, while other tasks run;
+        - *behind* its router: only the chosen slices, between the router and the task that uses
+          them. In this window no task outside of it runs.
+
+        So with ``outside`` the time of the tasks that run outside of all windows::
+
+            time >= all reloads / link rate,    time >= outside + reloads behind / link rate
+
+        The plan may choose the way, and the weights to keep. Any average of the two right sides is
+        a bound, for the choice that makes this average least. A byte then costs the weight of the
+        first side if it is reloaded ahead, and its chosen share if it is reloaded behind. The
+        largest of these bounds is found where both ways cost the same.
+
+        Args:
+            tasks_ns: The time of each task.
+            h2d_bytes_per_s: The rate of the link.
+        """
+        weights = {p.share for p in self.parts if p.is_routed}
+        outside_ns = sum(tasks_ns[t] for t in _outside_windows(self.graph)) if weights else 0
+        return max(
+            sum(tasks_ns),
+            *(
+                int((1 - w) * outside_ns + _link_ns(self._cost(w), h2d_bytes_per_s))
+                for w in {*weights, Fraction(1)}
+            ),
+        )
+
+    def _cost(self, link_weight: Fraction) -> Fraction:
+        """Return the least cost of all reloads, if the bytes that cost most are kept."""
+        total, kept_bytes = self.per_call_bytes * link_weight, self.kept_bytes
+        costs = ((part.cost(link_weight), part.nbytes) for part in self.parts)
+        for cost, nbytes in sorted(costs, reverse=True):
+            kept = min(kept_bytes, nbytes)
+            kept_bytes -= kept
+            total += cost * (nbytes - kept)
+        return total
+
+
+def lower_bound(
+    graph: TaskGraph,
+    arena_bytes: int,
+    alignment: int,
+    *,
+    may_cut: bool,
+    own_workspaces: bool = False,
+) -> LowerBound:
+    """Find the least that every steady pass of one batch reloads.
+
+    *Steady* means that the pass is repeated and its exit residency is its entry residency.
+
+    Args:
+        graph: The pass.
+        arena_bytes: Size of the arena, beside which the largest workspace has room.
+        alignment: Of extents, in bytes; the buffers that a task names count in whole units.
+        may_cut: Weights may be cut at will. See :func:`divisible_lower_bound_bytes`.
+        own_workspaces: Each task takes its own workspace only, and weights may use what it leaves
+            of the largest one. No plan in such an arena does that, but a schedule under the same
+            device budget could.
+    """
+    arenas = [align_up(arena_bytes, alignment)] * len(graph.tasks)
+    if own_workspaces:
+        most = arena_bytes + graph.workspace_bytes
+        arenas = [align_up(most - t.workspace_bytes, alignment) for t in graph.tasks]
+    rooms = list(_rooms(graph, arenas, alignment))
+    looked_up: dict[int, int] = {}
+    needed: dict[int, int] = {}
+    for task, room in zip(graph.tasks, rooms, strict=True):
+        sizes = {b: graph.buffers[b].nbytes for b in room.weights}
+        if may_cut and task.op == _EMBEDDING:
+            rows = sum(graph.buffers[b].nbytes for b in task.writes)
+            looked_up |= {b: max(looked_up.get(b, 0), min(n, rows)) for b, n in sizes.items()}
+        else:
+            needed |= sizes
+    if may_cut:
+        kept_bytes = min((room.beside_activations_bytes for room in rooms), default=0)
+    else:
+        kept_bytes = _most_kept_bytes(rooms, sum(needed.values()))
+    return LowerBound(
+        graph=graph,
+        parts=_parts(graph, needed, {b: n for b, n in looked_up.items() if b not in needed}),
+        per_call_bytes=sum(
+            graph.buffers[b].nbytes for b in {b for room in rooms for b in room.per_call}
+        ),
+        kept_bytes=max(0, kept_bytes),
+    )
+
+
+def lower_bound_bytes(
+    graph: TaskGraph, arena_bytes: int, alignment: int, *, own_workspaces: bool = False
+) -> int:
     """Return the bytes that every steady pass of whole weights has to reload at least.
 
-    *Steady* means that the pass is repeated and its exit residency is its entry residency. The
-    proof holds for every policy and every order of the tasks, even if weights are kept by the byte:
+    The proof holds even if weights are kept by the byte:
 
     1. Let ``kept[w]`` be the bytes of weight w that the pass does not reload. They are needed when
        w is used, so they are resident when the pass begins. They are resident again when it ends,
@@ -48,95 +187,123 @@ def lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int
     The largest ``sum(kept)`` that obeys 2 (if a task's weights are kept entirely) and 3 gives the
     bound. For equal weights, each read once, farthest-next-use reaches it on a cycle. In general it
     is a bound and not the optimum: it ignores fragmentation, offloads and indivisible buffers, and
-    it tries only one family, chosen greedily by ``spare``.
+    it tries only one family, chosen greedily by ``spare``. Rows that each call brings in itself are
+    never kept.
 
     Args:
         graph: The pass.
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes; the buffers that a task names count in whole units.
+        own_workspaces: See :func:`lower_bound`.
 
     Returns:
         Bytes, never negative. If some task does not fit into the arena there is no plan, and no
         byte is counted as kept.
     """
-    used: set[int] = set()
-    rooms: list[_Room] = []
-    # An extent may begin in the last unit of the arena even if that unit is cut off.
-    arena = align_up(arena_bytes, alignment)
-    for task in graph.tasks:
-        named = [graph.buffers[b] for b in graph.paged(task)]
-        weights = [b for b in named if b.kind is BufferKind.WEIGHT]
-        used.update(b.id for b in weights)
-        rooms.append(
-            _Room(
-                spare_bytes=arena - sum(align_up(b.nbytes, alignment) for b in named),
-                read_bytes=sum(b.nbytes for b in weights),
-                weights=tuple(b.id for b in weights),
-            )
-        )
-    sizes = {b: graph.buffers[b].nbytes for b in used}
-    return _reloaded_bytes(graph, sizes, 0, _most_kept_bytes(rooms, sum(sizes.values())))
+    return lower_bound(
+        graph, arena_bytes, alignment, may_cut=False, own_workspaces=own_workspaces
+    ).nbytes
 
 
-def divisible_lower_bound_bytes(graph: TaskGraph, arena_bytes: int, alignment: int) -> int:
+def divisible_lower_bound_bytes(
+    graph: TaskGraph, arena_bytes: int, alignment: int, *, own_workspaces: bool = False
+) -> int:
     """Return the bytes that every steady pass has to reload at least, even if weights are cut.
 
     The argument of :func:`lower_bound_bytes` with weaker conditions. A task needs its activations
     in the arena, but perhaps only a few bytes of a weight at a time, and only the looked-up rows of
-    an embedding table. So at most ``arena - max(activations that one task names)`` bytes of weights
-    are kept, and the others are reloaded. This holds for schedules that run tasks twice too.
+    an embedding table. So at most ``arena - activations that one task names`` bytes of weights are
+    kept, and the others are reloaded. This holds for schedules that run tasks twice too.
 
     Args:
         graph: The pass.
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes; the buffers that a task names count in whole units.
+        own_workspaces: See :func:`lower_bound`.
 
     Returns:
         Bytes, never negative.
     """
-    needed: dict[int, int] = {}
-    looked_up_bytes = most_activation_bytes = 0
-    for task in graph.tasks:
-        named = [graph.buffers[b] for b in graph.paged(task)]
-        weights = [b for b in named if b.kind is BufferKind.WEIGHT]
-        activation_bytes = sum(align_up(b.nbytes, alignment) for b in named if b not in weights)
-        most_activation_bytes = max(most_activation_bytes, activation_bytes)
-        if task.op == _EMBEDDING:
-            rows = sum(graph.buffers[b].nbytes for b in task.writes)
-            looked_up_bytes += min(rows, sum(w.nbytes for w in weights))
-        else:
-            needed.update({w.id: w.nbytes for w in weights})
-    kept_bytes = align_up(arena_bytes, alignment) - most_activation_bytes
-    return _reloaded_bytes(graph, needed, looked_up_bytes, max(0, kept_bytes))
+    return lower_bound(
+        graph, arena_bytes, alignment, may_cut=True, own_workspaces=own_workspaces
+    ).nbytes
 
 
-_EMBEDDING = "aten.embedding.default"
-
-
-def _reloaded_bytes(
-    graph: TaskGraph, sizes: dict[int, int], others_bytes: int, kept_bytes: int
+def block_schedule_bound_ns(
+    bound: LowerBound, tasks_ns: Sequence[int], h2d_bytes_per_s: float, *, num_batches: int
 ) -> int:
-    """Return the bytes left to reload if some are kept, those that save most first.
+    """Return the least time per batch of a block schedule.
 
-    A routed weight (experts) counts as many slices as a pass uses at most, so to keep a byte of it
-    saves only a share of a byte. A pass whose tokens choose the same experts may reload fewer.
+    It takes ``num_batches`` batches through a layer before it reloads the next, so each weight
+    comes in once for all of them, and one batch computes while another waits for its experts. Their
+    KV caches are not counted, as if they took no room.
+
+    Args:
+        bound: The bound of a pass of one batch.
+        tasks_ns: The time of each of its tasks.
+        h2d_bytes_per_s: The rate of the link.
+        num_batches: Batches of a block.
+    """
+    return max(sum(tasks_ns), int(_link_ns(Fraction(bound.nbytes, num_batches), h2d_bytes_per_s)))
+
+
+def _link_ns(nbytes: Fraction, h2d_bytes_per_s: float) -> float:
+    return float(nbytes * _NS_PER_S) / h2d_bytes_per_s
+
+
+# The bytes that can be kept.
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The room that one task leaves to weights that it does not read."""
+
+    spare_bytes: int  # the arena, less the buffers that the task names
+    beside_activations_bytes: int  # the arena, less the activations that it names
+    weights: dict[int, int]  # that it reads and that can be kept, with their bytes
+    per_call: list[int]  # weights that it reads and that each call brings in
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(self.weights.values())
+
+
+def _rooms(graph: TaskGraph, arenas: list[int], alignment: int) -> Iterator[_Room]:
+    """Yield the room beside each task, by the bytes of the arena that each task has."""
+    extents = [align_up(b.nbytes, alignment) if b.kind.is_paged else 0 for b in graph.buffers]
+    weights = {b.id: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
+    per_call = {b for b in weights if graph.buffers[b].gather is not None}
+    for task, arena in zip(graph.tasks, arenas, strict=True):
+        named = {*task.reads, *task.writes, *task.touches}
+        read = [b for b in named if b in weights]
+        spare_bytes = arena - sum([extents[b] for b in named])
+        yield _Room(
+            spare_bytes=spare_bytes,
+            beside_activations_bytes=spare_bytes + sum([extents[b] for b in read]),
+            weights={b: weights[b] for b in read if b not in per_call},
+            per_call=[b for b in read if b in per_call],
+        )
+
+
+def _parts(
+    graph: TaskGraph, needed: dict[int, int], looked_up: dict[int, int]
+) -> tuple[_Part, ...]:
+    """Sum up weights by the share of them that a pass reloads at least.
 
     Args:
         graph: The pass.
-        sizes: Weight -> bytes.
-        others_bytes: Bytes beside these weights that have to be reloaded.
-        kept_bytes: Bytes that are kept.
+        needed: Weight -> bytes, of weights that tasks read.
+        looked_up: Table -> bytes of the rows, of tables in which tasks look up rows and no more.
     """
     known = routes(graph)
-    whole = sum(n for b, n in sizes.items() if b not in known) + others_bytes
-    reloaded = max(0, whole - kept_bytes)
-    kept_bytes = max(0, kept_bytes - whole)
-    shares = [(known[b].most_bytes(n), n) for b, n in sizes.items() if b in known]
-    for used, nbytes in sorted(shares, key=lambda s: Fraction(*s), reverse=True):
-        kept = min(kept_bytes, nbytes)
-        kept_bytes -= kept
-        reloaded += used - used * kept // nbytes - bool(used * kept % nbytes)
-    return reloaded
+    whole = sum(n for b, n in needed.items() if b not in known)
+    chosen = [(n, known[b].most_bytes(n), True) for b, n in needed.items() if b in known]
+    chosen += [(graph.buffers[b].nbytes, n, False) for b, n in looked_up.items()]
+    found = {(Fraction(1), False): whole}
+    for nbytes, used, is_routed in chosen:
+        key = (Fraction(used, max(1, nbytes)), is_routed)
+        found[key] = found.get(key, 0) + nbytes
+    return tuple(_Part(nbytes, *key) for key, nbytes in found.items())
 
 
 def _most_kept_bytes(rooms: list[_Room], used_bytes: int) -> int:
@@ -144,17 +311,13 @@ def _most_kept_bytes(rooms: list[_Room], used_bytes: int) -> int:
     if any(room.spare_bytes < 0 for room in rooms):
         return 0
     most = min([used_bytes, *(room.spare_bytes + room.read_bytes for room in rooms)])
-    spares = [room.spare_bytes for room in _family(rooms)]
-    # The bytes that the family forces to be kept are convex in ``kept`` and 0 at first, so they
-    # stay below ``kept`` up to one point and above it from there on.
-    least = 0
-    while least < most:
-        kept = (least + most + 1) // 2
-        if sum(max(0, kept - spare) for spare in spares) <= kept:
-            least = kept
-        else:
-            most = kept - 1
-    return least
+    total = num = 0
+    for room in _family(rooms):  # least spare bytes first
+        # The first ``num`` tasks force num * kept - total bytes to be kept, the others none.
+        if num > 1 and total // (num - 1) <= room.spare_bytes:
+            break
+        total, num = total + room.spare_bytes, num + 1
+    return min(most, total // (num - 1)) if num > 1 else most
 
 
 def _family(rooms: list[_Room]) -> list[_Room]:
@@ -166,3 +329,49 @@ def _family(rooms: list[_Room]) -> list[_Room]:
             chosen.append(room)
             taken.update(room.weights)
     return chosen
+
+
+# The time that waits for routers.
+
+
+def _windows(graph: TaskGraph) -> list[tuple[int, int]]:
+    """List the spans from a router to the last task that uses its experts; overlaps are merged."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted((r.source, r.task) for r in routes(graph).values()):
+        if found and begin < found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _outside_windows(graph: TaskGraph) -> list[int]:
+    """List the tasks that cannot run between a router and its experts, even if they are delayed.
+
+    Window n begins when its router has run and ends when the last task that uses its experts
+    begins. A task runs outside if it needs the results of window n - 1 and window n needs its own.
+    """
+    windows = _windows(graph)
+    opens = {begin: n for n, (begin, _) in enumerate(windows)}
+    closes = {end: n + 1 for n, (_, end) in enumerate(windows)}
+    behind = [0] * len(graph.buffers)  # the windows that the contents of a buffer wait for
+    earliest: list[int] = []
+    for task in graph.tasks:
+        n = max([closes.get(task.index, 0), *(behind[b] for b in task.reads)])
+        earliest.append(n)
+        for b in task.writes:
+            behind[b] = n
+        for b in task.touches:
+            behind[b] = max(behind[b], n)
+    before = [len(windows)] * len(graph.buffers)  # the first window that needs the contents
+    outside: list[int] = []
+    for task in reversed(graph.tasks):
+        made = (*task.writes, *task.touches)
+        n = min([opens.get(task.index, len(windows)), *(before[b] for b in made)])
+        if n == earliest[task.index]:
+            outside.append(task.index)
+        for b in task.writes:
+            before[b] = len(windows)
+        for b in task.reads:
+            before[b] = min(before[b], n)
+    return outside

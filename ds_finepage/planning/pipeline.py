@@ -14,14 +14,14 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.bounds import LowerBound, block_schedule_bound_ns, lower_bound
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
 from ds_finepage.planning.policies import CAN_SPLIT, plan_steady, with_tables_that_fit
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.simulator import simulate, task_time_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,43 @@ class Planned:
         """Predicted times of a pass that follows itself."""
         return simulate(self.memgraph, self.settings.profile, entry_missing=self.memgraph.lost)
 
-    @cached_property
+    @property
     def lower_bound_bytes(self) -> int:
-        """Bytes that no plan with these settings can avoid reloading."""
-        arena_bytes, alignment = self.memgraph.arena_bytes, self.settings.alignment
-        if self.settings.split:
-            return divisible_lower_bound_bytes(self.graph, arena_bytes, alignment)
-        graph = graph_to_plan(self.graph, arena_bytes, self.settings)
-        return lower_bound_bytes(graph, arena_bytes, alignment)
+        """Bytes that a pass reloads at least, whatever the plan, with these settings and budget.
+
+        It holds for one batch at a time, with tasks in program order.
+        """
+        return self._bound.nbytes
+
+    @cached_property
+    def lower_bound_ns(self) -> int:
+        """Time that a pass takes at least; it holds as widely as ``lower_bound_bytes``."""
+        return self._bound.time_ns(self._tasks_ns, self.settings.profile.h2d_bytes_per_s)
+
+    @cached_property
+    def block_bound_ns(self) -> int | None:
+        """Least time per batch of a block schedule; None if the plan is for one batch at a time."""
+        num_batches = self.memgraph.graph.num_batches
+        if num_batches == 1:
+            return None
+        rate = self.settings.profile.h2d_bytes_per_s
+        return block_schedule_bound_ns(self._bound, self._tasks_ns, rate, num_batches=num_batches)
+
+    @cached_property
+    def _tasks_ns(self) -> list[int]:
+        return [task_time_ns(self.graph, t, self.settings.profile) for t in self.graph.tasks]
+
+    @cached_property
+    def _bound(self) -> LowerBound:
+        """The lower bound under the budget that the arena was taken from."""
+        arena_bytes, settings = self.memgraph.arena_bytes, self.settings
+        return lower_bound(
+            self.graph if settings.split else graph_to_plan(self.graph, arena_bytes, settings),
+            arena_bytes,
+            settings.alignment,
+            may_cut=settings.split,
+            own_workspaces=True,
+        )
 
 
 def graph_to_plan(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> TaskGraph:

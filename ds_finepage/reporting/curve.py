@@ -24,7 +24,7 @@ class CurvePoint:
     budget_bytes: int
     fits: bool  # the device has that much memory
     tokens_per_s: float
-    tokens_per_s_bound: float  # no schedule is faster
+    tokens_per_s_bound: float  # of one batch at a time: no such schedule is faster
     first_token_ns: int
     first_token_bound_ns: int
     decode_reloaded_bytes: int

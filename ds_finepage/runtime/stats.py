@@ -16,7 +16,7 @@ class PassStats:
         non_arena_bytes: Device bytes that the pass needs outside the arena.
         min_budget_bytes: The least budget under which the pass runs.
         needed_budget_bytes: The budget under which the pass runs with all weights resident.
-        lower_bound_bytes: Reloads of a run that no plan can avoid.
+        lower_bound_bytes: Reloads of a run that no plan of one batch at a time can avoid.
         num_runs: Runs so far.
         last_reloaded_bytes: Host-to-device bytes of the last run.
         last_entry_reloaded_bytes: The part of them that restored the residents of the plan.

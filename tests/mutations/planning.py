@@ -427,8 +427,8 @@ PLANNING = (
     mutant(
         "the-bound-counts-experts-whole",
         "planning/bounds.py",
-        "for b, n in sizes.items() if b in known]",
-        "for b, n in sizes.items() if b in ()]",
+        "chosen = [(n, known[b].most_bytes(n), True)",
+        "chosen = [(n, n, True)",
         f"{UNIT}/rewrite/test_late_experts.py",
     ),
     mutant(
@@ -441,10 +441,46 @@ PLANNING = (
     mutant(
         "the-bound-leaves-out-activations",
         "planning/bounds.py",
-        "max(most_activation_bytes, activation_bytes)",
-        "0",
+        "beside_activations_bytes=spare_bytes + sum([extents[b] for b in read]),",
+        "beside_activations_bytes=arena,",
         f"{UNIT}/test_bounds.py",
         "property/test_split_plans.py",
+    ),
+    mutant(
+        "the-bound-counts-the-largest-workspace-throughout",
+        "planning/pipeline.py",
+        "own_workspaces=True,",
+        "own_workspaces=False,",
+        f"{UNIT}/test_pipeline.py",
+    ),
+    mutant(
+        "the-bound-forgets-the-way-ahead-of-a-router",
+        "planning/bounds.py",
+        "int((1 - w) * outside_ns + ",
+        "int(outside_ns + ",
+        f"{UNIT}/test_bounds.py",
+        "property/test_printed_bounds.py",
+    ),
+    mutant(
+        "the-bound-brings-no-experts-in-ahead-of-others",
+        "planning/bounds.py",
+        "return min(self.share, link_weight) if self.is_routed else",
+        "return self.share if self.is_routed else",
+        f"{UNIT}/test_bounds.py",
+    ),
+    mutant(
+        "the-bound-counts-tasks-that-may-be-delayed",
+        "planning/bounds.py",
+        "if n == earliest[task.index]:",
+        "if n >= earliest[task.index]:",
+        f"{UNIT}/test_bounds.py",
+    ),
+    mutant(
+        "the-bound-keeps-rows-that-each-call-brings",
+        "planning/bounds.py",
+        "per_call = {b for b in weights if graph.buffers[b].gather is not None}",
+        "per_call: set[int] = set()",
+        f"{UNIT}/test_bounds.py",
     ),
     # What other systems do.
     mutant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 from tests.property.matmul_chains import ITEMSIZE, ChainBuilder
 
@@ -9,31 +11,32 @@ PRODUCT = "transformers.grouped_mm_fallback.default"
 
 
 def layers_of_experts(
-    *, num_layers: int = 3, num_experts: int = 8, rows: int = 2, width: int = 64
+    *, num_layers: int = 3, num_experts: int | Sequence[int] = 8, rows: int = 2, width: int = 64
 ) -> TaskGraph:
     """Build ``dense product -> router -> two grouped products`` for each layer, in float32.
 
     Args:
         num_layers: Layers.
-        num_experts: Matrices in each of a layer's two weights of experts.
+        num_experts: Matrices in each of a layer's two weights of experts; or one number a layer.
         rows: Rows that the router sends to experts; each goes to one.
         width: Rows and columns of every matrix.
     """
     builder = ChainBuilder()
     row = builder.matrix(BufferKind.INPUT, rows, width, "row")
     given = row
-    for layer in range(num_layers):
+    numbers = [num_experts] * num_layers if isinstance(num_experts, int) else num_experts
+    for layer, number in enumerate(numbers):
         dense = builder.matrix(BufferKind.WEIGHT, width, width, f"{layer}.dense")
-        ends_buffer = builder.buffer(BufferKind.ACTIVATION, num_experts * 4)
-        ends = builder.tensor(ends_buffer, (num_experts,), (1,), "int32")
+        ends_buffer = builder.buffer(BufferKind.ACTIVATION, number * 4)
+        ends = builder.tensor(ends_buffer, (number,), (1,), "int32")
         mixed = builder.matrix(BufferKind.ACTIVATION, rows, width)
         builder.task("aten.mm.default", [row, dense], mixed)
         builder.task("router", [mixed], ends)
         row = mixed
         for name in ("up", "down"):
-            nbytes = num_experts * width * width * ITEMSIZE
+            nbytes = number * width * width * ITEMSIZE
             buffer = builder.buffer(BufferKind.WEIGHT, nbytes, f"{layer}.{name}")
-            weight = builder.tensor(buffer, (num_experts, width, width), (width * width, 1, width))
+            weight = builder.tensor(buffer, (number, width, width), (width * width, 1, width))
             made = builder.matrix(BufferKind.ACTIVATION, rows, width)
             builder.task(PRODUCT, [row, weight, ends], made)
             row = made

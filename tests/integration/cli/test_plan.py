@@ -39,6 +39,7 @@ KEYS = [
     "capture_seconds",
     "plan_seconds",
     "layout_overhead",
+    "block_bound_ns",
 ]
 
 

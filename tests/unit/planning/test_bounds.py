@@ -1,15 +1,24 @@
-"""The lower bound on reloaded bytes: by hand, and against the best of all schedules."""
+"""The lower bounds on bytes and time: by hand, and against the best of all schedules."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, combinations
 
 import pytest
 
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.bounds import (
+    block_schedule_bound_ns,
+    divisible_lower_bound_bytes,
+    lower_bound,
+    lower_bound_bytes,
+)
+from ds_finepage.planning.rewrite.embeddings import gather_rows
+from tests.property.experts import layers_of_experts
+from tests.property.matmul_chains import matmul_chain
 
 W, A = BufferKind.WEIGHT, BufferKind.ACTIVATION
 
@@ -118,6 +127,141 @@ def test_more_room_never_raises_the_bound() -> None:
     bounds = [lower_bound_bytes(graph, room, 1) for room in range(0, 60)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[-1] == 0 <= min(bounds)
+
+
+def with_workspaces(graph: TaskGraph, *sizes: int) -> TaskGraph:
+    tasks = zip(graph.tasks, sizes, strict=True)
+    return dataclasses.replace(
+        graph, tasks=tuple(dataclasses.replace(t, workspace_bytes=n) for t, n in tasks)
+    )
+
+
+@pytest.mark.parametrize("bound_of", [lower_bound_bytes, divisible_lower_bound_bytes])
+def test_a_task_may_take_its_own_workspace_only(bound_of: Callable[..., int]) -> None:
+    """Beside an arena of 150 bytes there are 40 for the workspace, and one task needs few."""
+    graph = graph_of([(W, 100), (W, 100), (A, 70)], [(0,), (1,), (2,)])
+    of_others = with_workspaces(graph, 40, 40, 0)
+    assert bound_of(of_others, 150, 1) == 120
+    # Task 2 has 190 bytes, less its activation. A plan of whole weights needs 100 for each task.
+    assert bound_of(of_others, 150, 1, own_workspaces=True) == (
+        80 if bound_of is divisible_lower_bound_bytes else 100
+    )
+    of_the_task = with_workspaces(graph, 0, 0, 40)
+    assert bound_of(of_the_task, 150, 1, own_workspaces=True) == 120
+
+
+def test_rows_that_each_call_brings_in_are_never_kept() -> None:
+    graph = gather_rows(matmul_chain([16, 16], num_rows=2))
+    rows = 2 * 16 * 4
+    assert lower_bound_bytes(graph, 10**6, 1) == rows
+    assert divisible_lower_bound_bytes(graph, 10**6, 1) == rows
+
+
+def tied() -> TaskGraph:
+    """Look two rows up in a table of 100, then multiply by the whole table."""
+    graph = matmul_chain([16, 100], num_rows=2, vocabulary=100)
+    table, weight = (b.id for b in graph.buffers if b.kind is W)
+    product = graph.tasks[-1]
+    reads = tuple(sorted({*product.reads} - {weight} | {table}))
+    return dataclasses.replace(
+        graph, tasks=(*graph.tasks[:-1], dataclasses.replace(product, reads=reads))
+    )
+
+
+def test_a_table_that_is_kept_needs_no_rows() -> None:
+    table, result, rows = 100 * 16 * 4, 2 * 16 * 4, 2 * 16 * 4
+    assert divisible_lower_bound_bytes(tied(), table + result, 1) == 0
+    assert divisible_lower_bound_bytes(tied(), table + result - 10, 1) == 10
+    # A table in which tasks look rows up and no more is worth as much as the rows.
+    alone = matmul_chain([16, 16], num_rows=2, vocabulary=100)
+    product = 16 * 16 * 4
+    assert divisible_lower_bound_bytes(alone, product + result, 1) == rows
+    assert divisible_lower_bound_bytes(alone, product + table // 2 + result, 1) == rows // 2
+    assert divisible_lower_bound_bytes(alone, product + table + result, 1) == 0
+
+
+# --- time -----------------------------------------------------------------------------------
+
+
+def test_a_pass_takes_as_long_as_its_tasks_and_as_its_reloads() -> None:
+    bound = lower_bound(chain_of(4, 100), 100, 1, may_cut=False)
+    assert bound.nbytes == 400
+    assert bound.time_ns([30, 30, 30, 30], 4e9) == 120
+    assert bound.time_ns([30, 30, 30, 30], 2e9) == 200
+
+
+EXPERTS = layers_of_experts(num_layers=2, num_experts=8, rows=2)
+"""A layer is: dense product, router, two products of experts. One more task ends the pass."""
+ALL_EXPERTS = 2 * 2 * 8 * 64 * 64 * 4
+DENSE = 2 * 64 * 64 * 4
+KEEPS_DENSE = DENSE + 2 * 512 + 32  # and the activations of a product of experts
+OUTSIDE = [1000, 1000, 1, 1, 1000, 1000, 1, 1, 1000]
+
+
+def test_no_task_runs_between_a_router_and_the_experts_that_it_chooses() -> None:
+    """The second product of a layer is outside: the window ends when it begins."""
+    bound = lower_bound(EXPERTS, KEEPS_DENSE, 1, may_cut=True)
+    assert bound.kept_bytes == DENSE
+    outside = sum(OUTSIDE) - 2
+    # Ahead, all experts take 20,000 ns on the link; behind, the chosen quarter takes 5,000 ns more
+    # than the tasks outside. Best is to bring some of them in ahead, until both sides are equal.
+    rate = 1e9 * ALL_EXPERTS / 20_000
+    assert bound.time_ns(OUTSIDE, rate) == int(0.75 * outside + 5000) > sum(OUTSIDE)
+    # On a fast link the tasks alone take longer, on a slow one the chosen experts.
+    assert bound.time_ns(OUTSIDE, 1000 * rate) == sum(OUTSIDE)
+    assert bound.time_ns(OUTSIDE, rate / 1000) == int(0.75 * outside + 5_000_000)
+
+
+def test_experts_of_some_layers_may_come_ahead_and_others_behind() -> None:
+    """To bring in half of 4 experts is hardly worth the wait; 2 of 16 are."""
+    graph = layers_of_experts(num_experts=(4, 16), rows=2)
+    bound = lower_bound(graph, KEEPS_DENSE + 32, 1, may_cut=True)
+    assert bound.kept_bytes == DENSE
+    few, many = (2 * n * 64 * 64 * 4 for n in (4, 16))
+    # With an eighth of the weight on the link, a byte of either layer costs an eighth.
+    rate = 1e9 * (few + many) / 8 / 1250
+    outside = sum(OUTSIDE) - 2
+    assert bound.time_ns(OUTSIDE, rate) == int(7 / 8 * outside + 1250) > sum(OUTSIDE)
+
+
+def test_tasks_of_a_window_run_beside_its_reloads() -> None:
+    bound = lower_bound(EXPERTS, KEEPS_DENSE, 1, may_cut=True)
+    inside = [0, 0, 1000, 0, 0, 0, 1000, 0, 0]
+    rate = 1e9 * ALL_EXPERTS / 4000
+    assert bound.time_ns(inside, rate) == 2000
+
+
+def test_a_task_that_may_be_delayed_into_a_window_does_not_wait() -> None:
+    """Nothing needs the result of the first task before the end."""
+    late = Task(0, "mask", writes=(len(EXPERTS.buffers),))
+    reads_it = dataclasses.replace(
+        EXPERTS.tasks[-1], index=len(EXPERTS.tasks), reads=(*EXPERTS.tasks[-1].reads, *late.writes)
+    )
+    rest = [dataclasses.replace(t, index=t.index + 1) for t in EXPERTS.tasks[:-1]]
+    graph = dataclasses.replace(
+        EXPERTS,
+        buffers=(*EXPERTS.buffers, Buffer(len(EXPERTS.buffers), A, 64)),
+        tasks=(late, *rest, reads_it),
+    )
+    rate = 1e9 * ALL_EXPERTS / 20_000
+    bounds = [
+        lower_bound(g, KEEPS_DENSE + 64, 1, may_cut=True).time_ns(times, rate)
+        for g, times in ((EXPERTS, OUTSIDE), (graph, [3000, *OUTSIDE]))
+    ]
+    assert bounds[0] == bounds[1] > sum(OUTSIDE) + 3000
+
+
+def test_kept_experts_cost_no_time() -> None:
+    bound = lower_bound(EXPERTS, 10**7, 1, may_cut=True)
+    assert bound.nbytes == 0 and bound.time_ns(OUTSIDE, 1.0) == sum(OUTSIDE)
+
+
+def test_a_block_reloads_each_weight_once_for_all_its_batches() -> None:
+    bound = lower_bound(chain_of(4, 100), 100, 1, may_cut=False)
+    times = [10, 10, 10, 10]
+    blocks = [block_schedule_bound_ns(bound, times, 1e9, num_batches=n) for n in (1, 4, 8, 100)]
+    assert blocks == [400, 100, 50, 40]
+    assert bound.time_ns(times, 1e9) == 400
 
 
 # --- against all schedules -------------------------------------------------------------------

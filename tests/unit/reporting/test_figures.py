@@ -67,10 +67,10 @@ def test_each_line_of_the_table_shows_its_own_figure() -> None:
         ("peak", "4.00 GiB"),
         ("reloaded by the first pass", "5.00 GiB"),
         ("reloaded by each pass", "12.00 GiB (1.50 x)"),
-        ("least possible", "8.00 GiB"),
+        ("least possible, one batch at a time", "8.00 GiB"),
         ("offloaded by each pass", "7.00 GiB"),
         ("time of a pass", "3.00 s (1.50 x)"),
-        ("least possible", "2.00 s"),
+        ("least possible, one batch at a time", "2.00 s"),
         ("compute", "5.00 s"),
         ("transfer, busier lane", "6.00 s"),
         ("stall", "8.00 s"),
@@ -81,6 +81,15 @@ def test_each_line_of_the_table_shows_its_own_figure() -> None:
         ("capture", "1.25 s"),
         ("planning", "2.50 s"),
     ]
+
+
+def test_a_plan_of_several_batches_shows_the_bound_of_a_block_schedule_too() -> None:
+    labels, values = (
+        list(column.cells)
+        for column in dataclasses.replace(FIGURES, block_bound_ns=NS).to_table().columns
+    )
+    at = labels.index("  least possible, block schedule")
+    assert values[at - 1 : at + 1] == ["2.00 s", "1.00 s"]
 
 
 def test_json_has_every_figure_by_name() -> None:

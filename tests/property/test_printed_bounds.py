@@ -1,0 +1,159 @@
+"""Printed bounds are held against independent ones, and both against the plans of all policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.pipeline import Planned, PlanSettings, graph_to_plan, plan_checked
+from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.simulator import task_time_ns
+from tests.property.experts import layers_of_experts
+from tests.property.independent_bounds import Machine, fewest_bytes, least_ns, least_ns_of_all
+from tests.property.matmul_chains import random_chain
+from tests.property.strategies import taskgraphs
+
+UNIT = 64
+PROFILE = HardwareProfile(
+    name="made up",
+    source="test",
+    capacity_bytes=2**30,
+    h2d_bytes_per_s=1e10,
+    d2h_bytes_per_s=1e10,
+    memory_bytes_per_s=1e11,
+    flops_per_s={"default": 1e12},
+    launch_ns=100,
+)
+ONE_BATCH = [name for name in sorted(POLICIES) if name != "static-zigzag"]
+
+modest = settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def planned_by(
+    policy: str, graph: TaskGraph, arena_bytes: int, *, split: bool, profile: HardwareProfile
+) -> Planned | None:
+    asked = PlanSettings(policy=policy, split=split, alignment=UNIT, profile=profile)
+    try:
+        return plan_checked(graph, arena_bytes, asked)
+    except PlanInfeasibleError:
+        return None
+
+
+def copied_bytes(planned: Planned) -> int:
+    """Return the bytes that a run of the plan reloads in every pass."""
+    plan = planned.memgraph
+    return plan.reloaded_bytes + sum(plan.graph.buffers[b].nbytes for b in plan.lost)
+
+
+def machine_for(graph: TaskGraph, profile: HardwareProfile) -> Machine:
+    times = [task_time_ns(graph, task, profile) for task in graph.tasks]
+    return Machine(times, profile.h2d_bytes_per_s)
+
+
+def hold(planned: Planned, *, split: bool) -> None:
+    """Show that the printed bounds are at most the independent ones, and these at most the plan."""
+    arena_bytes, profile = planned.memgraph.arena_bytes, planned.settings.profile
+    graph = planned.graph if split else graph_to_plan(planned.graph, arena_bytes, planned.settings)
+    nbytes = fewest_bytes(graph, arena_bytes, UNIT, cut=split)
+    time = least_ns(graph, arena_bytes, UNIT, machine_for(planned.graph, profile), cut=split)
+    assert nbytes is not None and time is not None
+    slack = 1 + 1e-7  # of the solver
+    assert planned.lower_bound_bytes <= nbytes * slack + 1
+    assert nbytes <= copied_bytes(planned) * slack + 1
+    assert planned.lower_bound_ns <= time * slack + 1
+    assert time <= planned.timeline.total_ns * slack + 1
+
+
+@pytest.mark.parametrize("policy", ONE_BATCH)
+@modest
+@given(data=st.data(), graph=taskgraphs(max_tasks=10))
+def test_no_plan_is_below_the_bounds(policy: str, data: st.DataObject, graph: TaskGraph) -> None:
+    least, ample = min_arena_bytes(graph, UNIT), ample_arena_bytes(graph, UNIT)
+    arena_bytes = data.draw(st.integers(least, max(least, ample)))
+    planned = planned_by(policy, graph, arena_bytes, split=False, profile=PROFILE)
+    if planned is not None:
+        hold(planned, split=False)
+
+
+@modest
+@given(data=st.data(), graph=taskgraphs(max_tasks=10))
+def test_no_block_schedule_is_below_its_bound(data: st.DataObject, graph: TaskGraph) -> None:
+    least, ample = min_arena_bytes(graph, UNIT), ample_arena_bytes(graph, UNIT)
+    arena_bytes = data.draw(st.integers(least, 2 * max(least, ample)))
+    planned = planned_by("static-zigzag", graph, arena_bytes, split=False, profile=PROFILE)
+    if planned is not None and planned.memgraph.graph.num_batches > 1:
+        assert planned.block_bound_ns is not None
+        num_batches = planned.memgraph.graph.num_batches
+        assert planned.block_bound_ns * num_batches <= planned.timeline.total_ns
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("split", [False, True])
+def test_no_plan_of_products_is_below_the_bounds(seed: int, split: bool) -> None:
+    """Products and looked-up tables, cut and whole."""
+    rng = random.Random(seed)
+    graph = with_workspaces(random_chain(rng), rng)
+    least, ample = min_arena_bytes(graph, UNIT), ample_arena_bytes(graph, UNIT)
+    for arena_bytes in (least, rng.randint(least, ample), ample):
+        planned = planned_by("finepage", graph, arena_bytes, split=split, profile=PROFILE)
+        assert planned is not None
+        hold(planned, split=split)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("percent", [40, 60, 90])
+@pytest.mark.parametrize("h2d", [1e9, 1e11, 1e12])
+@pytest.mark.parametrize("num_experts", [(8, 8, 8, 8), (4, 4, 4, 4, 16)])
+def test_no_plan_with_experts_is_below_the_bounds(
+    split: bool, percent: int, h2d: float, num_experts: tuple[int, ...]
+) -> None:
+    graph = layers_of_experts(num_experts=num_experts)
+    profile = dataclasses.replace(PROFILE, h2d_bytes_per_s=h2d, memory_bytes_per_s=1e13)
+    arena_bytes = graph.weight_bytes * percent // 100
+    for policy in ONE_BATCH if not split else ["finepage"]:
+        planned = planned_by(policy, graph, arena_bytes, split=split, profile=profile)
+        if planned is not None:
+            hold(planned, split=split)
+
+
+@pytest.mark.parametrize("percent", [75, 90])
+@pytest.mark.parametrize("h2d", [1e10, 1e11, 1e12, 1e13])
+def test_tiny_passes_with_experts_are_held_against_all_schedules(percent: int, h2d: float) -> None:
+    graph = layers_of_experts(num_layers=2, num_experts=4, rows=1)
+    profile = dataclasses.replace(PROFILE, h2d_bytes_per_s=h2d)
+    planned = planned_by(
+        "finepage", graph, graph.weight_bytes * percent // 100, split=False, profile=profile
+    )
+    assert planned is not None
+    arena_bytes, machine = planned.memgraph.arena_bytes, machine_for(graph, profile)
+    best = least_ns_of_all(graph, arena_bytes, UNIT, machine)
+    relaxed = least_ns(graph, arena_bytes, UNIT, machine, cut=False)
+    assert best is not None and relaxed is not None
+    assert planned.lower_bound_ns <= relaxed + 1
+    assert relaxed <= best + 1
+    assert best <= planned.timeline.total_ns + 1
+
+
+def with_workspaces(graph: TaskGraph, rng: random.Random) -> TaskGraph:
+    return dataclasses.replace(
+        graph,
+        tasks=tuple(
+            dataclasses.replace(t, workspace_bytes=rng.choice([0, 0, 100, 5000]))
+            for t in graph.tasks
+        ),
+    )
