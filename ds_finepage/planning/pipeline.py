@@ -12,7 +12,7 @@ from functools import cached_property
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.budget import non_arena_bytes
@@ -69,12 +69,32 @@ class Planned:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes that no plan with these settings can avoid reloading."""
+        """Bytes that no plan with these settings can avoid reloading.
+
+        The rows of a KV cache in host memory differ in each pass, so none of them is kept.
+        """
         arena_bytes, alignment = self.memgraph.arena_bytes, self.settings.alignment
+        graph, rows_bytes = _without_handed(self.graph)
         if self.settings.split:
-            return divisible_lower_bound_bytes(self.graph, arena_bytes, alignment)
-        graph = graph_to_plan(self.graph, arena_bytes, self.settings)
-        return lower_bound_bytes(graph, arena_bytes, alignment)
+            return rows_bytes + divisible_lower_bound_bytes(graph, arena_bytes, alignment)
+        graph = graph_to_plan(graph, arena_bytes, self.settings)
+        return rows_bytes + lower_bound_bytes(graph, arena_bytes, alignment)
+
+
+def _without_handed(graph: TaskGraph) -> tuple[TaskGraph, int]:
+    """Let rows that the call gives in host memory take room, and count their bytes by themselves.
+
+    Returns:
+        The pass with these rows as activations, and their bytes.
+    """
+    handed = [b for b in graph.buffers if graph.is_handed(b)]
+    if not handed:
+        return graph, 0
+    buffers = list(graph.buffers)
+    for rows in handed:
+        buffers[rows.id] = dataclasses.replace(rows, kind=BufferKind.ACTIVATION, gather=None)
+    changed = dataclasses.replace(graph, buffers=tuple(buffers))
+    return changed, sum(b.nbytes for b in handed)
 
 
 def graph_to_plan(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> TaskGraph:
