@@ -383,6 +383,27 @@ PLANNING = (
         f"{UNIT}/test_budget.py",
     ),
     mutant(
+        "rows-in-host-memory-are-paid-for-as-logits",
+        "planning/budget.py",
+        "        if graph.buffers[view.buffer].kind is BufferKind.HOST:\n",
+        "        if False:\n",
+        f"{UNIT}/test_budget.py",
+    ),
+    mutant(
+        "rows-go-to-host-memory-at-the-speed-of-the-device",
+        "planning/simulator.py",
+        "        if task.op == TO_HOST:\n",
+        "        if False:\n",
+        f"{UNIT}/test_simulator.py",
+    ),
+    mutant(
+        "the-bound-keeps-rows-of-the-last-call",
+        "planning/pipeline.py",
+        "handed = [b for b in graph.buffers if graph.is_handed(b)]",
+        "handed = []",
+        "integration/test_kv_forecast.py",
+    ),
+    mutant(
         "lanes-run-side-by-side-with-themselves",
         "planning/simulator.py",
         "start = max(ready, lane_free[lane])",
