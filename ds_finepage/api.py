@@ -130,7 +130,7 @@ def plan_model(
     budget = DeviceBudget.parse(device_budget, name="--device-budget")
     profile = load_profile(hardware)
     captured = whatif.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile)
-    budget_bytes = whatif.budget_on(budget, captured.weight_bytes, profile)
+    budget_bytes = whatif.budget_on(budget, captured.graph.weight_bytes, profile)
     return whatif.plan_captured(
         captured,
         budget_bytes=budget_bytes,

@@ -91,12 +91,6 @@ class CapturedModel:
         return found if has_rows else None
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, without the rows of a KV cache that the pass reloads like them."""
-        graph = self.graph
-        return graph.weight_bytes - sum(b.nbytes for b in graph.buffers if graph.is_handed(b))
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache after the pass, on the device and in host memory."""
         return self._bytes_of(BufferKind.STATE) + self._bytes_of(BufferKind.HOST)
@@ -105,7 +99,7 @@ class CapturedModel:
     def host_bytes(self) -> int:
         """Bytes of host memory for the weights and for a KV cache there, with room to grow."""
         room = 1 << (self.seq - 1).bit_length()  # rows, as the cache allocates them
-        return self.weight_bytes + self._bytes_of(BufferKind.HOST) * room // self.seq
+        return self.graph.weight_bytes + self._bytes_of(BufferKind.HOST) * room // self.seq
 
     def _bytes_of(self, kind: BufferKind) -> int:
         return sum(b.nbytes for b in self.graph.buffers if b.kind is kind)
@@ -342,7 +336,7 @@ def _figures(
         seq=captured.seq,
         policy=planned.settings.policy,
         hardware=profile.name,
-        weight_bytes=captured.weight_bytes,
+        weight_bytes=graph.weight_bytes,
         kv_bytes=captured.kv_bytes,
         kv_on_host=captured.kv_on_host,
         budget_bytes=budget_bytes,

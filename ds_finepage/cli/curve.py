@@ -213,7 +213,7 @@ def make_curve(planner: Planner, num_points: int, speeds: list[float] | None) ->
         seq=decode.seq,
         policy=planner.policy,
         hardware=planner.profile.name,
-        weight_bytes=decode.weight_bytes,
+        weight_bytes=decode.graph.weight_bytes,
         capacity_bytes=planner.profile.capacity_bytes,
         points=points,
         needs=tuple(need for need in needs if need is not None),

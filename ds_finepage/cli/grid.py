@@ -317,7 +317,7 @@ class Planner:
                 captured = self._capture(cell, phase)
                 if "prefill" in figures and figures["prefill"].kv_on_host:
                     captured = captured.on_host or captured
-                weight_bytes = captured.weight_bytes
+                weight_bytes = captured.graph.weight_bytes
                 budget_bytes = budget_on(self._budget, weight_bytes, profile)
                 figures[phase] = plan_captured(
                     captured,

@@ -163,7 +163,7 @@ def test_host_memory_that_is_known_has_to_be_enough(decode: CapturedModel) -> No
 def test_a_cache_in_host_memory_has_room_to_grow(model: Path) -> None:
     found = capture_model(str(model), phase="decode", batch=1, seq=65, profile=PROFILE)
     assert found.on_host is not None
-    room = found.on_host.host_bytes - found.on_host.weight_bytes
+    room = found.on_host.host_bytes - found.on_host.graph.weight_bytes
     assert room * 65 == found.on_host.kv_bytes * 128
 
 
