@@ -21,6 +21,7 @@ from rich.table import Table
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.bounds import divisible_lower_bound_bytes
 from ds_finepage.whatif import CapturedModel, PlannedModel, capture_model, plan_captured
 
 MODELS = ("llama-7b", "llama-65b", "llama-2-70b")
@@ -38,7 +39,7 @@ class Case:
     phase: str
     percent: int
     hardware: str
-    bytes: float  # reloaded over lower bound
+    bytes: float  # reloaded over the lower bound for this arena
     offloaded_bytes: int
     time: float  # predicted over lower bound
     layout: float  # arena peak over the largest sum of live bytes
@@ -52,7 +53,11 @@ def measure(captured: CapturedModel, percent: int, hardware: str, *, horizon: bo
     """Plan one case."""
     profile = load_profile(hardware)
     budget_bytes = captured.graph.weight_bytes * percent // 100
-    figures = plan_captured(captured, budget_bytes=budget_bytes, profile=profile).figures
+    planned = plan_captured(captured, budget_bytes=budget_bytes, profile=profile)
+    figures, memgraph = planned.figures, planned.memgraph
+    least_bytes = divisible_lower_bound_bytes(
+        captured.graph, memgraph.arena_bytes, memgraph.alignment
+    )
     other: PlannedModel | None = None
     if horizon:
         try:
@@ -66,7 +71,7 @@ def measure(captured: CapturedModel, percent: int, hardware: str, *, horizon: bo
         phase=captured.phase,
         percent=percent,
         hardware=hardware,
-        bytes=figures.reloaded_bytes / figures.lower_bound_bytes,
+        bytes=figures.reloaded_bytes / least_bytes,
         offloaded_bytes=figures.offloaded_bytes,
         time=figures.predicted_ns / figures.lower_bound_ns,
         layout=figures.layout_overhead,

@@ -102,8 +102,11 @@ def plan_model(
     hardware: str,
     policy: str = "finepage",
     split: bool = True,
+    host_memory_bytes: int | None = None,
 ) -> PlannedModel:
     """Capture, plan, check and simulate a pass of a model on a machine, with all figures.
+
+    If the KV cache does not fit the device, it is in host memory, as in a run.
 
     Args:
         model: A shipped name, a directory or a transformers config.json.
@@ -114,11 +117,12 @@ def plan_model(
         hardware: A shipped profile's name, or the path of one.
         policy: A name in ``ds_finepage.planning.policies``.
         split: Let the policy cut weights where it can.
+        host_memory_bytes: The machine's host memory; None if that is not known.
 
     Raises:
         ConfigError: An argument cannot be used.
         CaptureError: The model's forward cannot be captured.
-        PlanInfeasibleError: Some task needs more than the budget.
+        PlanInfeasibleError: Some task needs more than the budget, or the plan more host memory.
     """
     from ds_finepage import whatif  # it imports transformers, which attach() does not need
 
@@ -128,7 +132,12 @@ def plan_model(
     captured = whatif.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile)
     budget_bytes = whatif.budget_on(budget, captured.graph.weight_bytes, profile)
     return whatif.plan_captured(
-        captured, budget_bytes=budget_bytes, profile=profile, policy=policy, split=split
+        captured,
+        budget_bytes=budget_bytes,
+        profile=profile,
+        policy=policy,
+        split=split,
+        host_memory_bytes=host_memory_bytes,
     )
 
 

@@ -2,22 +2,31 @@
 
 For the command line: a model's config and a hardware profile in, checked plans with predicted times
 and lower bounds out.
+
+[Note: where the KV cache is]
+It is on the device if the pass fits so, as in a run. Otherwise a policy that pages moves it to host
+memory: :mod:`ds_finepage.integrations.transformers.host_cache`. The pass then reloads the live rows
+of a layer just before its attention, and its tasks write the new rows to host memory. On the device
+the cache counts once: the rows are there before the pass, and new ones are written among them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config
 from ds_finepage.config import BudgetKind, DeviceBudget
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution import host_ops
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.pipeline import (
     Needs,
@@ -27,13 +36,13 @@ from ds_finepage.planning.pipeline import (
     plan_checked,
 )
 from ds_finepage.planning.policies import policy_named
-from ds_finepage.planning.time_bound import least_time_ns
 from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,
     layout_overhead,
     num_memory_dependencies,
 )
+from ds_finepage.units import format_bytes
 
 CUDA_ALIGNMENT = 512
 
@@ -41,23 +50,57 @@ AUTO_MARGIN_BYTES = 512 << 20
 """Bytes that a budget of "auto" leaves to driver and libraries on such a machine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CapturedModel:
-    """A pass of a model that was captured from its config."""
+    """A pass of a model that was captured from its config.
+
+    Attributes:
+        model: The model's name or path.
+        phase: "prefill" or "decode".
+        batch: Sequences in the batch.
+        seq: Tokens of a sequence that are in the KV cache after the pass.
+        graph: The pass.
+        capture_seconds: Processor time of the capture.
+        kv_on_host: The KV cache is in host memory, except layers with a sliding window.
+        capture_on_host: Captures the same pass with its KV cache in host memory, if that is known.
+    """
 
     model: str
     phase: str
     batch: int
     seq: int
     graph: TaskGraph
-    capture_seconds: float  # of processor time
+    capture_seconds: float
+    kv_on_host: bool = False
+    capture_on_host: Callable[[], CapturedModel] | None = None
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """Device bytes that the pass needs if weights stay whole, embedding tables included."""
         return needs_of(
             self.graph, alignment=CUDA_ALIGNMENT, cuts_weights=False, looks_up_rows=False
         )
+
+    @cached_property
+    def on_host(self) -> CapturedModel | None:
+        """The same pass with its KV cache in host memory; None if no layer can move there."""
+        found = self.capture_on_host() if self.capture_on_host else None
+        has_rows = found and any(b.kind is BufferKind.HOST for b in found.graph.buffers)
+        return found if has_rows else None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache after the pass, on the device and in host memory."""
+        return self._bytes_of(BufferKind.STATE) + self._bytes_of(BufferKind.HOST)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the weights and for a KV cache there, with room to grow."""
+        room = 1 << (self.seq - 1).bit_length()  # rows, as the cache allocates them
+        return self.graph.weight_bytes + self._bytes_of(BufferKind.HOST) * room // self.seq
+
+    def _bytes_of(self, kind: BufferKind) -> int:
+        return sum(b.nbytes for b in self.graph.buffers if b.kind is kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +128,26 @@ def capture_model(
         ConfigError: The model or a size cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
-    start = time.process_time()
     config = load_model_config(model)
     dtype = default_dtype(config, profile)
-    graph = capture_config(config, phase=phase, batch=batch, seq=seq, dtype=dtype)
-    graph = estimate_workspaces(graph)
-    return CapturedModel(
-        model=model,
-        phase=phase,
-        batch=batch,
-        seq=seq,
-        graph=graph,
-        capture_seconds=time.process_time() - start,
-    )
+
+    def capture(*, kv_on_host: bool) -> CapturedModel:
+        start = time.process_time()
+        ops = host_ops if kv_on_host else None
+        graph = capture_config(config, phase=phase, batch=batch, seq=seq, dtype=dtype, host_ops=ops)
+        graph = estimate_workspaces(graph)
+        return CapturedModel(
+            model=model,
+            phase=phase,
+            batch=batch,
+            seq=seq,
+            graph=graph,
+            capture_seconds=time.process_time() - start,
+            kv_on_host=kv_on_host,
+            capture_on_host=None if kv_on_host else partial(capture, kv_on_host=True),
+        )
+
+    return capture(kv_on_host=False)
 
 
 def plan_captured(
@@ -107,8 +157,11 @@ def plan_captured(
     profile: HardwareProfile,
     policy: str = "finepage",
     split: bool = True,
+    host_memory_bytes: int | None = None,
 ) -> PlannedModel:
     """Plan a captured pass under a budget, check the plan, and predict its time.
+
+    See [Note: where the KV cache is].
 
     Args:
         captured: The pass.
@@ -116,32 +169,135 @@ def plan_captured(
         profile: The machine.
         policy: A key of ``POLICIES``.
         split: The policy may cut weights, if it can.
+        host_memory_bytes: The machine's host memory; None if that is not known.
 
     Raises:
         ConfigError: Unknown policy.
-        PlanInfeasibleError: The budget is too small for this policy.
+        PlanInfeasibleError: The budget is too small for this policy, or the host memory for the
+            weights, the KV cache and the offloaded buffers.
     """
     settings = PlanSettings(policy=policy, split=split, alignment=CUDA_ALIGNMENT, profile=profile)
-    needs = needs_of(
-        captured.graph,
-        alignment=CUDA_ALIGNMENT,
-        cuts_weights=settings.cuts_weights,
-        looks_up_rows=policy_named(policy).pages,
-    )
-    # The budget is divided for the whole tables, whatever the policy does with them.
-    needs = dataclasses.replace(needs, non_arena_bytes=captured.needs.non_arena_bytes)
+    forms = _forms(captured, policy, split)
+    form, needs = _first_that_fits(forms, budget_bytes)
     arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:
         if arena_bytes < 1:
             raise PlanInfeasibleError("nothing is left for the arena")
-        planned = plan_checked(captured.graph, arena_bytes, settings)
+        planned = plan_checked(form.graph, arena_bytes, settings)
     except PlanInfeasibleError:
-        needs.require_room(budget_bytes)  # names the budget, which policies do not know
+        _require_room(form, needs, budget_bytes)  # names the budget, which policies do not know
         raise
-    plan_seconds = time.process_time() - start
-    figures = _figures(captured, planned, needs, budget_bytes, plan_seconds)
+    figures = _figures(form, planned, needs, budget_bytes, time.process_time() - start)
+    if host_memory_bytes is not None:
+        _require_host_memory(figures, host_memory_bytes)
+    least = min(needs.min_budget_bytes for _, needs in forms)
+    figures = dataclasses.replace(figures, min_budget_bytes=least)
     return PlannedModel(memgraph=planned.memgraph, timeline=planned.timeline, figures=figures)
+
+
+def form_that_fits(
+    captured: CapturedModel, *, budget_bytes: int, policy: str, split: bool
+) -> CapturedModel:
+    """Return a pass with its KV cache where a run under a budget has it.
+
+    Args:
+        captured: The pass.
+        budget_bytes: The limit on all device bytes.
+        policy: A key of ``POLICIES``.
+        split: The policy may cut weights, if it can.
+
+    Raises:
+        ConfigError: Unknown policy.
+    """
+    return _first_that_fits(_forms(captured, policy, split), budget_bytes)[0]
+
+
+def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
+    """Return the least budget under which a policy can run a pass with whole weights.
+
+    Raises:
+        ConfigError: Unknown policy.
+    """
+    forms = _forms(captured, policy, split=False)
+    return min(form.needs.min_budget_bytes for form, _ in forms)
+
+
+def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[CapturedModel, Needs]]:
+    """List a pass with its KV cache on the device, and in host memory if the policy moves it."""
+    chosen = policy_named(policy)
+    forms = [captured, captured.on_host] if chosen.pages else [captured]
+    found = []
+    for form in forms:
+        if form is None:
+            continue
+        needs = needs_of(
+            form.graph,
+            alignment=CUDA_ALIGNMENT,
+            cuts_weights=split and chosen.can_split,
+            looks_up_rows=chosen.pages,
+        )
+        # The budget is divided for the whole tables, whatever the policy does with them.
+        found.append((form, dataclasses.replace(needs, non_arena_bytes=form.needs.non_arena_bytes)))
+    return found
+
+
+def _first_that_fits(
+    forms: Sequence[tuple[CapturedModel, Needs]], budget_bytes: int
+) -> tuple[CapturedModel, Needs]:
+    """Return the first form that fits a budget; if none does, the one that needs least."""
+    fitting = (form for form in forms if form[1].min_budget_bytes <= budget_bytes)
+    return next(fitting, min(forms, key=lambda form: form[1].min_budget_bytes))
+
+
+def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> None:
+    """Refuse a budget that is too small, and say that a KV cache in host memory does not help.
+
+    Raises:
+        PlanInfeasibleError: Names the task with the largest working set, and both budgets.
+    """
+    try:
+        needs.require_room(budget_bytes)
+    except PlanInfeasibleError as error:
+        if not captured.kv_on_host:
+            raise
+        raise PlanInfeasibleError(
+            f"even with the KV cache in host memory, {error}", error.min_budget_bytes
+        ) from None
+
+
+def _require_host_memory(figures: PlanFigures, host_memory_bytes: int) -> None:
+    """Refuse a plan that needs more host memory than the machine has.
+
+    Raises:
+        PlanInfeasibleError: It does.
+    """
+    if figures.host_bytes <= host_memory_bytes:
+        return
+    place = "in host memory" if figures.kv_on_host else "on the device"
+    raise PlanInfeasibleError(
+        f"weights, offloaded buffers and a KV cache of {format_bytes(figures.kv_bytes)} {place} "
+        f"need {format_bytes(figures.host_bytes)} ({figures.host_bytes} bytes) of host memory; "
+        f"--host-memory is {host_memory_bytes} bytes. Lower the batch or the length."
+    )
+
+
+def _written_bytes(graph: TaskGraph) -> int:
+    """Return the bytes that a pass's tasks write to host memory: new rows of its KV cache."""
+    written = [b for task in graph.tasks if task.op == TO_HOST for b in task.writes]
+    return sum(graph.buffers[b].nbytes for b in written)
+
+
+def _kv_reloaded_bytes(memgraph: MemGraph) -> int:
+    """Return the bytes that a plan reloads of a KV cache in host memory."""
+    buffers = memgraph.graph.buffers
+    return sum(
+        memgraph.bytes_at(node)
+        for node in memgraph.nodes
+        if node.kind is NodeKind.RELOAD
+        and node.buffer is not None
+        and memgraph.graph.is_handed(buffers[node.buffer])
+    )
 
 
 def _figures(
@@ -149,10 +305,10 @@ def _figures(
 ) -> PlanFigures:
     graph, profile = captured.graph, planned.settings.profile
     memgraph, timeline = planned.memgraph, planned.timeline
-    bound_bytes = planned.lower_bound_bytes
     # The weights that the plan finds but does not leave have to be reloaded in every pass.
     reloaded_bytes = memgraph.reloaded_bytes
     reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in memgraph.lost)
+    kv_copied_bytes = _kv_reloaded_bytes(memgraph) + _written_bytes(memgraph.graph)
 
     def of_one_pass(amount: int) -> int:
         return -(-amount // memgraph.graph.num_batches)
@@ -165,25 +321,28 @@ def _figures(
         policy=planned.settings.policy,
         hardware=profile.name,
         weight_bytes=graph.weight_bytes,
+        kv_bytes=captured.kv_bytes,
+        kv_on_host=captured.kv_on_host,
         budget_bytes=budget_bytes,
         min_budget_bytes=needs.min_budget_bytes,
         peak_bytes=needs.non_arena_bytes + memgraph.peak_bytes,
+        host_bytes=captured.host_bytes + memgraph.host_bytes,
         entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
         reloaded_bytes=of_one_pass(reloaded_bytes),
         offloaded_bytes=of_one_pass(memgraph.offloaded_bytes),
-        lower_bound_bytes=bound_bytes,
+        kv_copied_bytes=of_one_pass(kv_copied_bytes),
+        lower_bound_bytes=planned.lower_bound_bytes,
         predicted_ns=of_one_pass(timeline.total_ns),
         compute_ns=of_one_pass(timeline.compute_ns),
         transfer_ns=of_one_pass(timeline.transfer_ns),
-        lower_bound_ns=least_time_ns(
-            graph, profile, arena_bytes=memgraph.arena_bytes, reloaded_bytes=bound_bytes
-        ),
+        lower_bound_ns=planned.lower_bound_ns,
         stall_ns=of_one_pass(timeline.stall_ns),
         num_tasks=len(graph.tasks),
         num_memory_dependencies=num_memory_dependencies(memgraph),
         capture_seconds=captured.capture_seconds,
         plan_seconds=plan_seconds,
         layout_overhead=layout_overhead(memgraph),
+        block_bound_ns=planned.block_bound_ns,
     )
 
 

@@ -32,10 +32,19 @@ from tests.mutations.checking import CHECKING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.planning import PLANNING
+from tests.mutations.predicting import PREDICTING
 from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
 
-MUTANTS: tuple[Mutant, ...] = (*PLANNING, *CHECKING, *RUNNING, *RUNTIME, *AROUND, *MOVING)
+MUTANTS: tuple[Mutant, ...] = (
+    *PLANNING,
+    *PREDICTING,
+    *CHECKING,
+    *RUNNING,
+    *RUNTIME,
+    *AROUND,
+    *MOVING,
+)
 
 MOST_SURVIVORS = 0.05
 """Share of all faults that may survive."""

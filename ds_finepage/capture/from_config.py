@@ -9,7 +9,9 @@ Batches are without padding, so attention needs no mask but the causal one, and 
 that never writes scores to memory. The KV cache is static: it is given to the pass with as many
 rows as there are live ones, the pass writes the rows of its own tokens, and attention reads all of
 them (a layer with a sliding window keeps the window's rows). Prefill computes logits for the last
-position only, as ``generate`` does.
+position only, as ``generate`` does. On request the KV cache is in host memory instead: the pass
+brings in the live rows of a layer, puts its own behind them in new buffers, and returns only those
+of its own, in host memory.
 
 The FakeTensors are on the CPU, because there the fused attention op is chosen on any build of
 torch. Sizes are those of the GPU's.
@@ -22,7 +24,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -41,10 +43,23 @@ from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 
-ToDevice = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+TOKENS_FIRST = (2, 0, 1, 3)
+"""Permutes (batch, heads, tokens, width) to the order of host memory."""
 
 PHASES = ("prefill", "decode")
 DTYPES = ("float16", "bfloat16", "float32")
+
+
+class HostOps(Protocol):
+    """The two ops of ``execution/host_ops.py``, which capture knows."""
+
+    @property
+    def to_device(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Brings rows in from host memory, to the device of the second tensor."""
+
+    @property
+    def to_host(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Writes rows to host memory."""
 
 
 def capture_config(
@@ -54,7 +69,7 @@ def capture_config(
     batch: int,
     seq: int,
     dtype: str = "float16",
-    to_device: ToDevice | None = None,
+    host_ops: HostOps | None = None,
 ) -> TaskGraph:
     """Capture one pass of a causal language model.
 
@@ -65,8 +80,9 @@ def capture_config(
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
         dtype: Of weights, activations and KV cache: a name in ``DTYPES``.
-        to_device: The op that brings rows in from host memory. With it, layers without a window
-            keep their rows there, as :mod:`ds_finepage.integrations.transformers.host_cache` does.
+        host_ops: The ops that copy between host memory and the device. With them, layers without a
+            window keep their rows in host memory, as
+            :mod:`ds_finepage.integrations.transformers.host_cache` does.
 
     Returns:
         The taskgraph. Weights have their qualified names, tied ones are there once. Tasks have
@@ -92,11 +108,12 @@ def capture_config(
         inputs.add(ids, BufferKind.INPUT, "input_ids")
         kwargs = _optional_arguments(model, inputs, batch, num_new)
         cache = _StaticRows(
-            config, inputs, num_new=num_new, num_past=seq - num_new, to_device=to_device
+            config, inputs, num_new=num_new, num_past=seq - num_new, host_ops=host_ops
         )
         kwargs.update(input_ids=ids, past_key_values=cache, use_cache=True)
         logits = _logits(model, recorder, kwargs)
-        outputs = (GraphOutput(tensor=recorder.tensor_id(logits)),)
+        returned = (logits, *cache.new_rows)
+        outputs = tuple(GraphOutput(tensor=recorder.tensor_id(tensor)) for tensor in returned)
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
     return finish(recorder, name, inputs.used(), outputs, versions())
 
@@ -244,7 +261,11 @@ class _GroupedMm(TorchFunctionMode):
 
 
 class _StaticRows(Cache):
-    """A KV cache whose rows are all live after the pass."""
+    """A KV cache whose rows are all live after the pass.
+
+    Attributes:
+        new_rows: The rows that the pass writes to host memory.
+    """
 
     def __init__(
         self,
@@ -253,8 +274,9 @@ class _StaticRows(Cache):
         *,
         num_new: int,
         num_past: int,
-        to_device: ToDevice | None,
+        host_ops: HostOps | None,
     ) -> None:
+        self.new_rows: list[torch.Tensor] = []
         text = config.get_text_config(decoder=True)
         positions = torch.empty(num_new, dtype=torch.int64)
         inputs.add(positions, BufferKind.INPUT, "cache_position")
@@ -262,8 +284,8 @@ class _StaticRows(Cache):
         for index, window in enumerate(_windows(text)):
             num_rows = min(num_new + num_past, window or num_new + num_past)
             name = f"cache.{index}"
-            if to_device is not None and window is None and num_past:
-                layers.append(_HostRows(name, num_past, positions, inputs, to_device))
+            if host_ops is not None and window is None:
+                layers.append(_HostRows(name, num_past, positions, inputs, host_ops, self.new_rows))
             else:
                 layers.append(_LayerRows(name, num_rows, num_past, positions, inputs))
             layers[-1].is_sliding = window is not None
@@ -340,19 +362,26 @@ class _HostRows(_LayerRows):
         num_past: int,
         positions: torch.Tensor,
         inputs: _Inputs,
-        to_device: ToDevice,
+        host_ops: HostOps,
+        new_rows: list[torch.Tensor],
     ) -> None:
         super().__init__(name, num_past, num_past, positions, inputs)
-        self._to_device = to_device
+        self._host_ops = host_ops
+        self._new_rows = new_rows
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        keys = torch.cat([self._to_device(self.keys, key_states), key_states], dim=-2)
-        values = torch.cat([self._to_device(self.values, value_states), value_states], dim=-2)
+        keys, values = key_states, value_states
+        if self._num_past:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            assert self.keys is not None and self.values is not None
+            to_device = self._host_ops.to_device
+            keys = torch.cat([to_device(self.keys, key_states), key_states], dim=-2)
+            values = torch.cat([to_device(self.values, value_states), value_states], dim=-2)
+        for states in (key_states, value_states):
+            self._new_rows.append(self._host_ops.to_host(states.permute(TOKENS_FIRST)))
         return keys, values
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Show speed against budget: tokens a second and time to the first token, and where the knees are.
 
 The price list of a model on a machine. Budgets go from the smallest that can run to the one under
-which all weights stay resident, even if the device has less memory.
+which all weights stay resident, even if the device has less memory. Under small budgets the KV
+cache is in host memory, as in a run.
 
 Exit status: 0; 2 for an option that cannot be used.
 """
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="speeds to find budgets for, with commas in between; by default round numbers",
     )
+    options.add_host_memory(parser)
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
     options.add_force(parser)
@@ -60,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
     profile = load_profile(arguments.hardware)
     speeds = speeds_of(arguments.tokens_per_s)
+    host_memory_bytes = options.host_memory_of(arguments.host_memory)
     if arguments.plot is not None:
         require_matplotlib()
         picture_kind(arguments.plot)
@@ -83,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         profile=profile,
         policy=arguments.policy,
         split=not arguments.no_split,
+        host_memory_bytes=host_memory_bytes,
     )
     curve = make_curve(planner, arguments.points, speeds)
     if arguments.plot is not None:
@@ -107,6 +111,7 @@ class Planner:
     profile: HardwareProfile
     policy: str
     split: bool
+    host_memory_bytes: int | None = None
 
     def plan(self, captured: CapturedModel, budget_bytes: int) -> PlannedModel:
         """Plan one pass."""
@@ -118,15 +123,27 @@ class Planner:
             profile=self.profile,
             policy=self.policy,
             split=self.split,
+            host_memory_bytes=self.host_memory_bytes,
         )
+
+    def plan_decode(self, budget_bytes: int) -> PlannedModel:
+        """Plan a decode step; its KV cache is where the prefill has left it."""
+        from ds_finepage.whatif import form_that_fits
+
+        before = form_that_fits(
+            self.prefill, budget_bytes=budget_bytes, policy=self.policy, split=self.split
+        )
+        captured = self.decode.on_host if before.kv_on_host else None
+        return self.plan(captured or self.decode, budget_bytes)
 
     def point(self, budget_bytes: int) -> CurvePoint:
         """Plan both passes."""
-        decode = self.plan(self.decode, budget_bytes).figures
+        decode = self.plan_decode(budget_bytes).figures
         prefill = self.plan(self.prefill, budget_bytes).figures
         return CurvePoint(
             budget_bytes=budget_bytes,
             fits=budget_bytes <= self.profile.capacity_bytes,
+            kv_on_host=decode.kv_on_host,
             tokens_per_s=decode.tokens_per_s,
             tokens_per_s_bound=decode.batch * NS_PER_S / max(1, decode.lower_bound_ns),
             first_token_ns=prefill.predicted_ns,
@@ -140,8 +157,10 @@ class Planner:
 
         Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
         """
+        from ds_finepage.whatif import least_budget_bytes
+
         both = (self.prefill, self.decode)
-        least = max(captured.needs.min_budget_bytes for captured in both)
+        least = max(least_budget_bytes(captured, policy=self.policy) for captured in both)
         most = max(captured.needs.needed_budget_bytes for captured in both)
         steps = max(1, num_points * 2 // 3 - 1)
         even = [least + (most - least) * i // steps for i in range(steps + 1)]
@@ -176,7 +195,7 @@ class Planner:
         span = high.budget_bytes - low.budget_bytes
         for attempt in range(MAX_ATTEMPTS):
             budget = low.budget_bytes + int(span * (share + attempt * (1 - share) / MAX_ATTEMPTS))
-            if self.plan(self.decode, budget).figures.tokens_per_s >= speed:
+            if self.plan_decode(budget).figures.tokens_per_s >= speed:
                 return Need(tokens_per_s=speed, budget_bytes=budget)
         return Need(tokens_per_s=speed, budget_bytes=high.budget_bytes)
 

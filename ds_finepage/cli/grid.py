@@ -1,8 +1,11 @@
 """Tell which (model, batch, sequence) run on which card, and how fast, policy by policy.
 
 A cell runs if both a prefill of the sequence and the decode step after it can be planned under the
-budget. Finished cells are saved until the whole grid is done: after an interruption the same
-command continues.
+budget. If the KV cache does not fit the device, it is in host memory, as in a run; policies that
+stand for other systems keep it on the device.
+
+Finished cells are saved until the whole grid is done: after an interruption the same command
+continues.
 
 Exit status: 0, whether cells run or not; 2 for an option that cannot be used.
 """
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     from ds_finepage.whatif import CapturedModel
 
 BASELINE = "zero"
+ON_HOST = "h"
+"""Marks a cell whose KV cache is in host memory."""
+
 DEFAULT_POLICIES = (BASELINE, "horizon", "finepage")
 
 
@@ -68,6 +74,9 @@ class Result:
     first_token_ns: int | None = None
     first_token_bound_ns: int | None = None
     prefill_reloaded_bytes: int | None = None
+    prefill_kv_on_host: bool | None = None
+    decode_kv_on_host: bool | None = None
+    kv_copied_bytes: int | None = None  # by a decode step, in both directions
 
 
 Results = dict[Cell, Result]
@@ -91,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{text}, with commas in between" + (f" ({default})" if default else ""),
         )
     options.add_budget(parser, "auto")
+    options.add_host_memory(parser)
     options.add_split(parser)
     output.add_json(parser)
     parser.add_argument(
@@ -134,7 +144,12 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     out = out_file(arguments.out, force=arguments.force)
 
-    planner = Planner(profiles=profiles, budget=budget, split=not arguments.no_split)
+    planner = Planner(
+        profiles=profiles,
+        budget=budget,
+        split=not arguments.no_split,
+        host_memory_bytes=options.host_memory_of(arguments.host_memory),
+    )
     state = State(
         arguments.state or default_state_file(planner.identity(models, cells)),
         is_own=arguments.state is None,
@@ -248,12 +263,25 @@ class Planner:
     """Plans cells; captures each pass once for all cards and policies."""
 
     def __init__(
-        self, *, profiles: dict[str, HardwareProfile], budget: DeviceBudget, split: bool
+        self,
+        *,
+        profiles: dict[str, HardwareProfile],
+        budget: DeviceBudget,
+        split: bool,
+        host_memory_bytes: int | None = None,
     ) -> None:
-        """Store the settings that all cells share."""
+        """Store the settings that all cells share.
+
+        Args:
+            profiles: The machines, by name.
+            budget: The limit on all device bytes.
+            split: Policies may cut weights, if they can.
+            host_memory_bytes: Host memory of each machine; None if that is not known.
+        """
         self._profiles = profiles
         self._budget = budget
         self._split = split
+        self._host_memory_bytes = host_memory_bytes
         self._captured: dict[Any, CapturedModel | Exception] = {}
 
     def identity(self, models: list[str], cells: list[Cell]) -> str:
@@ -269,7 +297,8 @@ class Planner:
             digest.update(load_model_config(model).to_json_string(use_diff=False).encode())
         for profile in self._profiles.values():
             digest.update(codec.dumps(profile).encode())
-        settings = [str(self._budget), self._split, [asdict(cell) for cell in cells]]
+        asked = [asdict(cell) for cell in cells]
+        settings = [str(self._budget), self._split, self._host_memory_bytes, asked]
         digest.update(json.dumps(settings).encode())
         package = Path(ds_finepage.__file__).parent
         for source in sorted(package.rglob("*.py")):
@@ -277,7 +306,7 @@ class Planner:
         return digest.hexdigest()
 
     def plan(self, cell: Cell) -> Result:
-        """Plan both passes of a cell."""
+        """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
         from ds_finepage.whatif import budget_on, plan_captured
 
         profile = self._profiles[cell.hardware]
@@ -286,6 +315,8 @@ class Planner:
         for phase in options.PHASES:
             try:
                 captured = self._capture(cell, phase)
+                if "prefill" in figures and figures["prefill"].kv_on_host:
+                    captured = captured.on_host or captured
                 weight_bytes = captured.graph.weight_bytes
                 budget_bytes = budget_on(self._budget, weight_bytes, profile)
                 figures[phase] = plan_captured(
@@ -294,6 +325,7 @@ class Planner:
                     profile=profile,
                     policy=cell.policy,
                     split=self._split,
+                    host_memory_bytes=self._host_memory_bytes,
                 ).figures
             except (ConfigError, CaptureError, PlanInfeasibleError) as error:
                 return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
@@ -309,6 +341,9 @@ class Planner:
             first_token_ns=prefill.predicted_ns,
             first_token_bound_ns=prefill.lower_bound_ns,
             prefill_reloaded_bytes=prefill.reloaded_bytes,
+            prefill_kv_on_host=prefill.kv_on_host,
+            decode_kv_on_host=decode.kv_on_host,
+            kv_copied_bytes=decode.kv_copied_bytes,
         )
 
     def _capture(self, cell: Cell, phase: str) -> CapturedModel:
@@ -367,6 +402,8 @@ def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, An
         for name, value in vars(arguments).items()
         if name in ("models", "hardware", "batch", "seq", "policies", "device_budget")
     }
+    if arguments.host_memory is not None:
+        given["host_memory"] = arguments.host_memory
     return {
         "date": datetime.date.today().isoformat(),
         "command": options.command_line("grid", **given)
@@ -388,10 +425,12 @@ def to_table(results: Results) -> Table:
     """Return the cells as a table: a row for each combination, a column for each policy."""
     policies = list(dict.fromkeys(cell.policy for cell in results))
     has_baseline = BASELINE in policies
+    moved = any(r.decode_kv_on_host for r in results.values())
     table = Table(
         title="predicted tokens a second"
         + (f" (and times {BASELINE})" if has_baseline else "")
-        + ", time to the first token",
+        + ", time to the first token"
+        + (f" ({ON_HOST}: the KV cache is in host memory)" if moved else ""),
         title_justify="left",
     )
     for heading in ("model", "hardware", "batch", "sequence"):
@@ -416,4 +455,5 @@ def _text(result: Result, baseline: Result | None) -> str:
     ratio = ""
     if baseline is not None and baseline is not result and baseline.tokens_per_s:
         ratio = f" ({result.tokens_per_s / baseline.tokens_per_s:.2f} x)"
-    return f"{result.tokens_per_s:.2f}{ratio}, {format_ns(result.first_token_ns)}"
+    place = f" {ON_HOST}" if result.decode_kv_on_host else ""
+    return f"{result.tokens_per_s:.2f}{ratio}, {format_ns(result.first_token_ns)}{place}"

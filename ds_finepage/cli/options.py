@@ -14,6 +14,7 @@ from rich.progress import track
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
 from ds_finepage.planning.policies import POLICIES
+from ds_finepage.units import parse_bytes
 
 T = TypeVar("T")
 PROGRAM = "ds-finepage"
@@ -63,6 +64,25 @@ def add_budget(parser: argparse.ArgumentParser, default: str) -> None:
         metavar="BUDGET",
         help=f"limit on all device bytes ({default}): {text}".replace("%", "%%"),
     )
+
+
+def add_host_memory(parser: argparse.ArgumentParser) -> None:
+    """Add the option with the size of the host memory."""
+    parser.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory of the machine: refuse plans whose weights, offloaded buffers and KV "
+        "cache in host memory need more. By default that is not checked",
+    )
+
+
+def host_memory_of(text: str | None) -> int | None:
+    """Read the size of the host memory.
+
+    Raises:
+        ConfigError: It is not a size.
+    """
+    return None if text is None else parse_bytes(text, name="--host-memory")
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:

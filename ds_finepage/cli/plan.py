@@ -2,7 +2,7 @@
 
 This needs neither the model's weights nor the machine. It captures the pass from the model's
 config, plans it under the budget, checks the plan, and predicts its time with the rates of the
-hardware profile.
+hardware profile. If the KV cache does not fit the device, it is in host memory, as in a run.
 
 Exit status: 0; 2 if no plan exists under the budget, or for an option that cannot be used.
 """
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill: all tokens at once; decode: one token (decode)",
     )
     options.add_budget(parser, "auto")
+    options.add_host_memory(parser)
     output.add_json(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'show'"
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan and its trace."""
     options.require_policies([arguments.policy])
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
+    host_memory_bytes = options.host_memory_of(arguments.host_memory)
     profile = load_profile(arguments.hardware)
     for path in (arguments.out, arguments.trace):
         if path is not None:
@@ -67,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         hardware=arguments.hardware,
         policy=arguments.policy,
         split=not arguments.no_split,
+        host_memory_bytes=host_memory_bytes,
     )
     if planned.figures.budget_bytes > profile.capacity_bytes:
         print(

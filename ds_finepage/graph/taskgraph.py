@@ -186,8 +186,9 @@ class TaskGraph:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights; tied weights count once."""
-        return sum(b.nbytes for b in self.buffers if b.kind is BufferKind.WEIGHT)
+        """Bytes of all weights; tied weights count once, rows of a KV cache not at all."""
+        weights = [b for b in self.buffers if b.kind is BufferKind.WEIGHT]
+        return sum(b.nbytes for b in weights if not self.is_handed(b))
 
     @cached_property
     def workspace_bytes(self) -> int:

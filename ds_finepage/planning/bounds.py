@@ -259,7 +259,7 @@ class _Room:
     """The room that one task leaves to weights that it does not read."""
 
     spare_bytes: int  # the arena, less the buffers that the task names
-    beside_activations_bytes: int  # the arena, less the activations that it names
+    beside_activations_bytes: int  # the arena, less what it names beside these weights
     weights: dict[int, int]  # that it reads and that can be kept, with their bytes
     per_call: list[int]  # weights that it reads and that each call brings in
 
@@ -275,13 +275,13 @@ def _rooms(graph: TaskGraph, arenas: list[int], alignment: int) -> Iterator[_Roo
     per_call = {b for b in weights if graph.buffers[b].gather is not None}
     for task, arena in zip(graph.tasks, arenas, strict=True):
         named = {*task.reads, *task.writes, *task.touches}
-        read = [b for b in named if b in weights]
+        kept = [b for b in named if b in weights and b not in per_call]
         spare_bytes = arena - sum([extents[b] for b in named])
         yield _Room(
             spare_bytes=spare_bytes,
-            beside_activations_bytes=spare_bytes + sum([extents[b] for b in read]),
-            weights={b: weights[b] for b in read if b not in per_call},
-            per_call=[b for b in read if b in per_call],
+            beside_activations_bytes=spare_bytes + sum([extents[b] for b in kept]),
+            weights={b: weights[b] for b in kept},
+            per_call=[b for b in named if b in per_call],
         )
 
 

@@ -27,6 +27,8 @@ def non_arena_bytes(graph: TaskGraph, alignment: int) -> int:
         if buffer.kind is BufferKind.INPUT and buffer.id in counted:
             callers += buffer.nbytes
     for view in returned:
+        if graph.buffers[view.buffer].kind is BufferKind.HOST:
+            continue  # rows of a KV cache, which the caller keeps in host memory
         if len(view.shape) >= 2 and view.shape[-2]:
             row = max(row, 4 * prod(view.shape) // view.shape[-2])
     return external + graph.workspace_bytes + 4 * callers + 3 * row + HOST_PROGRAM_SLACK_BYTES

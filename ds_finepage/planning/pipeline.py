@@ -21,7 +21,8 @@ from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
 from ds_finepage.planning.policies import CAN_SPLIT, plan_steady, with_tables_that_fit
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.time_bound import alone_ns, least_time_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,16 @@ class Planned:
     def lower_bound_bytes(self) -> int:
         """Bytes that a pass reloads at least, whatever the plan, with these settings and budget.
 
-        It holds for one batch at a time, with tasks in program order.
+        It holds for one batch at a time, with tasks in program order. The rows of a KV cache in
+        host memory differ in each pass, so none of them is kept.
         """
         return self._bound.nbytes
 
     @cached_property
     def lower_bound_ns(self) -> int:
         """Time that a pass takes at least; it holds as widely as ``lower_bound_bytes``."""
-        return self._bound.time_ns(self._tasks_ns, self.settings.profile.h2d_bytes_per_s)
+        most_bytes = self.memgraph.arena_bytes + self._bound.graph.workspace_bytes
+        return least_time_ns(self._bound, self.settings.profile, most_bytes)
 
     @cached_property
     def block_bound_ns(self) -> int | None:
@@ -87,11 +90,8 @@ class Planned:
         if num_batches == 1:
             return None
         rate = self.settings.profile.h2d_bytes_per_s
-        return block_schedule_bound_ns(self._bound, self._tasks_ns, rate, num_batches=num_batches)
-
-    @cached_property
-    def _tasks_ns(self) -> list[int]:
-        return [task_time_ns(self.graph, t, self.settings.profile) for t in self.graph.tasks]
+        tasks_ns = alone_ns(self._bound.graph, self.settings.profile)
+        return block_schedule_bound_ns(self._bound, tasks_ns, rate, num_batches=num_batches)
 
     @cached_property
     def _bound(self) -> LowerBound:

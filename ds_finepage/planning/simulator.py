@@ -14,7 +14,7 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
-from ds_finepage.graph.taskgraph import Task, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, Task, TaskGraph
 from ds_finepage.graph.timeline import Span, Timeline
 
 _NS_PER_S = 10**9
@@ -65,6 +65,8 @@ class Costs:
         """Return the time of a task on the device."""
         if task.time_ns is not None:
             return task.time_ns
+        if task.op == TO_HOST:
+            return self.copy_ns(Lane.D2H, sum(graph.buffers[b].nbytes for b in task.writes))
         made = next((t for t in task.results if t is not None), None)
         dtype = DEFAULT_DTYPE if made is None else graph.tensors[made].dtype
         flops = self._flops.get(dtype) or self._flops[DEFAULT_DTYPE]
@@ -79,7 +81,8 @@ def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
     """Return the time of a task: as measured, or the roofline of the profile.
 
     The roofline is the longest of arithmetic (at the rate for the dtype of the first result),
-    traffic in device memory, and launch.
+    traffic in device memory, and launch. A task that writes rows of a KV cache to host memory takes
+    as long as that copy.
 
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.

@@ -7,35 +7,46 @@ import math
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.routes import routes
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
+from ds_finepage.planning.bounds import LowerBound
 from ds_finepage.planning.simulator import Costs
 
 
-def least_time_ns(
-    graph: TaskGraph, profile: HardwareProfile, *, arena_bytes: int, reloaded_bytes: int
-) -> int:
-    """Return a time that no steady pass beats: that of its tasks alone, or that of its copies.
+def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int) -> int:
+    """Return a time that no steady pass beats: that of its tasks, or that of its copies.
 
-    It holds for one batch at a time, with the tasks in their order.
+    It holds for one batch at a time, with the tasks in program order. New rows of a KV cache that
+    go to host memory count for their link only.
 
     Args:
-        graph: The pass.
+        bound: The fewest bytes that a pass reloads.
         profile: The machine.
         arena_bytes: Size of the arena.
-        reloaded_bytes: Bytes that every plan reloads.
     """
-    tasks_ns = max(task_times_ns(graph, profile), default=0)
-    return max(tasks_ns, _least_copies_ns(graph, profile, arena_bytes, reloaded_bytes))
+    graph = bound.graph
+    written = {b for task in graph.tasks if task.op == TO_HOST for b in task.writes}
+    written_bytes = sum(graph.buffers[b].nbytes for b in written)
+    return max(
+        bound.time_ns(alone_ns(graph, profile), profile.h2d_bytes_per_s),
+        max(task_times_ns(graph, profile), default=0),
+        _least_copies_ns(graph, profile, arena_bytes, bound.nbytes),
+        int(written_bytes * 1e9 / profile.d2h_bytes_per_s),
+    )
+
+
+def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
+    """Return the time of each task on the device; none for a copy to host memory."""
+    costs = Costs(profile)
+    return [0 if task.op == TO_HOST else costs.task_ns(graph, task) for task in graph.tasks]
 
 
 def task_times_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
     """Return the times at which the tasks are done if none waits for a copy."""
-    costs = Costs(profile)
     issued = done = 0
     found = []
-    for task in graph.tasks:
-        issued += costs.host_ns[Lane.COMPUTE]
-        done = max(done, issued) + costs.task_ns(graph, task)
+    for task_ns in alone_ns(graph, profile):
+        issued += profile.host_op_ns
+        done = max(done, issued) + task_ns
         found.append(done)
     return found
 

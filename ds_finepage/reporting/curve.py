@@ -23,6 +23,7 @@ class CurvePoint:
 
     budget_bytes: int
     fits: bool  # the device has that much memory
+    kv_on_host: bool  # the KV cache of the decode step is in host memory
     tokens_per_s: float
     tokens_per_s_bound: float  # of one batch at a time: no such schedule is faster
     first_token_ns: int
@@ -127,6 +128,7 @@ class Curve:
             "first token",
             "at least",
             "reloaded a token",
+            "KV cache",
             "",
         ):
             table.add_column(heading, justify="right")
@@ -138,6 +140,7 @@ class Curve:
                 format_ns(point.first_token_ns),
                 format_ns(point.first_token_bound_ns),
                 format_bytes(point.decode_reloaded_bytes),
+                "host memory" if point.kv_on_host else "device",
                 "" if point.fits else "more than the device has",
             )
         return table
@@ -150,6 +153,7 @@ def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
         if best and best[-1].tokens_per_s > point.tokens_per_s:
             point = replace(
                 point,
+                kv_on_host=best[-1].kv_on_host,
                 tokens_per_s=best[-1].tokens_per_s,
                 decode_reloaded_bytes=best[-1].decode_reloaded_bytes,
             )

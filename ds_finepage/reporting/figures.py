@@ -20,10 +20,14 @@ class PlanFigures:
 
     ``reloaded_bytes`` and the later figures are of a steady pass. ``entry_reloaded_bytes`` is of
     the first pass, which finds nothing resident. ``peak_bytes`` is the most device memory: the
-    arena up to its highest byte in use, plus the non-arena bytes. ``lower_bound_bytes`` and
+    arena up to its highest byte in use, plus the non-arena bytes. ``host_bytes`` is the host memory
+    for weights, offloaded buffers and a KV cache there. ``kv_copied_bytes`` has the copies of such
+    a cache in both directions; its rows that are brought in are part of ``reloaded_bytes`` too.
+    ``min_budget_bytes`` is for the KV cache in the better place. ``lower_bound_bytes`` and
     ``lower_bound_ns`` hold for schedules of one batch at a time under the same budget, with tasks
-    in program order. ``block_bound_ns`` is for a plan of several batches in turn: the least time
-    per batch of a schedule that reloads each weight once for all of them.
+    in program order and the KV cache where it is, and include its copies. ``block_bound_ns`` is for
+    a plan of several batches in turn: the least time per batch of a schedule that reloads each
+    weight once for all of them.
     """
 
     model: str
@@ -33,12 +37,16 @@ class PlanFigures:
     policy: str
     hardware: str
     weight_bytes: int
+    kv_bytes: int
+    kv_on_host: bool
     budget_bytes: int
     min_budget_bytes: int
     peak_bytes: int
+    host_bytes: int
     entry_reloaded_bytes: int
     reloaded_bytes: int
     offloaded_bytes: int
+    kv_copied_bytes: int
     lower_bound_bytes: int
     predicted_ns: int
     compute_ns: int
@@ -113,11 +121,17 @@ def _over(amount: int, bound: int) -> str:
     return f" ({amount / bound:.2f} x)" if bound else ""
 
 
+def _place(figures: PlanFigures) -> str:
+    return "in host memory" if figures.kv_on_host else "on the device"
+
+
 _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
     ("weights", lambda f: format_bytes(f.weight_bytes)),
+    ("KV cache", lambda f: f"{format_bytes(f.kv_bytes)} {_place(f)}"),
     ("budget", lambda f: format_bytes(f.budget_bytes)),
     ("  least that can run", lambda f: format_bytes(f.min_budget_bytes)),
     ("  peak", lambda f: format_bytes(f.peak_bytes)),
+    ("host memory", lambda f: format_bytes(f.host_bytes)),
     ("reloaded by the first pass", lambda f: format_bytes(f.entry_reloaded_bytes)),
     (
         "reloaded by each pass",
@@ -125,6 +139,7 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
     ),
     ("  least possible, one batch at a time", lambda f: format_bytes(f.lower_bound_bytes)),
     ("offloaded by each pass", lambda f: format_bytes(f.offloaded_bytes)),
+    ("KV cache copied by each pass", lambda f: format_bytes(f.kv_copied_bytes)),
     (
         "time of a pass",
         lambda f: format_ns(f.predicted_ns) + _over(f.predicted_ns, f.lower_bound_ns),

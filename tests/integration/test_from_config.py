@@ -21,12 +21,12 @@ from ds_finepage.capture.models import (
 )
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError, ConfigError
+from ds_finepage.execution import host_ops
 from ds_finepage.execution.arena import view_of
-from ds_finepage.execution.host_ops import to_device
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.execution.ops import bind
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.policies import plan_steady
 
@@ -452,22 +452,37 @@ def test_shipped_configs_are_no_larger_than_their_positions() -> None:
         assert positions is not None and math.log2(positions) >= 11
 
 
+def written_to_host(graph: TaskGraph) -> list[int]:
+    return [graph.buffers[b].nbytes for t in graph.tasks if t.op == TO_HOST for b in t.writes]
+
+
 @pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
 def test_rows_in_host_memory_are_brought_in_by_layer(config: Any) -> None:
-    graph = capture(config, "decode", dtype="bfloat16", to_device=to_device)
-    given = nbytes(graph, BufferKind.HOST)
+    graph = capture(config, "decode", dtype="bfloat16", host_ops=host_ops)
     handed = [b for b in graph.buffers if graph.is_handed(b)]
     width = config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    rows = 2 * heads * 15 * width * 2  # sequences, heads, live rows, width, bytes
-    assert given == [b.nbytes for b in handed] == [rows] * 2 * config.num_hidden_layers
+    row = 2 * heads * width * 2  # sequences, heads, width, bytes
+    num_tensors = 2 * config.num_hidden_layers
+    assert [b.nbytes for b in handed] == [15 * row] * num_tensors
+    assert written_to_host(graph) == [row] * num_tensors
+    assert sum(nbytes(graph, BufferKind.HOST)) == 16 * row * num_tensors
+    assert len(graph.outputs) == 1 + num_tensors
     assert not nbytes(graph, BufferKind.STATE)
     reads = [task.op for task in graph.tasks if set(task.reads) & {b.id for b in handed}]
     assert reads == ["aten.cat.default"] * len(handed)
 
 
+def test_a_prefill_writes_all_its_rows_to_host_memory() -> None:
+    graph = capture(LLAMA, "prefill", host_ops=host_ops)
+    assert sum(written_to_host(graph)) == sum(nbytes(graph, BufferKind.HOST))
+    assert written_to_host(graph) == nbytes(capture(LLAMA, "prefill"), BufferKind.STATE)
+    assert not nbytes(graph, BufferKind.STATE)
+    assert not any(graph.is_handed(b) for b in graph.buffers)
+
+
 def test_a_window_stays_on_the_device() -> None:
     config = transformers.MistralConfig(**{**LLAMA.to_dict(), "sliding_window": 4})
-    graph = capture(config, "decode", to_device=to_device)
+    graph = capture(config, "decode", host_ops=host_ops)
     assert not nbytes(graph, BufferKind.HOST)
     assert nbytes(graph, BufferKind.STATE)

@@ -13,10 +13,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ds_finepage.api import attach
+from ds_finepage.capture.from_config import capture_config
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution import host_ops
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.integrations.transformers.host_cache import move_to_host, seen_lengths, take_back
 from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
+from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
     LAST,
@@ -80,6 +84,43 @@ def test_a_cache_larger_than_the_budget_goes_to_host_memory(large: Large, name: 
     assert handle.stats.num_caches_on_host > before
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     assert handle.stats.budget_bytes < large.cache_bytes
+
+
+def counted(graph: TaskGraph) -> tuple[int, ...]:
+    """Return the rows in and out, the arena, and the bytes beside it without workspaces."""
+    needs = needs_of(graph, alignment=64, cuts_weights=False)
+    return (
+        sum(b.nbytes for b in graph.buffers if graph.is_handed(b)),
+        sum(graph.buffers[b].nbytes for t in graph.tasks if t.op == TO_HOST for b in t.writes),
+        needs.min_arena_bytes,
+        needs.non_arena_bytes - graph.workspace_bytes,
+    )
+
+
+def test_a_capture_from_the_config_counts_the_same_bytes(large: Large) -> None:
+    """So predictions for a KV cache in host memory are those of a run."""
+    large.handle.replan(budget_bytes=large.budget_bytes)
+    PAGED["greedy"](large.model)
+    compared = set()
+    for ran in [found.graph for found in large.handle._runner.table.passes]:
+        given = {ran.buffers[ran.tensors[i.tensor].buffer].id for i in ran.inputs}
+        rows = [b for b in ran.buffers if b.kind is BufferKind.HOST]
+        ids = next(t.shape for t in ran.tensors if t.dtype == "int64" and t.buffer in given)
+        if not rows or ids[0] != BATCH or ids[1] not in (1, LENGTH):
+            continue
+        phase = "decode" if ids[1] == 1 else "prefill"
+        live = next((ran.tensors[b.gather].shape[0] for b in ran.buffers if ran.is_handed(b)), 0)
+        predicted = capture_config(
+            large.model.config,
+            phase=phase,
+            batch=BATCH,
+            seq=int(live + ids[1]),
+            dtype="float32",
+            host_ops=host_ops,
+        )
+        assert counted(ran) == counted(predicted)
+        compared.add(phase)
+    assert compared == {"decode", "prefill"}
 
 
 def test_a_cache_in_host_memory_can_be_cut_and_gone_on_with(large: Large) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ds_finepage.capture.from_config import DTYPES, capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
-from ds_finepage.execution.host_ops import to_device
+from ds_finepage.execution import host_ops
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.pipeline import PlanSettings, needs_of
 from ds_finepage.units import format_bytes
@@ -264,7 +264,7 @@ class Preflight:
                 batch=longest.num_sequences,
                 seq=longest.num_tokens - 1,
                 dtype=dtype,
-                to_device=to_device,
+                host_ops=host_ops,
             )
         except (CaptureError, ConfigError) as error:
             logger.info("the last step cannot be captured ahead: %s", error)

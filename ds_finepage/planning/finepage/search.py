@@ -24,7 +24,7 @@ from functools import cached_property
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
@@ -106,11 +106,10 @@ class _Search:
         """The time of the tasks alone, or of the fewest bytes if that is longer."""
         problem, profile = self._problem, self._problem.profile
         assert profile is not None
-        bound = divisible_lower_bound_bytes if problem.split else lower_bound_bytes
-        nbytes = bound(problem.graph, problem.arena_bytes, problem.alignment)
-        return least_time_ns(
-            problem.graph, profile, arena_bytes=problem.arena_bytes, reloaded_bytes=nbytes
+        bound = lower_bound(
+            problem.graph, problem.arena_bytes, problem.alignment, may_cut=problem.split
         )
+        return least_time_ns(bound, profile, problem.arena_bytes)
 
     def offer(self, plan: MemGraph | None) -> bool:
         """Take a plan, or the same plan with delayed experts, if it is the best so far.

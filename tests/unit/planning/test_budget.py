@@ -73,6 +73,10 @@ def test_the_largest_row_of_all_that_is_returned_counts() -> None:
     assert beside(logits, states, returned=(0, 1)) == around
 
 
+def test_rows_that_are_returned_in_host_memory_are_no_logits() -> None:
+    assert beside((BufferKind.HOST, 2048, "float32", (4, 1, 2, 64)), returned=(0,)) == 0
+
+
 def test_what_has_no_rows_has_no_logits() -> None:
     assert beside((BufferKind.OUTPUT, 512, "float32", (128,)), returned=(0,)) == 512
     assert beside((BufferKind.OUTPUT, 0, "float32", (1, 0, 64)), returned=(0,)) == 0

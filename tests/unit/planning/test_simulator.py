@@ -25,7 +25,7 @@ from ds_finepage.graph.memgraph import (
     Residency,
 )
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph, TensorView
+from ds_finepage.graph.taskgraph import TO_HOST, Buffer, BufferKind, Task, TaskGraph, TensorView
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.simulator import simulate, task_time_ns
 
@@ -280,6 +280,14 @@ def graph_with(dtype: str) -> TaskGraph:
 )
 def test_task_time(task: Task, dtype: str, expected: int) -> None:
     assert task_time_ns(graph_with(dtype), task, ROOFLINE) == expected
+
+
+def test_a_task_that_writes_to_host_memory_takes_as_long_as_the_copy() -> None:
+    buffers = (Buffer(0, BufferKind.ACTIVATION, 600), Buffer(1, BufferKind.HOST, 600))
+    task = Task(0, TO_HOST, reads=(0,), writes=(1,), moved_bytes=1200)
+    graph = TaskGraph("rows", buffers, (), (task,))
+    machine = dataclasses.replace(PLAIN, d2h_bytes_per_s=2e8, launch_ns=7)
+    assert task_time_ns(graph, task, machine) == 3000
 
 
 def test_unusable_profiles_are_refused() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -26,13 +26,10 @@ GRAPH = gather_rows(matmul_chain([256] * 13, num_rows=4))
 def test_no_plan_is_faster(percent: int, latency_ns: int) -> None:
     profile = dataclasses.replace(machine(h2d=1e9), transfer_latency_ns=latency_ns, host_op_ns=90)
     arena_bytes = needed_arena_bytes(GRAPH, UNIT) * percent // 100
-    for split, bytes_bound in ((True, divisible_lower_bound_bytes), (False, lower_bound_bytes)):
+    for split in (True, False):
         plan = plan_finepage(Problem(GRAPH, arena_bytes, UNIT, profile, split))
-        reloaded_bytes = bytes_bound(GRAPH, arena_bytes, UNIT)
-        bound = least_time_ns(
-            GRAPH, profile, arena_bytes=arena_bytes, reloaded_bytes=reloaded_bytes
-        )
-        assert bound <= simulate(plan, profile).total_ns
+        bound = lower_bound(GRAPH, arena_bytes, UNIT, may_cut=split)
+        assert least_time_ns(bound, profile, arena_bytes) <= simulate(plan, profile).total_ns
 
 
 def test_the_bound_counts_latencies_of_the_fewest_copies() -> None:
@@ -40,14 +37,13 @@ def test_the_bound_counts_latencies_of_the_fewest_copies() -> None:
 
     def bound(latency_ns: int, arena_bytes: int = 0) -> int:
         late = dataclasses.replace(profile, transfer_latency_ns=latency_ns)
-        return least_time_ns(
-            graph, late, arena_bytes=arena_bytes, reloaded_bytes=graph.weight_bytes - arena_bytes
-        )
+        found = lower_bound(graph, arena_bytes, UNIT, may_cut=True)
+        return least_time_ns(found, late, arena_bytes)
 
     assert bound(0) == 8 * 6400
     # One copy of everything needs room for everything: with 800 ns, 6,400 bytes are best.
     assert bound(800) == pytest.approx(8 * 6400 + 6400 + 9 * 800, abs=2)
-    assert bound(800, graph.weight_bytes) == max(task_times_ns(graph, profile))
+    assert bound(800, graph.weight_bytes + 64) == max(task_times_ns(graph, profile))
 
 
 def test_tasks_wait_for_the_host() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from rich.console import Console
 
@@ -20,6 +22,7 @@ def point(budget: int, speed: float, first: int = 100) -> CurvePoint:
     return CurvePoint(
         budget_bytes=budget,
         fits=True,
+        kv_on_host=False,
         tokens_per_s=speed,
         tokens_per_s_bound=speed,
         first_token_ns=first,
@@ -35,6 +38,12 @@ def test_a_larger_budget_can_use_a_smaller_ones_plan() -> None:
     assert [p.first_token_ns for p in found] == [50, 50, 40]
     assert [p.decode_reloaded_bytes for p in found] == [5, 5, 6]
     assert [p.budget_bytes for p in found] == [1, 2, 3]
+
+
+def test_the_plan_of_a_smaller_budget_brings_its_place_for_the_kv_cache() -> None:
+    on_host = dataclasses.replace(point(1, 5.0), kv_on_host=True)
+    found = at_least_as_good([on_host, point(2, 4.0), point(3, 6.0)])
+    assert [p.kv_on_host for p in found] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,16 @@ FIGURES = PlanFigures(
     policy="finepage",
     hardware="t4",
     weight_bytes=1 << 30,
+    kv_bytes=9 << 30,
+    kv_on_host=False,
     budget_bytes=2 << 30,
     min_budget_bytes=3 << 30,
     peak_bytes=4 << 30,
+    host_bytes=10 << 30,
     entry_reloaded_bytes=5 << 30,
     reloaded_bytes=12 << 30,
     offloaded_bytes=7 << 30,
+    kv_copied_bytes=11 << 30,
     lower_bound_bytes=8 << 30,
     predicted_ns=3 * NS,
     compute_ns=5 * NS,
@@ -62,13 +66,16 @@ def test_each_line_of_the_table_shows_its_own_figure() -> None:
     shown = list(zip(map(str.strip, map(str, labels)), values, strict=True))
     assert shown == [
         ("weights", "1.00 GiB"),
+        ("KV cache", "9.00 GiB on the device"),
         ("budget", "2.00 GiB"),
         ("least that can run", "3.00 GiB"),
         ("peak", "4.00 GiB"),
+        ("host memory", "10.00 GiB"),
         ("reloaded by the first pass", "5.00 GiB"),
         ("reloaded by each pass", "12.00 GiB (1.50 x)"),
         ("least possible, one batch at a time", "8.00 GiB"),
         ("offloaded by each pass", "7.00 GiB"),
+        ("KV cache copied by each pass", "11.00 GiB"),
         ("time of a pass", "3.00 s (1.50 x)"),
         ("least possible, one batch at a time", "2.00 s"),
         ("compute", "5.00 s"),
@@ -90,6 +97,11 @@ def test_a_plan_of_several_batches_shows_the_bound_of_a_block_schedule_too() -> 
     )
     at = labels.index("  least possible, block schedule")
     assert values[at - 1 : at + 1] == ["2.00 s", "1.00 s"]
+
+
+def test_the_table_says_where_the_kv_cache_is() -> None:
+    table = dataclasses.replace(FIGURES, kv_on_host=True).to_table()
+    assert "9.00 GiB in host memory" in list(table.columns[1].cells)
 
 
 def test_json_has_every_figure_by_name() -> None:

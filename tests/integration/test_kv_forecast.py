@@ -1,0 +1,224 @@
+"""Predictions for a KV cache that has no room on the device: counted as a run counts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_finepage.cli import curve, grid, main
+from ds_finepage.config import DeviceBudget
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.memgraph import NodeKind
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.pipeline import needs_of
+from ds_finepage.whatif import CapturedModel, capture_model, form_that_fits, plan_captured
+from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
+
+BATCH, SEQ = 8, 64
+ROW = 2 * BATCH * 256 * 2  # bytes of one token in one of two layers: keys and values
+KV_BYTES = 2 * SEQ * ROW
+PROFILE = dataclasses.replace(
+    load_profile("t4"), h2d_bytes_per_s=1e9, d2h_bytes_per_s=5e8, transfer_latency_ns=0
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+def captured(model: Path, phase: str) -> CapturedModel:
+    return capture_model(str(model), phase=phase, batch=BATCH, seq=SEQ, profile=PROFILE)
+
+
+@pytest.fixture(scope="module")
+def decode(model: Path) -> CapturedModel:
+    return captured(model, "decode")
+
+
+@pytest.fixture(scope="module")
+def prefill(model: Path) -> CapturedModel:
+    return captured(model, "prefill")
+
+
+def least_on_device(found: CapturedModel) -> int:
+    """Return the least budget with the KV cache on the device, embeddings looked up by row."""
+    needs = needs_of(found.graph, alignment=512, cuts_weights=False)
+    return found.needs.non_arena_bytes + needs.min_arena_bytes
+
+
+# The place.
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("policy", ["finepage", "horizon"])
+def test_the_cache_moves_only_where_it_does_not_fit(
+    phase: str, policy: str, request: pytest.FixtureRequest
+) -> None:
+    found = request.getfixturevalue(phase)
+    least = least_on_device(found)
+    for budget_bytes, kv_on_host in ((least, False), (least - 1, True)):
+        figures = plan_captured(
+            found, budget_bytes=budget_bytes, profile=PROFILE, policy=policy, split=False
+        ).figures
+        assert figures.kv_on_host is kv_on_host
+        assert figures.kv_bytes == KV_BYTES
+        assert figures.weight_bytes == 2 * NUM_PARAMETERS
+        assert figures.peak_bytes <= budget_bytes
+        assert figures.min_budget_bytes < least
+        assert figures.host_bytes >= 2 * NUM_PARAMETERS + KV_BYTES * kv_on_host
+        assert figures.kv_copied_bytes == KV_BYTES * kv_on_host  # old rows in and new ones out
+
+
+def test_a_refusal_names_the_budget_with_the_cache_in_host_memory(decode: CapturedModel) -> None:
+    with pytest.raises(PlanInfeasibleError, match="^even with the KV cache in host memory, task"):
+        plan_captured(decode, budget_bytes=1, profile=PROFILE, split=False)
+    least = plan_captured(decode, budget_bytes=10**9, profile=PROFILE, split=False)
+    least_bytes = least.figures.min_budget_bytes
+    figures = plan_captured(decode, budget_bytes=least_bytes, profile=PROFILE, split=False).figures
+    assert figures.kv_on_host and figures.budget_bytes == figures.min_budget_bytes == least_bytes
+    with pytest.raises(PlanInfeasibleError) as caught:
+        plan_captured(decode, budget_bytes=least_bytes - 1, profile=PROFILE, split=False)
+    assert caught.value.min_budget_bytes == least_bytes
+
+
+def test_policies_that_stand_for_other_systems_keep_the_cache_on_the_device(
+    decode: CapturedModel,
+) -> None:
+    least = least_on_device(decode)
+    with pytest.raises(PlanInfeasibleError, match="^task "):
+        plan_captured(decode, budget_bytes=least - 1, profile=PROFILE, policy="zero")
+    figures = plan_captured(decode, budget_bytes=10**9, profile=PROFILE, policy="zero").figures
+    assert figures.min_budget_bytes >= decode.needs.min_budget_bytes
+
+
+def test_a_model_whose_layers_all_have_windows_has_one_form_only(tmp_path: Path) -> None:
+    path = small_model(tmp_path, model_type="mistral", sliding_window=4)
+    found = capture_model(str(path), phase="decode", batch=1, seq=SEQ, profile=PROFILE)
+    assert found.on_host is None
+    assert form_that_fits(found, budget_bytes=1, policy="finepage", split=True) is found
+
+
+# Copies, in the time and in the bounds.
+
+
+def test_a_step_brings_in_the_live_rows_of_each_layer_in_every_pass(decode: CapturedModel) -> None:
+    assert decode.on_host is not None
+    planned = plan_captured(decode.on_host, budget_bytes=10**9, profile=PROFILE, split=False)
+    figures, memgraph = planned.figures, planned.memgraph
+    reloads = [n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD]
+    assert all(memgraph.graph.is_handed(memgraph.graph.buffers[b]) for b in reloads if b)
+    assert figures.reloaded_bytes == figures.lower_bound_bytes == KV_BYTES - 2 * ROW
+    assert figures.lower_bound_ns >= figures.lower_bound_bytes  # 1 ns a byte
+    assert figures.predicted_ns >= figures.lower_bound_ns
+
+
+def test_a_prefill_waits_for_its_rows_to_be_written(prefill: CapturedModel) -> None:
+    assert prefill.on_host is not None
+    budget_bytes = prefill.needs.needed_budget_bytes
+    there = plan_captured(prefill, budget_bytes=budget_bytes, profile=PROFILE).figures
+    here = plan_captured(prefill.on_host, budget_bytes=budget_bytes, profile=PROFILE).figures
+    assert here.compute_ns > 2 * KV_BYTES > there.compute_ns  # 2 ns a byte
+    assert here.lower_bound_ns == 2 * KV_BYTES
+    assert here.reloaded_bytes == here.lower_bound_bytes == 0
+
+
+def test_weights_that_make_room_for_rows_are_in_the_bound(decode: CapturedModel) -> None:
+    assert decode.on_host is not None
+    budget_bytes = decode.on_host.needs.non_arena_bytes + NUM_PARAMETERS
+    for split in (True, False):
+        figures = plan_captured(
+            decode.on_host, budget_bytes=budget_bytes, profile=PROFILE, split=split
+        ).figures
+        rows = KV_BYTES - 2 * ROW
+        assert rows + NUM_PARAMETERS < figures.lower_bound_bytes <= figures.reloaded_bytes
+
+
+# Host memory.
+
+
+def test_host_memory_that_is_known_has_to_be_enough(decode: CapturedModel) -> None:
+    assert decode.on_host is not None
+    budget_bytes = least_on_device(decode) - 1
+    host_bytes = decode.on_host.host_bytes
+    assert host_bytes == 2 * NUM_PARAMETERS + KV_BYTES
+
+    def plan(host_memory_bytes: int) -> None:
+        plan_captured(
+            decode,
+            budget_bytes=budget_bytes,
+            profile=PROFILE,
+            split=False,
+            host_memory_bytes=host_memory_bytes,
+        )
+
+    plan(host_bytes)
+    with pytest.raises(PlanInfeasibleError, match=rf"need .* \({host_bytes} bytes\) of host memor"):
+        plan(host_bytes - 1)
+
+
+def test_a_cache_in_host_memory_has_room_to_grow(model: Path) -> None:
+    found = capture_model(str(model), phase="decode", batch=1, seq=65, profile=PROFILE)
+    assert found.on_host is not None
+    room = found.on_host.host_bytes - found.on_host.graph.weight_bytes
+    assert room * 65 == found.on_host.kv_bytes * 128
+
+
+@pytest.mark.parametrize("command", ["plan", "curve", "grid"])
+def test_host_memory_is_a_size(
+    command: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "--models" if command == "grid" else "--model"
+    arguments = [command, name, str(model), "--hardware", "t4", "--seq", "64"]
+    assert main([*arguments, "--host-memory", "plenty"]) == 2
+    assert "--host-memory: cannot read 'plenty' as a size" in capsys.readouterr().err
+    status = main([*arguments, "--host-memory", "1MiB"])
+    captured = capsys.readouterr()
+    assert "of host memory; --host-memory is 1048576 bytes" in captured.out + captured.err
+    assert status == (0 if command == "grid" else 2)
+
+
+# Both passes of a generation.
+
+
+def test_a_step_finds_the_cache_where_the_prefill_left_it(
+    model: Path, decode: CapturedModel, prefill: CapturedModel, tmp_path: Path
+) -> None:
+    """The budget has room for the step's cache on the device, and not for the prefill's."""
+    budget_bytes = least_on_device(prefill) - 1
+    assert least_on_device(decode) <= budget_bytes
+    planner = curve.Planner(
+        prefill=prefill, decode=decode, profile=PROFILE, policy="finepage", split=False
+    )
+    assert planner.point(budget_bytes).kv_on_host
+    assert planner.plan_decode(budget_bytes).figures.kv_on_host
+    assert not planner.point(budget_bytes + 1).kv_on_host
+    assert planner.points(2)[0].budget_bytes < budget_bytes
+
+    cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
+    cells = grid.Planner(
+        profiles={"t4": PROFILE}, budget=DeviceBudget.parse(budget_bytes), split=False
+    )
+    result = cells.plan(cell)
+    assert (result.runs, result.prefill_kv_on_host, result.decode_kv_on_host) == (True,) * 3
+    assert result.weight_bytes == 2 * NUM_PARAMETERS
+    assert result.kv_copied_bytes == KV_BYTES
+    table = grid.to_table({cell: result})
+    assert str(table.title).endswith("(h: the KV cache is in host memory)")
+    assert list(table.columns[4].cells)[0].endswith(" h")
+
+
+def test_the_commands_say_where_the_cache_is(
+    model: Path, decode: CapturedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = card(tmp_path)
+    arguments = ["--model", str(model), "--hardware", str(path), "--batch", str(BATCH)]
+    arguments += ["--seq", str(SEQ), "--no-split"]
+    assert main(["plan", *arguments, "--device-budget", str(least_on_device(decode) - 1)]) == 0
+    assert "1.00 MiB in host memory" in capsys.readouterr().out
+    assert main(["curve", *arguments, "--points", "2", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["kv_on_host"] for point in points] == [True, False]
