@@ -141,6 +141,38 @@ class Recorder(TorchDispatchMode):
             raise CaptureError("an op returned a tensor whose storage no op made")
         return self._view_id(tensor, buffer)
 
+    def outputs_of(
+        self, name: str, returned: Sequence[Any], args: Sequence[Any]
+    ) -> tuple[GraphOutput, ...]:
+        """Describe the values that a graph returns.
+
+        Args:
+            name: Of the graph, for messages.
+            returned: The values.
+            args: The graph's arguments.
+
+        Raises:
+            CaptureError: A value is a view of a weight.
+        """
+        positions = {id(arg): i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        outputs: list[GraphOutput] = []
+        num_host = 0
+        for value in returned:
+            if value is None:
+                outputs.append(GraphOutput())
+            elif id(value) in positions:
+                outputs.append(GraphOutput(position=positions[id(value)]))
+            elif isinstance(value, torch.Tensor):
+                tensor = self.tensor_id(value)
+                draft = self.buffers[self.tensors[tensor].buffer]
+                if draft.kind is BufferKind.WEIGHT:
+                    raise CaptureError(f"{name} returns a view of weight {draft.name}")
+                outputs.append(GraphOutput(tensor=tensor))
+            else:
+                outputs.append(GraphOutput(host=num_host))
+                num_host += 1
+        return tuple(outputs)
+
     def _view_id(self, tensor: torch.Tensor, buffer: int) -> int:
         if tensor.is_conj() or tensor.is_neg():
             raise CaptureError("a tensor is conjugated or negated only when it is read")

@@ -10,14 +10,14 @@ RESIDENCY = "unit/execution/test_executor_residency.py"
 RUNNING = (
     mutant(
         "a-size-next-to-the-largest-goes-its-own-way",
-        "capture/lengths.py",
+        "capture/recording.py",
         "if largest - value <= NEAR",
         "if largest - value < NEAR",
         "unit/capture/test_lengths.py",
     ),
     mutant(
         "one-guard-is-enough",
-        "capture/lengths.py",
+        "capture/recording.py",
         "holds = all(guard",
         "holds = any(guard",
         "unit/capture/test_lengths.py",

@@ -11,13 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ds_finepage.capture.lengths import (
-    Evaluator,
-    SymbolicSizes,
-    evaluate,
-    upper_end,
-    with_known_shapes,
-)
+from ds_finepage.capture.lengths import Evaluator, evaluate, with_known_shapes
+from ds_finepage.capture.recording import SymbolicSizes, upper_end
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Length, TaskGraph, TensorView
 
