@@ -25,8 +25,8 @@ RUNNING = (
     mutant(
         "a-change-in-place-reads-nothing",
         "capture/recorder.py",
-        "reads = {self._buffer_of(t) for t in tensors} | written",
-        "reads = {self._buffer_of(t) for t in tensors} - written",
+        "reads = {self._buffer_of(t) for t in given} | written",
+        "reads = {self._buffer_of(t) for t in given} - written",
         "unit/capture/test_recorder.py",
     ),
     mutant(

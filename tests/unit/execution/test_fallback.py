@@ -19,8 +19,8 @@ from torch.fx import GraphModule, symbolic_trace
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import fallback
 from ds_finepage.execution.fallback import RunningCall, hook_modules, run_unplanned
-from ds_finepage.execution.masters import weights_of_module
 from ds_finepage.execution.stores import WeightTable
+from tests.unit.execution.parameters import weights_of_module
 
 CPU = torch.device("cpu")
 
