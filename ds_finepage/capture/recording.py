@@ -130,11 +130,10 @@ class Recording:
     recorder: Recorder
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
-    sizes: SymbolicSizes | None
+    sizes: SymbolicSizes
 
     def values_of(self, args: Sequence[Any]) -> dict[str, int]:
         """Return what a call passes for the symbols."""
-        assert self.sizes is not None
         return {name: args[position] for name, position in self.sizes.positions.items()}
 
     @cached_property
@@ -153,11 +152,10 @@ class Recording:
 
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether the recording is that of a call with these sizes too."""
-        return self.sizes is not None and self.sizes.admits(values)
+        return self.sizes.admits(values)
 
     def at(self, values: Mapping[str, int]) -> TaskGraph:
         """Return the taskgraph with buffers as large as these sizes need them."""
-        positions = {} if self.sizes is None else self.sizes.positions
         found = finish(
             self.recorder,
             self.name,
@@ -165,7 +163,7 @@ class Recording:
             self.outputs,
             versions(),
             values=values,
-            symbols=tuple(positions.items()),
+            symbols=tuple(self.sizes.positions.items()),
         )
         _require_ops_of_eager(found)
         return found
@@ -185,7 +183,7 @@ def record(
         CaptureError: The graph cannot be written down as a taskgraph: a size or a branch
             depends on data, a weight is changed or returned.
     """
-    return _record(graph, args, None, strides_of).at({})
+    return _record(graph, args, SymbolicSizes((), ()), strides_of).at({})
 
 
 def record_range(
@@ -219,14 +217,11 @@ def record_range(
 def _record(
     graph: DynamoGraph,
     args: Sequence[Any],
-    sizes: SymbolicSizes | None,
+    sizes: SymbolicSizes,
     strides_of: StridesOf | None,
 ) -> Recording:
-    values = {} if sizes is None else sizes.values
-    recorder = Recorder(None if strides_of is None else LayoutFixer(strides_of, values))
-    mode = FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=None if sizes is None else sizes.env
-    )
+    recorder = Recorder(None if strides_of is None else LayoutFixer(strides_of, sizes.values))
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
     with torch.inference_mode(False), torch.no_grad(), mode:
         labeller = _Labeller(graph.module, recorder)
         fakes, inputs = _fake_args(graph, args, recorder, sizes)
@@ -244,22 +239,21 @@ def _record(
 
 
 def _fake_args(
-    graph: DynamoGraph, args: Sequence[Any], recorder: Recorder, sizes: SymbolicSizes | None
+    graph: DynamoGraph, args: Sequence[Any], recorder: Recorder, sizes: SymbolicSizes
 ) -> tuple[list[Any], tuple[GraphInput, ...]]:
     fakes: list[Any] = []
     inputs = []
     for position, arg in enumerate(args):
         example = graph.placeholders[position].meta.get("example_value")
         if not isinstance(arg, torch.Tensor):
-            varies = sizes is not None and isinstance(example, torch.SymInt)
-            fakes.append(sizes.of(example) if sizes is not None and varies else arg)
+            fakes.append(sizes.of(example) if sizes and isinstance(example, torch.SymInt) else arg)
             continue
         if arg.layout is not torch.strided:
             raise CaptureError(f"{graph.name}: argument {position} is {arg.layout}")
         require_plain(arg)
         shape, stride = tuple(arg.shape), arg.stride()
         varies = False
-        if sizes is not None and isinstance(example, torch.Tensor):
+        if sizes and isinstance(example, torch.Tensor):
             shape, stride = sizes.all(example.shape), sizes.all(example.stride())
             varies = any(isinstance(n, torch.SymInt) for n in (*shape, *stride))
         fake = torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device)

@@ -13,14 +13,14 @@ RUNNING = (
         "capture/recording.py",
         "if largest - value <= NEAR",
         "if largest - value < NEAR",
-        "unit/capture/test_lengths.py",
+        "unit/capture/test_recording.py",
     ),
     mutant(
         "one-guard-is-enough",
         "capture/recording.py",
         "holds = all(guard",
         "holds = any(guard",
-        "unit/capture/test_lengths.py",
+        "unit/capture/test_recording.py",
     ),
     mutant(
         "a-change-in-place-reads-nothing",

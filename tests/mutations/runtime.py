@@ -93,6 +93,13 @@ RUNTIME = (
         TABLE,
     ),
     mutant(
+        "integers-without-a-symbol-share-a-bucket",
+        "capture/dynamo_graph.py",
+        "i for i in self.key_positions if not isinstance(examples[i], torch.SymInt)",
+        "i for i in self.key_positions if False",
+        "unit/capture/test_dynamo_graph.py",
+    ),
+    mutant(
         "a-graph-of-one-size-is-recorded-for-many-again",
         "capture/recording.py",
         "            self._is_of_one_size = True\n",

@@ -216,7 +216,7 @@ def numbers() -> GraphModule:
 def test_numbers_are_followed_through_other_numbers() -> None:
     args = (rows(3), 10, 20, 5)
     graph = DynamoGraph(numbers(), args, {}, "sketch")
-    assert graph.key_positions == (2, 3)
+    assert graph.key_positions == graph.fixed_positions == (2, 3)
     assert key_of(graph, args) == (20, 5)
 
 
