@@ -60,10 +60,11 @@ def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Co
     if theirs is None or theirs.arena_bytes != arena_bytes:
         found.forget_alternating()  # its next plan may differ
         theirs = None
+    residents = () if theirs is None else residents_of(theirs)
     graph = graph_to_plan(found.graph, arena_bytes, planning)
     path = None
     # The files know neither cut graphs nor plans that depend on another plan.
-    if settings.plan_dir is not None and not planning.cuts_weights and theirs is None:
+    if settings.plan_dir is not None and not planning.cuts_weights and not residents:
         name = f"{fingerprint(graph)[:16]}-{planning.policy}-{arena_bytes}-{planning.alignment}"
         path = settings.plan_dir / f"{name}.json"
     if path is not None and path.exists():
@@ -75,7 +76,6 @@ def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Co
         except (ConfigError, InvalidPlanError) as error:
             reason = str(error)
         logger.warning("%s cannot be used, and is replaced: %s", path, reason)
-    residents = () if theirs is None else residents_of(theirs)
     planned = plan_checked(graph, arena_bytes, planning, residents)
     counters.num_plans += 1
     if path is not None and planned.memgraph.graph is graph:

@@ -66,7 +66,7 @@ RUNTIME = (
     mutant(
         "a-plan-that-depends-on-another-is-kept",
         "runtime/plan_cache.py",
-        "and not planning.cuts_weights and theirs is None:",
+        "and not planning.cuts_weights and not residents:",
         "and not planning.cuts_weights:",
         PLANS,
     ),
@@ -371,8 +371,8 @@ RUNTIME = (
     mutant(
         "exact-sizes-are-not-tried",
         "runtime/plan_runner.py",
-        "                if executor is None:\n                    continue\n",
-        "                assert executor is not None\n",
+        "                    continue  # the exact sizes may still have room",
+        "                    break",
         RUNNER,
         is_named=True,
     ),
