@@ -38,10 +38,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PARTS = {
     "Dynamo": ("torch/_dynamo/convert_frame.py", "_compile"),
-    "recording": ("ds_finepage/capture/dynamo_graph.py", "_record"),
+    "recording": ("ds_finepage/capture/recording.py", "_record"),
     "measuring": ("ds_finepage/execution/measure.py", "_measure"),
-    "planning and checking": ("ds_finepage/runtime/handle.py", "_plan"),
-    "building executors": ("ds_finepage/runtime/handle.py", "_built"),
+    "planning and checking": ("ds_finepage/runtime/plan_cache.py", "plan_pass"),
+    "building executors": ("ds_finepage/runtime/device_memory.py", "bind"),
 }
 """The function whose time is that of a part; ``--parts`` profiles, which slows all down."""
 

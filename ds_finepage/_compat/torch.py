@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -85,7 +85,6 @@ __all__ = [
     "skip_code",
     "sympy_interp",
     "trace_rules",
-    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",

@@ -37,9 +37,9 @@ from ds_finepage._compat.torch import (
     FakeTensorMode,
     _pop_mode_temporarily,
 )
-from ds_finepage.capture.dynamo_graph import versions
 from ds_finepage.capture.models import positions_of
 from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.capture.recording import versions
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 

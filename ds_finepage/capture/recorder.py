@@ -23,7 +23,7 @@ from ds_finepage._compat.torch import (
     TorchDispatchMode,
     _disable_current_modes,
     has_free_unbacked_symbols,
-    tree_flatten,
+    tree_leaves,
 )
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
 from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
@@ -120,13 +120,17 @@ class Recorder(TorchDispatchMode):
         self._open_calls.pop().end = len(self.tasks)
         self.label = self._open_calls[-1].name if self._open_calls else ""
 
-    def add_buffer(self, tensor: torch.Tensor, kind: BufferKind, nbytes: Size, name: str) -> int:
-        """Register a storage that exists before the first op."""
-        return self._new_buffer(tensor, kind, nbytes, name)
-
-    def _new_buffer(
+    def add_buffer(
         self, tensor: torch.Tensor, kind: BufferKind, nbytes: Size, name: str = ""
     ) -> int:
+        """Register the storage of a tensor; return its buffer.
+
+        Args:
+            tensor: Any tensor on the storage.
+            kind: The contents of the storage, and its owner.
+            nbytes: Its size.
+            name: Of a weight or an argument.
+        """
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = len(self.buffers)
         self.buffers.append(_BufferDraft(storage, kind, nbytes, name))
@@ -140,6 +144,38 @@ class Recorder(TorchDispatchMode):
         if buffer is None:
             raise CaptureError("an op returned a tensor whose storage no op made")
         return self._view_id(tensor, buffer)
+
+    def outputs_of(
+        self, name: str, returned: Sequence[Any], args: Sequence[Any]
+    ) -> tuple[GraphOutput, ...]:
+        """Describe the values that a graph returns.
+
+        Args:
+            name: Of the graph, for messages.
+            returned: The values.
+            args: The graph's arguments.
+
+        Raises:
+            CaptureError: A value is a view of a weight.
+        """
+        positions = {id(arg): i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        outputs: list[GraphOutput] = []
+        num_host = 0
+        for value in returned:
+            if value is None:
+                outputs.append(GraphOutput())
+            elif id(value) in positions:
+                outputs.append(GraphOutput(position=positions[id(value)]))
+            elif isinstance(value, torch.Tensor):
+                tensor = self.tensor_id(value)
+                draft = self.buffers[self.tensors[tensor].buffer]
+                if draft.kind is BufferKind.WEIGHT:
+                    raise CaptureError(f"{name} returns a view of weight {draft.name}")
+                outputs.append(GraphOutput(tensor=tensor))
+            else:
+                outputs.append(GraphOutput(host=num_host))
+                num_host += 1
+        return tuple(outputs)
 
     def _view_id(self, tensor: torch.Tensor, buffer: int) -> int:
         if tensor.is_conj() or tensor.is_neg():
@@ -166,7 +202,7 @@ class Recorder(TorchDispatchMode):
                     f"the graph holds a constant of {nbytes} bytes; at most {MAX_CONSTANT_BYTES} "
                     f"can be lifted. Register it as a module buffer."
                 )
-            buffer = self._new_buffer(tensor, BufferKind.CONSTANT, nbytes)
+            buffer = self.add_buffer(tensor, BufferKind.CONSTANT, nbytes)
             with _disable_current_modes():
                 flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage().cpu())
                 self.buffers[buffer].payload = flat.numpy().tobytes()
@@ -198,15 +234,13 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._fix_layout is not None:
             result = self._fix_layout(func, args, kwargs, result)
-        flat_args, _ = tree_flatten((args, kwargs))
-        flat_results = result if isinstance(result, (tuple, list)) else (result,)
-        if not any(isinstance(r, torch.Tensor) for r in tree_flatten(result)[0]):
-            if not func._schema.is_mutable:
-                return result  # a query such as sym_size
+        flat_args, flat_results = tree_leaves((args, kwargs)), tree_leaves(result)
+        if not func._schema.is_mutable and not _tensors(flat_results):
+            return result  # a query such as sym_size
         if str(func) == TO_DEVICE:
             self._hand_over(args[0], result)
         else:
-            self._record(func, args, kwargs, flat_args, list(flat_results))
+            self._record(func, args, kwargs, _tensors(flat_args), flat_results)
         return result
 
     def _hand_over(self, rows: torch.Tensor, result: torch.Tensor) -> None:
@@ -217,47 +251,39 @@ class Recorder(TorchDispatchMode):
             raise CaptureError("only what the caller brings in host memory can be brought in")
         draft.kind = BufferKind.HOST
         nbytes = size_of(result.untyped_storage().nbytes())
-        buffer = self._new_buffer(result, BufferKind.WEIGHT, nbytes, f"{draft.name} on the device")
+        buffer = self.add_buffer(result, BufferKind.WEIGHT, nbytes, f"{draft.name} on the device")
         self.buffers[buffer].handed = given
 
     def _record(
-        self, func: Any, args: Any, kwargs: Any, flat_args: list[Any], results: list[Any]
+        self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[Any]
     ) -> None:
-        for value in flat_args:
-            if isinstance(value, torch.Tensor):
-                self.tensor_id(value)
+        for tensor in given:
+            self.tensor_id(tensor)
         mutated = [
             value
             for argument, value in _named_arguments(func, args, kwargs)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        written = {
-            self._buffer_of(t) for t in tree_flatten(mutated)[0] if isinstance(t, torch.Tensor)
-        }
+        written = {self._buffer_of(t) for t in _tensors(tree_leaves(mutated))}
         fresh = set()
-        flat_results: list[Any] = []
-        for value in results:
-            flat_results.extend(value if isinstance(value, (list, tuple)) else [value])
-        for value in flat_results:
-            if not isinstance(value, torch.Tensor):
-                continue
+        for value in _tensors(results):
             if not isinstance(value, FakeTensor):
                 self._constant(value)  # lift_fresh of a literal and the like
             elif value.untyped_storage()._cdata not in self._storages:
                 nbytes = value.untyped_storage().nbytes()
                 kind = BufferKind.HOST if str(func) == TO_HOST else BufferKind.ACTIVATION
-                fresh.add(self._new_buffer(value, kind, size_of(nbytes)))
+                fresh.add(self.add_buffer(value, kind, size_of(nbytes)))
         if not written and not fresh:
             return  # a view
-        self._add_task(func, args, kwargs, flat_args, flat_results, written, fresh)
+        self._add_task(func, args, kwargs, given, results, written, fresh)
 
     def _add_task(
         self,
         func: Any,
         args: Any,
         kwargs: Any,
-        flat_args: list[Any],
-        flat_results: list[Any],
+        given: list[torch.Tensor],
+        results: list[Any],
         written: set[int],
         fresh: set[int],
     ) -> None:
@@ -268,10 +294,8 @@ class Recorder(TorchDispatchMode):
                     f"{self.buffers[buffer].name or buffer}"
                 )
             self.buffers[buffer].is_written = True
-        tensors = [a for a in flat_args if isinstance(a, torch.Tensor)]
         # An op that changes a buffer in place may leave part of it as it was, so it reads it too.
-        reads = {self._buffer_of(t) for t in tensors} | written
-        made = [r for r in flat_results if isinstance(r, torch.Tensor)]
+        reads = {self._buffer_of(t) for t in given} | written
         count = FLOP_COUNTS.get(str(func.overloadpacket))
         self.tasks.append(
             _TaskDraft(
@@ -280,17 +304,23 @@ class Recorder(TorchDispatchMode):
                 args=self._encode(args),
                 kwargs=tuple((k, self._encode(v)) for k, v in kwargs.items()),
                 results=tuple(
-                    self.tensor_id(r) if isinstance(r, torch.Tensor) else None for r in flat_results
+                    self.tensor_id(r) if isinstance(r, torch.Tensor) else None for r in results
                 ),
                 reads=reads,
                 writes=written | fresh,
-                flops=size_of(count(*args, **kwargs, out_val=_one(flat_results))) if count else 0,
-                moved_bytes=size_of(moved_bytes(str(func.overloadpacket), tensors, made)),
+                flops=size_of(count(*args, **kwargs, out_val=_one(results))) if count else 0,
+                moved_bytes=size_of(
+                    moved_bytes(str(func.overloadpacket), given, _tensors(results))
+                ),
             )
         )
 
     def _buffer_of(self, tensor: torch.Tensor) -> int:
         return self.tensors[self.tensor_id(tensor)].buffer
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _one(values: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -150,6 +150,31 @@ def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable
     """Run a torch-level graph without a plan; see [Note: the fallback]."""
     with torch.no_grad():
         return _FetchingInterpreter(module, weights).run(*args)
+
+
+def run_resident(
+    module: GraphModule,
+    args: Sequence[Any],
+    weights: Mapping[int, tuple[torch.Tensor, str]],
+    on_device: Mapping[str, torch.Tensor],
+) -> Any:
+    """Let PyTorch run a torch-level graph, with every weight on the device.
+
+    Args:
+        module: The graph.
+        args: The arguments of the call.
+        weights: Call position -> (parameter, name).
+        on_device: Weight name -> the tensor that takes the place of the parameter.
+    """
+    found = list(args)
+    for position, (parameter, name) in weights.items():
+        weight = on_device[name]
+        if weight.requires_grad != parameter.requires_grad:
+            # Products with weights that ask for gradients have other last bits.
+            weight.requires_grad_(parameter.requires_grad)
+        found[position] = weight
+    with torch.no_grad():
+        return module(*found)
 
 
 def is_traced() -> bool:

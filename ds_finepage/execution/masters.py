@@ -88,11 +88,6 @@ def weights_of(named: Mapping[str, torch.nn.Parameter], device: torch.device) ->
     return [_plain_weight(name, parameter, device) for name, parameter in named.items()]
 
 
-def weights_of_module(module: torch.nn.Module, device: torch.device) -> list[HostWeight]:
-    """Make masters of a module's parameters; see :func:`weights_of`."""
-    return weights_of(dict(module.named_parameters()), device)
-
-
 def refuse_watched(name: str, parameter: torch.Tensor) -> None:
     """Refuse a parameter of an attached model.
 

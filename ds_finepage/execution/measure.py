@@ -198,11 +198,10 @@ class OpMeter:
         self._table.save()
 
     def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
-        if not self._is_modest:
-            return _unmeasured(graph, task)
         estimate = _unmeasured(graph, task)
-        is_in_place = has_out_form(task) and not is_random(task)
-        return dataclasses.replace(estimate, workspace_bytes=0) if is_in_place else estimate
+        if self._is_modest and has_out_form(task) and not is_random(task):
+            return dataclasses.replace(estimate, workspace_bytes=0)
+        return estimate
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Ops that draw random numbers must not draw them from the program's own sequence.
@@ -316,9 +315,7 @@ def _check(trial: Trial, wanted: list[torch.Tensor]) -> None:
 
 def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
     """Tell whether there is room for the scratch tensors of a task."""
-    if room_bytes is None:
-        return True
-    return scratch_bytes(graph, task) <= room_bytes
+    return room_bytes is None or scratch_bytes(graph, task) <= room_bytes
 
 
 def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:

@@ -17,6 +17,7 @@ from ds_finepage._compat.torch import TensorBase
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.masters import HostWeight, device_view, rehome
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
+from ds_finepage.units import align_up
 
 BLOCK_ALIGNMENT = 512
 
@@ -135,7 +136,7 @@ class WeightTable:
     @property
     def block_bytes(self) -> int:
         """Bytes of all weights on the device at once, as :meth:`load_all` places them."""
-        return sum(-(-w.master.numel() // BLOCK_ALIGNMENT) for w in self._weights) * BLOCK_ALIGNMENT
+        return sum(align_up(w.master.numel(), BLOCK_ALIGNMENT) for w in self._weights)
 
     def __contains__(self, parameter: object) -> bool:
         """Tell whether a parameter is one of ours."""
@@ -302,7 +303,7 @@ class WeightTable:
                 flat = part.view(weight.dtype)
                 whole = flat.as_strided(weight.shape, weight.stride, flat.storage_offset())
                 found[weight.name] = whole.detach()
-                end += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+                end += align_up(nbytes, BLOCK_ALIGNMENT)
         self.on_device = found
 
     def reload(self, names: Iterable[str]) -> None:

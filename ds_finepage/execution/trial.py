@@ -23,8 +23,10 @@ from ds_finepage.execution.ops import (
     is_random,
     plain_call,
 )
+from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.routes import groups_of
-from ds_finepage.graph.taskgraph import Ref, Task, TaskGraph
+from ds_finepage.graph.taskgraph import Task, TaskGraph
+from ds_finepage.units import align_up
 
 GUARD_BYTES = 512
 """Guard bytes between two buffers, and what buffers are aligned to, as on every device."""
@@ -243,22 +245,12 @@ def reach(graph: TaskGraph, task: Task, buffer: int) -> int:
 
 def tensor_ids(task: Task) -> list[int]:
     """List the tensors among a task's results and arguments."""
-    found: list[int] = [r for r in task.results if r is not None]
-
-    def collect(value: Any) -> None:
-        if isinstance(value, Ref):
-            found.append(value.tensor)
-        elif isinstance(value, tuple):
-            for item in value:
-                collect(item)
-
-    collect(task.args)
-    collect(task.kwargs)
-    return found
+    given = (ref.tensor for ref in refs((task.args, task.kwargs)))
+    return [*(r for r in task.results if r is not None), *given]
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // GUARD_BYTES) * GUARD_BYTES + GUARD_BYTES
+    return align_up(nbytes, GUARD_BYTES) + GUARD_BYTES
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:

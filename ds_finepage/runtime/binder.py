@@ -39,20 +39,13 @@ class Binder:
         self._counters = counters
         self._hooks = hooks
         self._shared_arena_bytes: int | None = None  # only ever shrinks
-        self._last: Pass | None = None
 
     def reset_arena(self) -> None:
         """Choose the shared arena size again."""
         self._shared_arena_bytes = None
 
-    def reset(self) -> None:
-        """Forget the shared arena size, and the pass that ran last."""
-        self._shared_arena_bytes = self._last = None
-
-    def bind_next(
-        self, found: Pass, args: Sequence[Any], settings: RunSettings
-    ) -> BoundPass | None:
-        """Bind the pass that runs next, and prepare it for the sizes of a call.
+    def bind_for(self, found: Pass, args: Sequence[Any], settings: RunSettings) -> BoundPass | None:
+        """Bind a pass, and prepare it for the sizes of a call.
 
         Args:
             found: The pass.
@@ -66,8 +59,6 @@ class Binder:
         Raises:
             PlanInfeasibleError: The pass does not fit in the budget.
         """
-        found.follow(self._last, may_adapt=settings.is_cyclic)
-        self._last = found
         try:
             executor = self.bind(found, settings)
         except PlanInfeasibleError:
@@ -88,20 +79,18 @@ class Binder:
         """
         if found.executor is not None:
             return found.executor
-        arena_bytes = self._arena_bytes(found, settings)
-        while found.memgraph is None or found.memgraph.arena_bytes != arena_bytes:
-            found.set_plan(plan_pass(found, arena_bytes, settings, self._counters))
-            self._count_workspace(found, settings)
+        while True:
             arena_bytes = self._arena_bytes(found, settings)
+            if found.memgraph is not None and found.memgraph.arena_bytes == arena_bytes:
+                break
+            planned = plan_pass(found, arena_bytes, settings, self._counters)
+            found.set_plan(planned)
+            if planned.memgraph.graph is not found.graph:
+                # The plan rewrote tasks; it is dropped where one needs more room.
+                measured = self._table.measured(planned.memgraph.graph, settings)
+                found.count_rewritten_workspace(measured.workspace_bytes)
         in_place = self._table.maker.meter.in_place(found.memgraph.graph)
         return self._memory.bind(found, in_place, self._hooks)
-
-    def _count_workspace(self, found: Pass, settings: RunSettings) -> None:
-        """Measure the tasks that the plan rewrote; drop the plan where one needs more room."""
-        assert found.memgraph is not None
-        if found.memgraph.graph is not found.graph:
-            measured = self._table.measured(found.memgraph.graph, settings)
-            found.count_rewritten_workspace(measured.workspace_bytes)
 
     def _arena_bytes(self, found: Pass, settings: RunSettings) -> int:
         """Return the size of the arena that a pass runs in.

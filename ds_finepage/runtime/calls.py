@@ -18,7 +18,6 @@ from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges,
 from ds_finepage.integrations.transformers.preflight import Preflight
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.captured_call import CapturedCall
-from ds_finepage.runtime.pass_maker import GraphCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.rehearsal import RehearsalError, Rehearser
 
@@ -64,7 +63,7 @@ class CallTaker:
         self._take = take
         self._around_call = around_call
         self._num_graphs = 0
-        self._graphs: dict[Any, tuple[int, DynamoGraph]] = {}
+        self._graphs: dict[Any, DynamoGraph] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
         self._rehearser = Rehearser(module, weights, runner)
         self.generation: Callable[[], AbstractContextManager[None]] = runner.kv_offload.generation
@@ -129,12 +128,12 @@ class CallTaker:
         self.num_graph_runs += 1
         chosen = (id(module), *(id(args[i]) for i in positions))
         if chosen not in self._graphs:
-            index, self._num_graphs = self._num_graphs, self._num_graphs + 1
-            graph = DynamoGraph(module, args, self._weights.names, f"graph {index}")
-            self._graphs[chosen] = index, graph
+            name = f"graph {self._num_graphs}"
+            self._graphs[chosen] = DynamoGraph(module, args, self._weights.names, name)
+            self._num_graphs += 1
         rehearsal = self._rehearser.current
         runner = self._runner if rehearsal is None else rehearsal.runner
-        return runner.run(GraphCall(*self._graphs[chosen], args))
+        return runner.run(self._graphs[chosen], args)
 
     def run_unplanned(self, module: torch.nn.Module) -> None:
         """Prepare for a module that is called outside any graph.

@@ -154,15 +154,11 @@ class ModuleTree:
         known = set(map(id, self._modules))
         if any(id(m) not in known for m in self._module.modules()):
             return True
-        if any(p not in self._weights for p in self._module.parameters() if is_parameter(p)):
+        parameters = (p for p in self._module.parameters() if isinstance(p, torch.nn.Parameter))
+        if any(p not in self._weights for p in parameters):
             return True
         self.see()
         return False
-
-
-def is_parameter(value: Any) -> bool:
-    """Tell whether a value is a parameter, not a tensor in its place."""
-    return isinstance(value, torch.nn.Parameter)
 
 
 def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:

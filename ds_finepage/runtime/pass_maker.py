@@ -1,14 +1,10 @@
-"""From a call of one of Dynamo's graphs to a sized pass: record, measure, add up."""
+"""From a recorded taskgraph to a sized pass: measure, add up."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-from ds_finepage.capture.dynamo_graph import DynamoGraph, Recording
-from ds_finepage.errors import CaptureError
+from ds_finepage.capture.layouts import StridesOf
 from ds_finepage.execution.layouts import LayoutProbe
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import free_profiler
@@ -19,30 +15,9 @@ from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.units import align_up
 
-logger = logging.getLogger(__name__)
-
 UNPLANNED_FACTOR = 2
 """Activations under PyTorch's allocator take at most this many times their largest live sum.
 PyTorch frees what a composite op made when the op returns; a plan frees it after its last use."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraphCall:
-    """One call of one of Dynamo's graphs.
-
-    Attributes:
-        index: Number of the graph.
-        graph: The graph.
-        args: Its arguments, as Dynamo passes them.
-    """
-
-    index: int
-    graph: DynamoGraph
-    args: Sequence[Any]
-
-    def key(self) -> tuple[Any, ...]:
-        """Return what selects the pass of exactly this shape."""
-        return self.index, self.graph.key_of(self.args)
 
 
 class PassMaker:
@@ -70,7 +45,7 @@ class PassMaker:
         self.most_resident_bytes = 0
         self._free_device = free_device
         self._settings: RunSettings | None = None  # of the call that is being captured
-        self._strides_of = LayoutProbe(make_room=self._scratch_bytes)
+        self._probe = LayoutProbe(make_room=self._scratch_bytes)
 
     def forget(self, model_bytes: int) -> None:
         """Forget the passes so far; the measured ops stay known."""
@@ -83,28 +58,10 @@ class PassMaker:
         self._free_device()
         return self._settings.budget_bytes - self.meter.library_bytes
 
-    def record_range(self, call: GraphCall, settings: RunSettings) -> Recording | None:
-        """Record a call for a range of sizes; None where the graph allows one size only.
-
-        Args:
-            call: The call.
-            settings: The settings of now.
-        """
+    def strides_of(self, settings: RunSettings) -> StridesOf:
+        """Return the probe of layouts for a capture under these settings."""
         self._settings = settings
-        try:
-            return call.graph.record_lengths(call.args, strides_of=self._strides_of)
-        except CaptureError as error:
-            logger.info("each size of %s is captured by itself: %s", call.graph.name, error)
-            return None
-
-    def record(self, call: GraphCall, settings: RunSettings) -> TaskGraph:
-        """Record a call for exactly its sizes.
-
-        Raises:
-            CaptureError: The graph cannot be planned.
-        """
-        self._settings = settings
-        return call.graph.record(call.args, strides_of=self._strides_of)
+        return self._probe
 
     def require_room(self, graph: TaskGraph, settings: RunSettings) -> None:
         """Refuse a taskgraph for which no plan has room in the budget.
@@ -115,15 +72,17 @@ class PassMaker:
         self._needs(graph, settings).require_room(settings.budget_bytes)
 
     def size(self, graph: TaskGraph, settings: RunSettings) -> Pass:
-        """Add up the needs of a measured taskgraph.
+        """Measure a taskgraph, and add up its needs.
 
         Args:
-            graph: The taskgraph, from :meth:`measured`.
+            graph: The taskgraph.
             settings: The settings of now.
 
         Raises:
+            CaptureError: An op writes where its schema does not say it would.
             PlanInfeasibleError: Some task needs more than the budget, and plans cannot cut it.
         """
+        graph = self.measured(graph, settings)
         needs = self._needs(graph, settings)
         if not settings.planning.cuts_weights:  # a cut may still make room
             needs.require_room(settings.budget_bytes)
@@ -136,24 +95,22 @@ class PassMaker:
         self.most_resident_bytes = max(self.most_resident_bytes, resident)
         return Pass(graph, needs, resident_bytes=resident)
 
-    def measured(self, graph: TaskGraph, settings: RunSettings) -> tuple[TaskGraph, int]:
-        """Measure the ops of a taskgraph that were not measured yet.
+    def measured(self, graph: TaskGraph, settings: RunSettings) -> TaskGraph:
+        """Return a taskgraph with the costs of its ops, measured where they are not known.
 
-        Returns:
-            The taskgraph with the costs of its ops, and the device bytes that libraries took for
-            good meanwhile.
+        Args:
+            graph: The taskgraph.
+            settings: The settings of now.
         """
-        before = self.meter.library_bytes
-        non_arena = non_arena_bytes(graph, settings.planning.alignment) + before
+        non_arena = non_arena_bytes(graph, settings.planning.alignment) + self.meter.library_bytes
         outputs = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.OUTPUT)
         # Outputs do not exist yet while the ops are measured.
         room_bytes = settings.budget_bytes - non_arena + outputs
         if self.meter.knows_all(graph, room_bytes=room_bytes):
-            return self.meter.with_costs(graph, room_bytes=room_bytes), 0
+            return self.meter.with_costs(graph, room_bytes=room_bytes)
         self._free_device()
         with free_profiler():
-            found = self.meter.with_costs(graph, room_bytes=room_bytes)
-        return found, self.meter.library_bytes - before
+            return self.meter.with_costs(graph, room_bytes=room_bytes)
 
     def _needs(self, graph: TaskGraph, settings: RunSettings) -> Needs:
         return needs_of(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -94,7 +95,8 @@ class Pass:
 
     def add_non_arena_bytes(self, nbytes: int) -> None:
         """Count device bytes outside the arena that were not known before."""
-        self.needs = self.needs.with_more(nbytes)
+        non_arena_bytes = self.needs.non_arena_bytes + nbytes
+        self.needs = replace(self.needs, non_arena_bytes=non_arena_bytes)
 
     def count_rewritten_workspace(self, workspace_bytes: int) -> bool:
         """Count the workspace of a plan's rewritten tasks.
@@ -109,8 +111,8 @@ class Pass:
         if more <= 0:
             return False
         self._rewrite_workspace_bytes += more
-        self.add_non_arena_bytes(more)
         self.invalidate_plan("its rewritten tasks need more workspace")
+        self.add_non_arena_bytes(more)
         return True
 
     def has_room(self, live_bytes: int, budget_bytes: int) -> bool:
@@ -144,6 +146,16 @@ class Pass:
         self.resident_bytes += more
         self.add_non_arena_bytes(more)
         self.invalidate_plan("it leaves other room for live tensors")
+
+    def may_be_resident(self, most_resident_bytes: int, budget_bytes: int) -> bool:
+        """Tell whether the whole model may stay on the device.
+
+        Args:
+            most_resident_bytes: The largest ``resident_bytes`` of any pass. If only some passes
+                had room, the weights would come and go between passes.
+            budget_bytes: The limit on all device bytes.
+        """
+        return max(self.resident_bytes, most_resident_bytes) <= budget_bytes
 
     # The order of passes.
 

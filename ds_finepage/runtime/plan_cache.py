@@ -8,10 +8,9 @@ from pathlib import Path
 
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import ConfigError, InvalidPlanError
-from ds_finepage.graph.codec import fingerprint, load_memgraph, save
-from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage.stacking import SharedResident, residents_of
+from ds_finepage.files import write_file
+from ds_finepage.graph.codec import dumps, fingerprint, load_memgraph
+from ds_finepage.planning.finepage.stacking import residents_of
 from ds_finepage.planning.pipeline import Planned, graph_to_plan, plan_checked
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
@@ -57,56 +56,32 @@ def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Co
         InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
     planning = settings.planning
-    residents = _residents_to_leave(found, arena_bytes)
+    theirs = None if found.alternating is None else found.alternating.memgraph
+    if theirs is None or theirs.arena_bytes != arena_bytes:
+        found.forget_alternating()  # its next plan may differ
+        theirs = None
+    residents = () if theirs is None else residents_of(theirs)
     graph = graph_to_plan(found.graph, arena_bytes, planning)
     path = None
     # The files know neither cut graphs nor plans that depend on another plan.
     if settings.plan_dir is not None and not planning.cuts_weights and not residents:
         name = f"{fingerprint(graph)[:16]}-{planning.policy}-{arena_bytes}-{planning.alignment}"
         path = settings.plan_dir / f"{name}.json"
-        kept = _kept_plan(path, graph, arena_bytes)
-        if kept is not None:
-            return Planned(graph, kept, planning)
+    if path is not None and path.exists():
+        try:
+            kept = load_memgraph(path, graph)
+            if kept.arena_bytes == arena_bytes:
+                return Planned(graph, check(kept), planning)
+            reason = f"it is a plan for an arena of {kept.arena_bytes} bytes, not {arena_bytes}"
+        except (ConfigError, InvalidPlanError) as error:
+            reason = str(error)
+        logger.warning("%s cannot be used, and is replaced: %s", path, reason)
     planned = plan_checked(graph, arena_bytes, planning, residents)
     counters.num_plans += 1
     if path is not None and planned.memgraph.graph is graph:
-        _keep_plan(planned.memgraph, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, dumps(planned.memgraph))
+        except (ConfigError, OSError) as error:
+            logger.warning("%s cannot be kept: %s", path, error)
     return planned
-
-
-def _residents_to_leave(found: Pass, arena_bytes: int) -> tuple[SharedResident, ...]:
-    """Return the weights of an alternating pass that a plan must leave in place."""
-    if found.alternating is None:
-        return ()
-    theirs = found.alternating.memgraph
-    if theirs is None or theirs.arena_bytes != arena_bytes:
-        found.forget_alternating()  # its next plan may differ
-        return ()
-    return residents_of(theirs)
-
-
-def _kept_plan(path: Path, graph: TaskGraph, arena_bytes: int) -> MemGraph | None:
-    """Return the plan in a file; None where there is no file, or no usable plan in it.
-
-    The files are a cache: a new plan replaces a file that is not usable.
-    """
-    if not path.exists():
-        return None
-    try:
-        memgraph = check(load_memgraph(path, graph))
-        if memgraph.arena_bytes == arena_bytes:
-            return memgraph
-        reason = f"it is a plan for an arena of {memgraph.arena_bytes} bytes, not {arena_bytes}"
-    except (ConfigError, InvalidPlanError) as error:
-        reason = str(error)
-    logger.warning("%s cannot be used, and is replaced: %s", path, reason)
-    return None
-
-
-def _keep_plan(memgraph: MemGraph, path: Path) -> None:
-    """Write a plan to a file; a failure is only logged, and the pass runs."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(memgraph, path)
-    except (ConfigError, OSError) as error:
-        logger.warning("%s cannot be kept: %s", path, error)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
+from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.execution.executor import OpHook, PassCounters
-from ds_finepage.execution.fallback import run_unplanned
+from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.runtime.binder import Binder
@@ -17,7 +16,7 @@ from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState, Memory
 from ds_finepage.runtime.kv_offload import KVOffload
 from ds_finepage.runtime.live_tensors import LiveTensors
-from ds_finepage.runtime.pass_maker import GraphCall, PassMaker
+from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
@@ -71,6 +70,7 @@ class PlanRunner:
         self.table = PassTable(maker, self.counters, on_unplanned or self.warn_unplanned)
         self._weights = weights
         self.binder = Binder(self.table, memory, self.counters, self.hooks)
+        self._last: Pass | None = None  # that ran on the arena
 
     def stats(self) -> Stats:
         """Return a snapshot of all counters."""
@@ -100,7 +100,8 @@ class PlanRunner:
         self.memory.to_released()
         self.table.forget()
         self.table.maker.forget(self._weights.block_bytes)
-        self.binder.reset()
+        self.binder.reset_arena()
+        self._last = None
         self.live.forget_pass()
 
     def warn_unplanned(self, reason: str) -> None:
@@ -126,11 +127,12 @@ class PlanRunner:
 
     # One call of a graph.
 
-    def run(self, call: GraphCall) -> Any:
-        """Run a graph call.
+    def run(self, graph: DynamoGraph, args: Sequence[Any]) -> Any:
+        """Run a call of a graph.
 
         Args:
-            call: The graph and its arguments.
+            graph: The graph.
+            args: The arguments, as Dynamo passes them.
 
         Returns:
             What the graph returns.
@@ -138,55 +140,44 @@ class PlanRunner:
         Raises:
             PlanInfeasibleError: There is no room for it in the budget.
         """
-        found = self.table.find(call, self.settings)
-        self.live.reserve(found, call.args, self.settings.budget_bytes)
-        if found is not None and self._may_be_resident(found):
-            return self._run_resident(call, found)
-        if self.memory.state is DeviceState.RESIDENT:
-            self.memory.to_released()
-        executor = None
-        if found is not None:
-            executor = self.binder.bind_next(found, call.args, self.settings)
-            if executor is None:
-                found = self.table.find_exact(call, self.settings)
-                self.live.reserve(found, call.args, self.settings.budget_bytes)
-        if found is None:
-            self.counters.num_unplanned_graphs += 1
-            self.memory.to_released()
-            return run_unplanned(call.graph.module, call.args, self._weights)
-        if executor is None:
-            executor = self.binder.bind(found, self.settings)
-            executor.set_sizes(call.args)
-        host_outputs = call.graph.host_outputs(call.args)
-        result = executor.run(call.args, host_outputs, self.memory.residents)
-        self._count(call, found, result, executor.counters)
-        return result
+        settings, memory = self.settings, self.memory
+        for found in self.table.candidates(graph, args, settings):
+            self.live.reserve(found, args, settings.budget_bytes)
+            if found is None:
+                self.counters.num_unplanned_graphs += 1
+                memory.to_released()
+                return run_unplanned(graph.module, args, self._weights)
+            most = self.table.maker.most_resident_bytes
+            if self._keeps_weights and found.may_be_resident(most, settings.budget_bytes):
+                if memory.state is not DeviceState.RESIDENT:
+                    self.binder.bind(found, settings)  # its plan gives the figures of the pass
+                entry_bytes = memory.to_resident()
+                on_device = self._weights.on_device
+                result = run_resident(graph.module, args, graph.weights, on_device)
+                self.counters.num_resident_runs += 1
+                counted = PassCounters(entry_bytes, entry_bytes)
+            else:
+                if memory.state is DeviceState.RESIDENT:
+                    memory.to_released()
+                found.follow(self._last, may_adapt=settings.is_cyclic)
+                self._last = found
+                executor = self.binder.bind_for(found, args, settings)
+                if executor is None:
+                    continue  # the exact sizes may still have room
+                result = executor.run(args, graph.host_outputs(args), memory.residents)
+                counted = executor.counters
+            self.live.note((*found.inputs(args), *found.outputs(result)))
+            found.count_run(counted)
+            self.counters.reloaded_bytes += counted.reloaded_bytes
+            self.counters.offloaded_bytes += counted.offloaded_bytes
+            return result
 
-    def _run_resident(self, call: GraphCall, found: Pass) -> Any:
-        """Let PyTorch run a pass with every weight on the device."""
-        if self.memory.state is not DeviceState.RESIDENT:
-            self.binder.bind(found, self.settings)  # its plan gives the figures of the pass
-        entry_bytes = self.memory.to_resident()
-        with torch.no_grad():
-            result = call.graph.module(*call.graph.with_weights(call.args, self._weights.on_device))
-        self.counters.num_resident_runs += 1
-        self._count(call, found, result, PassCounters(entry_bytes, entry_bytes))
-        return result
-
-    def _may_be_resident(self, found: Pass) -> bool:
-        """Tell whether the whole model may stay on the device, and no hook looks at single ops."""
-        # If that held for some passes only, the weights would come and go between passes.
-        most = max(found.resident_bytes, self.table.maker.most_resident_bytes)
+    @property
+    def _keeps_weights(self) -> bool:
+        """True where the whole model may stay on the device; no hook looks at single ops then."""
         return (
-            most <= self.settings.budget_bytes
-            and self.memory.can_be_resident
+            self.memory.can_be_resident
             and self.settings.is_cyclic
             and not self.hooks
             and not self.settings.shows_ops
         )
-
-    def _count(self, call: GraphCall, found: Pass, result: Any, counted: PassCounters) -> None:
-        self.live.note((*found.inputs(call.args), *found.outputs(result)))
-        found.count_run(counted)
-        self.counters.reloaded_bytes += counted.reloaded_bytes
-        self.counters.offloaded_bytes += counted.offloaded_bytes

@@ -326,7 +326,8 @@ class Rehearser:
         finally:
             self.current = None
             grown = runner.table.maker.meter.library_bytes - meter.library_bytes
-            self._runner.table.count_library(grown)
+            meter.library_bytes += grown
+            self._runner.table.count_library()
         return None
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError
-from ds_finepage.graph.codec import save
+from ds_finepage.files import write_file
 from ds_finepage.runtime import plan_cache as plans
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import tiny
@@ -203,14 +203,14 @@ def test_two_that_write_one_plan_at_once_leave_a_whole_one(
 ) -> None:
     x, folder = torch.randn(3, 16), tmp_path / "plans"
 
-    def save_twice(memgraph: Any, path: Path) -> None:
-        threads = [threading.Thread(target=save, args=(memgraph, path)) for _ in range(8)]
+    def write_often(path: Path, content: str) -> None:
+        threads = [threading.Thread(target=write_file, args=(path, content)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    monkeypatch.setattr(plans, "save", save_twice)
+    monkeypatch.setattr(plans, "write_file", write_often)
     assert saved(tiny(), folder, x).stats.num_plans == 1
     assert len(list(folder.iterdir())) == 1
     assert saved(tiny(), folder, x).stats.num_plans == 0

@@ -10,23 +10,23 @@ RESIDENCY = "unit/execution/test_executor_residency.py"
 RUNNING = (
     mutant(
         "a-size-next-to-the-largest-goes-its-own-way",
-        "capture/lengths.py",
+        "capture/recording.py",
         "if largest - value <= NEAR",
         "if largest - value < NEAR",
-        "unit/capture/test_lengths.py",
+        "unit/capture/test_recording.py",
     ),
     mutant(
         "one-guard-is-enough",
-        "capture/lengths.py",
+        "capture/recording.py",
         "holds = all(guard",
         "holds = any(guard",
-        "unit/capture/test_lengths.py",
+        "unit/capture/test_recording.py",
     ),
     mutant(
         "a-change-in-place-reads-nothing",
         "capture/recorder.py",
-        "reads = {self._buffer_of(t) for t in tensors} | written",
-        "reads = {self._buffer_of(t) for t in tensors} - written",
+        "reads = {self._buffer_of(t) for t in given} | written",
+        "reads = {self._buffer_of(t) for t in given} - written",
         "unit/capture/test_recorder.py",
     ),
     mutant(

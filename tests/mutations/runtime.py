@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutant
 
 BINDER = "unit/runtime/test_binder.py"
 MEMORY = "unit/runtime/test_device_memory.py"
+RUNNER = "unit/runtime/test_plan_runner.py"
 PASSES = "unit/runtime/test_passes.py"
 PLANS = "unit/runtime/test_plan_cache.py"
 TABLE = "unit/runtime/test_pass_table.py"
@@ -26,8 +27,8 @@ RUNTIME = (
     mutant(
         "a-kept-plan-runs-unchecked",
         "runtime/plan_cache.py",
-        "memgraph = check(load_memgraph(path, graph))",
-        "memgraph = load_memgraph(path, graph)",
+        "return Planned(graph, check(kept), planning)",
+        "return Planned(graph, kept, planning)",
         PLANS,
         is_named=True,
     ),
@@ -80,22 +81,29 @@ RUNTIME = (
     mutant(
         "exact-sizes-with-room-are-refused",
         "runtime/pass_table.py",
-        "                pass  # the exact sizes may still have room",
-        "                raise",
+        "                    continue  # the exact sizes may still have room",
+        "                    raise",
         TABLE,
     ),
     mutant(
         "a-recording-serves-sizes-that-it-does-not-hold-for",
-        "runtime/pass_table.py",
-        "if recording.admits(recording.values_of(call.args)):",
+        "capture/recording.py",
+        "if recording.admits(values):",
         "if True:",
         TABLE,
     ),
     mutant(
+        "integers-without-a-symbol-share-a-bucket",
+        "capture/dynamo_graph.py",
+        "i for i in self.key_positions if not isinstance(examples[i], torch.SymInt)",
+        "i for i in self.key_positions if False",
+        "unit/capture/test_dynamo_graph.py",
+    ),
+    mutant(
         "a-graph-of-one-size-is-recorded-for-many-again",
-        "runtime/pass_table.py",
-        "self._of_one_size.add(call.index)",
-        "pass",
+        "capture/recording.py",
+        "            self._is_of_one_size = True\n",
+        "",
         TABLE,
     ),
     mutant(
@@ -109,7 +117,7 @@ RUNTIME = (
     mutant(
         "a-used-pass-grows-old",
         "runtime/pass_table.py",
-        "        self._passes.move_to_end(key)\n",
+        "            self._passes.move_to_end(key)\n",
         "",
         TABLE,
     ),
@@ -130,8 +138,8 @@ RUNTIME = (
     mutant(
         "library-bytes-count-in-new-passes-only",
         "runtime/pass_table.py",
-        "            found.add_non_arena_bytes(nbytes)",
-        "            pass",
+        "                found.add_non_arena_bytes(grown)",
+        "                pass",
         TABLE,
     ),
     mutant(
@@ -273,8 +281,8 @@ RUNTIME = (
     mutant(
         "rewritten-tasks-are-not-measured",
         "runtime/binder.py",
-        "            found.count_rewritten_workspace(measured.workspace_bytes)",
-        "            pass",
+        "                found.count_rewritten_workspace(measured.workspace_bytes)",
+        "                pass",
         BINDER,
     ),
     mutant(
@@ -353,6 +361,21 @@ RUNTIME = (
         CACHE,
     ),
     # Calls.
+    mutant(
+        "the-order-of-passes-is-not-noted",
+        "runtime/plan_runner.py",
+        "                self._last = found\n",
+        "",
+        RUNNER,
+    ),
+    mutant(
+        "exact-sizes-are-not-tried",
+        "runtime/plan_runner.py",
+        "                    continue  # the exact sizes may still have room",
+        "                    break",
+        RUNNER,
+        is_named=True,
+    ),
     mutant(
         "a-hooked-model-is-resident",
         "runtime/plan_runner.py",

@@ -13,6 +13,7 @@ import torch
 from torch.fx import symbolic_trace
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.capture.recording import record
 from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.ops import bind
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
@@ -35,7 +36,7 @@ def captured(
     function: Callable[..., Any], *args: Any, weights: dict[int, str] | None = None
 ) -> TaskGraph:
     """Capture a function for the shapes of these arguments."""
-    return traced(function, *args, weights=weights).record(args)
+    return record(traced(function, *args, weights=weights), args)
 
 
 def by_dynamo(

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from ds_finepage.capture.dynamo_graph import DynamoGraph, versions
+from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.capture.recording import record, versions
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphOutput, TaskGraph
 from tests.unit.capture.replay import by_dynamo, captured, replay, traced
@@ -18,6 +19,10 @@ from tests.unit.capture.replay import by_dynamo, captured, replay, traced
 
 def rows(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def key_of(graph: DynamoGraph, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(args[i] for i in graph.key_positions)
 
 
 def labels(graph: TaskGraph) -> list[str]:
@@ -45,7 +50,7 @@ class Mlp(nn.Module):
 def test_parameters_are_weights_by_their_names() -> None:
     model = Mlp()
     ((graph, args),) = by_dynamo(model, (rows(2, 4),))
-    found = graph.record(args)
+    found = record(graph, args)
     names = {b.name for b in found.buffers if b.kind is BufferKind.WEIGHT}
     assert names == {name for name, _ in model.named_parameters()}
     assert found.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
@@ -61,7 +66,7 @@ def test_the_parameter_is_found_by_identity() -> None:
 
 def test_module_buffers_and_arguments_are_inputs() -> None:
     ((graph, args),) = by_dynamo(Mlp(), (rows(2, 4),))
-    kinds = [b.kind for b in graph.record(args).buffers]
+    kinds = [b.kind for b in record(graph, args).buffers]
     assert kinds.count(BufferKind.INPUT) == 2
 
 
@@ -69,7 +74,7 @@ def test_tied_weights_are_one_buffer() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
     ((graph, args),) = by_dynamo(model, (rows(2, 4),))
-    found = graph.record(args)
+    found = record(graph, args)
     assert found.weight_bytes == 64
     (weight,) = [b.id for b in found.buffers if b.kind is BufferKind.WEIGHT]
     assert sum(weight in t.reads for t in found.tasks) == 2
@@ -78,18 +83,18 @@ def test_tied_weights_are_one_buffer() -> None:
 def test_weights_without_bytes_are_enough_to_capture() -> None:
     model, x = Mlp(), rows(2, 4)
     ((graph, args),) = by_dynamo(model, (x,))
-    expected = graph.record(args)
+    expected = record(graph, args)
     for parameter in model.parameters():
         hollow = torch.empty_strided(parameter.shape, parameter.stride())
         hollow.untyped_storage().resize_(0)
         parameter.data = hollow
-    assert graph.record(args) == expected
+    assert record(graph, args) == expected
 
 
 def test_what_dynamo_hands_over_gives_what_eager_gives() -> None:
     model, x = Mlp(), rows(2, 4)
     ((graph, args),) = by_dynamo(model, (x,))
-    assert torch.equal(replay(graph.record(args), args)[0], model(x))
+    assert torch.equal(replay(record(graph, args), args)[0], model(x))
 
 
 def test_state_that_is_changed_is_told_from_inputs() -> None:
@@ -103,7 +108,7 @@ def test_state_that_is_changed_is_told_from_inputs() -> None:
             return self.cache.sum(0)
 
     ((graph, args),) = by_dynamo(Cached(), (rows(1, 2), torch.tensor([1])))
-    kinds = [b.kind for b in graph.record(args).buffers]
+    kinds = [b.kind for b in record(graph, args).buffers]
     assert kinds.count(BufferKind.STATE) == 1 and kinds.count(BufferKind.INPUT) == 2
 
 
@@ -125,7 +130,7 @@ def test_the_taskgraph_says_which_versions_it_depends_on() -> None:
 
 def test_labels_are_names_of_modules() -> None:
     ((graph, args),) = by_dynamo(Mlp(), (rows(2, 4),))
-    found = graph.record(args)
+    found = record(graph, args)
     by_op = dict(zip([t.op for t in found.tasks], labels(found), strict=True))
     assert by_op["aten.mul.Tensor"] == ""
     products = [t.label for t in found.tasks if "mm" in t.op]
@@ -142,12 +147,12 @@ def test_labels_of_nested_modules_are_qualified() -> None:
             return self.blocks["up"](x)
 
     ((graph, args),) = by_dynamo(Nested(), (rows(2, 4),))
-    assert set(labels(graph.record(args))) == {"blocks.up.0"}
+    assert set(labels(record(graph, args))) == {"blocks.up.0"}
 
 
 def test_a_function_has_no_labels() -> None:
     ((graph, args),) = by_dynamo(lambda x: x.exp(), (rows(2),))
-    assert labels(graph.record(args)) == [""]
+    assert labels(record(graph, args)) == [""]
 
 
 # --- keys ------------------------------------------------------------------------------------
@@ -157,19 +162,19 @@ def test_sizes_that_tensors_have_are_the_key() -> None:
     runs = by_dynamo(lambda x: x * 2, (rows(3, 4),), (rows(5, 4),), dynamic=True)
     (first, args), (second, others) = runs
     assert first is second
-    assert first.key_of(args) != first.key_of(others)
-    assert 3 in first.key_of(args) and 5 in first.key_of(others)
+    assert key_of(first, args) != key_of(first, others)
+    assert 3 in key_of(first, args) and 5 in key_of(first, others)
 
 
 def test_each_key_has_a_taskgraph_of_its_own() -> None:
     runs = by_dynamo(lambda x: x * 2, (rows(3, 4),), (rows(5, 4),), dynamic=True)
-    sizes = [graph.record(args).buffers[-1].nbytes for graph, args in runs]
+    sizes = [record(graph, args).buffers[-1].nbytes for graph, args in runs]
     assert sizes == [48, 80]
 
 
 def test_a_fixed_shape_has_an_empty_key() -> None:
     ((graph, args),) = by_dynamo(lambda x: x * 2, (rows(3, 4),))
-    assert graph.key_of(args) == ()
+    assert key_of(graph, args) == ()
 
 
 def test_a_number_that_only_counts_is_left_out_of_the_key() -> None:
@@ -179,8 +184,8 @@ def test_a_number_that_only_counts_is_left_out_of_the_key() -> None:
     runs = by_dynamo(step, (rows(3), 7), (rows(3), 8), (rows(3), 9), dynamic=True)
     (graph, args), (_, others), _ = runs
     assert all(other is graph for other, _ in runs)
-    assert graph.key_of(args) == graph.key_of(others) == (3,)  # the size of x
-    assert graph.record(args) == graph.record(others)
+    assert key_of(graph, args) == key_of(graph, others) == (3,)  # the size of x
+    assert record(graph, args) == record(graph, others)
 
 
 def test_a_number_that_a_tensor_is_made_of_is_in_the_key() -> None:
@@ -188,7 +193,7 @@ def test_a_number_that_a_tensor_is_made_of_is_in_the_key() -> None:
         return x + (n * 2 + 1)
 
     runs = by_dynamo(step, (rows(3), 7), (rows(3), 8), dynamic=True)
-    keys = [graph.key_of(args) for graph, args in runs]
+    keys = [key_of(graph, args) for graph, args in runs]
     assert keys[0] != keys[1]
 
 
@@ -211,8 +216,8 @@ def numbers() -> GraphModule:
 def test_numbers_are_followed_through_other_numbers() -> None:
     args = (rows(3), 10, 20, 5)
     graph = DynamoGraph(numbers(), args, {}, "sketch")
-    assert graph.key_positions == (2, 3)
-    assert graph.key_of(args) == (20, 5)
+    assert graph.key_positions == graph.fixed_positions == (2, 3)
+    assert key_of(graph, args) == (20, 5)
 
 
 # --- numbers that are returned ---------------------------------------------------------------
@@ -227,7 +232,7 @@ def test_returned_numbers_are_computed_on_the_host() -> None:
 
 def test_returned_numbers_have_their_place_among_the_outputs() -> None:
     args = (rows(3), 10, 20, 5)
-    found = DynamoGraph(numbers(), args, {}, "sketch").record(args)
+    found = record(DynamoGraph(numbers(), args, {}, "sketch"), args)
     made, more, long, constant, nothing = found.outputs
     assert (more, constant, nothing) == (GraphOutput(host=0), GraphOutput(host=1), GraphOutput())
     assert made.tensor is not None and long.tensor is not None
@@ -279,7 +284,7 @@ def test_a_constant_may_be_returned() -> None:
     x = graph.placeholder("x")
     graph.output((graph.get_attr("constant"), x))
     args = (rows(2),)
-    found = DynamoGraph(GraphModule(root, graph), args, {}, "sketch").record(args)
+    found = record(DynamoGraph(GraphModule(root, graph), args, {}, "sketch"), args)
     assert replay(found, args)[0].tolist() == [1.0, 2.0]
 
 
@@ -304,7 +309,7 @@ def test_a_weight_that_is_written_is_refused_by_name() -> None:
 
     ((graph, args),) = by_dynamo(Counting(), (rows(2),))
     with pytest.raises(CaptureError, match=r"aten\.add_\.Tensor writes to weight count"):
-        graph.record(args)
+        record(graph, args)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +328,7 @@ def test_a_branch_on_data_is_refused() -> None:
     graph.output((graph.call_function(bool, (x,)),))
     args = (torch.ones(1),)
     with pytest.raises(CaptureError, match="^sketch: DataDependentOutput"):
-        DynamoGraph(GraphModule(nn.Module(), graph), args, {}, "sketch").record(args)
+        record(DynamoGraph(GraphModule(nn.Module(), graph), args, {}, "sketch"), args)
 
 
 def test_a_number_that_depends_on_data_is_refused() -> None:
@@ -380,14 +385,14 @@ def test_a_refused_capture_leaves_no_mode_behind() -> None:
 
 def test_capturing_twice_gives_the_same() -> None:
     ((graph, args),) = by_dynamo(Mlp(), (rows(2, 4),))
-    assert graph.record(args) == graph.record(args)
+    assert record(graph, args) == record(graph, args)
 
 
 def test_capturing_changes_nothing_of_the_callers() -> None:
     x = rows(4)
     before = x.clone()
     graph = traced(lambda x: x.add_(1), x)
-    graph.record((x,))
+    record(graph, (x,))
     assert torch.equal(x, before)
 
 

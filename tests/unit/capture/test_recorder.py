@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ds_finepage.capture import recorder as recorder_module
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.recorder import Recorder
+from ds_finepage.capture.recording import record
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, Ref, Symbol, Task, TaskGraph
@@ -275,7 +276,7 @@ def holding(constant: torch.Tensor, change: bool = False) -> GraphModule:
 
 def test_a_tensor_of_the_graph_itself_is_lifted() -> None:
     x, constant = rows(3), torch.tensor([1.0, 2.0, 3.0])
-    graph = DynamoGraph(holding(constant), (x,), {}, "sketch").record((x,))
+    graph = record(DynamoGraph(holding(constant), (x,), {}, "sketch"), (x,))
     assert kinds(graph) == ["input", "constant", "output"]
     assert graph.buffers[1].payload == constant.numpy().tobytes()
     assert torch.equal(replay(graph, (x,))[0], x + constant)
@@ -283,7 +284,7 @@ def test_a_tensor_of_the_graph_itself_is_lifted() -> None:
 
 def test_a_constant_keeps_its_value_of_the_time_of_capture() -> None:
     x, constant = rows(3), torch.zeros(3)
-    graph = DynamoGraph(holding(constant), (x,), {}, "sketch").record((x,))
+    graph = record(DynamoGraph(holding(constant), (x,), {}, "sketch"), (x,))
     constant.fill_(7)
     assert torch.equal(replay(graph, (x,))[0], x)
 
@@ -291,19 +292,19 @@ def test_a_constant_keeps_its_value_of_the_time_of_capture() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64])
 def test_constants_of_every_dtype_are_lifted(dtype: torch.dtype) -> None:
     x, constant = torch.ones(3), torch.tensor([1, 0, 1]).to(dtype)
-    graph = DynamoGraph(holding(constant), (x,), {}, "sketch").record((x,))
+    graph = record(DynamoGraph(holding(constant), (x,), {}, "sketch"), (x,))
     assert torch.equal(replay(graph, (x,))[0], x + constant)
 
 
 def test_a_constant_that_is_part_of_a_storage_is_lifted() -> None:
     x, constant = rows(3), torch.arange(10.0)[4:7]
-    graph = DynamoGraph(holding(constant), (x,), {}, "sketch").record((x,))
+    graph = record(DynamoGraph(holding(constant), (x,), {}, "sketch"), (x,))
     assert torch.equal(replay(graph, (x,))[0], x + constant)
 
 
 def test_an_empty_constant_is_lifted() -> None:
     x = torch.ones(0)
-    graph = DynamoGraph(holding(torch.ones(0)), (x,), {}, "sketch").record((x,))
+    graph = record(DynamoGraph(holding(torch.ones(0)), (x,), {}, "sketch"), (x,))
     assert replay(graph, (x,))[0].shape == (0,)
 
 
@@ -320,7 +321,7 @@ def test_a_constant_that_is_too_large_is_refused_with_both_numbers(
     monkeypatch.setattr(recorder_module, "MAX_CONSTANT_BYTES", 8)
     x = rows(3)
     with pytest.raises(CaptureError) as caught:
-        DynamoGraph(holding(torch.ones(3)), (x,), {}, "sketch").record((x,))
+        record(DynamoGraph(holding(torch.ones(3)), (x,), {}, "sketch"), (x,))
     assert "constant of 12 bytes; at most 8 can be lifted" in str(caught.value)
     assert "Register it as a module buffer" in str(caught.value)
 
@@ -328,7 +329,7 @@ def test_a_constant_that_is_too_large_is_refused_with_both_numbers(
 def test_a_constant_that_is_changed_is_refused() -> None:
     x = rows(3)
     with pytest.raises(CaptureError, match="writes to constant"):
-        DynamoGraph(holding(torch.ones(3), change=True), (x,), {}, "sketch").record((x,))
+        record(DynamoGraph(holding(torch.ones(3), change=True), (x,), {}, "sketch"), (x,))
 
 
 # --- what cannot be written down -------------------------------------------------------------

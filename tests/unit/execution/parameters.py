@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ds_finepage.execution.masters import weights_of_module
+from ds_finepage.execution.masters import HostWeight, weights_of
 from ds_finepage.execution.stores import WeightTable
 
 CPU = torch.device("cpu")
@@ -23,6 +23,10 @@ class Model(nn.Module):
         self.number = nn.Parameter(torch.tensor(2.5))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.whole = nn.Parameter(torch.arange(6), requires_grad=False)
+
+
+def weights_of_module(module: nn.Module, device: torch.device = CPU) -> list[HostWeight]:
+    return weights_of(dict(module.named_parameters()), device)
 
 
 def attached(module: nn.Module) -> WeightTable:

@@ -18,9 +18,9 @@ from torch.fx import GraphModule, symbolic_trace
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import fallback
-from ds_finepage.execution.fallback import RunningCall, hook_modules, run_unplanned
-from ds_finepage.execution.masters import weights_of_module
+from ds_finepage.execution.fallback import RunningCall, hook_modules, run_resident, run_unplanned
 from ds_finepage.execution.stores import WeightTable
+from tests.unit.execution.parameters import weights_of_module
 
 CPU = torch.device("cpu")
 
@@ -308,3 +308,15 @@ def test_a_copy_of_a_hooked_module_is_an_ordinary_module() -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), plain(x))
     assert used == []
+
+
+def test_weights_on_the_device_take_the_place_of_parameters() -> None:
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+
+    parameter, on_device = nn.Parameter(torch.zeros(4, 4)), torch.randn(4, 4)
+    x = torch.randn(4, 4)
+    weights = {1: (parameter, "w")}
+    found = run_resident(symbolic_trace(product), (x, parameter), weights, {"w": on_device})
+    assert torch.equal(found, x @ on_device)
+    assert on_device.requires_grad and not found.requires_grad

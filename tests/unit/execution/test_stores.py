@@ -8,9 +8,8 @@ from torch import nn
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.masters import weights_of_module
 from ds_finepage.execution.stores import WeightChanges, WeightTable
-from tests.unit.execution.parameters import CPU, Model, attached
+from tests.unit.execution.parameters import CPU, Model, attached, weights_of_module
 
 NONE = WeightChanges()
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.masters import HostWeight, weights_of, weights_of_module
+from ds_finepage.execution.masters import HostWeight, weights_of
 from ds_finepage.execution.stores import WeightChanges, WeightTable
 from ds_finepage.execution.watch import uninstall_if_unused
-from tests.unit.execution.parameters import CPU, Model, attached
+from tests.unit.execution.parameters import CPU, Model, attached, weights_of_module
 
 # --- changes from outside --------------------------------------------------------------------
 

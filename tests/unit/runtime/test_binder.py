@@ -109,12 +109,12 @@ def test_a_bucket_without_room_asks_for_the_exact_sizes() -> None:
     found = sized_pass(GRAPH)
     tight = settings_for(found, 0)
     with pytest.raises(PlanInfeasibleError):
-        made.bind_next(found, (), tight)
+        made.bind_for(found, (), tight)
     bucket = sized_pass(replace(GRAPH, symbols=("s0",)))
-    assert made.bind_next(bucket, (), tight) is None
-    assert made.bind_next(found, (), settings_for(found, 7 * NBYTES)) is not None
+    assert made.bind_for(bucket, (), tight) is None
+    assert made.bind_for(found, (), settings_for(found, 7 * NBYTES)) is not None
     memory.admits = False
-    assert made.bind_next(found, (), settings_for(found, 7 * NBYTES)) is None
+    assert made.bind_for(found, (), settings_for(found, 7 * NBYTES)) is None
 
 
 class RewrittenCosts(KnownCosts):
@@ -143,15 +143,3 @@ def test_more_workspace_of_rewritten_tasks_makes_a_smaller_arena(
     made.bind(found, settings)
     assert memory.arenas == [6 * NBYTES]
     assert counters.num_plans == 2
-
-
-def test_the_pass_that_ran_last_is_followed() -> None:
-    made, _, _ = binder()
-    first, second = sized_pass(GRAPH), sized_pass(GRAPH)
-    settings = settings_for(first, 7 * NBYTES)
-    for found in (first, second, second):
-        made.bind_next(found, (), settings)
-    assert (first._num_entries, second._num_entries) == (1, 1)
-    made.reset()
-    made.bind_next(second, (), settings)
-    assert second._num_entries == 2

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from ds_finepage.capture import recording
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.runtime import pass_table
-from ds_finepage.runtime.pass_maker import GraphCall, PassMaker
+from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
@@ -24,15 +25,14 @@ class OneSizeGraph:
     """A graph whose every call is captured by itself; a call's argument is its size."""
 
     name = "graph"
+    key_positions = (0,)
+    fixed_positions = ()
 
     def __init__(self) -> None:
         self.captured: list[int] = []
         self.refused: set[int] = set()
 
-    def key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(args)
-
-    def record_lengths(self, args: Sequence[Any], **_: Any) -> None:
+    def record_range(self, args: Sequence[Any], **_: Any) -> None:
         return None
 
     def record(self, args: Sequence[Any], **_: Any) -> TaskGraph:
@@ -52,10 +52,12 @@ class Remembering:
     counters: Counters
     reasons: list[str]
 
-    def find(self, graph: OneSizeGraph, *sizes: int) -> list[Pass | None]:
+    def candidates(self, graph: OneSizeGraph, size: int) -> Iterator[Pass | None]:
         like_dynamos: Any = graph
-        calls = [GraphCall(0, like_dynamos, (size,)) for size in sizes]
-        return [self.table.find(call, self.settings) for call in calls]
+        return self.table.candidates(like_dynamos, (size,), self.settings)
+
+    def find(self, graph: OneSizeGraph, *sizes: int) -> list[Pass | None]:
+        return [next(self.candidates(graph, size)) for size in sizes]
 
     def found(self, graph: OneSizeGraph, *sizes: int) -> list[Pass]:
         return [found for found in self.find(graph, *sizes) if found is not None]
@@ -69,6 +71,14 @@ def remembering(
     counters, reasons = Counters(), list[str]()
     table = PassTable(maker, counters, reasons.append)
     return Remembering(table, run_settings(budget_bytes, split=split), counters, reasons)
+
+
+@pytest.fixture(autouse=True)
+def _graphs_record_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_table, "record", lambda graph, args, **_: graph.record(args))
+    monkeypatch.setattr(
+        recording, "record_range", lambda graph, args, **_: graph.record_range(args)
+    )
 
 
 @pytest.fixture
@@ -145,7 +155,8 @@ def test_bytes_of_libraries_count_in_every_pass() -> None:
     made = remembering()
     first, second = made.found(OneSizeGraph(), 4, 5)
     before = [p.needs.non_arena_bytes for p in (first, second)]
-    made.table.count_library(1000)
+    made.table.maker.meter.library_bytes += 1000
+    made.table.count_library()
     assert [p.needs.non_arena_bytes for p in (first, second)] == [b + 1000 for b in before]
     (third,) = made.found(OneSizeGraph(), 6)
     assert third.needs.non_arena_bytes > 1000 + before[0] - 2 * 64
@@ -186,10 +197,7 @@ class ManySizesGraph(OneSizeGraph):
         self.num_recorded = 0
         self.made: list[int] = []
 
-    def fixed_key_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        return ()
-
-    def record_lengths(self, args: Sequence[Any], **_: Any) -> Any:
+    def record_range(self, args: Sequence[Any], **_: Any) -> Any:
         self.num_recorded += 1
         return self
 
@@ -227,10 +235,19 @@ def test_a_call_whose_bucket_has_no_room_is_captured_by_itself() -> None:
     assert made.counters.num_captures == 2
 
 
+def test_the_exact_sizes_come_after_their_bucket() -> None:
+    made, graph = remembering(), ManySizesGraph()
+    of_bucket, exact = made.candidates(graph, 5)
+    assert of_bucket is not None and exact is not None
+    assert (graph.made, graph.captured) == ([10], [5])
+    assert made.find(graph, 5, 6) == [exact, of_bucket]
+    assert made.counters.num_captures == 2
+
+
 def test_a_size_outside_every_recording_is_recorded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pass_table, "MAX_RECORDINGS", 2)
+    monkeypatch.setattr(recording, "MAX_RECORDINGS", 2)
     made, graph = remembering(), ManySizesGraph()
     made.find(graph, 5, 101)
     assert graph.num_recorded == 2
@@ -247,7 +264,7 @@ def test_a_graph_of_one_size_is_not_recorded_for_many_sizes_again() -> None:
         asked.append(args)
         raise CaptureError("one size")
 
-    graph.record_lengths = refuse  # type: ignore[method-assign]
+    graph.record_range = refuse  # type: ignore[method-assign]
     made.find(graph, 4, 5)
     assert asked == [(4,)]
     assert graph.captured == [4, 5]

@@ -1,0 +1,418 @@
+"""Captures calls of a Dynamo graph: for exactly their sizes, or once for a range of sizes.
+
+A cache that grows by a row a step would otherwise need a capture a step. Dynamo passes each size
+that has changed before as an integer of its own; here those integers become symbols of a shape
+environment of ours, the pass is recorded once, and every size in the recording is an expression
+in them. The guards of the recording (its assumptions about the sizes) are kept, and checked before
+it is used for other sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from ds_finepage._compat.torch import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensorMode,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    ValueRanges,
+    sympy_interp,
+)
+from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.capture.layouts import LayoutFixer, StridesOf
+from ds_finepage.capture.lengths import size_of
+from ds_finepage.capture.plain import require_plain
+from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.errors import CaptureError
+from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
+
+logger = logging.getLogger(__name__)
+fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+MAX_RECORDINGS = 8
+"""Recordings of one graph for ranges of sizes; further shapes are captured one by one."""
+
+MIN_BUCKET = 16
+"""Calls with fewer rows are planned for this many."""
+
+NEAR = 2
+SMALL = 8
+
+MAX_ANSWERS = 4096
+"""Sizes for which it is remembered whether a recording holds."""
+
+GRADIENT_FLAGS = {"aten._linalg_svd.default": (2, 1), "aten._linalg_eigh.default": (2, 0)}
+"""Ops with an argument, by its position, that asks for vectors too, and is on if it is left out;
+and which of their results is the values.
+
+``linalg.svdvals`` and ``linalg.eigvalsh`` need the vectors for gradients alone, so eager PyTorch
+does not ask for them then. It always does where a dispatch mode looks on, as capture does.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The calls of a graph that are planned for the same sizes.
+
+    Attributes:
+        key: Tells it from the other buckets of its graph.
+        recording: Serves its calls.
+        sizes: The sizes to plan for.
+        is_new: True where the recording was made just now.
+    """
+
+    key: tuple[Any, ...]
+    recording: Recording
+    sizes: Mapping[str, int]
+    is_new: bool
+
+
+class Recordings:
+    """The recordings of one graph, each for a range of sizes."""
+
+    def __init__(self, graph: DynamoGraph) -> None:
+        """Start without one."""
+        self._graph = graph
+        self._found: list[Recording] = []
+        self._is_of_one_size = False  # the graph cannot be recorded for a range of sizes
+
+    def bucket_of(self, args: Sequence[Any], strides_of: StridesOf) -> Bucket | None:
+        """Return the bucket of a call; None where the call must be recorded for its sizes alone.
+
+        Args:
+            args: Of the call.
+            strides_of: Tells how ops lay out their results, where the call is recorded now.
+        """
+        for recording in self._found:
+            values = recording.values_of(args)
+            if recording.admits(values):
+                return self._bucket(recording, args, values, is_new=False)
+        if len(self._found) >= MAX_RECORDINGS or self._is_of_one_size:
+            return None
+        try:
+            made = record_range(self._graph, args, strides_of=strides_of)
+        except CaptureError as error:
+            logger.info("each size of %s is captured by itself: %s", self._graph.name, error)
+            made = None
+        if made is None:
+            self._is_of_one_size = True
+            return None
+        self._found.append(made)
+        return self._bucket(made, args, made.values_of(args), is_new=True)
+
+    def _bucket(
+        self, recording: Recording, args: Sequence[Any], values: Mapping[str, int], *, is_new: bool
+    ) -> Bucket:
+        sizes = recording.upper_end(values)
+        deciding = tuple(size for name, size in sizes.items() if name in recording.deciding)
+        fixed = tuple(args[i] for i in self._graph.fixed_positions)
+        return Bucket((id(recording), deciding, fixed), recording, sizes, is_new)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A captured call, to be had as the taskgraph of any sizes that it admits."""
+
+    name: str
+    recorder: Recorder
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    sizes: SymbolicSizes
+
+    def values_of(self, args: Sequence[Any]) -> dict[str, int]:
+        """Return what a call passes for the symbols."""
+        return {name: args[position] for name, position in self.sizes.positions.items()}
+
+    @cached_property
+    def deciding(self) -> frozenset[str]:
+        """The symbols that any buffer or view is as large as; others are but counted with."""
+        sizes: list[Any] = [buffer.nbytes for buffer in self.recorder.buffers]
+        for view in self.recorder.tensors:
+            sizes += [*view.shape, *view.stride, view.offset]
+        expressions = {s for s in sizes if not isinstance(s, int)}
+        return frozenset(str(symbol) for e in expressions for symbol in e.free_symbols)
+
+    def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Return the sizes to plan for; symbols that are but counted with stay as they are."""
+        deciding = {name: value for name, value in values.items() if name in self.deciding}
+        return {**values, **upper_end(deciding)}
+
+    def admits(self, values: Mapping[str, int]) -> bool:
+        """Tell whether the recording is that of a call with these sizes too."""
+        return self.sizes.admits(values)
+
+    def at(self, values: Mapping[str, int]) -> TaskGraph:
+        """Return the taskgraph with buffers as large as these sizes need them."""
+        found = finish(
+            self.recorder,
+            self.name,
+            self.inputs,
+            self.outputs,
+            versions(),
+            values=values,
+            symbols=tuple(self.sizes.positions.items()),
+        )
+        _require_ops_of_eager(found)
+        return found
+
+
+def record(
+    graph: DynamoGraph, args: Sequence[Any], *, strides_of: StridesOf | None = None
+) -> TaskGraph:
+    """Capture a call for exactly its sizes.
+
+    Args:
+        graph: Of the call.
+        args: Of the call.
+        strides_of: Tells how ops lay out their results; by default, what torch says is taken.
+
+    Raises:
+        CaptureError: The graph cannot be written down as a taskgraph: a size or a branch
+            depends on data, a weight is changed or returned.
+    """
+    return _record(graph, args, SymbolicSizes((), ()), strides_of).at({})
+
+
+def record_range(
+    graph: DynamoGraph, args: Sequence[Any], *, strides_of: StridesOf | None = None
+) -> Recording | None:
+    """Capture a call with the sizes that differ from call to call as symbols.
+
+    Args:
+        graph: Of the call.
+        args: Of the call.
+        strides_of: As in :func:`record`.
+
+    Returns:
+        None where there are no such sizes.
+
+    Raises:
+        CaptureError: As :func:`record`.
+    """
+    sizes = SymbolicSizes(graph.placeholders, args)
+    if not sizes:
+        return None
+    # An op whose shapes torch cannot work out with symbols is no error here, but torch says so.
+    level = fake_tensor_logger.level
+    fake_tensor_logger.setLevel(logging.CRITICAL)
+    try:
+        return _record(graph, args, sizes, strides_of)
+    finally:
+        fake_tensor_logger.setLevel(level)
+
+
+def _record(
+    graph: DynamoGraph,
+    args: Sequence[Any],
+    sizes: SymbolicSizes,
+    strides_of: StridesOf | None,
+) -> Recording:
+    recorder = Recorder(None if strides_of is None else LayoutFixer(strides_of, sizes.values))
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
+    with torch.inference_mode(False), torch.no_grad(), mode:
+        labeller = _Labeller(graph.module, recorder)
+        fakes, inputs = _fake_args(graph, args, recorder, sizes)
+        try:
+            with recorder:
+                returned = labeller.run(*fakes)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{graph.name}: {type(error).__name__}: {error}") from error
+        outputs = recorder.outputs_of(graph.name, returned, fakes)
+    if sum(output.host is not None for output in outputs) != graph.num_host_outputs:
+        raise CaptureError(f"{graph.name} returns a number that depends on tensor data")
+    return Recording(graph.name, recorder, inputs, outputs, sizes)
+
+
+def _fake_args(
+    graph: DynamoGraph, args: Sequence[Any], recorder: Recorder, sizes: SymbolicSizes
+) -> tuple[list[Any], tuple[GraphInput, ...]]:
+    fakes: list[Any] = []
+    inputs = []
+    for position, arg in enumerate(args):
+        example = graph.placeholders[position].meta.get("example_value")
+        if not isinstance(arg, torch.Tensor):
+            fakes.append(sizes.of(example) if sizes and isinstance(example, torch.SymInt) else arg)
+            continue
+        if arg.layout is not torch.strided:
+            raise CaptureError(f"{graph.name}: argument {position} is {arg.layout}")
+        require_plain(arg)
+        shape, stride = tuple(arg.shape), arg.stride()
+        varies = False
+        if sizes and isinstance(example, torch.Tensor):
+            shape, stride = sizes.all(example.shape), sizes.all(example.stride())
+            varies = any(isinstance(n, torch.SymInt) for n in (*shape, *stride))
+        fake = torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device)
+        nbytes = fake.untyped_storage().nbytes()
+        if position in graph.weights:
+            kind, name = BufferKind.WEIGHT, graph.weights[position][1]
+            # A product with a weight that asks for gradients is folded to two dimensions, and
+            # its last bits are others than those of a batch of products.
+            fake.requires_grad_(arg.requires_grad)
+        else:
+            kind, name = BufferKind.INPUT, graph.placeholders[position].name
+            if not varies:
+                nbytes = arg.untyped_storage().nbytes()
+        recorder.add_buffer(fake, kind, size_of(nbytes), name)
+        inputs.append(GraphInput(position, recorder.tensor_id(fake)))
+        fakes.append(fake)
+    return fakes, tuple(inputs)
+
+
+def _require_ops_of_eager(graph: TaskGraph) -> None:
+    """Refuse a graph in which an op does more than it would in eager PyTorch.
+
+    Raises:
+        CaptureError: There is one; the last bits of its results may be others.
+    """
+    named = Counter(b for task in graph.tasks for b in task.buffers)
+    named.update(graph.tensors[o.tensor].buffer for o in graph.outputs if o.tensor is not None)
+    for task in graph.tasks:
+        flag, values = GRADIENT_FLAGS.get(task.op, (0, 0))
+        if task.op not in GRADIENT_FLAGS or not (len(task.args) <= flag or task.args[flag]):
+            continue
+        buffers = [graph.tensors[r].buffer for r in task.results if r is not None]
+        if [i for i, b in enumerate(buffers) if named[b] > 1] == [values]:
+            raise CaptureError(f"{task.where} makes vectors, which eager PyTorch would not")
+
+
+class _Labeller(Interpreter):
+    """Runs a torch-level graph and tells the recorder which module each op comes from."""
+
+    def __init__(self, module: GraphModule, recorder: Recorder) -> None:
+        super().__init__(module)
+        self._recorder = recorder
+
+    def run_node(self, n: Node) -> Any:
+        stack = n.meta.get("nn_module_stack")
+        self._recorder.label = _qualified_name(next(reversed(stack.values()))[0]) if stack else ""
+        return super().run_node(n)
+
+
+def _qualified_name(path: str) -> str:
+    """Turn Dynamo's source of a module into its qualified name."""
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    path = re.sub(r"^L\.self\.?|^L\.\w+\.?", "", path)
+    return path.replace("_modules.", "").replace("._modules", "").strip(".")
+
+
+def upper_end(values: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes to plan for, at least as large as those of a call.
+
+    The largest is rounded up to a power of two, so that a growing cache needs one plan for each
+    doubling. Sizes next to it (a cache's length, and that of a mask one longer) move by the same
+    amount, so that the guards of the recording hold. The others are rounded by themselves, except
+    small ones (a batch).
+    """
+    largest = max(values.values(), default=0)
+    if largest <= 1:
+        return dict(values)
+    bucket = max(MIN_BUCKET, _power_above(largest))
+    return {
+        name: value + bucket - largest
+        if largest - value <= NEAR
+        else (_power_above(value) if value > SMALL else value)
+        for name, value in values.items()
+    }
+
+
+def _power_above(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+class SymbolicSizes:
+    """The symbols of one call of a Dynamo graph.
+
+    Attributes:
+        env: The shape environment that fake tensors and guards belong to.
+        positions: Symbol -> call position of the integer that carries it.
+        values: Symbol -> what this call passes.
+    """
+
+    def __init__(self, placeholders: Sequence[Node], args: Sequence[Any]) -> None:
+        """Make a symbol for each integer argument that Dynamo calls by a symbol of its own."""
+        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+        self.positions: dict[str, int] = {}
+        self.values: dict[str, int] = {}
+        self._nodes: dict[sympy.Symbol, torch.SymInt] = {}
+        self._guards: tuple[sympy.Expr, ...] | None = None  # once the recording is done
+        self._asked: dict[tuple[int, ...], bool] = {}
+        for position, node in enumerate(placeholders):
+            example = node.meta.get("example_value")
+            if not isinstance(example, torch.SymInt) or type(args[position]) is not int:
+                continue
+            symbol = example.node.expr
+            if isinstance(symbol, sympy.Symbol) and symbol not in self._nodes:
+                self._nodes[symbol] = self._make(example, args[position], position)
+
+    def _make(self, example: torch.SymInt, value: int, position: int) -> torch.SymInt:
+        source = ConstantSource(f"call_{position}")
+        theirs = example.node.shape_env.var_to_range.get(
+            example.node.expr, ValueRanges.unknown_int()
+        )
+        symbol = self.env.create_symbol(
+            value,
+            source,
+            dynamic_dim=DimDynamic.DYNAMIC,
+            constraint_dim=None,
+            positive=None,
+            do_not_specialize_zero_one=True,
+        )
+        self.env.var_to_range[symbol] = theirs
+        self.positions[str(symbol)] = position
+        self.values[str(symbol)] = value
+        found = self.env.create_symintnode(symbol, hint=value, source=source)
+        assert isinstance(found, torch.SymInt)
+        return found
+
+    def __bool__(self) -> bool:
+        """True where any size varies."""
+        return bool(self._nodes)
+
+    def of(self, value: Any) -> Any:
+        """Return an integer of Dynamo's graph in terms of our symbols."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = value.node.expr
+        if expression.is_number:
+            return int(expression)
+        return sympy_interp(PythonReferenceAnalysis, self._nodes, expression)
+
+    def all(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return several of them."""
+        return tuple(self.of(v) for v in values)
+
+    def admits(self, values: Mapping[str, int]) -> bool:
+        """Tell whether what the recording took for granted holds for other sizes too."""
+        if self._guards is None:
+            self._guards = tuple(g.expr for g in self.env.guards)
+        if not self._guards:
+            return True
+        asked = tuple(values.values())
+        if asked not in self._asked:
+            if len(self._asked) >= MAX_ANSWERS:
+                self._asked.clear()
+            symbols = {s for guard in self._guards for s in guard.free_symbols}
+            at = {s: sympy.Integer(values[str(s)]) for s in symbols}
+            holds = all(guard.xreplace(at) == sympy.true for guard in self._guards)
+            self._asked[asked] = holds
+        return self._asked[asked]
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """The versions on which a captured taskgraph depends."""
+    return tuple((name, version(name)) for name in ("torch", "transformers"))

@@ -1,0 +1,77 @@
+"""One recording for a range of sizes: when it holds, and for which sizes its calls are planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+from ds_finepage.capture.recording import Recordings, SymbolicSizes, upper_end
+from tests.unit.capture.replay import by_dynamo, traced
+
+
+@pytest.mark.parametrize(
+    ("given", "planned"),
+    [
+        ({}, {}),
+        ({"a": 1}, {"a": 1}),
+        ({"a": 5}, {"a": 16}),
+        ({"a": 64}, {"a": 64}),
+        ({"a": 65}, {"a": 128}),
+        ({"cache": 70, "mask": 71}, {"cache": 127, "mask": 128}),
+        ({"cache": 70, "mask": 72}, {"cache": 126, "mask": 128}),
+        ({"cache": 70, "mask": 73}, {"cache": 128, "mask": 128}),
+        ({"batch": 8, "cache": 70}, {"batch": 8, "cache": 128}),
+        ({"batch": 9, "cache": 70}, {"batch": 16, "cache": 128}),
+        ({"batch": 3, "cache": 70}, {"batch": 3, "cache": 128}),
+        ({"window": 15, "cache": 70}, {"window": 16, "cache": 128}),
+        ({"cache": 9, "encoder": 200}, {"cache": 16, "encoder": 256}),
+    ],
+)
+def test_sizes_are_rounded_up_by_kind(given: dict[str, int], planned: dict[str, int]) -> None:
+    assert upper_end(given) == planned
+    assert all(planned[name] >= size for name, size in given.items())
+
+
+def test_a_growing_cache_needs_a_plan_for_each_doubling() -> None:
+    planned = {tuple(upper_end({"a": n, "b": n, "mask": n + 1}).values()) for n in range(1, 1024)}
+    assert len(planned) <= 8
+
+
+def test_a_recording_holds_where_all_that_it_took_for_granted_does() -> None:
+    sizes = SymbolicSizes([], [])
+    rows, batch = sympy.Symbol("s0", integer=True), sympy.Symbol("s1", integer=True)
+    assert not sizes
+    assert sizes.admits({"s0": 0, "s1": 0})  # nothing was
+    sizes._guards = (sympy.Gt(rows, 4), sympy.Eq(rows, 2 * batch))
+    assert sizes.admits({"s0": 6, "s1": 3})
+    assert not sizes.admits({"s0": 6, "s1": 4})
+    assert not sizes.admits({"s0": 4, "s1": 2})
+    assert sizes.admits({"s0": 6, "s1": 3})
+
+
+def as_torch_says(*_: Any) -> None:
+    """Know nothing of the strides of results."""
+
+
+def test_calls_of_one_bucket_share_a_recording_and_its_sizes() -> None:
+    given = [(torch.randn(n, 4),) for n in (30, 20, 200)]
+    runs = by_dynamo(lambda x: x * 2, *given, dynamic=True)
+    graph = runs[0][0]
+    recordings = Recordings(graph)
+    small, other, large = (recordings.bucket_of(args, as_torch_says) for _, args in runs)
+    assert small is not None and other is not None and large is not None
+    assert (small.is_new, other.is_new, large.is_new) == (True, False, False)
+    assert small.key == other.key != large.key
+    assert small.recording is other.recording is large.recording
+    assert small.recording.at(small.sizes).buffers[-1].nbytes == 32 * 4 * 4
+    assert large.recording.at(large.sizes).buffers[-1].nbytes == 256 * 4 * 4
+
+
+def test_a_graph_of_fixed_sizes_has_no_bucket() -> None:
+    x = torch.randn(3)
+    recordings = Recordings(traced(lambda x: x.neg(), x))
+    assert recordings.bucket_of((x,), as_torch_says) is None
+    assert recordings._is_of_one_size

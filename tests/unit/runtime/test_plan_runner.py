@@ -1,0 +1,116 @@
+"""One call of a graph: which pass runs it, and in which state of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_finepage.execution.executor import PassCounters
+from ds_finepage.runtime import plan_runner
+from ds_finepage.runtime.device_memory import DeviceState
+from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.plan_runner import PlanRunner
+from tests.unit.planning.sketches import chain
+from tests.unit.runtime.settings import KnownCosts, run_settings, sized_pass
+
+
+class Device:
+    """Notes its states; a bound pass returns its graph's name, or refuses the sizes of a call."""
+
+    can_be_resident = True
+
+    def __init__(self) -> None:
+        self.residents: dict[str, Any] = {}
+        self.state = DeviceState.RELEASED
+        self.refused: list[Pass] = []
+
+    def to_released(self) -> None:
+        self.state = DeviceState.RELEASED
+
+    def to_resident(self) -> int:
+        copied = 0 if self.state is DeviceState.RESIDENT else 100
+        self.state = DeviceState.RESIDENT
+        return copied
+
+    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[Any]) -> Any:
+        self.state = DeviceState.PAGED
+        executor: Any = SimpleNamespace(
+            set_sizes=lambda args: found not in self.refused,
+            run=lambda args, host_outputs, residents: [found.graph.name],
+            counters=PassCounters(reloaded_bytes=7),
+        )
+        found.bind(executor)
+        return executor
+
+
+class Rig:
+    """A runner whose table offers what a test puts there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = Device()
+        weights: Any = SimpleNamespace(block_bytes=0, nbytes=0, on_device={})
+        like_memory: Any = self.device
+        meter: Any = KnownCosts()
+        self.runner = PlanRunner(run_settings(1 << 20), weights, like_memory, meter)
+        self.offered: list[Pass | None] = []
+        monkeypatch.setattr(self.runner.table, "candidates", lambda *_: iter(self.offered))
+        monkeypatch.setattr(plan_runner, "run_resident", lambda *_: ["resident"])
+        monkeypatch.setattr(plan_runner, "run_unplanned", lambda *_: ["unplanned"])
+
+    def run(self, *offered: Pass | None) -> Any:
+        self.offered[:] = offered
+        graph: Any = SimpleNamespace(module=None, weights={}, host_outputs=lambda args: ())
+        return self.runner.run(graph, ())
+
+
+@pytest.fixture(name="rig")
+def _rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def pass_named(name: str, *, resident_bytes: int = 1 << 30) -> Pass:
+    found = sized_pass(replace(chain(9, nbytes=1024), name=name))
+    found.resident_bytes = resident_bytes
+    return found
+
+
+def test_the_next_candidate_runs_where_the_first_has_no_room(rig: Rig) -> None:
+    first, second = pass_named("first"), pass_named("second")
+    rig.device.refused = [first]
+    assert rig.run(first, second) == ["second"]
+    assert rig.run(second) == ["second"]
+    assert (first.stats().num_runs, second.stats().num_runs) == (0, 2)
+    assert rig.runner.counters.reloaded_bytes == 14
+
+
+def test_a_call_without_a_pass_runs_unplanned(rig: Rig) -> None:
+    rig.run(pass_named("g"))
+    assert rig.run(None) == ["unplanned"]
+    assert rig.device.state is DeviceState.RELEASED
+    assert rig.runner.counters.num_unplanned_graphs == 1
+
+
+def test_a_model_that_has_room_stays_on_the_device(rig: Rig) -> None:
+    small, large = pass_named("small", resident_bytes=0), pass_named("large")
+    assert rig.run(small) == rig.run(small) == ["resident"]
+    assert rig.device.state is DeviceState.RESIDENT
+    assert small.memgraph is not None  # for the figures of the pass
+    assert rig.runner.counters.num_resident_runs == 2
+    assert small.stats().last_entry_reloaded_bytes == 0
+    assert rig.runner.counters.reloaded_bytes == 100
+    assert rig.run(large) == ["large"]
+    assert rig.device.state is DeviceState.PAGED
+
+
+def test_the_pass_that_ran_last_is_followed(rig: Rig) -> None:
+    first, second = pass_named("first"), pass_named("second")
+    for found in (first, second, second):
+        rig.run(found)
+    assert (first._num_entries, second._num_entries) == (1, 1)
+    rig.runner.forget()
+    rig.run(second)
+    assert second._num_entries == 2
