@@ -25,7 +25,6 @@ from ds_finepage.capture.lengths import Evaluator, size_of, sizes_of
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.layout import Layout
 
-
 _PLAIN_TYPES = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
