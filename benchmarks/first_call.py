@@ -38,10 +38,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PARTS = {
     "Dynamo": ("torch/_dynamo/convert_frame.py", "_compile"),
+    "guards (of Dynamo)": ("torch/_dynamo/convert_frame.py", "build_guards"),
     "recording": ("ds_finepage/capture/recording.py", "_record"),
     "measuring": ("ds_finepage/execution/measure.py", "_measure"),
-    "planning and checking": ("ds_finepage/runtime/plan_cache.py", "plan_pass"),
-    "building executors": ("ds_finepage/runtime/device_memory.py", "bind"),
+    "planning and binding": ("ds_finepage/runtime/binder.py", "bind"),
+    "running": ("ds_finepage/execution/executor.py", "run"),
 }
 """The function whose time is that of a part; ``--parts`` profiles, which slows all down."""
 
@@ -75,7 +76,7 @@ def run_model(name: str, parts: bool) -> dict[str, Any]:
     prompt = torch.arange(16)[None]
     expected = model.generate(prompt, **settings)
     handle = attach(model, device_budget=MODELS[name]["budget"], device="cpu")
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.process_time)
     if parts:
         profiler.enable()
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -93,7 +94,7 @@ def run_model(name: str, parts: bool) -> dict[str, Any]:
         for (file, _, function), (*_, cumulative, _) in stats.items():
             for part, (where, wanted) in PARTS.items():
                 if file.endswith(where) and function == wanted:
-                    spent[part] = round(cumulative / result["wall_s"], 3)
+                    spent[part] = round(cumulative / result["cpu_s"], 3)
         result["shares"] = spent
     return result
 

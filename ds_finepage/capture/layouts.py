@@ -21,9 +21,11 @@ from ds_finepage._compat.torch import (
     tree_leaves,
     tree_map,
 )
-from ds_finepage.capture.lengths import Evaluator, size_of
+from ds_finepage.capture.lengths import Evaluator, size_of, sizes_of
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.layout import Layout
+
+_PLAIN_TYPES = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class StridesOf(Protocol):
@@ -49,6 +51,7 @@ class LayoutFixer:
         """Ask ``strides_of``, with these values for the symbols of sizes."""
         self._strides_of = strides_of
         self._number = Evaluator(values)
+        self._right: set[Any] = set()  # calls of ops whose results were right
 
     def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Return the result of a fake op, with the right strides.
@@ -56,7 +59,22 @@ class LayoutFixer:
         Raises:
             CaptureError: The strides cannot be said in terms of the symbols.
         """
-        if op._schema.is_mutable or not _is_known((args, kwargs, result)):
+        if op._schema.is_mutable:
+            return result
+        try:
+            # Layers repeat, so most calls are like an earlier one.
+            call = (op, _described(args), _described(kwargs), _described(result))
+        except _UnknownLayoutError:
+            return self._fixed(op, args, kwargs, result)
+        if call in self._right:
+            return result
+        fixed = self._fixed(op, args, kwargs, result)
+        if fixed is result:
+            self._right.add(call)
+        return fixed
+
+    def _fixed(self, op: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        if not _is_known((args, kwargs, result)):
             return result
         made = _tensors(result)
         if not made or not all(isinstance(t, FakeTensor) for t in made):
@@ -137,6 +155,31 @@ class LayoutFixer:
 
     def _int(self, size: int | torch.SymInt) -> int:
         return int(self._number(size_of(size)))
+
+
+class _UnknownLayoutError(Exception):
+    """A value does not say all that the layout of a result follows from."""
+
+
+def _described(value: Any) -> Any:
+    """Return all of an op's argument or result that layouts follow from, to be looked up.
+
+    Raises:
+        _UnknownLayoutError: It is a kind of value that is not described here.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise _UnknownLayoutError
+        return value.dtype, value.device, sizes_of(value.shape), sizes_of(value.stride())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(v)) for name, v in value.items())
+    if isinstance(value, torch.SymInt):
+        return "size", size_of(value)
+    if value is None or type(value) in _PLAIN_TYPES:
+        return type(value), value  # one, true and 1.0 are equal
+    raise _UnknownLayoutError
 
 
 def _strides_of_view(op: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:

@@ -5,7 +5,8 @@ through a module's call, although they do nothing inside a graph. And Python's g
 walks all of torch and transformers again and again, because tracing makes many objects. And a
 decode step with a growing KV cache is traced twice, because Dynamo learns from the second step that
 a size varies. So while Dynamo compiles the outermost frame of a call, the hooks are out of the
-modules, the collector is off, and the sizes that grow are marked.
+modules, and the sizes that grow are marked. The collector is off from then until the call ends,
+because recording and planning a new graph make many objects too.
 
 [Note: only the outermost frame]
 A module that runs between two graphs needs its hooks, and Dynamo may compile its call as a frame
@@ -124,14 +125,14 @@ def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 class QuickTracing:
-    """Hides the hooks and stops the collector while Dynamo compiles the outermost frame."""
+    """Hides the hooks while Dynamo compiles the outermost frame, and stops the collector."""
 
     def __init__(self, hooks: OwnHooks) -> None:
         """Take the hooks to hide."""
         self._hooks = hooks
         self._thread: int | None = None
         self._given: Arguments = ((), {})
-        self._stopped_collector = False
+        self._has_traced = self._stopped_collector = self._collects_itself = False
         self._progress = Progress()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,6 +172,7 @@ class QuickTracing:
 
     def _stop_listening(self) -> None:
         self._end()
+        self._resume_collector()
         self._progress.stop()
         try:
             callback_handler.remove_start_callback(self._begin)
@@ -179,14 +181,14 @@ class QuickTracing:
             pass  # a call of torch._dynamo.reset() removed all callbacks
 
     def _begin(self, _: Any) -> None:
-        if get_ident() != self._thread or not self._is_outermost(sys._getframe(1)):
+        if get_ident() != self._thread:
+            return
+        self._stop_collector()
+        if not self._is_outermost(sys._getframe(1)):
             return
         self._progress.start()
         self._hooks.hide()
         mark_growing(*self._given)
-        if gc.isenabled():
-            self._stopped_collector = True
-            gc.disable()
 
     def _is_outermost(self, frame: FrameType | None) -> bool:
         """Tell whether Dynamo compiles the frame that :meth:`wrap` calls; see the note above.
@@ -202,6 +204,24 @@ class QuickTracing:
 
     def _end(self, _: Any = None) -> None:
         self._hooks.restore()
+
+    def _stop_collector(self) -> None:
+        if self._has_traced:
+            return
+        self._has_traced = True
+        self._collects_itself = dynamo_config.run_gc_after_compile
+        dynamo_config.run_gc_after_compile = False
+        if gc.isenabled():
+            self._stopped_collector = True
+            gc.disable()
+
+    def _resume_collector(self) -> None:
+        if self._has_traced:
+            self._has_traced = False
+            dynamo_config.run_gc_after_compile = self._collects_itself
+            # Dynamo leaves cycles behind that hold the call's tensors. They are young, because
+            # nothing was collected since: no need to walk all of torch and transformers.
+            gc.collect(1)
         if self._stopped_collector:
             self._stopped_collector = False
             gc.enable()

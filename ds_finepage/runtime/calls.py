@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -92,15 +91,12 @@ class CallTaker:
         with self.lock:
             self._notice_changes()
             compiled = self._attachment.compiled(module)
-            num_graphs = self._num_graphs
             self.running.begin()
             try:
                 with self._around_call():
                     return self._run(CapturedCall(compiled, module, args, kwargs))
             finally:
                 self.running.end()
-                if self._num_graphs != num_graphs:
-                    gc.collect()  # Dynamo leaves cycles behind that hold the call's tensors
 
     def _run(self, call: CapturedCall) -> Any:
         rehearsal = self._rehearser.current

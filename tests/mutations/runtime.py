@@ -12,6 +12,7 @@ PLANS = "unit/runtime/test_plan_cache.py"
 TABLE = "unit/runtime/test_pass_table.py"
 LIVE = "unit/runtime/test_live_tensors.py"
 TRACING = "unit/capture/test_tracing.py"
+LAYOUTS = "unit/capture/test_layouts.py"
 CACHE = "unit/execution/test_disk_cache.py"
 
 RUNTIME = (
@@ -308,6 +309,34 @@ RUNTIME = (
         "            pass",
         TRACING,
         is_named=True,
+    ),
+    mutant(
+        "cycles-of-tracing-stay",
+        "capture/tracing.py",
+        "            gc.collect(1)\n",
+        "",
+        TRACING,
+    ),
+    mutant(
+        "dynamo-ages-what-it-leaves",
+        "capture/tracing.py",
+        "        dynamo_config.run_gc_after_compile = False\n",
+        "",
+        TRACING,
+    ),
+    mutant(
+        "a-wrong-layout-is-put-right-once-only",
+        "capture/layouts.py",
+        "        if fixed is result:",
+        "        if True:",
+        LAYOUTS,
+    ),
+    mutant(
+        "equal-numbers-of-two-types-are-one-call",
+        "capture/layouts.py",
+        "return type(value), value  #",
+        "return value  #",
+        LAYOUTS,
     ),
     mutant(
         "hooks-of-others-are-hidden",

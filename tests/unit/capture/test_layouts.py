@@ -58,6 +58,34 @@ def test_a_result_that_is_right_or_not_known_stays(strides: Any) -> None:
         assert fix(aten.relu.default, (torch.empty(4, 6),), {}, result) is result
 
 
+def test_a_call_that_was_right_is_not_asked_for_again() -> None:
+    fix, questions = asked([(6, 1)])
+    with FakeTensorMode():
+        for shape in ((4, 6), (4, 6), (8, 6)):
+            x = torch.empty(shape)
+            for scale in (2, 2.0):  # Python takes them for equal
+                fix(aten.mul.Tensor, (x, scale), {}, torch.empty(shape))
+    assert len(questions) == 4
+
+
+def test_a_call_that_was_wrong_is_put_right_each_time() -> None:
+    fix, _ = asked([(1, 4)])
+    with FakeTensorMode():
+        for _ in range(2):
+            fixed = fix(aten.relu.default, (torch.empty(4, 6),), {}, torch.empty(4, 6))
+            assert fixed.stride() == (1, 4)
+
+
+@pytest.mark.parametrize("other", [{"dtype": torch.float64}, {"device": "meta"}])
+def test_calls_with_other_dtypes_or_devices_are_asked_for(other: Any) -> None:
+    fix, questions = asked([(6, 1)])
+    with FakeTensorMode():
+        for options in ({}, other):
+            x = torch.empty(4, 6, **options)
+            fix(aten.relu.default, (x,), {}, torch.empty(4, 6))
+    assert len(questions) == 2
+
+
 def test_of_several_results_each_gets_its_own() -> None:
     fix, _ = asked([(4, 1), (1, 6)])
     with FakeTensorMode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +88,7 @@ def compiled(model: Pair, hooks: OwnHooks, seen: list[tuple[list[int], bool]]) -
     return watched
 
 
-def test_hooks_and_collector_are_away_while_dynamo_traces_and_back_for_the_graph(
+def test_hooks_are_away_while_dynamo_traces_and_the_collector_until_the_call_ends(
     model: Pair,
 ) -> None:
     seen: list[tuple[list[int], bool]] = []
@@ -96,7 +97,7 @@ def test_hooks_and_collector_are_away_while_dynamo_traces_and_back_for_the_graph
     x = torch.ones(2, 4)
     for _ in range(2):  # the hooks that are back do not make Dynamo trace again
         assert torch.equal(call(x), model.second(model.first(x)))
-        assert seen == [([0] * 6, False), ([1] * 6, True)]
+        assert seen == [([0] * 6, False), ([1] * 6, False)]
     assert num_hooks(model) == [1] * 6 and gc.isenabled()
     assert not callback_handler.end_callbacks
 
@@ -120,7 +121,8 @@ def test_frames_behind_a_graph_break_see_the_hooks(model: Pair) -> None:
     call = compiled(model, hooked(model), seen)
     call(torch.ones(2, 4))
     assert seen[0] == ([0] * 6, False)
-    assert len(seen) > 2 and all(state == ([1] * 6, True) for state in seen[1:])
+    assert len(seen) > 2 and all(state == ([1] * 6, False) for state in seen[1:])
+    assert gc.isenabled()
 
 
 def test_a_module_with_other_hooks_keeps_all_of_them(model: Pair) -> None:
@@ -174,6 +176,36 @@ def test_a_collector_that_was_off_stays_off(model: Pair) -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_cycles_that_tracing_leaves_are_gone_after_the_call(model: Pair) -> None:
+    tracing = QuickTracing(hooked(model))
+    left: list[weakref.ref[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        cycle = torch.nn.Module()
+        cycle.__dict__["itself"] = cycle
+        left.append(weakref.ref(cycle))
+        return graph.forward
+
+    call = tracing.wrap(torch.compile(model._call_impl, backend=tracing.wrap_backend(backend)))
+    gc.disable()  # Python's own collections are not what is tested
+    try:
+        call(torch.ones(2, 4))
+    finally:
+        gc.enable()
+    assert [ref() for ref in left] == [None]
+
+
+def test_a_call_without_a_trace_collects_nothing(
+    model: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, collected = compiled(model, hooked(model), []), []
+    monkeypatch.setattr(gc, "collect", collected.append)
+    for _ in range(2):
+        call(torch.ones(2, 4))
+    assert collected == [1]
+    assert torch._dynamo.config.run_gc_after_compile
 
 
 def test_sizes_of_a_growing_cache_are_marked() -> None:
