@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -193,10 +192,6 @@ class Needs:
     def needed_budget_bytes(self) -> int:
         """The device budget under which all weights stay resident."""
         return self.non_arena_bytes + self.needed_arena_bytes
-
-    def with_more(self, nbytes: int) -> Needs:
-        """Return the needs with this many more bytes outside the arena (fewer if negative)."""
-        return dataclasses.replace(self, non_arena_bytes=self.non_arena_bytes + nbytes)
 
     def require_room(self, budget_bytes: int) -> None:
         """Refuse a device budget that is too small.

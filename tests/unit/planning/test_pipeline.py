@@ -128,7 +128,8 @@ def test_needs_count_looked_up_rows_cut_weights_and_libraries() -> None:
 
 @pytest.mark.parametrize("cuts_weights", (False, True))
 def test_a_budget_is_refused_just_below_the_least_one(cuts_weights: bool) -> None:
-    needs = needs_of(TABLE, alignment=UNIT, cuts_weights=cuts_weights).with_more(128)
+    needs = needs_of(TABLE, alignment=UNIT, cuts_weights=cuts_weights)
+    needs = dataclasses.replace(needs, non_arena_bytes=needs.non_arena_bytes + 128)
     least = needs.min_budget_bytes
     needs.require_room(least)
     with pytest.raises(PlanInfeasibleError) as caught:
