@@ -111,6 +111,18 @@ def test_another_dtype_is_that_of_the_next_call(rig: Rig, is_small: bool) -> Non
     assert rig.handle.stats.weight_bytes == 6 * WIDTH * WIDTH * 2
 
 
+def test_plans_for_another_dtype_are_forgotten(rig: Rig) -> None:
+    rig.shrink()
+    rig.run()
+    (before,) = rig.handle.stats.passes
+    for model in (rig.model, rig.plain):
+        model.bfloat16()
+    rig.x = rig.x.bfloat16()
+    rig.run()
+    (after,) = rig.handle.stats.passes
+    assert after.lower_bound_bytes < before.lower_bound_bytes
+
+
 @pytest.mark.parametrize("is_small", (True, False), ids=("small", "ample"))
 def test_another_module_is_that_of_the_next_call(rig: Rig, is_small: bool) -> None:
     if is_small:

@@ -420,11 +420,11 @@ RUNTIME = (
         "integration/test_weight_changes.py::test_a_changed_weight_is_that_of_the_next_call[small-1-assigned]",
     ),
     mutant(
-        "another-dtype-is-not-captured",
+        "plans-for-another-dtype-stay",
         "runtime/calls.py",
         "if changes.reshaped:",
         "if False:",
-        "integration/test_weight_changes.py::test_another_dtype_is_that_of_the_next_call",
+        "integration/test_weight_changes.py::test_plans_for_another_dtype_are_forgotten",
     ),
     mutant(
         "new-modules-are-not-taken-over",
