@@ -292,6 +292,27 @@ PLANNING = (
     ),
     # Cutting, and running again.
     mutant(
+        "a-larger-operand-is-held-for-a-clone",
+        "planning/rewrite/recompute.py",
+        "if sum(self._sizes[b] for b in held) > self._sizes[buffer]:",
+        "if False:",
+        f"{UNIT}/rewrite/test_recompute.py",
+    ),
+    mutant(
+        "a-changed-operand-is-held-for-a-clone",
+        "planning/rewrite/recompute.py",
+        "was_live and self._is_unchanged(buffer, reader, task)",
+        "was_live",
+        f"{UNIT}/rewrite/test_recompute.py",
+    ),
+    mutant(
+        "a-held-operand-takes-no-room",
+        "planning/rewrite/recompute.py",
+        "self._add(self._values.last_use[buffer], clone.end, self._sizes[buffer])",
+        "pass",
+        f"{UNIT}/rewrite/test_recompute.py",
+    ),
+    mutant(
         "the-stride-of-a-bias-is-ignored",
         "planning/rewrite/split.py",
         "offset=_behind(view.offset, start * step),",

@@ -22,12 +22,14 @@ class Clone:
         end: The next task that uses it; the clone runs just before.
         tasks: The tasks to run again, in order: the maker of the buffer, and the makers of the
             operands that are no longer live.
+        held: The operands that stay live up to the clone although no task before it uses them.
     """
 
     buffer: int
     begin: int
     end: int
     tasks: tuple[int, ...]
+    held: tuple[int, ...] = ()
 
 
 def insert_clones(graph: TaskGraph, clones: Sequence[Clone]) -> TaskGraph:

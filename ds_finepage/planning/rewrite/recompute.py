@@ -3,7 +3,8 @@
 A mask or a rotary table is made once and used in every layer. In between it takes room where
 activations are largest, and each byte there costs a byte of weights that could be kept. If the
 tasks that make such a buffer are cheap, and their operands are resident anyway, they run once more
-just before the next use. The bytes are free in the meantime.
+just before the next use. The bytes are free in the meantime. A task whose only use comes late is
+delayed in the same way; an operand that is no larger than its result then stays live instead of it.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def recompute(
     """
     if profile is not None:
         require_usable(profile)
-    values = _Values(graph, tiny_share)
-    live = _LiveBytes(graph, values, [extent_bytes(b.nbytes, alignment) for b in graph.buffers])
+    sizes = [extent_bytes(b.nbytes, alignment) for b in graph.buffers]
+    values = _Values(graph, sizes, tiny_share)
+    live = _LiveBytes(graph, values, sizes)
     (start, _), floor = live.highest(), live.floor()
     found: list[Clone] = []
     num_taken = spent_ns = 0
@@ -89,7 +91,8 @@ def recompute(
         if clone is None:
             break
         if profile is not None:
-            spent_ns += sum(task_time_ns(graph, graph.tasks[t], profile) for t in clone.tasks)
+            again = [t for t in clone.tasks if t != clone.begin]  # a task that moves costs nothing
+            spent_ns += sum(task_time_ns(graph, graph.tasks[t], profile) for t in again)
             if spent_ns >= _copy_ns(start - floor, profile):
                 break  # no lower peak can save that much
         found.append(clone)
@@ -117,9 +120,10 @@ class _Values:
     before which a clone reads a buffer that is live there.
     """
 
-    def __init__(self, graph: TaskGraph, tiny_share: float) -> None:
-        self._graph = graph
+    def __init__(self, graph: TaskGraph, sizes: list[int], tiny_share: float) -> None:
+        self._graph, self._sizes = graph, sizes
         self.uses = uses(graph)
+        self.last_use = [found[-1] if found else -1 for found in self.uses]  # clones included
         self._changes: list[list[int]] = [[] for _ in graph.buffers]
         for task in graph.tasks:
             for buffer in (*task.writes, *task.touches):
@@ -139,11 +143,19 @@ class _Values:
             and _is_cheap(self._graph.tasks[changes[0]])
         )
 
-    def clone(self, buffer: int, begin: int, end: int) -> Clone | None:
-        """Return the clone that makes a buffer again before task ``end``; None if there is none."""
+    def clone(self, buffer: int, begin: int, end: int, peak: int) -> Clone | None:
+        """Return the clone that makes a buffer again before task ``end``; None if there is none.
+
+        Args:
+            buffer: The buffer.
+            begin: The use after which it is freed.
+            end: Its next use.
+            peak: A task between them, during which fewer bytes shall be live.
+        """
         if any(begin < pin <= end for pin in self._pins.get(buffer, ())):
             return None
         chain: set[int] = set()
+        held: set[int] = set()
         wanted = [self.uses[buffer][0]]
         while wanted:
             maker = wanted.pop()
@@ -153,15 +165,30 @@ class _Values:
             for read in self._graph.tasks[maker].reads:
                 if self._is_there(read, maker, end):
                     continue
-                if not self.can_be_made(read):
+                if self.can_be_made(read):
+                    wanted.append(self.uses[read][0])
+                elif self._may_be_held(read, maker, peak, end):
+                    held.add(read)
+                else:
                     return None
-                wanted.append(self.uses[read][0])
-        return Clone(buffer, begin, end, tuple(sorted(chain)))
+        if sum(self._sizes[b] for b in held) > self._sizes[buffer]:
+            return None
+        return Clone(buffer, begin, end, tuple(sorted(chain)), tuple(sorted(held)))
+
+    def _is_unchanged(self, buffer: int, reader: int, task: int) -> bool:
+        """Tell whether no task changes a buffer after ``reader`` and before ``task``."""
+        changes = self._changes[buffer]
+        return bisect_left(changes, task) <= bisect_right(changes, reader)
+
+    def _may_be_held(self, buffer: int, reader: int, peak: int, task: int) -> bool:
+        """Tell whether an activation that is live at the peak may stay so up to ``task``."""
+        is_activation = self._graph.buffers[buffer].kind is BufferKind.ACTIVATION
+        was_live = self.last_use[buffer] >= peak
+        return is_activation and was_live and self._is_unchanged(buffer, reader, task)
 
     def _is_there(self, buffer: int, reader: int, task: int) -> bool:
         """Tell whether a buffer is resident before ``task`` with the contents ``reader`` read."""
-        changes = self._changes[buffer]
-        if bisect_left(changes, task) > bisect_right(changes, reader):
+        if not self._is_unchanged(buffer, reader, task):
             return False
         found = self._graph.buffers[buffer]
         if found.kind is BufferKind.WEIGHT:
@@ -170,11 +197,13 @@ class _Values:
         if found.kind is not BufferKind.ACTIVATION:
             return True
         is_away = any(begin < task < end for begin, end in self._gaps.get(buffer, ()))
-        return self.uses[buffer][-1] >= task and not is_away
+        return self.last_use[buffer] >= task and not is_away
 
     def decide(self, clone: Clone) -> None:
         """Remember a clone, so that later ones respect it."""
         self._gaps.setdefault(clone.buffer, []).append((clone.begin, clone.end))
+        for buffer in clone.held:
+            self.last_use[buffer] = clone.end
         for maker in clone.tasks:
             for read in self._graph.tasks[maker].reads:
                 self._pins.setdefault(read, []).append(clone.end)
@@ -237,25 +266,31 @@ class _LiveBytes:
         for buffer, begin, end in self._idle[task] if self._heap else ():
             if self._values.is_decided(buffer, end):
                 continue
-            clone = self._values.clone(buffer, begin, end)
+            clone = self._values.clone(buffer, begin, end, task)
             if clone is None:
                 continue
-            size = self._sizes[buffer]
+            size = self._sizes[buffer] - sum(self._sizes[b] for b in clone.held)
             extra = self._extra_bytes([*self._clones.get(end, ()), clone])
             if self._between[end] - size + extra < peak:
-                self._apply(clone, size, extra)
+                self._apply(clone, extra)
                 return clone
         return None
 
-    def _apply(self, clone: Clone, size: int, extra: int) -> None:
+    def _apply(self, clone: Clone, extra: int) -> None:
+        for buffer in clone.held:
+            self._add(self._values.last_use[buffer], clone.end, self._sizes[buffer])
+        self._add(clone.begin, clone.end, -self._sizes[clone.buffer])
         self._values.decide(clone)
         self._clones.setdefault(clone.end, []).append(clone)
         self._extra[clone.end] = extra
-        for task in range(clone.begin + 1, clone.end + 1):
-            self._between[task] -= size
-            if task < clone.end:
-                self._during[task] -= size
         heapq.heappush(self._heap, (-self._at(clone.end), clone.end))
+
+    def _add(self, begin: int, end: int, nbytes: int) -> None:
+        """Count bytes that are live between two uses, neither of which needs them."""
+        for task in range(begin + 1, end + 1):
+            self._between[task] += nbytes
+            if task < end:
+                self._during[task] += nbytes
 
     def _extra_bytes(self, clones: list[Clone]) -> int:
         """Return the most live bytes of clones that run one after the other."""

@@ -325,12 +325,57 @@ def test_what_was_measured_counts() -> None:
 def test_the_steps_that_do_not_pay_are_taken_back() -> None:
     # Large and small mask are idle at the peak; the small one frees too little for its time.
     graph = passing(
-        SIZES + " aSmall:64", "cos: i1 -> aMask", "sin: i1 -> aSmall", FIRST, *MIDDLE,
-        "mm: aMask aY aSmall -> oOut",
+        SIZES + " aSmall:64", "cos: i1 -> aMask", "sin: i1 -> aSmall",
+        "mm: aMask aSmall i1 w1 -> aX", *MIDDLE, "mm: aMask aY aSmall -> oOut",
     )  # fmt: skip
-    assert len(recompute(graph, UNIT).tasks) == 7
+    assert len(recompute(graph, UNIT).tasks) == 8
     found = recompute(graph, UNIT, machine(h2d=20e9))
     assert [b.name for b in found.buffers[len(graph.buffers) :]] == ["aMask"]
+
+
+def gelu(x_bytes: int, *, changes: str = "") -> TaskGraph:
+    """Build ``0.5x * (1 + tanh(x + x**3))``, whose half comes first and is used last."""
+    return passing(
+        f"i1:64 aX:{x_bytes} aHalf:4096 aCube:4096 aSum:4096 aTanh:4096 aOne:64 oOut:64",
+        *("mm: i1 -> aX", "mul: aX -> aHalf", "pow: aX -> aCube", "add: aX aCube -> aSum"),
+        *((changes,) if changes else ()),
+        *("tanh: aSum -> aTanh", "mm: aTanh -> aOne", "mul: aHalf aOne -> oOut"),
+    )
+
+
+def test_a_task_is_delayed_if_its_operand_is_no_larger() -> None:
+    graph = gelu(4096)
+    for found in (recompute(graph, UNIT), recompute(graph, UNIT, machine(h2d=1e15))):
+        assert texts(found) == [
+            "mm: i1 -> aX",
+            "pow: aX -> aCube",
+            "add: aCube aX -> aSum",
+            "tanh: aSum -> aTanh",
+            "mm: aTanh -> aOne",
+            "mul: aX -> aHalf'",
+            "mul: aHalf' aOne -> oOut",
+        ]
+        assert peak(graph) - peak(found) == 4096
+        assert values_at_end(found) == values_at_end(graph)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    (gelu(4096 + UNIT), gelu(4096, changes="mm: aX -> aX")),
+    ids=("larger", "changed"),
+)
+def test_a_task_is_not_delayed_if_its_operand_is_larger_or_changes(graph: TaskGraph) -> None:
+    assert recompute(graph, UNIT) is graph
+
+
+def test_an_operand_that_stays_live_takes_room() -> None:
+    # Four large buffers are live before the operand's last use, and four after it.
+    graph = passing(
+        "i1:64 aX:4096 aHalf:4096 aCube:4096 aSum:4096 aTanh:4096 aBig:4096 aOne:64 oOut:64",
+        *("mm: i1 -> aX", "mul: aX -> aHalf", "pow: aX -> aCube", "add: aX aCube -> aSum"),
+        *("mm: aSum -> aTanh aBig", "mm: aTanh aBig -> aOne", "mul: aHalf aOne -> oOut"),
+    )
+    assert recompute(graph, UNIT) is graph
 
 
 def test_rates_that_cannot_be_computed_with_are_refused() -> None:
