@@ -148,9 +148,9 @@ class _Values:
 
         Args:
             buffer: The buffer.
-            begin: The use after which it is freed.
+            begin: Its last use before it is freed.
             end: Its next use.
-            peak: A task between them, during which fewer bytes shall be live.
+            peak: A task between them that shall have fewer live bytes.
         """
         if any(begin < pin <= end for pin in self._pins.get(buffer, ())):
             return None
@@ -181,7 +181,7 @@ class _Values:
         return bisect_left(changes, task) <= bisect_right(changes, reader)
 
     def _may_be_held(self, buffer: int, reader: int, peak: int, task: int) -> bool:
-        """Tell whether an activation that is live at the peak may stay so up to ``task``."""
+        """Tell whether an activation that is live at the peak may stay live up to ``task``."""
         is_activation = self._graph.buffers[buffer].kind is BufferKind.ACTIVATION
         was_live = self.last_use[buffer] >= peak
         return is_activation and was_live and self._is_unchanged(buffer, reader, task)
@@ -286,7 +286,7 @@ class _LiveBytes:
         heapq.heappush(self._heap, (-self._at(clone.end), clone.end))
 
     def _add(self, begin: int, end: int, nbytes: int) -> None:
-        """Count bytes that are live between two uses, neither of which needs them."""
+        """Count bytes that are live between two tasks, but not during them."""
         for task in range(begin + 1, end + 1):
             self._between[task] += nbytes
             if task < end:
