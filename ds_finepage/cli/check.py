@@ -47,5 +47,5 @@ def certificate(memgraph: MemGraph) -> dict[str, Any]:
         "reloaded_bytes": reloaded,
         "offloaded_bytes": memgraph.offloaded_bytes,
         "lower_bound_bytes": bound,
-        "gap": round(reloaded / bound - 1, 6) if bound else None,
+        "gap_share": round(reloaded / bound - 1, 6) if bound else None,
     }

@@ -34,7 +34,7 @@ def show_figures(title: str, figures: Mapping[str, Any], *, as_json: bool) -> No
 
     Args:
         title: Stands above the table.
-        figures: The figures; those whose names end with ``_bytes`` are sizes.
+        figures: The figures; names of sizes end with ``_bytes``, names of shares with ``_share``.
         as_json: Print JSON.
     """
     if as_json:
@@ -43,6 +43,11 @@ def show_figures(title: str, figures: Mapping[str, Any], *, as_json: bool) -> No
     table = Table("", "", title=title, title_justify="left", show_header=False)
     table.columns[1].justify = "right"
     for name, value in figures.items():
-        text = format_bytes(value) if name.endswith("_bytes") else str(value)
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), text)
+        text = str(value)
+        if value is not None and name.endswith("_bytes"):
+            text = format_bytes(value)
+        elif value is not None and name.endswith("_share"):
+            text = f"{value:.2%}"
+        label = name.removesuffix("_bytes").removesuffix("_share").replace("_", " ")
+        table.add_row(label, text)
     show(table)

@@ -7,6 +7,7 @@ keeps no tensor of the caller alive.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.lanes import Action, Lanes
-from ds_finepage.execution.program import lower
+from ds_finepage.execution.program import Program, Step, lower
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.taskgraph import Task
+from ds_finepage.graph.timeline import Span
 
 Residents = dict[str, Extent]
 """The weights that are valid in the arena: ``Buffer.key`` -> extent."""
@@ -55,6 +57,8 @@ class Executor:
     Attributes:
         memgraph: The plan.
         counters: The bytes that the last pass moved.
+        spans: Set it to a list to record when each step of the next passes begins and ends. Each
+            pass clears it first.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Executor:
         )
         self._steady = lower(memgraph, poison=poison)
         self.counters = PassCounters()
+        self.spans: list[Span] | None = None
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Prepare for the sizes of a call; return False if the plan is too small for them."""
@@ -132,7 +137,7 @@ class Executor:
             assert patch.tensor is not None
             patch.container[patch.key] = tensors[patch.tensor]
         try:
-            self._lanes.run(program, self._actions(tensors))
+            self._lanes.run(program, self._actions(program, tensors))
         finally:
             for patch in bound.patches:
                 patch.container[patch.key] = None
@@ -158,15 +163,21 @@ class Executor:
             offloaded_bytes=self.memgraph.offloaded_bytes,
         )
 
-    # Hooks. They cost nothing while there are none.
+    # Hooks and spans. They cost nothing while there are none.
 
-    def _actions(self, tensors: dict[int, torch.Tensor]) -> dict[int, Action]:
-        if not self._hooks:
+    def _actions(self, program: Program, tensors: dict[int, torch.Tensor]) -> dict[int, Action]:
+        if not self._hooks and self.spans is None:
             return self.actions
         actions = dict(self.actions)
-        for node in self.memgraph.nodes:
-            if node.kind is NodeKind.COMPUTE:
-                actions[node.id] = self._hooked(node, actions[node.id], tensors)
+        if self._hooks:
+            for node in self.memgraph.nodes:
+                if node.kind is NodeKind.COMPUTE:
+                    actions[node.id] = self._hooked(node, actions[node.id], tensors)
+        if self.spans is not None:
+            self.spans.clear()
+            origin = time.perf_counter_ns()
+            for step in program.merged:
+                actions[step.node.id] = _timed(step, actions[step.node.id], self.spans, origin)
         return actions
 
     def _hooked(self, node: Node, action: Action, tensors: dict[int, torch.Tensor]) -> Action:
@@ -192,3 +203,12 @@ class Executor:
                     hook.after(task, results)
 
         return hooked
+
+
+def _timed(step: Step, action: Action, spans: list[Span], origin: int) -> Action:
+    def timed() -> None:
+        start = time.perf_counter_ns()
+        action()
+        spans.append(Span(step.node.id, step.lane, start - origin, time.perf_counter_ns() - origin))
+
+    return timed

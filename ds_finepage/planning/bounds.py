@@ -59,6 +59,12 @@ class LowerBound:
     kept_bytes: int
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes of the weights that every pass needs whole, kept or not."""
+        whole = sum(p.nbytes for p in self.parts if p.share == 1 and not p.is_routed)
+        return whole + self.per_call_bytes
+
+    @property
     def nbytes(self) -> int:
         """The least bytes of all reloads of a pass.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Lane
-from ds_finepage.graph.routes import routes
-from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.bounds import LowerBound
 from ds_finepage.planning.simulator import Costs
 
@@ -23,13 +23,13 @@ def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int)
         profile: The machine.
         arena_bytes: Size of the arena.
     """
-    graph = bound.graph
+    graph, tasks_ns = bound.graph, alone_ns(bound.graph, profile)
     written = {b for task in graph.tasks if task.op == TO_HOST for b in task.writes}
     written_bytes = sum(graph.buffers[b].nbytes for b in written)
     return max(
-        bound.time_ns(alone_ns(graph, profile), profile.h2d_bytes_per_s),
-        max(task_times_ns(graph, profile), default=0),
-        _least_copies_ns(graph, profile, arena_bytes, bound.nbytes),
+        bound.time_ns(tasks_ns, profile.h2d_bytes_per_s),
+        max(end_times_ns(tasks_ns, profile), default=0),
+        _least_copies_ns(bound, profile, arena_bytes),
         int(written_bytes * 1e9 / profile.d2h_bytes_per_s),
     )
 
@@ -40,20 +40,23 @@ def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
     return [0 if task.op == TO_HOST else costs.task_ns(graph, task) for task in graph.tasks]
 
 
-def task_times_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
-    """Return the times at which the tasks are done if none waits for a copy."""
-    issued = done = 0
+def end_times_ns(tasks_ns: Sequence[int], profile: HardwareProfile) -> list[int]:
+    """Return the times at which the tasks end if none waits for a copy.
+
+    Args:
+        tasks_ns: The time of each task on the device.
+        profile: The machine, whose host issues the tasks.
+    """
+    issued = end = 0
     found = []
-    for task_ns in alone_ns(graph, profile):
+    for task_ns in tasks_ns:
         issued += profile.host_op_ns
-        done = max(done, issued) + task_ns
-        found.append(done)
+        end = max(end, issued) + task_ns
+        found.append(end)
     return found
 
 
-def _least_copies_ns(
-    graph: TaskGraph, profile: HardwareProfile, arena_bytes: int, reloaded_bytes: int
-) -> int:
+def _least_copies_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int) -> int:
     """Return the least time of the copies; each takes its latency beyond its bytes.
 
     Few copies are large ones. The bytes that a pass does not reload are in the arena all the time,
@@ -61,25 +64,14 @@ def _least_copies_ns(
     reloaded, by at least that many bytes over s copies. The sum of both is least where s takes the
     link as long as all latencies do.
     """
+    reloaded_bytes = bound.nbytes
     if not reloaded_bytes:
         return 0
     latency_bytes = profile.transfer_latency_ns * profile.h2d_bytes_per_s / 1e9
     if not latency_bytes:
         return Costs(profile).copy_ns(Lane.H2D, reloaded_bytes)
-    missing_bytes = max(0, _weight_bytes(graph) - arena_bytes)
+    missing_bytes = max(0, bound.needed_bytes - arena_bytes)
     copy_bytes = max(reloaded_bytes - missing_bytes, math.sqrt(latency_bytes * missing_bytes))
     copied_bytes = max(reloaded_bytes, missing_bytes + copy_bytes)
     total_bytes = copied_bytes + latency_bytes * max(1, copied_bytes / copy_bytes)
     return int(total_bytes * 1e9 / profile.h2d_bytes_per_s)
-
-
-def _weight_bytes(graph: TaskGraph) -> int:
-    """Return the bytes of the weights that every pass needs whole."""
-    needed = {
-        b
-        for task in graph.tasks
-        if task.op != "aten.embedding.default"
-        for b in graph.paged(task)
-        if graph.buffers[b].kind is BufferKind.WEIGHT
-    }
-    return sum(graph.buffers[b].nbytes for b in needed - routes(graph).keys())

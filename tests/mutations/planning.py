@@ -6,7 +6,6 @@ from tests.mutations.mutant import mutant
 
 UNIT = "unit/planning"
 FINEPAGE = f"{UNIT}/finepage/test_search.py"
-RANDOM = "property/test_memgraphs.py"
 
 PLANNING = (
     # What is kept.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutations.mutant import mutant
 
 UNIT = "unit/planning"
-FINEPAGE = f"{UNIT}/finepage/test_search.py"
-RANDOM = "property/test_memgraphs.py"
 
 PREDICTING = (
     # What it costs.

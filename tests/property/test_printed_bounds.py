@@ -20,18 +20,10 @@ from tests.property.experts import layers_of_experts
 from tests.property.independent_bounds import Machine, fewest_bytes, least_ns, least_ns_of_all
 from tests.property.matmul_chains import random_chain
 from tests.property.strategies import taskgraphs
+from tests.unit.planning.finepage.test_search import machine
 
 UNIT = 64
-PROFILE = HardwareProfile(
-    name="made up",
-    source="test",
-    capacity_bytes=2**30,
-    h2d_bytes_per_s=1e10,
-    d2h_bytes_per_s=1e10,
-    memory_bytes_per_s=1e11,
-    flops_per_s={"default": 1e12},
-    launch_ns=100,
-)
+PROFILE = dataclasses.replace(machine(h2d=1e10), memory_bytes_per_s=1e11)
 ONE_BATCH = [name for name in sorted(POLICIES) if name != "static-zigzag"]
 
 modest = settings(

@@ -5,6 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class GrainedRing:
+    """A ring for few large slices, beside which no weight streams less than a grain.
+
+    Attributes:
+        length: In units of the length for which bytes and latencies together are least.
+        num_slices: The slices that the ring holds.
+        grain: In units of a slice.
+        keeps_small: Keep the weights that are smaller than the grain.
+    """
+
+    length: float
+    num_slices: int
+    grain: float
+    keeps_small: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinepageOptions:
     """The candidates that a search tries, and when it ends.
@@ -13,9 +30,7 @@ class FinepageOptions:
         ring_shares: Lengths of the ring if weights can be cut, as shares of the bytes that have to
             be reloaded. The first is tried first.
         ring_weights: Lengths of the ring for whole weights, in units of each of the largest ones.
-        grained_rings: Shapes of the ring for few large slices: the length, in units of that for
-            which bytes and latencies together are least; the number of slices; the grain, in
-            units of a slice; and whether weights smaller than the grain are kept.
+        grained_rings: Rings for few large slices to try.
         slices_a_task: Most slices to stream, in units of the tasks, where a longer ring has room.
         always_slices: As many slices are always fine.
         most_short_lengths: Plans with more slices to try where no longer ring has room.
@@ -37,9 +52,12 @@ class FinepageOptions:
 
     ring_shares: tuple[float, ...] = (0.012,)
     ring_weights: tuple[float, ...] = (1.0, 2.0, 1.5, 3.0, 4.0)
-    grained_rings: tuple[tuple[float, int, float, bool], ...] = (
-        *((1, 2, 1, True), (0.5, 2, 1, True), (1, 2, 0.5, False)),
-        *((0.7, 4, 1, False), (2, 2, 1, False)),
+    grained_rings: tuple[GrainedRing, ...] = (
+        GrainedRing(1, 2, 1, keeps_small=True),
+        GrainedRing(0.5, 2, 1, keeps_small=True),
+        GrainedRing(1, 2, 0.5),
+        GrainedRing(0.7, 4, 1),
+        GrainedRing(2, 2, 1),
     )
     slices_a_task: float = 1.25
     always_slices: int = 500

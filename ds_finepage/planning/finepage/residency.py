@@ -17,7 +17,7 @@ from ds_finepage.planning.rewrite.split import (
     divisible_weights,
     quantum,
 )
-from ds_finepage.planning.time_bound import task_times_ns
+from ds_finepage.planning.time_bound import alone_ns, end_times_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +167,12 @@ class WeightClasses:
         if not self.divisible or self.latency_bytes == 0 or missing <= 0:
             return
         least = self.least_ring_bytes()
-        for factor, num_slices, grain, keeps_small in self.options.grained_rings:
-            best = math.sqrt(num_slices * self.latency_bytes * missing)
-            ring_bytes = self.aligned(max(least, int(best * factor)))
-            slice_bytes = ring_bytes // num_slices
-            yield RingShape(ring_bytes, slice_bytes, int(slice_bytes * grain), keeps_small)
+        for ring in self.options.grained_rings:
+            best = math.sqrt(ring.num_slices * self.latency_bytes * missing)
+            ring_bytes = self.aligned(max(least, int(best * ring.length)))
+            slice_bytes = ring_bytes // ring.num_slices
+            grain_bytes = int(slice_bytes * ring.grain)
+            yield RingShape(ring_bytes, slice_bytes, grain_bytes, ring.keeps_small)
 
     def has_short_slices(self, room: int, ring: RingShape) -> bool:
         """Tell whether the slices in a ring are so short that their number costs time.
@@ -193,7 +194,7 @@ class WeightClasses:
         """Return the time from the use of one streamable weight to that of the next."""
         graph, profile = self.problem.graph, self.problem.profile
         assert profile is not None
-        times = task_times_ns(graph, profile)
+        times = end_times_ns(alone_ns(graph, profile), profile)
         waiting, found = set(self.order), {}
         last = 0
         for task in graph.tasks:

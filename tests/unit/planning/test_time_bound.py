@@ -12,7 +12,7 @@ from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
-from ds_finepage.planning.time_bound import least_time_ns, task_times_ns
+from ds_finepage.planning.time_bound import alone_ns, end_times_ns, least_time_ns
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.finepage.test_search import machine
 from tests.unit.planning.sketches import chain
@@ -43,11 +43,13 @@ def test_the_bound_counts_latencies_of_the_fewest_copies() -> None:
     assert bound(0) == 8 * 6400
     # One copy of everything needs room for everything: with 800 ns, 6,400 bytes are best.
     assert bound(800) == pytest.approx(8 * 6400 + 6400 + 9 * 800, abs=2)
-    assert bound(800, graph.weight_bytes + 64) == max(task_times_ns(graph, profile))
+    assert bound(800, graph.weight_bytes + 64) == max(
+        end_times_ns(alone_ns(graph, profile), profile)
+    )
 
 
 def test_tasks_wait_for_the_host() -> None:
     graph, profile = chain(3), dataclasses.replace(machine(h2d=1e9), host_op_ns=10**6)
-    alone = task_times_ns(graph, machine(h2d=1e9))
-    assert [t // 10**6 for t in task_times_ns(graph, profile)] == [1, 2, 3]
+    alone = alone_ns(graph, machine(h2d=1e9))
+    assert [t // 10**6 for t in end_times_ns(alone_ns(graph, profile), profile)] == [1, 2, 3]
     assert max(alone) < 10**6
