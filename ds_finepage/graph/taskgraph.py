@@ -214,4 +214,18 @@ class TaskGraph:
 
     def paged(self, task: Task) -> tuple[int, ...]:
         """Return the buffers of a task that live in the arena, sorted."""
-        return tuple(b for b in task.buffers if self.buffers[b].kind.is_paged)
+        return self._paged[task.index]
+
+    @cached_property
+    def _paged(self) -> tuple[tuple[int, ...], ...]:
+        is_paged = [b.kind.is_paged for b in self.buffers]
+        return tuple(tuple(b for b in task.buffers if is_paged[b]) for task in self.tasks)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each buffer, the indices of the tasks that read, write or touch it, ascending."""
+        found: list[list[int]] = [[] for _ in self.buffers]
+        for task in self.tasks:
+            for buffer in task.buffers:
+                found[buffer].append(task.index)
+        return tuple(map(tuple, found))

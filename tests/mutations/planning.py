@@ -10,6 +10,13 @@ FINEPAGE = f"{UNIT}/finepage/test_search.py"
 PLANNING = (
     # What is kept.
     mutant(
+        "cyclic-plans-start-from-what-is-resident",
+        "planning/finepage/search.py",
+        "    problem = dataclasses.replace(problem, entry=())  # a cyclic pass begins as it ends\n",
+        "",
+        FINEPAGE,
+    ),
+    mutant(
         "experts-kept-before-other-weights",
         "planning/finepage/choices.py",
         "not in weights.routed],\n            [b for b in rest if b in weights.routed],",

@@ -25,7 +25,6 @@ from ds_finepage.graph.taskgraph import (
     TaskGraph,
     TensorView,
 )
-from ds_finepage.planning.liveness import uses
 
 MATMULS = {"aten.mm.default": 1, "aten.addmm.default": 2}
 """Ops that can be cut, with the position of the weight among their arguments."""
@@ -56,7 +55,7 @@ def quantum(weight: Divisible) -> int:
 def divisible_weights(graph: TaskGraph) -> list[Divisible]:
     """Find the weights that can be cut, in the order of their use."""
     found = []
-    used = uses(graph)
+    used = graph.uses
     for task in graph.tasks:
         if task.op not in MATMULS or task.kwargs or len(task.args) != MATMULS[task.op] + 1:
             continue
@@ -74,7 +73,7 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
             view.offset == 0
             and view.stride == (1, depth)
             and buffer.nbytes == depth * rows * itemsize
-            and used[buffer.id] == [task.index]
+            and used[buffer.id] == (task.index,)
             and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
         )
         if is_whole and len(task.writes) == 1 and _has_columns(graph, task, out, rows):
