@@ -30,6 +30,14 @@ def _taskgraph_shape(graph: TaskGraph) -> list[Violation]:
             wrong(f"buffer at position {position} has id {buffer.id}")
         if buffer.nbytes < 0:
             wrong(f"buffer {buffer.id} has {buffer.nbytes} bytes")
+    for buffer in graph.buffers:
+        experts = graph.experts_by_name.get(buffer.name)
+        if experts is None or buffer.kind is not BufferKind.WEIGHT:
+            continue
+        end, num = buffer.offset + buffer.nbytes, max(1, experts.num_matrices)
+        if buffer.offset % num or buffer.nbytes % num or end > experts.nbytes:
+            rows = f"the same rows of {experts.num_matrices} matrices"
+            wrong(f"{title_of(graph, buffer.id)} does not hold {rows}")
     for position, task in enumerate(graph.tasks):
         if task.index != position:
             wrong(f"task at position {position} has index {task.index}")
