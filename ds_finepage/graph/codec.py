@@ -149,7 +149,9 @@ def _text(obj: Encodable, *, exclude: Any = None, **more: Any) -> str:
     columns = form.model.model_fields.items()
     empty = {n: True for n, c in columns if not c.is_required() and values[n] == ()}
     try:
-        return document.model_dump_json(exclude={**(exclude or {}), **empty}, warnings="error") + "\n"
+        return (
+            document.model_dump_json(exclude={**(exclude or {}), **empty}, warnings="error") + "\n"
+        )
     except PydanticSerializationError as error:
         where = _task_at_fault(obj) if isinstance(obj, TaskGraph) else form.kind
         raise InvalidPlanError(f"{where} cannot be written to a file: {error}") from error

@@ -166,8 +166,8 @@ class ExpertMatrices:
     """A weight that holds one matrix an expert, and that is cut into slices.
 
     Each slice holds the same rows of every matrix, those of one expert after those of another. Its
-    ``offset`` counts the bytes of these rows in all matrices. A kernel for groups of rows takes such
-    a slice as it takes the whole weight.
+    ``offset`` counts the bytes of these rows in all matrices. A kernel for groups of rows takes
+    such a slice as it takes the whole weight.
     """
 
     name: str  # the parameter's qualified name

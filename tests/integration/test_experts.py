@@ -103,6 +103,10 @@ def test_a_part_of_a_layer_of_experts_stays_on_the_device(family: str) -> None:
             plans = [memgraph for memgraph, _ in handle.plans()]
             kept |= {m.graph.buffers[r.buffer].key for m in plans for r in m.entry}
         whole = {n: p.nbytes for n, p in model.named_parameters() if p.dim() == 3}
-        assert any(f"{name}[0:" in key and not key.endswith(f":{whole[name]}]") for name in whole for key in kept)
+        assert any(
+            f"{name}[0:" in key and not key.endswith(f":{whole[name]}]")
+            for name in whole
+            for key in kept
+        )
     finally:
         handle.detach()

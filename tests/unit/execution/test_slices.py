@@ -92,7 +92,9 @@ def test_slices_of_experts_hold_the_same_rows_of_each(
     x = torch.randn(ROWS, N)
     groups = torch.repeat_interleave(torch.tensor(counts))
     parts = [
-        torch.stack([row @ weights["experts"][g, a:b].t() for row, g in zip(x, groups, strict=True)])
+        torch.stack(
+            [row @ weights["experts"][g, a:b].t() for row, g in zip(x, groups, strict=True)]
+        )
         for a, b in zip(starts, [*starts[1:], FEATURES], strict=True)
     ]
     for arena_bytes in (min_arena_bytes(cut, 64), 10_000):
