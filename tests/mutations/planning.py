@@ -327,6 +327,20 @@ PLANNING = (
         is_named=True,
     ),
     mutant(
+        "matrices-of-a-slice-lie-as-far-apart-as-whole-ones",
+        "planning/rewrite/split.py",
+        "stride = (*(depth * num_rows for _ in several), *view.stride[-2:])",
+        "stride = view.stride",
+        f"{UNIT}/rewrite/test_split_experts.py",
+    ),
+    mutant(
+        "a-slice-of-experts-forgets-its-groups",
+        "planning/rewrite/split.py",
+        "kwargs=task.kwargs,",
+        "",
+        f"{UNIT}/rewrite/test_split_experts.py",
+    ),
+    mutant(
         "a-slice-does-all-of-the-work",
         "planning/rewrite/split.py",
         "return -(-amount * num_rows // weight.num_rows)",

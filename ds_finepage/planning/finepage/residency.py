@@ -208,8 +208,9 @@ class WeightClasses:
 
     @property
     def latency_bytes(self) -> float:
-        """Return the bytes that the link carries in the latency of one copy."""
+        """Return the bytes that the link carries in the latency of the copies of a slice."""
         profile = self.problem.profile
         if profile is None:
             return 0
-        return profile.transfer_latency_ns * profile.h2d_bytes_per_s / 1e9
+        num_copies = max((d.num_matrices for d in self.divisible.values()), default=1)
+        return num_copies * profile.transfer_latency_ns * profile.h2d_bytes_per_s / 1e9
