@@ -82,8 +82,8 @@ RUNTIME = (
     mutant(
         "exact-sizes-with-room-are-refused",
         "runtime/pass_table.py",
-        "                    continue  # the exact sizes may still have room",
-        "                    raise",
+        "                continue  # smaller sizes may still have room",
+        "                raise",
         TABLE,
     ),
     mutant(
@@ -118,7 +118,7 @@ RUNTIME = (
     mutant(
         "a-used-pass-grows-old",
         "runtime/pass_table.py",
-        "            self._passes.move_to_end(key)\n",
+        "        self._passes.move_to_end(key)\n",
         "",
         TABLE,
     ),
@@ -287,11 +287,32 @@ RUNTIME = (
         BINDER,
     ),
     mutant(
-        "a-bucket-without-room-is-refused",
+        "a-plan-runs-calls-that-it-is-too-small-for",
         "runtime/binder.py",
-        "if not found.graph.symbols:",
-        "if True:",
+        "return executor if executor.set_sizes(args) else None",
+        "return executor",
         BINDER,
+    ),
+    mutant(
+        "a-bucket-without-room-is-refused",
+        "runtime/plan_runner.py",
+        "                    continue  # smaller sizes may still have room",
+        "                    raise",
+        RUNNER,
+    ),
+    mutant(
+        "each-length-of-a-bucket-without-room-has-a-plan",
+        "runtime/pass_table.py",
+        "is_known = under is settings and longest.holds(values)",
+        "is_known = False",
+        TABLE,
+    ),
+    mutant(
+        "a-bucket-without-room-is-not-tried-under-other-settings",
+        "runtime/pass_table.py",
+        "is_known = under is settings and longest.holds(values)",
+        "is_known = longest.holds(values)",
+        TABLE,
     ),
     # Tracing, and the cache on disk.
     mutant(
@@ -400,8 +421,8 @@ RUNTIME = (
     mutant(
         "exact-sizes-are-not-tried",
         "runtime/plan_runner.py",
-        "                    continue  # the exact sizes may still have room",
-        "                    break",
+        "                    continue\n",
+        "                    break\n",
         RUNNER,
         is_named=True,
     ),
