@@ -168,7 +168,7 @@ class Recording:
 
     def grown(self, values: Mapping[str, int], more: int) -> dict[str, int]:
         """Return the sizes of a call whose growing sizes are larger by ``more``."""
-        growing = growing_sizes({n: v for n, v in values.items() if n in self.deciding})
+        growing = self._growing(values)
         return {n: v + more if n in growing else v for n, v in values.items()}
 
     def room_to_grow(self, values: Mapping[str, int], has_room: Callable[[TaskGraph], bool]) -> int:
@@ -178,7 +178,8 @@ class Recording:
             values: The sizes of the call.
             has_room: Tells whether a taskgraph has room.
         """
-        least, most = 0, max(self.upper_end(values)[n] - v for n, v in values.items())
+        top, growing = self.upper_end(values), self._growing(values)
+        least, most = 0, max((top[name] - values[name] for name in growing), default=0)
         while least < most:
             middle = (least + most + 1) // 2
             sizes = self.grown(values, middle)
@@ -187,6 +188,9 @@ class Recording:
             else:
                 most = middle - 1
         return least
+
+    def _growing(self, values: Mapping[str, int]) -> frozenset[str]:
+        return growing_sizes({n: v for n, v in values.items() if n in self.deciding})
 
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether the recording is that of a call with these sizes too."""

@@ -87,6 +87,20 @@ RUNTIME = (
         TABLE,
     ),
     mutant(
+        "a-call-grows-into-sizes-without-room",
+        "capture/recording.py",
+        "if self.admits(sizes) and has_room(self.at(sizes)):",
+        "if self.admits(sizes):",
+        "unit/capture/test_recording.py",
+    ),
+    mutant(
+        "the-mask-of-a-growing-cache-stays-as-it-is",
+        "capture/recording.py",
+        "return {n: v + more if n in growing else v for n, v in values.items()}",
+        "return {n: v + more if v == max(values.values()) else v for n, v in values.items()}",
+        "unit/capture/test_recording.py",
+    ),
+    mutant(
         "a-recording-serves-sizes-that-it-does-not-hold-for",
         "capture/recording.py",
         "if recording.admits(values):",
