@@ -114,7 +114,6 @@ def simulate(
         raise ConfigError(
             f"entry_missing names buffers {sorted(unknown)}, which the plan does not find resident"
         )
-
     complete = [0] * len(memgraph.nodes)
     lane_free = dict.fromkeys(Lane, 0)
     lane_busy = dict.fromkeys(Lane, 0)
@@ -141,7 +140,6 @@ def simulate(
         lane_busy[lane] += took
         spans.append(Span(node.id, lane, start, start + took, _span_name(memgraph.graph, node)))
 
-    link_ns = (costs.links[lane].ns(n) for lane, n in copied.items())
     return Timeline(
         spans=tuple(spans),
         total_ns=max(lane_free.values()),
@@ -149,7 +147,9 @@ def simulate(
         transfer_ns=max(lane_busy[Lane.H2D], lane_busy[Lane.D2H]),
         stall_ns=lane_free[Lane.COMPUTE] - lane_busy[Lane.COMPUTE],
         peak_bytes=_peak_bytes(memgraph, complete),
-        lower_bound_ns=max(lane_busy[Lane.COMPUTE], *link_ns),
+        lower_bound_ns=max(
+            lane_busy[Lane.COMPUTE], *(costs.links[lane].ns(n) for lane, n in copied.items())
+        ),
     )
 
 
