@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from types import ModuleType
 from typing import Any
+
+from ds_finepage import _compat
+
+
+def keeps_conversions(integration: ModuleType) -> bool:
+    """Return whether a load holds the results of all conversions at once; versions before 5.23."""
+    run = getattr(integration, _compat.CONVERSIONS, None)
+    return inspect.isfunction(run) and not inspect.isgeneratorfunction(run)
 
 
 def is_initialized(layer: Any) -> bool:

@@ -159,3 +159,6 @@ def test_the_seams_find_the_names_of_transformers() -> None:
     assert [name for name in _compat.MODEL_NEEDS if not hasattr(module, name)] == []
     model = getattr(module, _compat.MODEL)
     assert vars(model).keys() >= {_compat.MODEL_BUILD, _compat.MODEL_LOAD}
+    assert hasattr(import_module("transformers.integrations.deepspeed"), _compat.CONVERSIONS)
+    converter = getattr(import_module("transformers.core_model_loading"), _compat.CONVERTER)
+    assert _compat.CONVERTER_CONVERT in vars(converter)
