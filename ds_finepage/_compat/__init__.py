@@ -20,14 +20,22 @@ MODEL = "PreTrainedModel"
 MODEL_BUILD = "get_init_context"
 MODEL_LOAD = "_load_pretrained_model"
 MODEL_READ_FILE = "load_state_dict"
+MODEL_FILL = "_load_state_dict_into_zero3_model"
 MODEL_NEEDS = (
     MODEL,
     MODEL_READ_FILE,
-    "_load_state_dict_into_zero3_model",
+    MODEL_FILL,
     "deepspeed_config",
     "is_deepspeed_zero3_enabled",
 )
 """The names that loading into partitions needs in ``transformers.modeling_utils``."""
+
+CONVERSIONS = "_apply_weight_conversions_to_state_dict"
+"""The function of ``transformers.integrations.deepspeed`` that runs all conversions of a load."""
+
+CONVERTER = "WeightConverter"
+CONVERTER_CONVERT = "convert"
+"""The class of ``transformers.core_model_loading`` that is one conversion, and its method."""
 
 GATHERED_PARAMETERS = "GatheredParameters"
 """The name in ``deepspeed.zero`` under which transformers looks up the gathering context."""

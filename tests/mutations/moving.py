@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutant
 
 FALLBACK = "unit/execution/test_fallback.py"
 OFFLOAD = "unit/integrations/test_offload.py"
+LOADING = "unit/integrations/test_loading.py"
 STORES = ("unit/execution/test_stores.py", "unit/execution/test_weight_table.py")
 
 MOVING = (
@@ -136,5 +137,34 @@ MOVING = (
         "weakref.finalize(self, worker.end)",
         "pass",
         "unit/execution/test_lanes.py",
+    ),
+    mutant(
+        "old-versions-keep-all-conversions",
+        "integrations/deepspeed/loading.py",
+        "if keeps_conversions(integration):",
+        "if False:",
+        LOADING,
+        is_named=True,
+    ),
+    mutant(
+        "conversions-are-returned-beside-their-copies",
+        "integrations/deepspeed/loading.py",
+        "return {}",
+        "return made",
+        LOADING,
+    ),
+    mutant(
+        "conversions-of-another-model-are-copied",
+        "integrations/deepspeed/loading.py",
+        "if model is not filled_model:",
+        "if False:",
+        LOADING,
+    ),
+    mutant(
+        "names-missing-in-one-part-are-missing",
+        "integrations/deepspeed/loading.py",
+        "set.intersection(*missing)",
+        "set.union(*missing)",
+        LOADING,
     ),
 )

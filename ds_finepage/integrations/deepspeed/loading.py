@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_finepage import _compat
+from ds_finepage._compat.transformers import keeps_conversions
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
 from ds_finepage.planning.policies import RUNNABLE
@@ -98,19 +99,61 @@ def _load(
     if not is_wanted(modeling_utils):
         return original(*args, **kwargs)
     import deepspeed
+    from transformers import core_model_loading
+    from transformers.integrations import deepspeed as integration
 
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
     from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
 
     reader = functools.partial(_read_file, getattr(modeling_utils, _compat.MODEL_READ_FILE))
+    fill = getattr(modeling_utils, _compat.MODEL_FILL)
+    if keeps_conversions(integration):
+        fill = functools.partial(_fill, getattr(core_model_loading, _compat.CONVERTER), fill)
     with (
         _one_at_a_time,
+        exchanged(modeling_utils, _compat.MODEL_FILL, fill),
         exchanged(modeling_utils, _compat.MODEL_READ_FILE, reader),
         exchanged(deepspeed.zero, _compat.GATHERED_PARAMETERS, PartitionsInPlace),
     ):
         result = original(*args, **kwargs)
     trim_heap()
     return result
+
+
+def _fill(
+    converter: type,
+    original: Callable[..., tuple[list[str], set[str]]],
+    filled_model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[list[str], set[str]]:
+    """Copy into a model, and the results of each conversion before the next conversion runs.
+
+    Args:
+        converter: transformers' class of conversions.
+        original: transformers' function that converts tensors and copies them into a model.
+        filled_model: The model.
+        args: The function's other arguments.
+        kwargs: The function's other arguments by name.
+
+    Returns:
+        The messages of errors, and the names that got no tensor.
+    """
+    stock = getattr(converter, _compat.CONVERTER_CONVERT)
+    filled: list[tuple[list[str], set[str]]] = []
+
+    def convert(conversion: Any, name: str, model: Any = None, **options: Any) -> Any:
+        made = stock(conversion, name, model, **options)
+        if model is not filled_model:  # a load on another thread
+            return made
+        tensors = {key: t[0] if isinstance(t, list) else t for key, t in made.items()}
+        filled.append(original(model, tensors))
+        return {}
+
+    with exchanged(converter, _compat.CONVERTER_CONVERT, convert):
+        filled.append(original(filled_model, *args, **kwargs))
+    errors, missing = zip(*filled, strict=True)
+    return [message for messages in errors for message in messages], set.intersection(*missing)
 
 
 def _read_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
