@@ -108,12 +108,7 @@ def simulate(
             ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
     """
     costs = Costs(profile)
-    missing = frozenset(entry_missing)
-    unknown = missing - {residency.buffer for residency in memgraph.entry}
-    if unknown:
-        raise ConfigError(
-            f"entry_missing names buffers {sorted(unknown)}, which the plan does not find resident"
-        )
+    missing = _resident(memgraph, entry_missing)
     complete = [0] * len(memgraph.nodes)
     lane_free = dict.fromkeys(Lane, 0)
     lane_busy = dict.fromkeys(Lane, 0)
@@ -151,6 +146,20 @@ def simulate(
             lane_busy[Lane.COMPUTE], *(costs.links[lane].ns(n) for lane, n in copied.items())
         ),
     )
+
+
+def _resident(memgraph: MemGraph, buffers: Collection[int]) -> frozenset[int]:
+    """Return buffers of ``memgraph.entry``.
+
+    Raises:
+        ConfigError: One of them is none.
+    """
+    unknown = set(buffers) - {residency.buffer for residency in memgraph.entry}
+    if unknown:
+        raise ConfigError(
+            f"entry_missing names buffers {sorted(unknown)}, which the plan does not find resident"
+        )
+    return frozenset(buffers)
 
 
 def _span_name(graph: TaskGraph, node: Node) -> str:
