@@ -241,6 +241,17 @@ def set_stream_delay(stream: torch.Stream, ns: int) -> None:
     _extension.set_stream_delay(stream.device_index, stream.stream_id, ns)
 
 
+@contextlib.contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """Hold a stream (None: the current one) until the block ends; the host must not wait for it."""
+    stream = stream or current_stream()
+    gate = _extension.hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        gate.open()
+
+
 def fail_nth(kind: str, nth: int, later: bool = False) -> None:
     """Let the n-th operation of a kind from now on fail; 0 takes that back.
 
@@ -253,7 +264,13 @@ def fail_nth(kind: str, nth: int, later: bool = False) -> None:
 
 
 def counters() -> dict[str, Any]:
-    """Return counts and bytes by kind, "enqueue_ns", "syncs" and "syncs_by_reason"."""
+    """Return what happened since the last reset.
+
+    Returns:
+        For each kind: the count, and with the endings "_bytes" and "_delayed_ns" the bytes and the
+        delays that were asked for. "enqueue_ns": the host's CPU time inside calls that enqueue.
+        "syncs" and "syncs_by_reason": waits of the host.
+    """
     return dict(_extension.counters())
 
 
@@ -272,6 +289,24 @@ def set_sync_debug_mode(mode: str, seen: Callable[[str], None] | None = None) ->
     _extension.set_sync_mode(
         {"default": 0, "warn": 1, "error": 2}[mode], seen if mode == "warn" else None
     )
+
+
+@contextlib.contextmanager
+def races_found() -> Iterator[list[str]]:
+    """Collect races inside the block; the list is filled when the block ends.
+
+    Two operations race if they touch the same bytes of the device or of pinned memory, one of them
+    writes, and no event, stream or wait of the host puts one before the other. The check looks at
+    the order that was asked for and not at times, so it finds a missing wait in every run. It does
+    not see what the host itself does with pinned memory.
+    """
+    found: list[str] = []
+    _extension.check_races(True)
+    try:
+        yield found
+    finally:
+        found.extend(_extension.races())
+        _extension.check_races(False)
 
 
 @contextlib.contextmanager
@@ -297,5 +332,6 @@ def reset_switches() -> None:
             _extension.set_stream_delay(index, stream_id, 0)
         set_capacity(4 << 30, index)
     set_sync_debug_mode("default")
+    _extension.check_races(False)
     _extension.settle()
     reset_counters()
