@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from ds_finepage.capture.from_config import capture_config
+from ds_finepage.capture.from_config import SOURCE_ROWS, capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config
 from ds_finepage.config import BudgetKind, DeviceBudget
 from ds_finepage.errors import PlanInfeasibleError
@@ -90,7 +90,9 @@ class CapturedModel:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache after the pass, on the device and in host memory."""
-        return self._bytes_of(BufferKind.STATE) + self._bytes_of(BufferKind.HOST)
+        read = (b for b in self.graph.buffers if b.kind is BufferKind.INPUT)
+        of_source = sum(b.nbytes for b in read if b.name.startswith(SOURCE_ROWS))
+        return self._bytes_of(BufferKind.STATE) + self._bytes_of(BufferKind.HOST) + of_source
 
     @property
     def host_bytes(self) -> int:

@@ -13,6 +13,10 @@ position only, as ``generate`` does. On request the KV cache is in host memory i
 brings in the live rows of a layer, puts its own behind them in new buffers, and returns only those
 of its own, in host memory.
 
+A model with an encoder reads a source of ``seq`` tokens. Its prefill is the encoder and the first
+token of the decoder, which writes the keys and values of the source. Its decode step is one of the
+decoder, over as many rows of its own as of the source. These caches stay on the device.
+
 The FakeTensors are on the CPU, because there the fused attention op is chosen on any build of
 torch. Sizes are those of the GPU's.
 """
@@ -28,8 +32,17 @@ from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, Cache, PretrainedConfig, modeling_utils
-from transformers.cache_utils import CacheLayerMixin
+from transformers import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    PretrainedConfig,
+    modeling_utils,
+)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ds_finepage._compat.torch import (
     DataDependentOutputException,
@@ -45,6 +58,9 @@ from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, Tas
 
 TOKENS_FIRST = (2, 0, 1, 3)
 """Permutes (batch, heads, tokens, width) to the order of host memory."""
+
+SOURCE_ROWS = "source."
+"""Begins the names of the keys and values that a decoder has of the encoder's tokens."""
 
 PHASES = ("prefill", "decode")
 DTYPES = ("float16", "bfloat16", "float32")
@@ -71,14 +87,15 @@ def capture_config(
     dtype: str = "float16",
     host_ops: HostOps | None = None,
 ) -> TaskGraph:
-    """Capture one pass of a causal language model.
+    """Capture one pass of a language model, with or without an encoder.
 
     Args:
         config: A transformers config, which is left as it is.
         phase: "prefill": ``seq`` tokens at once into an empty KV cache. "decode": one token, which
             becomes the last of ``seq`` rows.
         batch: Sequences in the batch.
-        seq: Tokens of a sequence that are in the KV cache after the pass.
+        seq: Tokens of a sequence that are in the KV cache after the pass, and tokens that an
+            encoder reads.
         dtype: Of weights, activations and KV cache: a name in ``DTYPES``.
         host_ops: The ops that copy between host memory and the device. With them, layers without a
             window keep their rows in host memory, as
@@ -91,7 +108,7 @@ def capture_config(
     Raises:
         ConfigError: An argument is out of range, ``seq`` is more than the model's positions, or
             transformers cannot build the model.
-        CaptureError: The model's forward cannot be written down.
+        CaptureError: The model's forward fails, or cannot be written down.
     """
     _require_arguments(config, phase, batch, seq, dtype)
     recorder = Recorder()
@@ -103,37 +120,36 @@ def capture_config(
             inputs.add(parameter, BufferKind.WEIGHT, name)
         for name, buffer in model.named_buffers():
             inputs.add(buffer, BufferKind.INPUT, name)
-        num_new = seq if phase == "prefill" else 1
-        ids = torch.empty(batch, num_new, dtype=torch.int64)
-        inputs.add(ids, BufferKind.INPUT, "input_ids")
-        kwargs = _optional_arguments(model, inputs, batch, num_new)
-        cache = _StaticRows(
-            config, inputs, num_new=num_new, num_past=seq - num_new, host_ops=host_ops
-        )
-        kwargs.update(input_ids=ids, past_key_values=cache, use_cache=True)
-        logits = _logits(model, recorder, kwargs)
-        returned = (logits, *cache.new_rows)
+        new_rows: list[torch.Tensor] = []
+        if _has_encoder(config):
+            kwargs = _source_arguments(model, inputs, phase, batch, seq)
+        else:
+            num_new = seq if phase == "prefill" else 1
+            kwargs = _text_arguments(model, inputs, batch, num_new)
+            kwargs["past_key_values"] = cache = _StaticRows(
+                config, inputs, num_new=num_new, num_past=seq - num_new, host_ops=host_ops
+            )
+            new_rows = cache.new_rows
+        with _capture_errors(model), _labelled(model, recorder), _GroupedMm(), recorder:
+            logits = model(**kwargs, use_cache=True).logits
+        returned = (logits, *new_rows)
         outputs = tuple(GraphOutput(tensor=recorder.tensor_id(tensor)) for tensor in returned)
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
     return finish(recorder, name, inputs.used(), outputs, versions())
 
 
-def _logits(model: Any, recorder: Recorder, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Record a call of a model, and return its logits.
-
-    Raises:
-        CaptureError: The call cannot be recorded.
-    """
+@contextmanager
+def _capture_errors(model: torch.nn.Module) -> Iterator[None]:
+    """Raise what a model's forward raises as a CaptureError."""
     try:
-        with _labelled(model, recorder), _GroupedMm(), recorder:
-            logits: torch.Tensor = model(**kwargs).logits
-            return logits
+        yield
     except CaptureError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward of {type(model).__name__} looks at values ({error.func}), which are "
-            f"not there. A newer transformers than {version('transformers')} may not need them."
+            f"not there. A newer transformers than {version('transformers')} or another dtype may "
+            f"not need them."
         ) from error
     except Exception as error:
         raise CaptureError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
@@ -173,10 +189,11 @@ def _build(config: PretrainedConfig, dtype: str) -> torch.nn.Module:
     not_again = getattr(modeling_utils, "set_zero3_state", nullcontext)
     try:
         with not_again():
-            model = AutoModelForCausalLM.from_config(own, dtype=getattr(torch, dtype))
+            auto: Any = AutoModelForSeq2SeqLM if _has_encoder(own) else AutoModelForCausalLM
+            model = auto.from_config(own, dtype=getattr(torch, dtype))
     except Exception as error:  # each model class fails in its own way
         raise ConfigError(
-            f"transformers cannot build a causal language model of model_type "
+            f"transformers cannot build a language model of model_type "
             f"{config.model_type!r}: {type(error).__name__}: {error}"
         ) from error
     assert isinstance(model, torch.nn.Module)
@@ -210,17 +227,69 @@ class _Inputs:
         return tuple(GraphInput(position, tensor) for position, tensor in enumerate(kept))
 
 
-def _optional_arguments(
+def _text_arguments(
     model: torch.nn.Module, inputs: _Inputs, batch: int, num_new: int
 ) -> dict[str, Any]:
-    """Choose what ``generate`` would pass too, of what this model takes."""
+    """Return the tokens, and the other arguments of ``generate`` that this model takes."""
     taken = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"input_ids": torch.empty(batch, num_new, dtype=torch.int64)}
+    inputs.add(found["input_ids"], BufferKind.INPUT, "input_ids")
     if "position_ids" in taken:
         found["position_ids"] = torch.empty(batch, num_new, dtype=torch.int64)
         inputs.add(found["position_ids"], BufferKind.INPUT, "position_ids")
     if "logits_to_keep" in taken:
         found["logits_to_keep"] = 1
+    return found
+
+
+def _has_encoder(config: PretrainedConfig) -> bool:
+    """Tell whether the model writes text about the text that its encoder reads."""
+    return config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+
+def _source_arguments(
+    model: torch.nn.Module, inputs: _Inputs, phase: str, batch: int, seq: int
+) -> dict[str, Any]:
+    """Return the arguments of a model with an encoder, its caches among them.
+
+    Args:
+        model: Runs once beforehand, to learn the shapes of its caches.
+        inputs: Get the arguments.
+        phase: "prefill" or "decode".
+        batch: Sequences in the batch.
+        seq: Tokens of the source, and rows of the decoder after a decode step.
+    """
+    source = torch.empty(batch, seq, dtype=torch.int64)
+    token = torch.empty(batch, 1, dtype=torch.int64)
+    shapes = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with _capture_errors(model):
+        tried = model(source, decoder_input_ids=token, past_key_values=shapes, use_cache=True)
+    position = torch.empty(1, dtype=torch.int64)
+    positions = torch.empty(seq, dtype=torch.int64)
+    inputs.add(token, BufferKind.INPUT, "decoder_input_ids")
+    inputs.add(position, BufferKind.INPUT, "cache_position")
+    inputs.add(positions, BufferKind.INPUT, "source_position")
+    num_rows, num_past = (1, 0) if phase == "prefill" else (seq, seq)
+    own: list[Any] = []
+    of_source: list[Any] = []
+    for index, layer in enumerate(shapes.cross_attention_cache.layers):
+        own.append(_LayerRows(f"cache.{index}", num_rows, num_rows - 1, position, inputs))
+        source_rows = _LayerRows(f"{SOURCE_ROWS}{index}", seq, num_past, positions, inputs)
+        assert isinstance(layer, DynamicLayer)
+        assert layer.keys is not None and layer.values is not None
+        source_rows.make_rows(layer.keys, layer.values)
+        of_source.append(source_rows)
+    found: dict[str, Any] = {
+        "decoder_input_ids": token,
+        "past_key_values": EncoderDecoderCache(Cache(layers=own), Cache(layers=of_source)),
+    }
+    if phase == "prefill":
+        found["input_ids"] = source
+        inputs.add(source, BufferKind.INPUT, "input_ids")
+    else:
+        hidden = torch.empty_like(tried.encoder_last_hidden_state)
+        found["encoder_outputs"] = (hidden,)
+        inputs.add(hidden, BufferKind.INPUT, "encoder_outputs")
     return found
 
 
@@ -314,8 +383,17 @@ class _LayerRows(CacheLayerMixin):
     ) -> None:
         # The rows exist before the pass, so making them is not a task.
         with _pop_mode_temporarily():
-            self.keys = self._rows_like(key_states)
-            self.values = self._rows_like(key_states if value_states is None else value_states)
+            self.make_rows(key_states, key_states if value_states is None else value_states)
+
+    def make_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the buffers of the rows, outside of the pass.
+
+        Args:
+            key_states: Keys of any number of rows, (batch, heads, rows, width).
+            value_states: Values likewise.
+        """
+        self.keys = self._rows_like(key_states)
+        self.values = self._rows_like(value_states)
         self._inputs.add(self.keys, BufferKind.INPUT, f"{self._name}.keys")
         self._inputs.add(self.values, BufferKind.INPUT, f"{self._name}.values")
         self.is_initialized = True

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -70,14 +70,26 @@ class Bucket:
     Attributes:
         key: Tells it from the other buckets of its graph.
         recording: Serves its calls.
+        values: The sizes of the call.
         sizes: The sizes to plan for.
         is_new: True where the recording was made just now.
     """
 
     key: tuple[Any, ...]
     recording: Recording
+    values: Mapping[str, int]
     sizes: Mapping[str, int]
     is_new: bool
+
+    def for_sizes(self, sizes: Mapping[str, int]) -> Bucket:
+        """Return the bucket of the calls that are planned for other sizes."""
+        recording, _, *fixed = self.key
+        key = (recording, self.recording.only_deciding(sizes), *fixed)
+        return replace(self, key=key, sizes=sizes, is_new=False)
+
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Tell whether calls of these sizes have room in a plan of the bucket."""
+        return all(values[name] <= size for name, size in self.sizes.items())
 
 
 class Recordings:
@@ -117,9 +129,9 @@ class Recordings:
         self, recording: Recording, args: Sequence[Any], values: Mapping[str, int], *, is_new: bool
     ) -> Bucket:
         sizes = recording.upper_end(values)
-        deciding = tuple(size for name, size in sizes.items() if name in recording.deciding)
         fixed = tuple(args[i] for i in self._graph.fixed_positions)
-        return Bucket((id(recording), deciding, fixed), recording, sizes, is_new)
+        key = (id(recording), recording.only_deciding(sizes), fixed)
+        return Bucket(key, recording, values, sizes, is_new)
 
 
 @dataclass(frozen=True)
@@ -145,10 +157,40 @@ class Recording:
         expressions = {s for s in sizes if not isinstance(s, int)}
         return frozenset(str(symbol) for e in expressions for symbol in e.free_symbols)
 
+    def only_deciding(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return those of the sizes that a plan depends on."""
+        return tuple(size for name, size in sizes.items() if name in self.deciding)
+
     def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
         """Return the sizes to plan for; symbols that are but counted with stay as they are."""
         deciding = {name: value for name, value in values.items() if name in self.deciding}
         return {**values, **upper_end(deciding)}
+
+    def grown(self, values: Mapping[str, int], more: int) -> dict[str, int]:
+        """Return the sizes of a call whose growing sizes are larger by ``more``."""
+        growing = self._growing(values)
+        return {n: v + more if n in growing else v for n, v in values.items()}
+
+    def room_to_grow(self, values: Mapping[str, int], has_room: Callable[[TaskGraph], bool]) -> int:
+        """Return by how much a call can grow until it has no room, or needs another plan.
+
+        Args:
+            values: The sizes of the call.
+            has_room: Tells whether a taskgraph has room.
+        """
+        top, growing = self.upper_end(values), self._growing(values)
+        least, most = 0, max((top[name] - values[name] for name in growing), default=0)
+        while least < most:
+            middle = (least + most + 1) // 2
+            sizes = self.grown(values, middle)
+            if self.admits(sizes) and has_room(self.at(sizes)):
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def _growing(self, values: Mapping[str, int]) -> frozenset[str]:
+        return growing_sizes({n: v for n, v in values.items() if n in self.deciding})
 
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether the recording is that of a call with these sizes too."""
@@ -321,13 +363,20 @@ def upper_end(values: Mapping[str, int]) -> dict[str, int]:
     largest = max(values.values(), default=0)
     if largest <= 1:
         return dict(values)
+    growing = growing_sizes(values)
     bucket = max(MIN_BUCKET, _power_above(largest))
     return {
         name: value + bucket - largest
-        if largest - value <= NEAR
+        if name in growing
         else (_power_above(value) if value > SMALL else value)
         for name, value in values.items()
     }
+
+
+def growing_sizes(values: Mapping[str, int]) -> frozenset[str]:
+    """Return the symbols of the largest size, and of those next to it, which grow with it."""
+    largest = max(values.values(), default=0)
+    return frozenset(name for name, value in values.items() if largest - value <= NEAR)
 
 
 def _power_above(value: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ds_finepage.checker.faults import Fault, Violation
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
@@ -30,6 +32,8 @@ def _taskgraph_shape(graph: TaskGraph) -> list[Violation]:
             wrong(f"buffer at position {position} has id {buffer.id}")
         if buffer.nbytes < 0:
             wrong(f"buffer {buffer.id} has {buffer.nbytes} bytes")
+    for text in _broken_rows(graph):
+        wrong(text)
     for position, task in enumerate(graph.tasks):
         if task.index != position:
             wrong(f"task at position {position} has index {task.index}")
@@ -43,6 +47,18 @@ def _taskgraph_shape(graph: TaskGraph) -> list[Violation]:
                     text = f"{task.where} changes {title_of(graph, b)}; weights are read-only"
                     found.append(Violation(Fault.WEIGHT_WRITTEN, None, text))
     return found
+
+
+def _broken_rows(graph: TaskGraph) -> Iterator[str]:
+    """Name the slices of experts that do not hold the same rows of every matrix."""
+    for buffer in graph.buffers:
+        experts = graph.experts_by_name.get(buffer.name)
+        if experts is None or buffer.kind is not BufferKind.WEIGHT:
+            continue
+        end, num = buffer.offset + buffer.nbytes, max(1, experts.num_matrices)
+        if buffer.offset % num or buffer.nbytes % num or end > experts.nbytes:
+            rows = f"the same rows of {experts.num_matrices} matrices"
+            yield f"{title_of(graph, buffer.id)} does not hold {rows}"
 
 
 def _node_shape(memgraph: MemGraph) -> list[Violation]:

@@ -11,16 +11,11 @@ from ds_finepage.execution.call_tensors import CallTensors
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
-from ds_finepage.execution.reload_sources import ReloadSources
+from ds_finepage.execution.reload_sources import ReloadSources, copy_master
 from ds_finepage.execution.routed import RoutedReload, RouteRead
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.routes import Route
 from ds_finepage.graph.taskgraph import BufferKind
-
-
-def copy_master(target: torch.Tensor, master: torch.Tensor) -> None:
-    """Copy a host master into an extent; both are 1-d uint8 tensors of the same length."""
-    target.copy_(master, non_blocking=True)
 
 
 class BoundPlan:

@@ -14,6 +14,22 @@ from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.graph.taskgraph import Buffer, TaskGraph
 
 
+def copy_master(target: torch.Tensor, master: torch.Tensor) -> None:
+    """Copy bytes of a host master into an extent.
+
+    Args:
+        target: Contiguous uint8.
+        master: As many bytes. If its rows have gaps between them, each row is a copy: torch would
+            bring all together in host memory first.
+    """
+    target = target.view(master.shape)
+    if master.is_contiguous():
+        target.copy_(master, non_blocking=True)
+        return
+    for row, source in zip(target, master, strict=True):
+        row.copy_(source, non_blocking=True)
+
+
 class ReloadSources:
     """Finds the source of each reload when the plan is bound, and fills it before each pass."""
 
@@ -36,6 +52,8 @@ class ReloadSources:
     def of_weight(self, buffer: Buffer) -> torch.Tensor:
         """Return the bytes of a weight, of a slice of it, or of its rows, as 1-d uint8.
 
+        A slice of a weight of experts is 2-d: it has the bytes of each matrix in a row.
+
         Raises:
             StoreError: The master is missing, or smaller than the captured weight.
         """
@@ -44,13 +62,18 @@ class ReloadSources:
             raise StoreError(f"no host master for weight {buffer.name!r}")
         if buffer.gather is not None:
             return self._rows_of(buffer, buffer.gather, master)
-        end = buffer.offset + buffer.nbytes
+        num = self._graph.num_pieces(buffer)
+        experts = self._graph.experts_by_name[buffer.name] if num > 1 else None
+        end = buffer.offset + buffer.nbytes if experts is None else experts.nbytes
         if master.numel() < end:
             raise StoreError(
                 f"the host master of {buffer.name!r} has {master.numel()} bytes; captured were "
                 f"bytes up to {end}"
             )
-        return master[buffer.offset : end]
+        if experts is None:
+            return master[buffer.offset : end]
+        first = buffer.offset // num
+        return master[:end].view(num, -1)[:, first : first + buffer.nbytes // num]
 
     def of_host_tensor(self, tensor: int) -> list[torch.Tensor]:
         """Return a list that holds the bytes of an argument in host memory while a pass runs."""

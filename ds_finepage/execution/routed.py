@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_finepage.execution.reload_sources import copy_master
 from ds_finepage.graph.routes import Route
 
 
@@ -53,25 +54,24 @@ class RoutedReload:
         Args:
             route: The weight, and the way to find its used slices.
             on_device: The weight's extent, 1-d uint8.
-            on_host: The weight's master, 1-d uint8 of the same length.
+            on_host: The weight's bytes in host memory, 1-d uint8 of the same length; or 2-d, one
+                row a slice, with gaps between the rows.
             read: Reads the numbers of the slices.
         """
         self._route = route
-        self._on_device, self._on_host = on_device, on_host
+        self._on_device = on_device.view(route.num_slices, -1)
+        self._on_host = on_host.view(self._on_device.shape)
         self._read = read
-        self._slice_bytes = on_host.numel() // route.num_slices
         self.skipped_bytes = 0
 
     def __call__(self) -> None:
-        """Copy the used slices, each run of adjacent ones at once."""
-        values = self._read.values()
-        used = set(_groups_with_rows(values) if self._route.is_ends else _flat(values))
-        copied = 0
-        for begin, end in _runs(sorted(i % self._route.num_slices for i in used)):
-            first, last = begin * self._slice_bytes, end * self._slice_bytes
-            self._on_device[first:last].copy_(self._on_host[first:last], non_blocking=True)
-            copied += last - first
-        self.skipped_bytes = self._on_host.numel() - copied
+        """Copy the used slices, each run of adjacent ones at once where the master has no gaps."""
+        values, num_slices = self._read.values(), self._route.num_slices
+        named = _groups_with_rows(values) if self._route.is_ends else _flat(values)
+        used = sorted({number % num_slices for number in named})
+        for begin, end in _runs(used):
+            copy_master(self._on_device[begin:end], self._on_host[begin:end])
+        self.skipped_bytes = (num_slices - len(used)) * self._on_device.shape[1]
 
 
 def _groups_with_rows(ends: Sequence[int]) -> Iterator[int]:

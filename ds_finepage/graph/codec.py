@@ -79,7 +79,8 @@ def _form(
         kind: See `_Form`.
         version: See `_Form`.
         without: A field of the class that the file does not have.
-        optional: Fields that a file may lack; the class has defaults for them.
+        optional: Fields that a file may lack; the class has defaults for them. An empty table among
+            them is not written.
         more: Fields of the file that the class does not have, with their types.
     """
     hints = get_type_hints(cls, include_extras=True)
@@ -97,7 +98,9 @@ def _form(
 
 _MADE_FOR: dict[str, Any] = {"taskgraph": str, "fingerprint": str, "versions": Versions}
 _FORMS: dict[type[Encodable], _Form] = {
-    TaskGraph: _form(TaskGraph, "taskgraph", 2, without="symbols"),  # a file has one size
+    TaskGraph: _form(  # without symbols: a file has one size
+        TaskGraph, "taskgraph", 2, without="symbols", optional=("experts",)
+    ),
     MemGraph: _form(MemGraph, "memgraph", 2, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),
     HardwareProfile: _form(
@@ -143,8 +146,12 @@ def _text(obj: Encodable, *, exclude: Any = None, **more: Any) -> str:
     form = _FORMS[type(obj)]
     values = {f.name: getattr(obj, f.name) for f in fields(obj)} | more
     document = form.model.model_construct(None, kind=form.kind, format=form.version, **values)
+    columns = form.model.model_fields.items()
+    empty = {n: True for n, c in columns if not c.is_required() and values[n] == ()}
     try:
-        return document.model_dump_json(exclude=exclude, warnings="error") + "\n"
+        return (
+            document.model_dump_json(exclude={**(exclude or {}), **empty}, warnings="error") + "\n"
+        )
     except PydanticSerializationError as error:
         where = _task_at_fault(obj) if isinstance(obj, TaskGraph) else form.kind
         raise InvalidPlanError(f"{where} cannot be written to a file: {error}") from error
@@ -281,7 +288,7 @@ def _require_names_in(text: str, form: _Form) -> None:
     wanted = [name for name, column in columns if column.is_required() or name in document]
     _require_names("the file", document, wanted)
     for field, names in form.rows.items():
-        for position, row in enumerate(document[field] or ()):
+        for position, row in enumerate(document.get(field) or ()):
             if isinstance(row, dict) and row.keys() != names:
                 _require_names(f"{field}[{position}]", row, names)
 

@@ -177,6 +177,17 @@ class MemGraph:
         route = self.routed_reloads.get(node.id)
         return nbytes if route is None else route.most_bytes(nbytes)
 
+    def copies_at(self, node: Node) -> int:
+        """Return the number of copies of a reload; for a routed reload, the most it may need."""
+        assert node.buffer is not None
+        num_pieces = self.graph.num_pieces(self.graph.buffers[node.buffer])
+        route = self.routed_reloads.get(node.id)
+        if route is None:
+            return num_pieces
+        # Adjacent slices of a whole weight come in by one copy.
+        gaps = route.num_slices - route.most_used
+        return route.most_used if num_pieces > 1 else min(route.most_used, gaps + 1)
+
     def bytes_of(self, kind: NodeKind) -> int:
         """Return the bytes that all nodes of one kind move or free in a pass."""
         return sum(self.bytes_at(n) for n in self.nodes if n.kind is kind and n.buffer is not None)

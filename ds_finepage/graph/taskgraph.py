@@ -161,6 +161,25 @@ class ModuleCall:
     end: NonNegativeInt
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """A weight that holds one matrix an expert, and that is cut into slices.
+
+    Each slice holds the same rows of every matrix, those of one expert after those of another. Its
+    ``offset`` counts the bytes of these rows in all matrices. A kernel for groups of rows takes
+    such a slice as it takes the whole weight.
+    """
+
+    name: str  # the parameter's qualified name
+    num_matrices: NonNegativeInt
+    matrix_bytes: NonNegativeInt
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weight."""
+        return self.num_matrices * self.matrix_bytes
+
+
 @dataclass(frozen=True)
 class TaskGraph:
     """Tasks, buffers and tensors of one pass of one concrete shape.
@@ -170,7 +189,7 @@ class TaskGraph:
     number of calls of the model that are unrolled side by side; only a policy makes it more than
     one. ``symbols`` are the sizes that differ from call to call, and the call position that carries
     each. Buffers have the sizes of the largest planned call; sizes that depend on a symbol are a
-    :class:`Length`.
+    :class:`Length`. ``experts`` describes weights whose slices take rows of several matrices.
     """
 
     name: str
@@ -183,6 +202,17 @@ class TaskGraph:
     calls: tuple[ModuleCall, ...] = ()
     num_batches: NonNegativeInt = 1
     symbols: tuple[tuple[str, int], ...] = ()
+    experts: tuple[ExpertMatrices, ...] = ()
+
+    @cached_property
+    def experts_by_name(self) -> dict[str, ExpertMatrices]:
+        """The entries of ``experts`` by the name of the weight."""
+        return {e.name: e for e in self.experts}
+
+    def num_pieces(self, buffer: Buffer) -> int:
+        """Return the number of separate ranges of the host master that a weight's bytes lie in."""
+        experts = self.experts_by_name.get(buffer.name) if self.experts else None
+        return 1 if experts is None or buffer.nbytes == experts.nbytes else experts.num_matrices
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -214,4 +244,18 @@ class TaskGraph:
 
     def paged(self, task: Task) -> tuple[int, ...]:
         """Return the buffers of a task that live in the arena, sorted."""
-        return tuple(b for b in task.buffers if self.buffers[b].kind.is_paged)
+        return self._paged[task.index]
+
+    @cached_property
+    def _paged(self) -> tuple[tuple[int, ...], ...]:
+        is_paged = [b.kind.is_paged for b in self.buffers]
+        return tuple(tuple(b for b in task.buffers if is_paged[b]) for task in self.tasks)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each buffer, the indices of the tasks that read, write or touch it, ascending."""
+        found: list[list[int]] = [[] for _ in self.buffers]
+        for task in self.tasks:
+            for buffer in task.buffers:
+                found[buffer].append(task.index)
+        return tuple(map(tuple, found))

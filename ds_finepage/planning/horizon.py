@@ -27,7 +27,7 @@ from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Task
 from ds_finepage.planning.blocks import BlockList
 from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.liveness import next_use, uses
+from ds_finepage.planning.liveness import next_use
 from ds_finepage.planning.problem import Problem
 
 INFINITY = float("inf")
@@ -72,7 +72,7 @@ class HorizonPlanner:
         graph, arena_bytes = problem.graph, problem.arena_bytes
         self._graph = graph
         self._size = problem.size
-        self._uses = uses(graph)
+        self._uses = graph.uses
         self._position = [0] * len(graph.buffers)  # first use that is not simulated yet
         self._streamed = streamed
         self._pinned = pinned

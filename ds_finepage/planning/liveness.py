@@ -15,15 +15,6 @@ def extent_bytes(nbytes: int, alignment: int) -> int:
     return align_up(max(1, nbytes), alignment)
 
 
-def uses(graph: TaskGraph) -> list[list[int]]:
-    """List, for each buffer, the indices of the tasks that read, write or touch it, ascending."""
-    found: list[list[int]] = [[] for _ in graph.buffers]
-    for task in graph.tasks:
-        for buffer in task.buffers:
-            found[buffer].append(task.index)
-    return found
-
-
 def working_set_bytes(graph: TaskGraph, task: Task, alignment: int) -> int:
     """Return the arena bytes that must be resident together to run one task."""
     return sum(extent_bytes(graph.buffers[b].nbytes, alignment) for b in graph.paged(task))
@@ -42,7 +33,7 @@ def ample_arena_bytes(graph: TaskGraph, alignment: int) -> int:
 def live_activation_bytes(graph: TaskGraph, alignment: int) -> list[int]:
     """Return, for each task, the bytes of all activations that are live while it runs."""
     deltas = [0] * (len(graph.tasks) + 1)
-    for buffer, indices in enumerate(uses(graph)):
+    for buffer, indices in enumerate(graph.uses):
         if indices and graph.buffers[buffer].kind is BufferKind.ACTIVATION:
             size = extent_bytes(graph.buffers[buffer].nbytes, alignment)
             deltas[indices[0]] += size

@@ -10,7 +10,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Residency
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.stacking import SharedResident
-from ds_finepage.planning.liveness import extent_bytes, require_feasible
+from ds_finepage.planning.liveness import extent_bytes, min_arena_bytes, require_feasible
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,11 @@ class Problem:
     def sizes(self, buffers: Sequence[int]) -> dict[int, int]:
         """Return the bytes of the extents of some buffers."""
         return {b: self.size(b) for b in buffers}
+
+    @property
+    def is_feasible(self) -> bool:
+        """Tell whether the arena can hold the working set of every task."""
+        return min_arena_bytes(self.graph, self.alignment) <= self.arena_bytes
 
     def require_feasible(self) -> None:
         """Refuse an arena that cannot hold the working set of some task.

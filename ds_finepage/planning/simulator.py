@@ -72,9 +72,9 @@ class Costs:
         flops = self._flops.get(dtype) or self._flops[DEFAULT_DTYPE]
         return max(flops.ns(task.flops), self._memory.ns(task.moved_bytes), self._launch_ns)
 
-    def copy_ns(self, lane: Lane, nbytes: int) -> int:
-        """Return the time of one copy on its link."""
-        return self._latency_ns + self.links[lane].ns(nbytes)
+    def copy_ns(self, lane: Lane, nbytes: int, num_copies: int = 1) -> int:
+        """Return the time of a copy on its link, or of several that one node makes."""
+        return self._latency_ns * num_copies + self.links[lane].ns(nbytes)
 
 
 def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
@@ -130,11 +130,12 @@ def simulate(
             continue
         if lane is Lane.COMPUTE:
             assert node.task is not None
-            took = costs.task_ns(memgraph.graph, memgraph.graph.tasks[node.task])
+            took, num_calls = costs.task_ns(memgraph.graph, memgraph.graph.tasks[node.task]), 1
         else:
-            took = costs.copy_ns(lane, memgraph.bytes_at(node))
+            num_calls = memgraph.copies_at(node)
+            took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)
             copied[lane] += memgraph.bytes_at(node)
-        host_ns += costs.host_ns[lane]
+        host_ns += costs.host_ns[lane] * num_calls
         start = max(ready, lane_free[lane], host_ns)
         complete[node.id] = lane_free[lane] = start + took
         lane_busy[lane] += took

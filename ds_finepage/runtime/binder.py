@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.executor import OpHook
 from ds_finepage.runtime.device_memory import Memory
 from ds_finepage.runtime.pass_table import PassTable
@@ -53,18 +52,12 @@ class Binder:
             settings: The settings of now.
 
         Returns:
-            The executor; None where a pass for a bucket of sizes has no room, and a pass for
-            exactly these sizes may have.
+            The executor; None where the plan is too small for these sizes.
 
         Raises:
             PlanInfeasibleError: The pass does not fit in the budget.
         """
-        try:
-            executor = self.bind(found, settings)
-        except PlanInfeasibleError:
-            if not found.graph.symbols:
-                raise
-            return None
+        executor = self.bind(found, settings)
         return executor if executor.set_sizes(args) else None
 
     def bind(self, found: Pass, settings: RunSettings) -> BoundPass:

@@ -71,6 +71,10 @@ class PassMaker:
         """
         self._needs(graph, settings).require_room(settings.budget_bytes)
 
+    def has_room(self, graph: TaskGraph, settings: RunSettings) -> bool:
+        """Tell whether a plan for a taskgraph may have room in the budget."""
+        return self._needs(graph, settings).min_budget_bytes <= settings.budget_bytes
+
     def size(self, graph: TaskGraph, settings: RunSettings) -> Pass:
         """Measure a taskgraph, and add up its needs.
 

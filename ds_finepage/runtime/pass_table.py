@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
@@ -14,6 +14,8 @@ from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
+
+_Key = tuple[Any, ...]
 
 MAX_PASSES = 128
 """Passes that are remembered; the table then forgets the one that was used longest ago."""
@@ -45,6 +47,8 @@ class PassTable:
         self._passes: OrderedDict[tuple[Any, ...], Pass | None] = OrderedDict()
         self._in_order: list[Pass] = []  # of their capture
         self._recordings: dict[DynamoGraph, Recordings] = {}
+        # Bucket of sizes -> the part of it that had room, under these settings.
+        self._longest: dict[_Key, tuple[Bucket, RunSettings]] = {}
         self._library_bytes = maker.meter.library_bytes  # that the passes count
 
     def __len__(self) -> int:
@@ -61,14 +65,17 @@ class PassTable:
         self._passes.clear()
         self._in_order.clear()
         self._recordings.clear()
+        self._longest.clear()
 
     def candidates(
         self, graph: DynamoGraph, args: Sequence[Any], settings: RunSettings
     ) -> Iterator[Pass | None]:
         """Yield the passes that may serve a call, one after the other, until one has room.
 
-        The pass of a bucket of sizes comes first, and a pass for exactly the call's sizes second.
-        None stands for a run without a plan.
+        The pass of a bucket of sizes comes first. If the whole bucket has no room, a pass for the
+        longest call with room follows, so that a growing cache needs no plan for each token. A pass
+        for exactly the call's sizes is the last one. All of them are of one recording. None stands
+        for a run without a plan.
 
         Args:
             graph: The graph that is called.
@@ -78,38 +85,68 @@ class PassTable:
         Raises:
             PlanInfeasibleError: The call is new and has no room in the budget.
         """
-        exact = (graph, *(args[i] for i in graph.key_positions))
-        captures: list[tuple[tuple[Any, ...], Bucket | None]] = [(exact, None)]
-        if exact not in self._passes:
-            if graph not in self._recordings:
-                self._recordings[graph] = Recordings(graph)
-            bucket = self._recordings[graph].bucket_of(args, self.maker.strides_of(settings))
-            if bucket is not None:
-                self._counters.num_captures += bucket.is_new
-                captures.insert(0, ((graph, *bucket.key), bucket))
-        for key, bucket in captures:
-            if key not in self._passes:
-                try:
-                    if bucket is None:
-                        taskgraph = record(graph, args, strides_of=self.maker.strides_of(settings))
-                    else:
-                        taskgraph = bucket.recording.at(bucket.sizes)
-                        self.maker.require_room(taskgraph, settings)  # measuring takes room
-                    found = self.maker.size(taskgraph, settings)
-                    self.count_library()
-                    self._in_order.append(found)
-                    self._passes[key] = found
-                    self._counters.num_captures += bucket is None
-                except PlanInfeasibleError:
-                    if bucket is None:
-                        raise
-                    continue  # the exact sizes may still have room
-                except CaptureError as error:
-                    self._on_unplanned(str(error))
-                    self._passes[key] = None
-                self._forget_oldest()
-            self._passes.move_to_end(key)
-            yield self._passes[key]
+        if graph not in self._recordings:
+            self._recordings[graph] = Recordings(graph)
+        bucket = self._recordings[graph].bucket_of(args, self.maker.strides_of(settings))
+        if bucket is None:
+            exact = (graph, *(args[i] for i in graph.key_positions))
+            is_new, strides_of = exact not in self._passes, self.maker.strides_of(settings)
+            found = self._find(exact, lambda: record(graph, args, strides_of=strides_of), settings)
+            self._counters.num_captures += is_new and found is not None
+            yield found
+            return
+        self._counters.num_captures += bucket.is_new
+        of_bucket = (graph, *bucket.key)
+        for sizes in self._sizes(graph, bucket, settings):
+            chosen = bucket.for_sizes(sizes)
+            try:
+                found = self._of_sizes((graph, *chosen.key), chosen, settings)
+            except PlanInfeasibleError:
+                if sizes == bucket.values:
+                    raise
+                continue  # smaller sizes may still have room
+            self._longest[of_bucket] = (chosen, settings)
+            yield found
+
+    def _sizes(
+        self, graph: DynamoGraph, bucket: Bucket, settings: RunSettings
+    ) -> Iterator[Mapping[str, int]]:
+        """Yield the sizes for which a call may be planned; those with room so far come first."""
+        key, values, recording = (graph, *bucket.key), bucket.values, bucket.recording
+        longest, under = self._longest.get(key, (bucket, settings))
+        is_known = under is settings and longest.holds(values)
+        yield longest.sizes if is_known else bucket.sizes
+        if bucket.sizes != values:
+            more = recording.room_to_grow(values, lambda g: self.maker.has_room(g, settings))
+            while more:
+                yield recording.grown(values, more)
+                more //= 2
+            yield values
+
+    def _of_sizes(self, key: _Key, bucket: Bucket, settings: RunSettings) -> Pass | None:
+        def at_sizes() -> TaskGraph:
+            taskgraph = bucket.recording.at(bucket.sizes)
+            self.maker.require_room(taskgraph, settings)  # measuring takes room
+            return taskgraph
+
+        return self._find(key, at_sizes, settings)
+
+    def _find(
+        self, key: _Key, capture: Callable[[], TaskGraph], settings: RunSettings
+    ) -> Pass | None:
+        """Return the pass of a key; make it where it is new."""
+        if key not in self._passes:
+            try:
+                found = self.maker.size(capture(), settings)
+                self.count_library()
+                self._in_order.append(found)
+                self._passes[key] = found
+            except CaptureError as error:
+                self._on_unplanned(str(error))
+                self._passes[key] = None
+            self._forget_oldest()
+        self._passes.move_to_end(key)
+        return self._passes[key]
 
     def _forget_oldest(self) -> None:
         while len(self._passes) > MAX_PASSES:

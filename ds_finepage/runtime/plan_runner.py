@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.executor import OpHook, PassCounters
 from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
@@ -141,6 +142,7 @@ class PlanRunner:
             PlanInfeasibleError: There is no room for it in the budget.
         """
         settings, memory = self.settings, self.memory
+        refusal: PlanInfeasibleError | None = None
         for found in self.table.candidates(graph, args, settings):
             self.live.reserve(found, args, settings.budget_bytes)
             if found is None:
@@ -161,9 +163,13 @@ class PlanRunner:
                     memory.to_released()
                 found.follow(self._last, may_adapt=settings.is_cyclic)
                 self._last = found
-                executor = self.binder.bind_for(found, args, settings)
+                try:
+                    executor = self.binder.bind_for(found, args, settings)
+                except PlanInfeasibleError as error:
+                    refusal = error.bare()
+                    continue  # smaller sizes may still have room
                 if executor is None:
-                    continue  # the exact sizes may still have room
+                    continue
                 result = executor.run(args, graph.host_outputs(args), memory.residents)
                 counted = executor.counters
             self.live.note((*found.inputs(args), *found.outputs(result)))
@@ -171,6 +177,8 @@ class PlanRunner:
             self.counters.reloaded_bytes += counted.reloaded_bytes
             self.counters.offloaded_bytes += counted.offloaded_bytes
             return result
+        assert refusal is not None, "a pass for exactly the sizes of a call runs or is refused"
+        raise refusal
 
     @property
     def _keeps_weights(self) -> bool:

@@ -192,9 +192,16 @@ AROUND = (
     mutant(
         "new-rows-stay-on-the-device",
         "capture/from_config.py",
-        "returned = (logits, *cache.new_rows)",
+        "returned = (logits, *new_rows)",
         "returned = (logits,)",
         "integration/test_from_config.py",
+    ),
+    mutant(
+        "rows-of-the-source-are-no-kv",
+        "whatif.py",
+        " + of_source",
+        "",
+        "integration/test_from_config_encoders.py",
     ),
     mutant(
         "files-are-overwritten",

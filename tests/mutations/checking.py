@@ -108,6 +108,13 @@ CHECKING = (
         CHECKER,
     ),
     mutant(
+        "a-slice-of-experts-may-end-within-a-row",
+        "checker/shape.py",
+        "if buffer.offset % num or buffer.nbytes % num or end > experts.nbytes:",
+        "if end > experts.nbytes:",
+        "unit/planning/rewrite/test_split_experts.py",
+    ),
+    mutant(
         "as-many-rows-as-experts-are-routed",
         "graph/routes.py",
         "or rows >= num_slices:",

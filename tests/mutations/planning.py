@@ -10,6 +10,13 @@ FINEPAGE = f"{UNIT}/finepage/test_search.py"
 PLANNING = (
     # What is kept.
     mutant(
+        "cyclic-plans-start-from-what-is-resident",
+        "planning/finepage/search.py",
+        "    problem = dataclasses.replace(problem, entry=())  # a cyclic pass begins as it ends\n",
+        "",
+        FINEPAGE,
+    ),
+    mutant(
         "experts-kept-before-other-weights",
         "planning/finepage/choices.py",
         "not in weights.routed],\n            [b for b in rest if b in weights.routed],",
@@ -318,6 +325,20 @@ PLANNING = (
         "offset=_behind(view.offset, start),",
         f"{UNIT}/rewrite/test_split.py",
         is_named=True,
+    ),
+    mutant(
+        "matrices-of-a-slice-lie-as-far-apart-as-whole-ones",
+        "planning/rewrite/split.py",
+        "stride = (*(depth * num_rows for _ in several), *view.stride[-2:])",
+        "stride = view.stride",
+        f"{UNIT}/rewrite/test_split_experts.py",
+    ),
+    mutant(
+        "a-slice-of-experts-forgets-its-groups",
+        "planning/rewrite/split.py",
+        "kwargs=task.kwargs,",
+        "",
+        f"{UNIT}/rewrite/test_split_experts.py",
     ),
     mutant(
         "a-slice-does-all-of-the-work",

@@ -33,16 +33,23 @@ PREDICTING = (
     mutant(
         "the-host-takes-no-time",
         "planning/simulator.py",
-        "host_ns += costs.host_ns[lane]",
+        "host_ns += costs.host_ns[lane] * num_calls",
         "host_ns += 0",
         f"{UNIT}/test_simulator.py",
     ),
     mutant(
         "a-copy-has-no-latency",
         "planning/simulator.py",
-        "return self._latency_ns + self.links",
+        "return self._latency_ns * num_copies + self.links",
         "return self.links",
         f"{UNIT}/test_simulator.py",
+    ),
+    mutant(
+        "a-slice-of-experts-is-one-copy",
+        "graph/memgraph.py",
+        "return route.most_used if num_pieces > 1 else min(route.most_used, gaps + 1)",
+        "return 1",
+        f"{UNIT}/rewrite/test_split_experts.py",
     ),
     mutant(
         "the-largest-copy-takes-no-room",

@@ -131,11 +131,18 @@ RUNNING = (
         "unit/execution/test_routed.py",
     ),
     mutant(
-        "only-the-last-run-of-experts-counts",
+        "an-expert-that-is-named-twice-counts-twice",
         "execution/routed.py",
-        "copied += last - first",
-        "copied = last - first",
+        "used = sorted({number % num_slices for number in named})",
+        "used = sorted(number % num_slices for number in named)",
         "unit/execution/test_routed.py",
+    ),
+    mutant(
+        "slices-of-experts-come-from-the-first-rows",
+        "execution/reload_sources.py",
+        "first = buffer.offset // num",
+        "first = 0",
+        "unit/execution/test_slices.py",
     ),
     mutant(
         "missing-residents-are-not-brought-in",

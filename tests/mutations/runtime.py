@@ -82,9 +82,23 @@ RUNTIME = (
     mutant(
         "exact-sizes-with-room-are-refused",
         "runtime/pass_table.py",
-        "                    continue  # the exact sizes may still have room",
-        "                    raise",
+        "                continue  # smaller sizes may still have room",
+        "                raise",
         TABLE,
+    ),
+    mutant(
+        "a-call-grows-into-sizes-without-room",
+        "capture/recording.py",
+        "if self.admits(sizes) and has_room(self.at(sizes)):",
+        "if self.admits(sizes):",
+        "unit/capture/test_recording.py",
+    ),
+    mutant(
+        "the-mask-of-a-growing-cache-stays-as-it-is",
+        "capture/recording.py",
+        "return {n: v + more if n in growing else v for n, v in values.items()}",
+        "return {n: v + more if v == max(values.values()) else v for n, v in values.items()}",
+        "unit/capture/test_recording.py",
     ),
     mutant(
         "a-recording-serves-sizes-that-it-does-not-hold-for",
@@ -118,7 +132,7 @@ RUNTIME = (
     mutant(
         "a-used-pass-grows-old",
         "runtime/pass_table.py",
-        "            self._passes.move_to_end(key)\n",
+        "        self._passes.move_to_end(key)\n",
         "",
         TABLE,
     ),
@@ -287,11 +301,32 @@ RUNTIME = (
         BINDER,
     ),
     mutant(
-        "a-bucket-without-room-is-refused",
+        "a-plan-runs-calls-that-it-is-too-small-for",
         "runtime/binder.py",
-        "if not found.graph.symbols:",
-        "if True:",
+        "return executor if executor.set_sizes(args) else None",
+        "return executor",
         BINDER,
+    ),
+    mutant(
+        "a-bucket-without-room-is-refused",
+        "runtime/plan_runner.py",
+        "                    continue  # smaller sizes may still have room",
+        "                    raise",
+        RUNNER,
+    ),
+    mutant(
+        "each-length-of-a-bucket-without-room-has-a-plan",
+        "runtime/pass_table.py",
+        "is_known = under is settings and longest.holds(values)",
+        "is_known = False",
+        TABLE,
+    ),
+    mutant(
+        "a-bucket-without-room-is-not-tried-under-other-settings",
+        "runtime/pass_table.py",
+        "is_known = under is settings and longest.holds(values)",
+        "is_known = longest.holds(values)",
+        TABLE,
     ),
     # Tracing, and the cache on disk.
     mutant(
@@ -400,8 +435,8 @@ RUNTIME = (
     mutant(
         "exact-sizes-are-not-tried",
         "runtime/plan_runner.py",
-        "                    continue  # the exact sizes may still have room",
-        "                    break",
+        "                    continue\n",
+        "                    break\n",
         RUNNER,
         is_named=True,
     ),

@@ -15,7 +15,7 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Task
 from ds_finepage.planning.baselines.script import Act, Script, Step, realize
-from ds_finepage.planning.liveness import min_arena_bytes, uses
+from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
 
 MAX_PASSES = 16
@@ -48,7 +48,7 @@ class _Pager:
     def __init__(self, problem: Problem, room: int) -> None:
         self._graph, self._size, self._room = problem.graph, problem.size, room
         graph = problem.graph
-        self._last_task = [found[-1] if found else -1 for found in uses(graph)]
+        self._last_task = [found[-1] if found else -1 for found in graph.uses]
         self._resident: dict[int, int] = {}
         self._in_use = 0
         self._steps: list[Step] = []

@@ -17,7 +17,6 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.layout import Tenancy, first_fit
-from ds_finepage.planning.liveness import uses
 from ds_finepage.planning.problem import Problem
 from ds_finepage.units import format_bytes
 
@@ -233,7 +232,7 @@ class _Realization:
 
 def _with_activations(graph: TaskGraph, steps: Sequence[Step]) -> list[Step]:
     """Drop every activation after the task that uses it last."""
-    last_use = [found[-1] if found else -1 for found in uses(graph)]
+    last_use = [found[-1] if found else -1 for found in graph.uses]
     found: list[Step] = []
     for step in steps:
         found.append(step)

@@ -32,7 +32,7 @@ from ds_finepage.planning.baselines.modules import layer_of
 from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.baselines.unroll import Unrolled, unroll
 from ds_finepage.planning.budget import non_arena_bytes
-from ds_finepage.planning.liveness import live_activation_bytes, uses
+from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import task_time_ns
 
@@ -95,7 +95,7 @@ class _Static:
         self._alignment = problem.alignment
         self.num_batches = num_batches
         self._starts = _stretches(problem.graph)
-        self._uses = uses(problem.graph)
+        self._uses = problem.graph.uses
         self._weights = [self._read_by(*span) for span in self._spans()]
 
     def _spans(self) -> list[tuple[int, int]]:

@@ -17,7 +17,6 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.layout import Tenancy, first_fit
-from ds_finepage.planning.liveness import uses
 from ds_finepage.planning.problem import Problem
 
 MAX_TASKS = 8
@@ -47,7 +46,7 @@ class _Stay:
 
 def is_tiny(graph: TaskGraph) -> bool:
     """Tell whether a pass is small enough to try all residencies."""
-    found = uses(graph)
+    found = graph.uses
     paged = [b for b in graph.buffers if found[b.id] and b.kind.is_paged]
     weights = [b for b in paged if b.kind is BufferKind.WEIGHT]
     return (
@@ -78,7 +77,7 @@ class _ExactSearch:
         self._graph, self._alignment = graph, problem.alignment
         self._arena_bytes = problem.arena_bytes
         self._sizes = [problem.size(b.id) for b in graph.buffers]
-        found = uses(graph)
+        found = graph.uses
         self._last_use = [u[-1] if u else -1 for u in found]
         self._weights = frozenset(
             b.id for b in graph.buffers if b.kind is BufferKind.WEIGHT and found[b.id]
@@ -91,7 +90,7 @@ class _ExactSearch:
     def size(self, buffers: Resident) -> int:
         return sum(self._sizes[b] for b in buffers)
 
-    def _is_needed(self, buffer: int, task: int, found: list[int]) -> bool:
+    def _is_needed(self, buffer: int, task: int, found: Sequence[int]) -> bool:
         """Tell whether the contents that a buffer has after a task are read again."""
         later = [u for u in found if u > task]
         return bool(later) and buffer in self._graph.tasks[later[0]].reads

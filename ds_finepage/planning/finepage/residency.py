@@ -10,7 +10,7 @@ from functools import cached_property
 from ds_finepage.graph.routes import routes
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
-from ds_finepage.planning.liveness import extent_bytes, uses
+from ds_finepage.planning.liveness import extent_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import (
     Divisible,
@@ -76,7 +76,7 @@ class WeightClasses:
         per_call = frozenset(b for b in order if graph.buffers[b].gather is not None)
         sizes = problem.sizes(order)
         small = options.fixed_share * max(sizes.values(), default=0)
-        times_used = uses(graph)
+        times_used = graph.uses
         divisible = {d.buffer: d for d in divisible_weights(graph)} if may_split else {}
         # Every slice of a product uses the bias, so a streamed bias would block the ring.
         beside = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
@@ -208,8 +208,9 @@ class WeightClasses:
 
     @property
     def latency_bytes(self) -> float:
-        """Return the bytes that the link carries in the latency of one copy."""
+        """Return the bytes that the link carries in the latency of the copies of a slice."""
         profile = self.problem.profile
         if profile is None:
             return 0
-        return profile.transfer_latency_ns * profile.h2d_bytes_per_s / 1e9
+        num_copies = max((d.num_matrices for d in self.divisible.values()), default=1)
+        return num_copies * profile.transfer_latency_ns * profile.h2d_bytes_per_s / 1e9

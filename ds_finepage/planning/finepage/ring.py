@@ -17,7 +17,6 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
-from ds_finepage.planning.liveness import uses
 from ds_finepage.planning.problem import Problem
 
 
@@ -31,7 +30,7 @@ def place_activations(problem: Problem) -> dict[int, Extent]:
         Buffer -> extent.
     """
     graph, live = problem.graph, []
-    for buffer, found in zip(graph.buffers, uses(graph), strict=True):
+    for buffer, found in zip(graph.buffers, graph.uses, strict=True):
         is_gathered = buffer.gather is not None and not graph.is_handed(buffer)
         if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):
             begin = 0 if is_gathered else found[0]
@@ -101,7 +100,7 @@ class StreamPlanner:
         self._builder = MemGraphBuilder(
             problem.graph, "finepage", problem.arena_bytes, problem.alignment
         )
-        self._last_use = [found[-1] if found else -1 for found in uses(problem.graph)]
+        self._last_use = [found[-1] if found else -1 for found in problem.graph.uses]
         self._lower_bytes = top_of(activations) + ring_bytes
 
     def plan(self) -> MemGraph | None:

@@ -61,6 +61,7 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     Raises:
         PlanInfeasibleError: Some task's working set is larger than the arena.
     """
+    problem = dataclasses.replace(problem, entry=())  # a cyclic pass begins as it ends
     if problem.shared:
         beside = _Search(problem, options)
         beside.try_both_graphs(beside.try_shared)
@@ -72,8 +73,8 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     if search.best is None:
         problem.require_feasible()
     if not (has_room and (search.has_fastest or not options.tries_whole)):
-        least_bytes = min_arena_bytes(problem.graph, problem.alignment)
-        if search.best is None or least_bytes <= problem.arena_bytes:
+        rows = problem.of(gather_rows(problem.graph)) if problem.split else problem
+        if search.best is None or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
@@ -227,7 +228,8 @@ class _Search:
     def try_whole(self, problem: Problem) -> bool:
         """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
         if problem.split:
-            problem = problem.of(gather_rows(problem.graph, whole_tables=True))
+            # Where no whole table fits beside its task, all tables give way to their rows.
+            problem = problem.of(gather_rows(problem.graph, whole_tables=problem.is_feasible))
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
         is_short = self._is_short(problem.graph)
         if self.best is None or (is_short and not is_good and not self.moves_nothing()):

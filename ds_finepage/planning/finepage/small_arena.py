@@ -15,7 +15,6 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
-from ds_finepage.planning.liveness import uses
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.settling import is_settled, settle
 
@@ -26,7 +25,7 @@ def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[in
     The rows of an embedding differ in each call, so they cannot be kept. Weights that each call
     brings from host memory cannot either; they are listed if ``per_call`` is true.
     """
-    found = uses(graph)
+    found = graph.uses
     used = [
         b.id
         for b in graph.buffers
@@ -82,7 +81,7 @@ def sets_to_keep(problem: Problem, options: FinepageOptions = DEFAULTS) -> list[
     """List sets of weights to keep, without repeats, in a fixed order."""
     weights = weights_by_first_use(problem.graph)
     sizes = problem.sizes(weights)
-    times_used = {b: len(found) for b, found in enumerate(uses(problem.graph)) if b in sizes}
+    times_used = {b: len(found) for b, found in enumerate(problem.graph.uses) if b in sizes}
     found: dict[frozenset[int], None] = {frozenset(weights): None}
     # A weight that is larger than the others needs a large lower region if it streams, so it may
     # pay to keep just these. A weight that is used twice may have to be reloaded twice.

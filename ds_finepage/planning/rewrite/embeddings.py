@@ -16,7 +16,6 @@ from ds_finepage.graph.taskgraph import (
     TaskGraph,
     TensorView,
 )
-from ds_finepage.planning.liveness import uses
 from ds_finepage.planning.rewrite.split import varies
 
 EMBEDDING = "aten.embedding.default"
@@ -45,7 +44,7 @@ def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
     Returns:
         ``graph`` itself if nothing is replaced, so that callers can tell.
     """
-    used = uses(graph)
+    used = graph.uses
     buffers, tensors, tasks = list(graph.buffers), list(graph.tensors), list(graph.tasks)
     for task in graph.tasks:
         lookup = _lookup(graph, task)
@@ -80,11 +79,11 @@ def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
             reads=tuple(sorted({*task.reads} - {table.buffer} | {rows.id, numbers.id})),
         )
     if len(buffers) == len(graph.buffers):
-        return _without_unused_weights(graph, used)
+        return _without_unused_weights(graph)
     found = dataclasses.replace(
         graph, buffers=tuple(buffers), tensors=tuple(tensors), tasks=tuple(tasks)
     )
-    return _without_unused_weights(found, uses(found))
+    return _without_unused_weights(found)
 
 
 def _lookup(graph: TaskGraph, task: Task) -> _Lookup | None:
@@ -114,9 +113,9 @@ def _lookup(graph: TaskGraph, task: Task) -> _Lookup | None:
     return _Lookup(table, indices, num_rows)
 
 
-def _without_unused_weights(graph: TaskGraph, used: list[list[int]]) -> TaskGraph:
+def _without_unused_weights(graph: TaskGraph) -> TaskGraph:
     """Empty weights that no task uses, so that they take no bytes; ``graph`` if there are none."""
-    unused = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT and not used[b.id]]
+    unused = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT and not graph.uses[b.id]]
     if not any(b.nbytes for b in unused):
         return graph
     buffers = list(graph.buffers)

@@ -17,7 +17,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import require_usable
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.options import DEFAULTS
-from ds_finepage.planning.liveness import extent_bytes, uses
+from ds_finepage.planning.liveness import extent_bytes
 from ds_finepage.planning.rewrite.clones import Clone, insert_clones
 from ds_finepage.planning.simulator import task_time_ns
 
@@ -122,7 +122,7 @@ class _Values:
 
     def __init__(self, graph: TaskGraph, sizes: list[int], tiny_share: float) -> None:
         self._graph, self._sizes = graph, sizes
-        self.uses = uses(graph)
+        self.uses = graph.uses
         self.last_use = [found[-1] if found else -1 for found in self.uses]  # clones included
         self._changes: list[list[int]] = [[] for _ in graph.buffers]
         for task in graph.tasks:

@@ -3,7 +3,8 @@
 A weight is the unit of residency. A plan of whole weights can miss the lower bound by the largest
 of them, and its ring has to hold two of the largest. A matrix product can be cut along its output
 features: each slice of rows of the weight makes its own columns of the result. The values are those
-of the whole product, up to the order in which a library sums.
+of the whole product, up to the order in which a library sums. A product of rows in groups is cut in
+the same way: each slice has the same rows of the matrices of all groups.
 
 Sizes that differ from call to call stay formulas. Only sizes that are the same in every call are
 cut, and a slice begins at the same place in every row.
@@ -14,20 +15,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from ds_finepage.graph.routes import GROUPED_PRODUCTS
 from ds_finepage.graph.taskgraph import (
     ITEMSIZE,
     JOIN,
     Buffer,
     BufferKind,
+    ExpertMatrices,
     Length,
     Ref,
     Task,
     TaskGraph,
     TensorView,
 )
-from ds_finepage.planning.liveness import uses
 
-MATMULS = {"aten.mm.default": 1, "aten.addmm.default": 2}
+MATMULS = {
+    "aten.mm.default": 1,
+    "aten.addmm.default": 2,
+    **dict.fromkeys(sorted(GROUPED_PRODUCTS), 1),
+}
 """Ops that can be cut, with the position of the weight among their arguments."""
 
 
@@ -38,14 +44,16 @@ class Divisible:
     Attributes:
         buffer: The weight.
         num_rows: Its rows, the output features.
-        row_bytes: Bytes of one row.
+        row_bytes: Bytes of one row, in all matrices.
         task: The one task that uses it.
+        num_matrices: The matrices that the weight holds, one an expert.
     """
 
     buffer: int
     num_rows: int
     row_bytes: int
     task: int
+    num_matrices: int = 1
 
 
 def quantum(weight: Divisible) -> int:
@@ -56,30 +64,49 @@ def quantum(weight: Divisible) -> int:
 def divisible_weights(graph: TaskGraph) -> list[Divisible]:
     """Find the weights that can be cut, in the order of their use."""
     found = []
-    used = uses(graph)
+    used = graph.uses
     for task in graph.tasks:
-        if task.op not in MATMULS or task.kwargs or len(task.args) != MATMULS[task.op] + 1:
+        at = _place_of_weight(task)
+        if at is None:
             continue
-        weight = task.args[MATMULS[task.op]]
+        weight = task.args[at]
         (result,) = task.results
         if not isinstance(weight, Ref) or result is None:
             continue
         view, out = graph.tensors[weight.tensor], graph.tensors[result]
         buffer = graph.buffers[view.buffer]
         itemsize = ITEMSIZE.get(view.dtype)
+        is_grouped = task.op in GROUPED_PRODUCTS
         if buffer.kind is not BufferKind.WEIGHT or itemsize is None:
             continue
-        depth, rows = view.shape
+        if len(view.shape) != 2 + is_grouped or len(out.shape) != 2:
+            continue
+        *several, depth, rows = view.shape
+        num_matrices = several[0] if is_grouped else 1
         is_whole = (
             view.offset == 0
-            and view.stride == (1, depth)
-            and buffer.nbytes == depth * rows * itemsize
-            and used[buffer.id] == [task.index]
+            and view.stride == (*(depth * rows for _ in several), 1, depth)
+            and buffer.nbytes == num_matrices * depth * rows * itemsize
+            and used[buffer.id] == (task.index,)
             and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
         )
         if is_whole and len(task.writes) == 1 and _has_columns(graph, task, out, rows):
-            found.append(Divisible(buffer.id, rows, depth * itemsize, task.index))
+            row_bytes = num_matrices * depth * itemsize
+            found.append(Divisible(buffer.id, rows, row_bytes, task.index, num_matrices))
     return found
+
+
+def _place_of_weight(task: Task) -> int | None:
+    """Return the position of the weight among a task's arguments; None if it cannot be cut."""
+    at = MATMULS.get(task.op)
+    if task.op in GROUPED_PRODUCTS:
+        # Rows, matrices and the ends of the groups; no bias, and no other dtype.
+        names = [name for name, value in task.kwargs if value is not None]
+        has_more = any(value is not None for value in task.args[3:]) or names not in ([], ["offs"])
+        return None if has_more or len(task.args) < 2 else at
+    if at is None or task.kwargs or len(task.args) != at + 1:
+        return None
+    return at
 
 
 def _has_columns(graph: TaskGraph, task: Task, out: TensorView, num_columns: int) -> bool:
@@ -100,6 +127,13 @@ def _has_columns(graph: TaskGraph, task: Task, out: TensorView, num_columns: int
 def varies(*sizes: int) -> bool:
     """Tell whether one of some sizes differs from call to call."""
     return any(isinstance(size, Length) for size in sizes)
+
+
+def _form_of_slice(view: TensorView, num_rows: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape and the strides of a slice of rows; its matrices lie side by side."""
+    *several, depth, _ = view.shape
+    stride = (*(depth * num_rows for _ in several), *view.stride[-2:])
+    return {"shape": (*several, depth, num_rows), "stride": stride}
 
 
 def _behind(place: int, by: int) -> int:
@@ -141,6 +175,7 @@ class _Rewriter:
         self._buffers = list(graph.buffers)
         self._tensors = list(graph.tensors)
         self._tasks: list[Task] = []
+        self._experts: list[ExpertMatrices] = []
 
     def keep(self, task: Task) -> None:
         self._tasks.append(dataclasses.replace(task, index=len(self._tasks)))
@@ -159,6 +194,9 @@ class _Rewriter:
         assert task.results[0] is not None
         out = graph.tensors[task.results[0]]
         ends = [*starts[1:], weight.num_rows]
+        if weight.num_matrices > 1:
+            matrix_bytes = whole.nbytes // weight.num_matrices
+            self._experts.append(ExpertMatrices(whole.name, weight.num_matrices, matrix_bytes))
         # The first slice takes the weight's own id, so that ids stay dense.
         for start, end in zip(starts, ends, strict=True):
             part = Buffer(
@@ -172,7 +210,7 @@ class _Rewriter:
                 self._buffers[weight.buffer] = part
             else:
                 self._buffers.append(part)
-            rows = self._tensor(view, buffer=part.id, shape=(view.shape[0], end - start))
+            rows = self._tensor(view, buffer=part.id, **_form_of_slice(view, end - start))
             columns = self._tensor(out, shape=(out.shape[0], end - start), offset=start)
             args = list(task.args)
             args[at] = Ref(rows)
@@ -219,6 +257,7 @@ class _Rewriter:
                 op=task.op,
                 label=task.label,
                 args=args,
+                kwargs=task.kwargs,
                 results=(columns,),
                 reads=tuple(sorted({*task.reads} - {weight.buffer} | {part.id})),
                 touches=(out,),
@@ -235,5 +274,6 @@ class _Rewriter:
             buffers=tuple(self._buffers),
             tensors=tuple(self._tensors),
             tasks=tuple(self._tasks),
+            experts=(*self._graph.experts, *self._experts),
             calls=(),  # their tasks have other indices now
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import sympy
 import torch
 
 from ds_finepage.capture.recording import Recordings, SymbolicSizes, upper_end
+from ds_finepage.graph.taskgraph import TaskGraph
 from tests.unit.capture.replay import by_dynamo, traced
 
 
@@ -68,6 +70,33 @@ def test_calls_of_one_bucket_share_a_recording_and_its_sizes() -> None:
     assert small.recording is other.recording is large.recording
     assert small.recording.at(small.sizes).buffers[-1].nbytes == 32 * 4 * 4
     assert large.recording.at(large.sizes).buffers[-1].nbytes == 256 * 4 * 4
+
+
+def test_a_call_grows_until_it_has_no_room_or_needs_another_plan() -> None:
+    given = [(torch.randn(n), torch.randn(n + 1), torch.randn(9)) for n in (20, 21)]
+    (graph, args), *_ = by_dynamo(lambda *rows: [r * 2 for r in rows], *given, dynamic=True)
+    bucket = Recordings(graph).bucket_of(args, as_torch_says)
+    assert bucket is not None
+    recording, values = bucket.recording, bucket.values
+
+    def rows(sizes: Mapping[str, int]) -> list[int]:
+        return [b.nbytes // 4 for b in recording.at(sizes).buffers[:3]]
+
+    def has_room(found: TaskGraph) -> bool:
+        asked.append(found.buffers[0].nbytes // 4)
+        return asked[-1] <= 25
+
+    asked: list[int] = []
+    assert rows(bucket.sizes) == [31, 32, 16]
+    assert recording.room_to_grow(values, has_room) == 5
+    assert len(asked) <= 4
+    longest = bucket.for_sizes(recording.grown(values, 5))
+    assert rows(longest.sizes) == [25, 26, 9]  # rows that do not grow stay as they are
+    assert longest.key != bucket.key
+    assert longest.holds(recording.grown(values, 4)) and longest.holds(longest.sizes)
+    assert not longest.holds(recording.grown(values, 6))
+    assert recording.room_to_grow(values, lambda _: True) == 11
+    assert recording.room_to_grow(values, lambda _: False) == 0
 
 
 def test_a_graph_of_fixed_sizes_has_no_bucket() -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from ds_finepage.checker.checker import check
+from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import Arena, HostPool, byte_view
 from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.lanes import CpuLanes
-from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.taskgraph import Symbol, TaskGraph
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -58,6 +59,66 @@ def test_every_slice_of_a_weight_is_its_own(starts: list[int], lanes: CpuLanes) 
         parts = weights["w"].tensor_split(starts[1:])
         expected = torch.cat([x @ part.t() for part in parts], dim=1)
         assert torch.equal(executor.run((x,), (), {})[0], expected)
+
+
+GROUPS, ROWS, FEATURES = 4, 3, 5
+
+
+def grouped() -> TaskGraph:
+    """One product of rows in groups, as a layer of experts has it."""
+    draft = Draft()
+    x = draft.tensor(INPUT, ROWS, N)
+    counts = draft.tensor(INPUT, GROUPS, dtype="int32")
+    ends = draft.tensor(ACTIVATION, GROUPS, dtype="int32")
+    w = draft.tensor(WEIGHT, GROUPS, FEATURES, N, name="experts")
+    matrices = draft.view(w, (GROUPS, N, FEATURES), (N * FEATURES, 1, N))
+    out = draft.tensor(OUTPUT, ROWS, FEATURES)
+    int32 = Symbol("dtype", "int32")
+    draft.task("aten.cumsum.default", counts, 0, out=(ends,), dtype=int32)
+    draft.task("transformers.grouped_mm_fallback.default", x, matrices, ends, out=(out,))
+    return draft.graph((x, counts), (out,))
+
+
+@pytest.mark.parametrize("starts", ([0, 2], [0, 1, 4]), ids=str)
+@pytest.mark.parametrize("counts", ([1, 0, 2, 0], [0, 0, 0, 3], [1, 1, 0, 1]), ids=str)
+def test_slices_of_experts_hold_the_same_rows_of_each(
+    starts: list[int], counts: list[int], lanes: CpuLanes
+) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    graph = grouped()
+    (whole,) = divisible_weights(graph)
+    cut = cut_weights(graph, {whole.buffer: starts})
+    weights = {"experts": torch.randn(GROUPS, FEATURES, N)}
+    x = torch.randn(ROWS, N)
+    groups = torch.repeat_interleave(torch.tensor(counts))
+    parts = [
+        torch.stack(
+            [row @ weights["experts"][g, a:b].t() for row, g in zip(x, groups, strict=True)]
+        )
+        for a, b in zip(starts, [*starts[1:], FEATURES], strict=True)
+    ]
+    for arena_bytes in (min_arena_bytes(cut, 64), 10_000):
+        memgraph = check(plan_finepage(Problem(cut, arena_bytes=arena_bytes, alignment=64)))
+        assert bool(memgraph.routed) == (arena_bytes < 10_000)
+        executor = executor_of(memgraph, weights, lanes)
+        sizes = torch.tensor(counts, dtype=torch.int32)
+        found = executor.run((x, sizes), (), {})[0]
+        assert torch.allclose(found, torch.cat(parts, dim=1), atol=1e-6)
+        reloaded = executor.counters.reloaded_bytes - executor.counters.entry_reloaded_bytes
+        used = sum(n > 0 for n in counts)
+        streamed = {n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD}
+        whole_bytes = sum(b.nbytes for b in cut.buffers if b.id in streamed)
+        assert reloaded == whole_bytes * used // GROUPS
+
+
+def test_a_master_without_the_last_matrix_is_refused(lanes: CpuLanes) -> None:
+    graph = grouped()
+    (whole,) = divisible_weights(graph)
+    cut = cut_weights(graph, {whole.buffer: [0, 2]})
+    memgraph = check(plan_finepage(Problem(cut, arena_bytes=10_000, alignment=64)))
+    short = {"experts": torch.randn(GROUPS - 1, FEATURES, N)}
+    with pytest.raises(StoreError, match="has 480 bytes; captured were bytes up to 640"):
+        executor_of(memgraph, short, lanes)
 
 
 def chosen() -> TaskGraph:

@@ -14,7 +14,6 @@ from ds_finepage.planning.liveness import (
     needed_arena_bytes,
     next_use,
     require_feasible,
-    uses,
     working_set_bytes,
 )
 from tests.unit.planning.sketches import sketch
@@ -36,11 +35,11 @@ def test_an_empty_buffer_gets_one_unit() -> None:
 
 def test_uses_are_reads_writes_and_touches_in_order() -> None:
     graph = sketch("w:1 a1:1 a2:1", "w -> a1", "~ a1", "join a1 ->", "a1 -> a1")
-    assert uses(graph) == [[0], [0, 1, 2, 3], []]
+    assert graph.uses == ((0,), (0, 1, 2, 3), ())
 
 
 def test_a_buffer_that_a_task_names_twice_is_used_once() -> None:
-    assert uses(sketch("a:1", "a -> a ~ a")) == [[0]]
+    assert sketch("a:1", "a -> a ~ a").uses == ((0,),)
 
 
 def test_the_working_set_is_all_that_a_task_names_in_the_arena() -> None:

@@ -104,14 +104,11 @@ def test_a_pass_without_room_takes_nothing_from_the_others() -> None:
     assert memory.arenas == [7 * NBYTES]
 
 
-def test_a_bucket_without_room_asks_for_the_exact_sizes() -> None:
+def test_a_plan_that_is_too_small_for_a_call_does_not_run_it() -> None:
     made, memory, _ = binder()
     found = sized_pass(GRAPH)
-    tight = settings_for(found, 0)
     with pytest.raises(PlanInfeasibleError):
-        made.bind_for(found, (), tight)
-    bucket = sized_pass(replace(GRAPH, symbols=("s0",)))
-    assert made.bind_for(bucket, (), tight) is None
+        made.bind_for(found, (), settings_for(found, 0))
     assert made.bind_for(found, (), settings_for(found, 7 * NBYTES)) is not None
     memory.admits = False
     assert made.bind_for(found, (), settings_for(found, 7 * NBYTES)) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from ds_finepage.capture import recording
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.runtime import pass_table
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
@@ -190,8 +191,6 @@ def test_bytes_that_a_library_takes_while_ops_are_measured_count_in_earlier_pass
 class ManySizesGraph(OneSizeGraph):
     """A graph that is recorded once for all sizes up to 100; plans are for whole tens."""
 
-    deciding = frozenset({"s0"})
-
     def __init__(self) -> None:
         super().__init__()
         self.num_recorded = 0
@@ -204,15 +203,29 @@ class ManySizesGraph(OneSizeGraph):
     def values_of(self, args: Sequence[Any]) -> dict[str, int]:
         return {"s0": args[0]}
 
+    def only_deciding(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        return tuple(sizes.values())
+
     def admits(self, values: dict[str, int]) -> bool:
         return values["s0"] <= 100
 
     def upper_end(self, values: dict[str, int]) -> dict[str, int]:
         return {"s0": -(-values["s0"] // 10) * 10}
 
+    def grown(self, values: dict[str, int], more: int) -> dict[str, int]:
+        return {"s0": values["s0"] + more}
+
+    def room_to_grow(self, values: dict[str, int], has_room: Callable[[TaskGraph], bool]) -> int:
+        most = self.upper_end(values)["s0"] - values["s0"]
+        return max((n for n in range(most + 1) if has_room(sized(values["s0"] + n))), default=0)
+
     def at(self, values: dict[str, int]) -> TaskGraph:
         self.made.append(values["s0"])
-        return chain(3, activation_bytes=1000 * values["s0"])
+        return sized(values["s0"])
+
+
+def sized(size: int) -> TaskGraph:
+    return chain(3, activation_bytes=1000 * size)
 
 
 def test_calls_of_one_bucket_share_a_pass() -> None:
@@ -224,24 +237,40 @@ def test_calls_of_one_bucket_share_a_pass() -> None:
     assert len(made.table) == 2
 
 
-def test_a_call_whose_bucket_has_no_room_is_captured_by_itself() -> None:
-    made, graph = remembering(budget_bytes=90_000), ManySizesGraph()
+def test_a_call_whose_bucket_has_no_room_is_planned_for_the_longest_call_with_room() -> None:
+    made, graph = remembering(budget_bytes=sized_need(37)), ManySizesGraph()
     assert made.find(graph, 5)[0] is not None
-    (found,) = made.found(graph, 35)  # 40,000 bytes have no room beside what is always there
-    assert graph.made == [10, 40]
-    assert graph.captured == [35]
-    assert len(found.graph.tasks) == 35
+    (found,) = made.found(graph, 33)
+    assert graph.made == [10, 40, 37]
+    assert made.find(graph, 34, 37, 33) == [found] * 3
+    assert graph.made == [10, 40, 37]
+    with pytest.raises(PlanInfeasibleError) as caught:
+        made.find(graph, 38)
+    assert caught.value.min_budget_bytes == sized_need(38)
     assert made.find(graph, 35)[0] is found
-    assert made.counters.num_captures == 2
+    assert (graph.captured, made.counters.num_captures) == ([], 1)
 
 
-def test_the_exact_sizes_come_after_their_bucket() -> None:
+def sized_need(size: int) -> int:
+    needs = needs_of(sized(size), alignment=64, cuts_weights=False)
+    return needs.min_budget_bytes
+
+
+def test_smaller_sizes_follow_where_those_that_seemed_to_have_room_have_none() -> None:
     made, graph = remembering(), ManySizesGraph()
-    of_bucket, exact = made.candidates(graph, 5)
-    assert of_bucket is not None and exact is not None
-    assert (graph.made, graph.captured) == ([10], [5])
-    assert made.find(graph, 5, 6) == [exact, of_bucket]
-    assert made.counters.num_captures == 2
+    passes = list(made.candidates(graph, 33))
+    assert graph.made == [40, 36, 34, 33]
+    assert len(set(map(id, passes))) == 4
+    assert made.counters.num_captures == 1
+
+
+def test_under_other_settings_the_whole_bucket_is_tried_again() -> None:
+    made, graph = remembering(budget_bytes=sized_need(37)), ManySizesGraph()
+    (first,) = made.found(graph, 33)
+    made.settings = run_settings(1 << 30)
+    (second,) = made.found(graph, 33)
+    assert second is not first
+    assert graph.made == [40, 37, 40]
 
 
 def test_a_size_outside_every_recording_is_recorded_again(

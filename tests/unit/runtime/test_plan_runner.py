@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.executor import PassCounters
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
@@ -85,6 +86,17 @@ def test_the_next_candidate_runs_where_the_first_has_no_room(rig: Rig) -> None:
     assert rig.run(second) == ["second"]
     assert (first.stats().num_runs, second.stats().num_runs) == (0, 2)
     assert rig.runner.counters.reloaded_bytes == 14
+
+
+def test_the_next_candidate_runs_where_the_first_is_refused(rig: Rig) -> None:
+    first, second = pass_named("first"), pass_named("second")
+    first.add_non_arena_bytes(1 << 20)
+    assert rig.run(first, second) == ["second"]
+    third = pass_named("third")
+    third.add_non_arena_bytes(2 << 20)
+    with pytest.raises(PlanInfeasibleError) as caught:
+        rig.run(first, third)
+    assert caught.value.min_budget_bytes == third.needs.min_budget_bytes
 
 
 def test_a_call_without_a_pass_runs_unplanned(rig: Rig) -> None:

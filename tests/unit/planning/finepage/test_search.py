@@ -17,6 +17,8 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
 from ds_finepage.planning.liveness import (
@@ -265,12 +267,12 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
 def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
     tight, roomy = tight_and_roomy()
     tried = search()
-    tried._compare(1000, 50, tight)
-    tried._compare(1004, 40, roomy)
+    tried._compare(10_000, 50, tight)
+    tried._compare(10_008, 40, roomy)
     assert tried.best is roomy
-    tried._compare(1008, 30, tight)
+    tried._compare(10_016, 30, tight)
     assert tried.best is roomy
-    tried._compare(996, 60, roomy)  # too fast for the second plan, not for the first
+    tried._compare(9_992, 60, roomy)  # too fast for the second plan, not for the first
     assert tried.best is tight
 
 
@@ -335,3 +337,19 @@ def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     assert not tried._may_win(2 * tight.reloaded_bytes, num_copies)
     assert tried._left_out
     assert search()._may_win(10**12, 1)  # without a machine, nothing is known of time
+
+
+def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = Problem(chain(8), 6 * UNIT, UNIT)
+    entries = []
+
+    def settled(tried: Problem, _: FinepageOptions) -> None:
+        entries.append(tried.entry)
+
+    monkeypatch.setattr(finepage_search, "settled_plan", settled)
+    found = plan_finepage(problem)
+    again = plan_finepage(dataclasses.replace(problem, entry=found.exit[:1]))
+    assert again.entry == found.entry == again.exit
+    assert entries and set(entries) == {()}
