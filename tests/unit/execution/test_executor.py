@@ -13,6 +13,8 @@ import torch
 from ds_finepage.errors import TaskMismatchError
 from ds_finepage.execution.arena import HostPool, byte_view
 from ds_finepage.execution.executor import Executor, OpHook
+from ds_finepage.execution.reload_sources import ReloadSources
+from ds_finepage.execution.routed import RouteRead
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan_steady
@@ -46,6 +48,28 @@ def test_results_are_those_of_eager_pass_after_pass(
         x = torch.randn(N, N)
         (found,) = made(x)
         assert torch.equal(found, deep_in_eager(x, weights))
+
+
+def test_the_callers_stream_follows_the_last_pass_before_rows_are_filled(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a wait for the caller's stream is enough before the host writes what a pass reads."""
+    graph, weights = deep()
+    made, order = rig(graph, weights), []
+    monkeypatch.setattr(made.lanes, "follow", lambda: order.append("follow"))
+    fill = ReloadSources.fill
+    monkeypatch.setattr(ReloadSources, "fill", lambda *a: [order.append("fill"), fill(*a)].clear())
+    made(torch.randn(N, N))
+    assert order == ["follow", "fill"]
+
+
+def test_a_pass_forgets_the_routes_of_the_last_one(rig: Callable[..., Rig]) -> None:
+    graph, weights = deep()
+    made, read = rig(graph, weights), RouteRead(lambda: torch.ones(1))
+    made.executor._bound.route_reads[0, 0] = read
+    assert read.values() == [1]
+    made(torch.randn(N, N))
+    assert read._values is None
 
 
 @every_policy
