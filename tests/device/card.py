@@ -1,0 +1,282 @@
+"""The module `torch.slowcard`: the names that libraries expect of `torch.cuda`, and the switches."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import traceback
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_extension: Any = None
+can_read_pinned_memory = True  # kernels may use pinned memory through a tensor of this device
+
+Device = torch.device | str | int | None
+
+
+def connect(extension: Any) -> None:
+    """Use this compiled extension."""
+    global _extension
+    _extension = extension
+    atexit.register(extension.settle)
+
+
+# ---------------------------------------------------------------- the device
+
+
+def _lazy_init() -> None: ...
+
+
+def _is_in_bad_fork() -> bool:
+    return bool(_extension.is_in_bad_fork())
+
+
+def _index(device: Device = None) -> int:
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return current_device() if index is None else index
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None: ...
+
+
+def device_count() -> int:
+    return _num_devices
+
+
+_num_devices = 1
+
+
+def set_num_devices(count: int) -> None:
+    """Have this many devices from now on (0 to 4)."""
+    global _num_devices
+    _extension.set_num_devices(count)
+    _num_devices = count
+
+
+def current_device() -> int:
+    return int(_extension.current_device())
+
+
+def set_device(device: Device) -> None:
+    torch.accelerator.set_device_index(_index(device))
+
+
+def device(device: Device) -> Any:
+    return torch.accelerator.device_index(_index(device))
+
+
+def get_device_name(device: Device = None) -> str:
+    return f"slowcard {_index(device)}"
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    return (1, 0)
+
+
+def get_device_properties(device: Device = None) -> Any:
+    kind = namedtuple("Properties", "name total_memory major minor multi_processor_count")
+    return kind(get_device_name(device), mem_get_info(device)[1], 1, 0, 1)
+
+
+def is_bf16_supported() -> bool:
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+# ---------------------------------------------------------------- streams
+
+Event = torch.Event
+
+
+def Stream(device: Device = None, priority: int = 0) -> torch.Stream:
+    return torch.Stream(torch.device("slowcard", _index(device)), priority=priority)
+
+
+def current_stream(device: Device = None) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+def default_stream(device: Device = None) -> torch.Stream:
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=20)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+def stream(stream: torch.Stream) -> torch.Stream:
+    return stream
+
+
+def synchronize(device: Device = None) -> None:
+    torch.accelerator.synchronize(_index(device))
+
+
+def _sleep(ns: int) -> None:
+    """Enqueue a sleep on the current stream; ``torch.cuda._sleep`` takes cycles, this takes ns."""
+    _extension.sleep(ns)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory_stats(device: Device = None) -> dict[str, Any]:
+    return torch.accelerator.memory_stats(_index(device))
+
+
+def memory_allocated(device: Device = None) -> int:
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_reserved(device: Device = None) -> int:
+    return torch.accelerator.memory_reserved(_index(device))
+
+
+def max_memory_reserved(device: Device = None) -> int:
+    return torch.accelerator.max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device: Device = None) -> None:
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def empty_cache() -> None:
+    torch.accelerator.empty_cache()
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """Return the free and the total bytes."""
+    return tuple(_extension.memory_info(_index(device)))
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def default_generator(device: Device = None) -> torch.Generator:
+    return _extension.default_generator(_index(device))
+
+
+def manual_seed(seed: int) -> None:
+    default_generator().manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    for index in range(_num_devices):
+        default_generator(index).manual_seed(seed)
+
+
+def initial_seed() -> int:
+    return default_generator().initial_seed()
+
+
+def get_rng_state(device: Device = None) -> torch.Tensor:
+    return default_generator(device).get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Device = None) -> None:
+    default_generator(device).set_state(state)
+
+
+# ---------------------------------------------------------------- switches for tests
+
+
+def set_capacity(num_bytes: int, device: Device = None) -> None:
+    """Let the device have this many bytes; an allocation beyond raises torch.OutOfMemoryError."""
+    _extension.set_capacity(_index(device), num_bytes)
+
+
+def set_delay(kind: str, ns: int = 0, random_ns: int = 0, seed: int = 0) -> None:
+    """Delay every operation of a kind on its stream.
+
+    Args:
+        kind: "h2d", "d2h", "d2d" or "kernel".
+        ns: nanoseconds before each.
+        random_ns: up to so many more, from `seed` and the operation's place in the order.
+        seed: of the random part.
+    """
+    _extension.set_delay(kind, ns, random_ns, seed)
+
+
+def set_stream_delay(stream: torch.Stream, ns: int) -> None:
+    """Delay every task of one stream by so many nanoseconds."""
+    _extension.set_stream_delay(stream.device_index, stream.stream_id, ns)
+
+
+def fail_nth(kind: str, nth: int, later: bool = False) -> None:
+    """Let the n-th operation of a kind from now on fail; 0 takes that back.
+
+    Args:
+        kind: "h2d", "d2h", "d2d", "kernel" or "alloc".
+        nth: 1 is the next.
+        later: the call works, and the error shows at the next synchronisation.
+    """
+    _extension.set_failure(kind, nth, later)
+
+
+def counters() -> dict[str, Any]:
+    """Return counts and bytes by kind, "enqueue_ns", "syncs" and "syncs_by_reason"."""
+    return dict(_extension.counters())
+
+
+def reset_counters() -> None:
+    """Count from 0."""
+    _extension.reset_counters()
+
+
+def set_sync_debug_mode(mode: str, seen: Callable[[str], None] | None = None) -> None:
+    """Say what happens when the host waits for the device.
+
+    Args:
+        mode: "default" counts; "error" raises RuntimeError instead of the wait; "warn" calls `seen`.
+        seen: gets the reason, for mode "warn".
+    """
+    _extension.set_sync_mode(
+        {"default": 0, "warn": 1, "error": 2}[mode], seen if mode == "warn" else None
+    )
+
+
+@contextlib.contextmanager
+def syncs_recorded() -> Iterator[list[tuple[str, str]]]:
+    """Collect (reason, Python stack) of every wait of the host inside the block."""
+    found: list[tuple[str, str]] = []
+    set_sync_debug_mode(
+        "warn", lambda reason: found.append((reason, "".join(traceback.format_stack()[:-1])))
+    )
+    try:
+        yield found
+    finally:
+        set_sync_debug_mode("default")
+
+
+def reset_switches() -> None:
+    """No delays, no failures, no errors that wait to be shown, 4 GiB of memory, counters at 0."""
+    for kind in ("h2d", "d2h", "d2d", "kernel", "alloc"):
+        set_delay(kind)
+        fail_nth(kind, 0)
+    for index in range(_num_devices):
+        for stream_id in range(33):
+            _extension.set_stream_delay(index, stream_id, 0)
+        set_capacity(4 << 30, index)
+    set_sync_debug_mode("default")
+    _extension.settle()
+    reset_counters()
