@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
-
-from ds_finepage.execution.probe import free_bytes
 
 ROW = "gpu_day row: "
 """Begins a line of a step's output that holds a row of the report, as JSON."""
@@ -64,7 +63,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that every step has."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--load", metavar="MODULE", help="import it first; it adds a device")
+    parser.add_argument("--load", metavar="MODULE:FUNCTION", help="call it first; it adds a device")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after that")
     return parser
@@ -73,7 +72,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 def device_of(arguments: argparse.Namespace) -> torch.device:
     """Return the device of the options, with its index."""
     if arguments.load:
-        importlib.import_module(arguments.load)
+        module, _, function = arguments.load.partition(":")
+        getattr(importlib.import_module(module), function)()
     device = torch.device(arguments.device)
     if device.type == "cpu" or device.index is not None:
         return device
@@ -84,6 +84,15 @@ def synchronize(device: torch.device) -> None:
     """Wait for everything that a device was given to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return the free bytes of a device, and all bytes."""
+    if device.type == "cpu":
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return int(free), int(total)
 
 
 def weight_bytes_of(model: Any) -> int:
@@ -112,7 +121,7 @@ def make_llama(shape: dict[str, int], device: torch.device) -> Any:
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(DTYPE).eval()
-    fits = weight_bytes_of(model) * 1.3 < free_bytes(device)
+    fits = weight_bytes_of(model) * 1.3 < memory_of(device)[0]
     where = device if fits else torch.device("cpu")
     model.to_empty(device=where)
     # Its buffers are computed from the config, and "meta" kept none of their values.

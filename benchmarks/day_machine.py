@@ -8,9 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 import torch
-from day_common import device_of, parser_of, report
-
-from ds_finepage.execution.probe import device_bytes
+from day_common import device_of, memory_of, parser_of, report
 
 PACKAGES = ("ds_finepage", "torch", "transformers", "deepspeed", "triton")
 
@@ -36,17 +34,17 @@ def version_of(package: str) -> str:
 def main() -> None:
     """Report both tables."""
     device = device_of(parser_of(__doc__).parse_args())
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else device.type
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    name = getattr(module, "get_device_name", lambda of: of.type)(device)
     report("hardware", what="device", found=name)
-    report("hardware", what="device_bytes", found=device_bytes(device))
+    report("hardware", what="device_bytes", found=memory_of(device)[1])
     report("hardware", what="processor", found=processor())
     report("hardware", what="cores", found=len(os.sched_getaffinity(0)))
     report("hardware", what="host_bytes", found=psutil.virtual_memory().total)
     report("versions", what="Python", found=platform.python_version())
     for package in PACKAGES:
         report("versions", what=package, found=version_of(package))
-    if is_cuda:
+    if device.type == "cuda":
         report("versions", what="CUDA", found=torch.version.cuda)
         driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")()
         report("versions", what="CUDA of the driver", found=driver)

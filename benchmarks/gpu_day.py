@@ -340,7 +340,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the report")
     parser.add_argument("--device", default="cuda", help="%(default)s by default")
-    parser.add_argument("--load", metavar="MODULE", help="each step imports it; it adds a device")
+    parser.add_argument(
+        "--load", metavar="MODULE:FUNCTION", help="each step calls it first; it adds a device"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a rehearsal")
     parser.add_argument("--only", metavar="LIST", help="names of steps, with ; in between")
     options = parser.parse_args(words)
