@@ -1,4 +1,4 @@
-"""The module `torch.slowcard`: the names that libraries expect of `torch.cuda`, and the switches."""
+"""The module `torch.slowcard`: names that libraries expect of `torch.cuda`, and switches."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def set_sync_debug_mode(mode: str, seen: Callable[[str], None] | None = None) ->
     """Say what happens when the host waits for the device.
 
     Args:
-        mode: "default" counts; "error" raises RuntimeError instead of the wait; "warn" calls `seen`.
+        mode: "default" counts; "error" raises RuntimeError, no wait; "warn" calls `seen`.
         seen: gets the reason, for mode "warn".
     """
     _extension.set_sync_mode(

@@ -1,7 +1,7 @@
 """Compile slowcard.cpp once, load it, and make `torch.slowcard` of it.
 
-``load()`` returns the device; ``why_not()`` says why there is none. The build is kept in a folder by
-the hash of the source and torch's version (``SLOWCARD_BUILD``, else torch's own folder for
+``load()`` returns the device; ``why_not()`` says why there is none. The build is kept in a folder
+by the hash of the source and torch's version (``SLOWCARD_BUILD``, else torch's own folder for
 extensions), so a test suite compiles once, and again only after a change.
 """
 

@@ -949,17 +949,16 @@ bool describe(std::string& key, const c10::IValue& value) {
 }
 
 at::Tensor as_meta(const at::Tensor& tensor) {
-  if (!tensor.defined())
+  // A Python number comes as a CPU tensor, and torch wants it so on every device.
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number())
     return tensor;
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(
           c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
           c10::DataPtr(nullptr, c10::kMeta), c10::GetAllocator(c10::kMeta), true),
       c10::DispatchKeySet(c10::DispatchKey::Meta), tensor.dtype());
-  auto* impl = made.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
-    impl->set_wrapped_number(true); // a Python number does not decide the result's type
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(
+      tensor.sizes(), tensor.strides(), tensor.storage_offset());
   return made;
 }
 
