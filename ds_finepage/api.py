@@ -19,9 +19,10 @@ import torch
 
 from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
+from ds_finepage.execution.device import default_device, device_of, require_device
 from ds_finepage.execution.disk_cache import open_plan_folder
 from ds_finepage.execution.masters import weights_of
-from ds_finepage.execution.probe import context_margin_bytes, device_bytes, free_bytes, probe
+from ds_finepage.execution.probe import context_margin_bytes, probe
 from ds_finepage.execution.stores import TakeWeights, WeightTable
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
@@ -156,7 +157,7 @@ def attach(
     Args:
         module: Any ``torch.nn.Module``; its parameters become host masters.
         config: The ``finepage`` section.
-        device: Where to compute; by default CUDA where there is one.
+        device: Where to compute; by default the accelerator, if plans can run on it.
         profile: Rates to plan with; by default they are measured now.
         take: Makes the host masters of parameters; DeepSpeed's are there already.
         around_call: Makes a context that holds while the module runs.
@@ -166,17 +167,16 @@ def attach(
         The handle: counters, plans, hooks, ``detach()``.
 
     Raises:
-        ConfigError: A setting cannot be used, or the budget is above the device.
+        ConfigError: A setting or the device cannot be used, or the budget is above the device.
         StoreError: A parameter has no data.
+        torch.OutOfMemoryError: The device has no room; the module is as it was.
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
     weights = WeightTable(take(dict(module.named_parameters()), where), where)
     budget_bytes = resolve_budget(config, weights.nbytes, where)
-    for buffer in module.buffers():
-        buffer.data = buffer.data.to(where)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
     run_settings = RunSettings(
         config=config,
@@ -200,9 +200,11 @@ def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.devi
         ConfigError: The budget is above the device.
     """
     is_auto = config.device_budget.kind is BudgetKind.AUTO
+    margin_bytes = context_margin_bytes(device) if is_auto else 0
+    free_bytes, device_bytes = device_of(device).memory_info()
     return config.device_budget.resolve(
         weight_bytes=weight_bytes,
-        device_bytes=device_bytes(device),
-        margin_bytes=context_margin_bytes(device) if is_auto else 0,
-        free_bytes=free_bytes(device) if is_auto else 0,
+        device_bytes=device_bytes,
+        margin_bytes=margin_bytes,
+        free_bytes=free_bytes,
     )

@@ -23,6 +23,7 @@ from ds_finepage.capture.models import default_dtype, load_model_config
 from ds_finepage.config import BudgetKind, DeviceBudget
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution import host_ops
+from ds_finepage.execution.device import Accelerator
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
@@ -43,8 +44,6 @@ from ds_finepage.reporting.figures import (
     num_memory_dependencies,
 )
 from ds_finepage.units import format_bytes
-
-CUDA_ALIGNMENT = 512
 
 AUTO_MARGIN_BYTES = 512 << 20
 """Bytes that a budget of "auto" leaves to driver and libraries on such a machine."""
@@ -78,7 +77,7 @@ class CapturedModel:
     def needs(self) -> Needs:
         """Device bytes that the pass needs if weights stay whole, embedding tables included."""
         return needs_of(
-            self.graph, alignment=CUDA_ALIGNMENT, cuts_weights=False, looks_up_rows=False
+            self.graph, alignment=Accelerator.alignment, cuts_weights=False, looks_up_rows=False
         )
 
     @cached_property
@@ -176,7 +175,9 @@ def plan_captured(
         PlanInfeasibleError: The budget is too small for this policy, or the host memory for the
             weights, the KV cache and the offloaded buffers.
     """
-    settings = PlanSettings(policy=policy, split=split, alignment=CUDA_ALIGNMENT, profile=profile)
+    settings = PlanSettings(
+        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile
+    )
     forms = _forms(captured, policy, split)
     form, needs = _first_that_fits(forms, budget_bytes)
     arena_bytes = budget_bytes - needs.non_arena_bytes
@@ -233,7 +234,7 @@ def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[Capt
             continue
         needs = needs_of(
             form.graph,
-            alignment=CUDA_ALIGNMENT,
+            alignment=Accelerator.alignment,
             cuts_weights=split and chosen.can_split,
             looks_up_rows=chosen.pages,
         )

@@ -33,6 +33,7 @@ GATHERED_PARAMETERS = "GatheredParameters"
 """The name in ``deepspeed.zero`` under which transformers looks up the gathering context."""
 
 ATTRIBUTES = {
+    "_buffers": "torch.nn.Module",
     "_call_impl": "torch.nn.Module",
     "_cdata": "torch.UntypedStorage",
     "_compiled_call_impl": "torch.nn.Module",
@@ -45,6 +46,7 @@ ATTRIBUTES = {
     "_parameters": "torch.nn.Module",
     "_remove_module_hooks": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
     "_schema": "torch._ops.OpOverload",
+    "_sleep": "torch.cuda",
     "_version": "torch.Tensor",
 }
 """Private attribute that the product reads or replaces -> its owner."""

@@ -5,6 +5,7 @@ Callers import the objects themselves, so a hot path pays for no extra lookup.
 
 from torch._C import (
     TensorBase,
+    _construct_storage_from_data_pointer,
     _disabled_torch_function_impl,
     _get_tracing_state,
     _len_torch_dispatch_stack,
@@ -65,6 +66,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchDynamoException",
     "ValueRanges",
+    "_construct_storage_from_data_pointer",
     "_disable_current_modes",
     "_disabled_torch_function_impl",
     "_enable_record_function",

@@ -3,7 +3,7 @@
 Makes a Llama checkpoint with a tokenizer (random weights from a fixed seed, nothing is downloaded)
 and runs examples/generate.py on it, each time in a process of its own: by plain transformers, for
 tokens to compare with; by stock ZeRO-Inference; and by ds_finepage under a budget. The ds_configs
-of the two engines differ in finepage.enabled alone. The demo uses a CUDA device if there is one.
+of the two engines differ in finepage.enabled alone. The demo uses the accelerator if there is one.
 
 Exit status: 0; 1 if tokens differ or the budget was exceeded; 2 for an option that cannot be used.
 """
@@ -273,7 +273,7 @@ class Demo:
             "bf16": {"enabled": True},
             "zero_optimization": {
                 "stage": 3,
-                "offload_param": {"device": "cpu", "pin_memory": has_cuda()},
+                "offload_param": {"device": "cpu", "pin_memory": has_accelerator()},
             },
             "finepage": {"enabled": name == "finepage", **self._settings},
         }
@@ -368,12 +368,12 @@ def print_result(result: DemoResult) -> None:
     add("wall time, second call", "wall_again_s", "{:.2f} s".format)
     show_table(table)
     print(FOOTNOTE)
-    if not has_cuda():
+    if not has_accelerator():
         print(FOOTNOTE_CPU)
 
 
-def has_cuda() -> bool:
-    """Return True if the runs use a CUDA device."""
-    import torch
+def has_accelerator() -> bool:
+    """Return True if the runs use an accelerator."""
+    from ds_finepage.execution.device import default_device, device_of
 
-    return torch.cuda.is_available()
+    return device_of(default_device()).is_accelerator

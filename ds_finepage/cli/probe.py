@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write; by default it is printed"
     )
-    parser.add_argument("--device", help="cuda or cpu; by default cuda if there is one")
+    parser.add_argument(
+        "--device", help="device to measure; by default the accelerator, if there is one"
+    )
     parser.add_argument(
         "--scratch",
         default="256MiB",
@@ -42,21 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         options.require_writable(arguments.out, force=arguments.force)
 
-    import torch
-
+    from ds_finepage.execution.device import default_device, require_device
     from ds_finepage.execution.probe import probe
 
-    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device: {name!r} is not a device. Write cuda or cpu.") from error
-    if device.type not in ("cuda", "cpu"):
-        raise ConfigError(f"--device: {name!r} cannot be measured. Write cuda or cpu.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"--device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices"
-        )
+    name = arguments.device
+    device = default_device() if name is None else require_device(name, option="--device")
     profile = probe(device, scratch_bytes=scratch)
     if arguments.out is None:
         print(codec.dumps(profile), end="")

@@ -67,7 +67,7 @@ class HostPool:
     """The pinned pool: host memory for offloaded buffers. It grows between passes only.
 
     Attributes:
-        pinned: True if a CUDA copy engine can read its pages by itself.
+        pinned: True if a copy engine can read its pages by itself.
         bytes: The memory as a 1-d uint8 tensor.
     """
 

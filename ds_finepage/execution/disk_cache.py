@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.execution.device import device_of
 from ds_finepage.files import write_file
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,10 @@ def cache_root() -> Path | None:
 def environment_of(device: torch.device) -> str:
     """Return a short hash of everything that measurements and plans depend on, beside the op."""
     names = ("torch", "transformers", "ds_finepage")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     found = (
         [_version(n) for n in names],
         platform.python_version(),
-        [device.type, name, platform.machine()],
+        [device.type, device_of(device).name, platform.processor(), platform.machine()],
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
     )

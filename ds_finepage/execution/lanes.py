@@ -1,12 +1,13 @@
 """Three lanes that wait for each other through events only.
 
 On the CPU each transfer lane is a worker thread, and the compute lane is the caller's thread. Torch
-copies release the GIL, so transfers really run beside tasks. On CUDA each lane is a stream, and the
-host only enqueues work: it never blocks inside a pass.
+copies release the GIL, so transfers really run beside tasks. On an accelerator each lane is a
+stream, and the host only enqueues work: it never blocks inside a pass.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
@@ -17,10 +18,16 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.program import Program, Step
 from ds_finepage.graph.memgraph import Lane
 
 Action = Callable[[], None]
+
+logger = logging.getLogger(__name__)
+
+DELAYED_SHARE = 0.1
+"""Of the steps, where lanes are delayed at random."""
 
 SMALL_TRANSFER_BYTES = 256 << 10
 """A smaller copy takes less time than passing it to another thread."""
@@ -196,8 +203,8 @@ class CpuLanes:
 
     def _delay(self) -> None:
         assert self._random is not None
-        if self._random.random() < 0.1:
-            time.sleep(self._random.random() * self._max_delay_us * 1e-6)
+        if delay_us := _delay_us(self._random, self._max_delay_us):
+            time.sleep(delay_us * 1e-6)
 
 
 def _wait_through_interrupts(idle: threading.Event) -> None:
@@ -209,7 +216,7 @@ def _wait_through_interrupts(idle: threading.Event) -> None:
             continue
 
 
-class CudaLanes:
+class StreamLanes:
     """A stream for each lane; the compute lane is the caller's current stream.
 
     ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both. All waits are
@@ -218,64 +225,96 @@ class CudaLanes:
     caller frees.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Create the streams."""
+    def __init__(
+        self, device: Accelerator, *, delay_seed: int | None = None, max_delay_us: int = 200
+    ) -> None:
+        """Create the streams.
+
+        Args:
+            device: The accelerator.
+            delay_seed: Delay steps of every lane at random, on the device, so that races show as
+                wrong results.
+            max_delay_us: The longest delay.
+        """
         self._device = device
-        self._h2d = torch.cuda.Stream(device)
-        self._d2h = torch.cuda.Stream(device)
+        self._h2d = device.new_stream()
+        self._d2h = device.new_stream()
         # Program -> an event for each merged step that another lane waits for.
         self._events: weakref.WeakKeyDictionary[Program, list[Any]] = weakref.WeakKeyDictionary()
-        self._last: Any = None
+        self._last: torch.Event | None = None
+        self._random = None if delay_seed is None else random.Random(delay_seed)
+        self._max_delay_us = max_delay_us
+        if self._random is not None and not device.can_delay:
+            logger.warning(
+                "debug.lane_delay_seed has no effect: torch cannot delay %s", device.name
+            )
+            self._random = None
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
-        """Enqueue a pass; the host does not wait for it."""
+        """Enqueue a pass; the host does not wait for it.
+
+        Raises:
+            BaseException: The error of an action, or Ctrl-C; all streams are idle by then.
+        """
+        try:
+            self._enqueue(program, actions)
+        except BaseException:
+            self._device.synchronize()
+            raise
+
+    def close(self) -> None:
+        """Forget streams and events."""
+        self._device.synchronize()
+        self._events.clear()
+        self._last = None
+
+    def _enqueue(self, program: Program, actions: dict[int, Action]) -> None:
         events = self._events_of(program)
-        compute = torch.cuda.current_stream(self._device)
+        compute = self._device.current_stream()
         streams = {Lane.COMPUTE: compute, Lane.H2D: self._h2d, Lane.D2H: self._d2h}
         if self._last is not None:
             compute.wait_event(self._last)
         begin = compute.record_event()
         self._h2d.wait_event(begin)
         self._d2h.wait_event(begin)
-        signalled: dict[tuple[Lane, int], Any] = {}
-        try:
-            for step, event in zip(program.merged, events, strict=True):
-                stream = streams[step.lane]
-                for wait in step.waits:
-                    stream.wait_event(signalled[wait])
-                if step.lane is Lane.COMPUTE:
+        signalled: dict[tuple[Lane, int], torch.Event] = {}
+        for step, event in zip(program.merged, events, strict=True):
+            stream = streams[step.lane]
+            for wait in step.waits:
+                stream.wait_event(signalled[wait])
+            if self._random is not None:
+                self._device.delay(stream, _delay_us(self._random, self._max_delay_us))
+            if step.lane is Lane.COMPUTE:
+                actions[step.node.id]()
+            else:
+                with stream:
                     actions[step.node.id]()
-                else:
-                    with torch.cuda.stream(stream):
-                        actions[step.node.id]()
-                if event is not None:
-                    event.record(stream)
-                    signalled[step.lane, step.position] = event
-        except BaseException:
-            torch.cuda.synchronize(self._device)  # no step may still run after an error
-            raise
+            if event is not None:
+                event.record(stream)
+                signalled[step.lane, step.position] = event
         compute.wait_stream(self._h2d)
         compute.wait_stream(self._d2h)
         self._last = compute.record_event()
 
-    def close(self) -> None:
-        """Forget streams and events."""
-        torch.cuda.synchronize(self._device)
-        self._events.clear()
-        self._last = None
-
     def _events_of(self, program: Program) -> list[Any]:
         events = self._events.get(program)
         if events is None:
-            events = [torch.cuda.Event() if step.signals else None for step in program.merged]
+            new = self._device.new_event
+            events = [new() if step.signals else None for step in program.merged]
             self._events[program] = events
         return events
+
+
+def _delay_us(draw: random.Random, max_delay_us: int) -> float:
+    """Draw the delay of one step, in microseconds; most have none."""
+    return draw.random() * max_delay_us if draw.random() < DELAYED_SHARE else 0.0
 
 
 def make_lanes(
     device: torch.device, *, delay_seed: int | None = None, max_delay_us: int = 200
 ) -> Lanes:
     """Return lanes for the device; :class:`CpuLanes` describes the delays."""
-    if device.type == "cuda":
-        return CudaLanes(device)
+    found = device_of(device)
+    if isinstance(found, Accelerator):
+        return StreamLanes(found, delay_seed=delay_seed, max_delay_us=max_delay_us)
     return CpuLanes(delay_seed=delay_seed, max_delay_us=max_delay_us)

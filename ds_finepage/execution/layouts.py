@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ds_finepage._compat.torch import _disable_current_modes, tree_leaves, tree_map
+from ds_finepage.execution.device import fork_rng
 from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.layout import Layout
 
@@ -48,9 +49,8 @@ class LayoutProbe:
 
 
 def _run(op: Any, args: Any, kwargs: Any, results: Sequence[Layout]) -> Strides | None:
-    devices = {v.device for v in results if v.device.startswith("cuda")}
-    fork = torch.random.fork_rng(sorted(devices))
-    with free_profiler(), _disable_current_modes(), fork:
+    devices = {v.device for v in results}
+    with free_profiler(), _disable_current_modes(), fork_rng(devices):
         with torch.inference_mode(False), torch.no_grad():
             given = tree_map(_scratch, (args, kwargs))
             try:

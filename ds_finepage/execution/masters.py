@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
+from ds_finepage.execution.device import device_of
 from ds_finepage.execution.watch import data_of, is_watched, set_data
 
 
@@ -68,7 +68,7 @@ def weights_of(named: Mapping[str, torch.nn.Parameter], device: torch.device) ->
 
     Args:
         named: Qualified name -> parameter, each parameter once.
-        device: The device that computes. Masters for CUDA are pinned.
+        device: The device that computes. Masters for an accelerator are pinned.
 
     Raises:
         StoreError: A parameter has no data (it is on the meta device, or its storage is empty), or
@@ -103,8 +103,8 @@ def refuse_watched(name: str, parameter: torch.Tensor) -> None:
 def _plain_weight(name: str, parameter: torch.nn.Parameter, device: torch.device) -> HostWeight:
     before = data_of(parameter)
     host = _host_tensor(before)
-    # On the CPU detach restores the parameter's own memory. A CUDA parameter gets the host copy.
-    strided = before if before.device.type == "cpu" == device.type else None
+    # On the CPU detach restores the parameter's own memory; elsewhere it gives the host copy.
+    strided = before if before.is_cpu and not device_of(device).is_accelerator else None
 
     def restore(weight: HostWeight) -> None:
         value = weight.value
@@ -151,39 +151,16 @@ def _master_of(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         master = byte_view(host.as_strided((host.numel(),), (1,), host.storage_offset()))
         if master.is_inference():  # only inference mode could write it
             master = master.clone()
-    if device.type == "cuda" and not master.is_pinned():
-        master = master.pin_memory()
-    return master
-
-
-class _DeviceAddress:
-    """Pinned host bytes as a CUDA array. Torch reads this protocol and keeps the object alive."""
-
-    def __init__(self, master: torch.Tensor) -> None:
-        self.master = master
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (master.numel(),),
-            "typestr": "|u1",
-            "data": (master.data_ptr(), False),
-            "version": 3,
-        }
+    return device_of(device).pinned(master)
 
 
 def device_view(weight: HostWeight, device: torch.device) -> torch.Tensor:
     """Return a weight in host memory as a tensor of the device, without a copy.
 
-    On CUDA pinned memory has a device address. Memory that is not pinned is registered in place
-    first, and stays registered for the life of the process.
+    Raises:
+        StoreError: The device cannot address the weight's memory.
     """
-    if device.type != "cuda" or not weight.master.numel():
-        return weight.value.to(device)  # the same tensor on the CPU
-    if not weight.master.is_pinned():
-        _register(weight.master)
+    flat = device_of(device).show(weight.master)
     with torch.inference_mode(False), torch.no_grad():
-        flat = torch.as_tensor(_DeviceAddress(weight.master), device=device).view(weight.dtype)
-        return flat.as_strided(weight.shape, weight.stride)
-
-
-def _register(master: torch.Tensor) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(master.data_ptr(), master.numel(), 0)
-    torch.cuda.check_error(int(status))
+        flat = flat.view(weight.dtype)
+        return flat.as_strided(weight.shape, weight.stride, flat.storage_offset())

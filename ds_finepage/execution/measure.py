@@ -2,7 +2,8 @@
 
 Each distinct op (same overload, same tensors, same arguments) is run on scratch tensors in the very
 form in which the executor will run it, so "no ``out=`` overload" shows as workspace. On CPU the
-bytes come from the allocator's own events in torch's profiler, on CUDA from its statistics.
+bytes come from the allocator's own events in torch's profiler, on an accelerator from its
+statistics.
 
 [Note: the form of an op]
 Whether an op may write its results into the arena is found out here and nowhere else, by
@@ -27,6 +28,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from ds_finepage.errors import CaptureError, TaskMismatchError
+from ds_finepage.execution.device import Accelerator, device_of, fork_rng
 from ds_finepage.execution.disk_cache import Table
 from ds_finepage.execution.ops import (
     BoundTask,
@@ -108,13 +110,13 @@ class OpMeter:
     """Costs by op signature, kept over all graphs of a model.
 
     Attributes:
-        library_bytes: Device bytes that libraries took on their first use and keep (on CUDA the
+        library_bytes: Device bytes that libraries took on their first use and keep (such as the
             workspace of cuBLAS, one a stream).
     """
 
     def __init__(self, device: torch.device) -> None:
         """Start with nothing measured."""
-        self._device = device
+        self._device = device_of(device)
         self._costs: dict[Any, OpCost] = {}
         self._table = Table("ops", device)
         self._is_modest = False
@@ -180,16 +182,16 @@ class OpMeter:
     def _without_kept(self, tasks: dict[Any, Task]) -> dict[Any, Task]:
         """Take costs from the disk; return the tasks that are left to measure.
 
-        On CUDA every process measures: that also shows what libraries keep for themselves.
+        On an accelerator every process measures: that also shows what libraries keep.
         """
-        if self._device.type == "cuda":
+        if self._device.is_accelerator:
             return tasks
         kept = {s: self._table.get(s, _parse_cost) for s in tasks}
         self._costs.update((s, c) for s, c in kept.items() if c is not None)
         return {s: t for s, t in tasks.items() if kept[s] is None}
 
     def _keep(self, signatures: Iterable[Any]) -> None:
-        if self._device.type == "cuda":
+        if self._device.is_accelerator:
             return
         for signature in signatures:
             cost = self._costs[signature]
@@ -205,38 +207,37 @@ class OpMeter:
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Ops that draw random numbers must not draw them from the program's own sequence.
-        devices = [self._device] if self._device.type == "cuda" else []
-        fork = torch.random.fork_rng(devices)
+        fork = fork_rng([self._device.where])
         with torch.inference_mode(False), torch.no_grad(), fork:
-            if self._device.type == "cuda":
-                self._measure_on_cuda(graph, tasks)
+            if isinstance(self._device, Accelerator):
+                self._measure_on_accelerator(self._device, graph, tasks)
             else:
                 self._measure_on_cpu(graph, tasks)
 
-    def _measure_on_cuda(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
-        device = self._device
-        at_start = torch.cuda.memory_allocated(device)
+    def _measure_on_accelerator(
+        self, device: Accelerator, graph: TaskGraph, tasks: dict[Any, Task]
+    ) -> None:
+        at_start = device.live_bytes
 
         def run(bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
             bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
             check()
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            begin.record()
+            device.synchronize()
+            device.reset_peak()
+            before, stream = device.live_bytes, device.current_stream()
+            begin, end = (device.new_event(is_timed=True) for _ in range(2))
+            begin.record(stream)
             bound.call(*bound.args, **bound.kwargs)
-            end.record()
-            torch.cuda.synchronize(device)
+            end.record(stream)
+            device.synchronize()
             took_ns = int(begin.elapsed_time(end) * 1e6)
-            return took_ns, torch.cuda.max_memory_allocated(device) - before
+            return took_ns, device.peak_bytes - before
 
-        tiles, unused = Tiles(device), unused_results(graph)
+        tiles, unused = Tiles(device.where), unused_results(graph)
         for signature, task in tasks.items():
             self._costs[signature] = _try(graph, task, tiles, unused, run)
         del tiles
-        self.library_bytes += max(0, torch.cuda.memory_allocated(device) - at_start)
+        self.library_bytes += max(0, device.live_bytes - at_start)
 
     def _measure_on_cpu(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Kineto announces every start and stop on stderr at lower levels.
@@ -249,7 +250,7 @@ class OpMeter:
             with record_function(f"{_MARK}{num_runs}"):
                 return _time(bound, check), num_runs
 
-        tiles, unused = Tiles(self._device), unused_results(graph)
+        tiles, unused = Tiles(self._device.where), unused_results(graph)
         with profile(use_kineto=False, profile_memory=True) as profiler:
             found = {s: _try(graph, task, tiles, unused, run) for s, task in tasks.items()}
         peaks = _peaks(profiler)

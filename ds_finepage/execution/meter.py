@@ -1,8 +1,8 @@
 """Meters of live device bytes that know nothing of plans.
 
 On CPU the meter listens to the allocator's own events through torch's profiler: every
-allocation through torch on this thread counts while it is on. On CUDA it reads
-the caching allocator's statistics.
+allocation through torch on this thread counts while it is on. On an accelerator it reads the
+statistics of torch's allocator.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from ds_finepage._compat.torch import _enable_record_function, _profiler_enabled
+from ds_finepage.execution.device import Accelerator, device_of
 
 _running: ContextVar[DeviceMeter | None] = ContextVar("finepage_meter", default=None)
 
@@ -35,7 +36,7 @@ class DeviceMeter:
 
     def __init__(self, device: torch.device) -> None:
         """Measure ``device``."""
-        self._device = device
+        self._device = device_of(device)
         self._profiler: profile | None = None
         self._blocks: dict[int, int] = {}  # address -> bytes
         self._at_start = 0
@@ -48,9 +49,9 @@ class DeviceMeter:
         Raises:
             RuntimeError: torch's profiler is on already; it cannot be nested.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._at_start = torch.cuda.memory_allocated(self._device)
+        if isinstance(self._device, Accelerator):
+            self._device.synchronize()
+            self._at_start = self._device.live_bytes
         elif _profiler_enabled():
             raise RuntimeError("torch's profiler, or another meter, is on; end that one first")
         self._listen()
@@ -68,8 +69,8 @@ class DeviceMeter:
         self._take()
 
     def _listen(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if isinstance(self._device, Accelerator):
+            self._device.reset_peak()
             return
         # Kineto announces every start and stop on stderr at lower levels.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -81,11 +82,10 @@ class DeviceMeter:
 
     def _take(self) -> None:
         """Stop listening and tally the allocations."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self.live_bytes = torch.cuda.memory_allocated(self._device) - self._at_start
-            peak = torch.cuda.max_memory_allocated(self._device) - self._at_start
-            self.peak_bytes = max(self.peak_bytes, peak)
+        if isinstance(self._device, Accelerator):
+            self._device.synchronize()
+            self.live_bytes = self._device.live_bytes - self._at_start
+            self.peak_bytes = max(self.peak_bytes, self._device.peak_bytes - self._at_start)
             return
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None

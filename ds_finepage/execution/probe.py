@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import psutil
 import torch
 
+from ds_finepage.execution.device import device_of
 from ds_finepage.graph.hardware import HardwareProfile
 
 MIB = 1 << 20
@@ -21,23 +21,24 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
     Small scratch makes for rough figures; the largest of a few repeats counts.
     """
     half = max(4096, scratch_bytes // 2)
+    names = device_of(device).rated_dtypes
     with torch.inference_mode(False), torch.no_grad():
         h2d, d2h, memory = _copy_rates(half, device)
-        flops = {name: _matmul_rate(getattr(torch, name), device, half) for name in _dtypes(device)}
+        flops = {name: _matmul_rate(getattr(torch, name), device, half) for name in names}
         op, copy = _small_op(device), _small_copy(device)
         launch = _seconds(op, device, in_a_row=IN_A_ROW)
         latency = _seconds(copy, device, in_a_row=IN_A_ROW)
         # On the CPU the host runs an op itself, so the op's own time has the host's in it.
         host_op, host_copy = (
             _seconds(run, device, in_a_row=IN_A_ROW, is_issued=True)
-            if device.type == "cuda"
+            if device_of(device).is_accelerator
             else 0.0
             for run in (op, copy)
         )
     return HardwareProfile(
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        name=device_of(device).name,
         source=f"measured with {scratch_bytes} bytes of scratch",
-        capacity_bytes=device_bytes(device),
+        capacity_bytes=device_of(device).memory_info()[1],
         h2d_bytes_per_s=h2d,
         d2h_bytes_per_s=d2h,
         memory_bytes_per_s=memory,
@@ -55,19 +56,14 @@ def _small_op(device: torch.device) -> Callable[[], object]:
 
 
 def _small_copy(device: torch.device) -> Callable[[], object]:
-    host = torch.empty(1, pin_memory=device.type == "cuda")
+    host = device_of(device).pinned(torch.empty(1))
     on_device = torch.empty(1, device=device)
     return lambda: on_device.copy_(host, non_blocking=True)
 
 
-def _dtypes(device: torch.device) -> tuple[str, ...]:
-    """Name the dtypes to measure; in float16 a CPU would take its time."""
-    return ("float32", "bfloat16") + (("float16",) if device.type == "cuda" else ())
-
-
 def _copy_rates(nbytes: int, device: torch.device) -> tuple[float, float, float]:
     """Return host-to-device, device-to-host and device memory rates in bytes a second."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = device_of(device).pinned(torch.empty(nbytes, dtype=torch.uint8))
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     h2d = nbytes / _seconds(lambda: on_device.copy_(host, non_blocking=True), device)
     d2h = nbytes / _seconds(lambda: host.copy_(on_device, non_blocking=True), device)
@@ -76,41 +72,25 @@ def _copy_rates(nbytes: int, device: torch.device) -> tuple[float, float, float]
     return h2d, d2h, memory
 
 
-def device_bytes(device: torch.device) -> int:
-    """Return the size of a device's memory; for the CPU, that of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return what is free on a device now, without what torch's allocator holds for itself."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
-    return int(psutil.virtual_memory().available)
-
-
 def context_margin_bytes(device: torch.device) -> int:
     """Measure what the libraries take on first use: the drop in free memory by one product.
 
     That is the margin to leave beside a budget of "all that is free". On CPU it is the growth of
     the process while it multiplies, which other processes on the machine blur.
     """
-    before = free_bytes(device)
+    before, _ = device_of(device).memory_info()
     with torch.inference_mode(False), torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
             a = torch.ones(64, 64, dtype=dtype, device=device)
             (a @ a).sum().item()
-    return max(0, before - free_bytes(device))
+    return max(0, before - device_of(device).memory_info()[0])
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device, scratch: int) -> float:
     n = 64
     while 3 * (2 * n) ** 2 * dtype.itemsize <= scratch and n < 2048:
         n *= 2
-    if device.type == "cpu":
+    if not device_of(device).is_accelerator:
         n = min(n, 512)
     a = torch.ones(n, n, dtype=dtype, device=device)
     out = torch.empty_like(a)
@@ -134,14 +114,13 @@ def _seconds(
         in_a_row: Runs in one measurement.
         is_issued: Measure until the host has issued the work, not until the device has done it.
     """
-    best = float("inf")
+    best, known = float("inf"), device_of(device)
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        known.synchronize()
         start = time.perf_counter()
         for _ in range(in_a_row):
             run()
-        if device.type == "cuda" and not is_issued:
-            torch.cuda.synchronize(device)
+        if not is_issued:
+            known.synchronize()
         best = min(best, time.perf_counter() - start)
     return max(best / in_a_row, 1e-9)

@@ -73,8 +73,8 @@ class ReloadSources:
     def gather_rows(self, args: Sequence[Any]) -> None:
         """Copy the rows that the call's indices name.
 
-        The indices must be in host memory: on CUDA the host waits for them here, between two
-        passes. The last pass has read its rows by then, because it made the indices.
+        The indices must be in host memory: on an accelerator the host waits for them here,
+        between two passes. The last pass has read its rows by then, because it made the indices.
         """
         for buffer, (table, rows) in self._rows.items():
             tensor = self._graph.buffers[buffer].gather

@@ -12,8 +12,8 @@ from ds_finepage.graph.routes import Route
 class RoutedReload:
     """An action of the h2d lane that reads which slices are used, and copies them.
 
-    On CUDA the host waits here, because it must know the router's choice before it can issue a
-    copy. The planner weighs that wait against the bytes that it saves.
+    On an accelerator the host waits here, because it must know the router's choice before it can
+    issue a copy. The planner weighs that wait against the bytes that it saves.
 
     Attributes:
         skipped_bytes: The bytes that the last call did not copy.

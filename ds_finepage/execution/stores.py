@@ -1,9 +1,9 @@
 """Host masters: the one copy of every weight, and the parameters that show it.
 
 While a model is attached, ``parameter.data`` of each weight is its host master: on the CPU the
-master itself, on CUDA a view of the pinned master through its device address. Such a view reads and
-writes right over the link and takes no device bytes. A plan never uses the parameters; it copies
-masters into the arena. See [Note: how a change of a weight is noticed].
+master itself, on an accelerator a view of the pinned master through its device address. Such a view
+reads and writes right over the link and takes no device bytes. A plan never uses the parameters; it
+copies masters into the arena. See [Note: how a change of a weight is noticed].
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ NUM_TILES, TILE_STEP = 16, 40
 """So many buffers hold different numbers, each this many elements further on in a longer run."""
 
 CHUNK_BYTES = 16 << 20
-"""Bytes that are compared at once; on CUDA a comparison takes memory."""
+"""Bytes that are compared at once; on an accelerator a comparison takes memory."""
 
 
 def scratch_bytes(graph: TaskGraph, task: Task) -> int:

@@ -21,6 +21,7 @@ from ds_finepage.runtime.interception import (
     captured_call,
     eager_where_refused,
     entries,
+    moved_buffers,
 )
 
 COMPILED_ONLY = ("use_associative_scan",)
@@ -72,27 +73,40 @@ class Attachment:
         tree: The modules and parameters that it was installed in.
     """
 
-    def __init__(self, module: torch.nn.Module, weights: WeightTable, calls: TakesCalls) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        weights: WeightTable,
+        calls: TakesCalls,
+        device: torch.device,
+    ) -> None:
         """Install it.
 
         Args:
             module: The root.
             weights: Its weights.
             calls: Receives the calls.
+            device: Where the model computes; the buffers of its modules go there.
         """
         self._module = module
         self._weights = weights
         self._calls = calls
+        self._device = device
         self._undo: list[Callable[[], None]] = []
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
         self.tree = ModuleTree(module, weights)
-        self.install()
+        try:
+            self.install()
+        except BaseException:
+            self.remove()
+            raise
 
     def install(self) -> None:
         """Install it in the modules that there are now."""
         module, calls = self._module, self._calls
         hooks = hook_modules(module, self._weights, calls.run_unplanned, calls.running)
         self._undo += [hook.remove for hook in hooks]
+        self._undo += moved_buffers(module, self._device)
         self._own_hooks = OwnHooks(module, hooks)
         for part in entries(module, self._weights):
             self._undo.append(attribute_restorer(part, "_compiled_call_impl"))

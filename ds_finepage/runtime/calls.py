@@ -68,7 +68,7 @@ class CallTaker:
         self.generation: Callable[[], AbstractContextManager[None]] = runner.kv_offload.generation
         self.refused_generation = self._rehearser.refused_generation
         self._preflight = Preflight(module)
-        self._attachment = Attachment(module, weights, self)
+        self._attachment = Attachment(module, weights, self, runner.settings.device)
 
     def remove(self) -> None:
         """Give the model its own calls back."""

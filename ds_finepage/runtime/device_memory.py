@@ -6,9 +6,8 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from ds_finepage.execution.arena import Arena, HostPool
+from ds_finepage.execution.device import device_of
 from ds_finepage.execution.executor import Executor, OpHook, Residents
 from ds_finepage.execution.lanes import make_lanes
 from ds_finepage.execution.stores import WeightTable
@@ -129,13 +128,13 @@ class DeviceMemory:
     def _free_arena(self) -> None:
         if self._arena is None:
             return
+        device_of(self._device).synchronize()  # a caller's other stream may still run a pass
         self._unbind_all()
         # A view that is still alive, if only in a cycle of dead objects, must hold no bytes.
         self._arena.bytes.untyped_storage().resize_(0)
         self._arena = None
         self.residents.clear()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        device_of(self._device).empty_cache()
 
     def _unbind_all(self) -> None:
         for found in self._bound.values():

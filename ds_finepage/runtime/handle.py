@@ -49,8 +49,15 @@ class Handle:
         self._weights = weights
         self._memory = DeviceMemory(weights, settings)
         self._runner = PlanRunner(settings, weights, self._memory, OpMeter(settings.device))
-        weights.install()
-        self._calls = CallTaker(module, weights, self._runner, take=take, around_call=around_call)
+        try:
+            weights.install()
+            self._calls = CallTaker(
+                module, weights, self._runner, take=take, around_call=around_call
+            )
+        except BaseException:
+            weights.restore()
+            self._memory.close()
+            raise
         self._attached = True
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from threading import get_ident
@@ -167,6 +168,38 @@ def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
         return lambda: vars(owner).pop(name, None)
     before = vars(owner)[name]
     return lambda: setattr(owner, name, before)
+
+
+def moved_buffers(module: torch.nn.Module, device: torch.device) -> list[Callable[[], None]]:
+    """Move the buffers of a module's parts to a device; return functions that bring them back.
+
+    Args:
+        module: The root.
+        device: Where the buffers go. One that is there already stays as it is.
+    """
+    undo: list[Callable[[], None]] = []
+    moved: dict[int, torch.Tensor] = {}  # by id of the tensor before; two parts may share it
+
+    def restore(owner: torch.nn.Module, name: str, before: torch.Tensor, now: torch.Tensor) -> None:
+        if owner._buffers.get(name) is now:
+            with torch.no_grad(), torch.inference_mode(before.is_inference()):
+                before.copy_(now)
+            owner._buffers[name] = before
+
+    try:
+        for owner in module.modules():
+            for name, before in owner._buffers.items():
+                if before is None:
+                    continue
+                now = moved.setdefault(id(before), before.to(device))
+                if now is not before:
+                    owner._buffers[name] = now
+                    undo.append(partial(restore, owner, name, before, now))
+    except BaseException:
+        for back in undo:
+            back()
+        raise
+    return undo
 
 
 def eager_where_refused(

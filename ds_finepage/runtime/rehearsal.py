@@ -24,9 +24,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ds_finepage._compat.transformers import is_initialized, max_length
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.call_tensors import CallTensors
+from ds_finepage.execution.device import device_of, fork_rng
 from ds_finepage.execution.executor import OpHook, PassCounters, Residents
 from ds_finepage.execution.moving import MovingViews
-from ds_finepage.execution.probe import free_bytes
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.integrations.transformers.host_cache import HostLayer
@@ -246,9 +246,8 @@ class Rehearser:
             own_kwargs = {n: v for n, v in own_kwargs.items() if n not in OF_THE_CALLER}
             # Zeros may mean the end of a text.
             own_kwargs["min_new_tokens"] = num_new if num_new is not None else 2
-            devices = [device] if device.type == "cuda" else []
             try:
-                with torch.random.fork_rng(devices), runner.kv_offload.generation():
+                with fork_rng([device]), runner.kv_offload.generation():
                     generate(*own_args, **own_kwargs)
             except _LastStepSeenError:
                 pass
@@ -289,7 +288,7 @@ class Rehearser:
         """
         settings = self._runner.settings
         budget_bytes = settings.budget_bytes
-        most = budget_bytes + free_bytes(settings.device) // 2
+        most = budget_bytes + device_of(settings.device).memory_info()[0] // 2
         for is_modest in (True, False):
             for _ in range(MAX_ROUNDS):
                 found = self._refusal(attempt, make, budget_bytes, is_modest=is_modest)

@@ -8,12 +8,10 @@ from pathlib import Path
 import torch
 
 from ds_finepage.config import DebugConfig, FinepageConfig
+from ds_finepage.execution.device import device_of
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.planning.pipeline import PlanSettings
 from ds_finepage.planning.policies import POLICIES
-
-ALIGNMENT = {"cpu": 64, "cuda": 512}
-"""The alignment of torch's own allocators, in bytes; kernels choose their code path by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class RunSettings:
     @property
     def pins_memory(self) -> bool:
         """True where host memory must be pinned for fast copies."""
-        return self.device.type == "cuda"
+        return device_of(self.device).is_accelerator
 
     @property
     def is_cyclic(self) -> bool:
@@ -65,6 +63,6 @@ class RunSettings:
         return PlanSettings(
             policy=self.config.policy,
             split=self.config.split and POLICIES[self.config.policy].can_split,
-            alignment=ALIGNMENT.get(self.device.type, 512),
+            alignment=device_of(self.device).alignment,
             profile=self.profile,
         )

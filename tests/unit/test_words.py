@@ -37,7 +37,6 @@ EVERYDAY = [
     "change",
     "copies",
     "cpu",
-    "cuda",
     "error",
     "graph",
     "kind",

@@ -27,7 +27,7 @@ class HandedOut:
     """Swaps the layers of moved caches: the callers' own for those in host memory, and back."""
 
     def __init__(self, *, pinned: bool) -> None:
-        """Start without a moved cache; ``pinned`` host memory is for CUDA."""
+        """Start without a moved cache; ``pinned`` host memory is for accelerators."""
         self._pinned = pinned
         # Cache -> pairs of the caller's layer and the layer in host memory.
         self._pairs: weakref.WeakKeyDictionary[Cache, list[tuple[DynamicLayer, HostLayer]]]

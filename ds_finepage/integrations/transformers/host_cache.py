@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 
 from ds_finepage._compat.transformers import is_initialized
 from ds_finepage.errors import StoreError
+from ds_finepage.execution.device import device_of
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
 
 TOKENS_FIRST = (2, 0, 1, 3)
@@ -214,8 +215,7 @@ class HostLayer(DynamicLayer):
         """Copy the rows of the last forward to the end of the live ones."""
         if self.new_keys is not None and self.new_values is not None:
             self.prepare()
-            if self.new_keys.is_pinned():
-                torch.cuda.current_stream().synchronize()  # their copies may still run
+            device_of(self.device).synchronize_stream()  # their copies may still run
             self._keys.append(self.new_keys)
             self._values.append(self.new_values)
             self.live_keys, self.live_values = self._keys.live, self._values.live

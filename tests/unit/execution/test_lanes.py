@@ -6,12 +6,14 @@ import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from ds_finepage.execution import lanes as lanes_module
-from ds_finepage.execution.lanes import CpuLanes, CudaLanes, make_lanes
+from ds_finepage.execution.device import Accelerator
+from ds_finepage.execution.lanes import CpuLanes, StreamLanes, make_lanes
 from ds_finepage.execution.program import LANES, Step
 from ds_finepage.graph.memgraph import Lane
 from tests.unit.execution.lane_programs import (
@@ -276,22 +278,76 @@ def test_the_device_decides_the_lanes() -> None:
     lanes.close()
 
 
-# --- CUDA ------------------------------------------------------------------------------------
+# --- streams ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cuda_lanes() -> Iterator[CudaLanes]:
-    made = make_lanes(torch.device("cuda"))
-    assert isinstance(made, CudaLanes)
-    yield made
-    made.close()
+class PaperStream:
+    """A stream that notes what is enqueued on it."""
+
+    def __init__(self, log: list[tuple[str, Any]], name: str) -> None:
+        self._log, self._name = log, name
+
+    def __enter__(self) -> None:
+        self._log.append(("enter", self._name))
+
+    def __exit__(self, *error: object) -> None:
+        self._log.append(("exit", self._name))
+
+    def wait_event(self, event: Any) -> None:
+        self._log.append(("wait", self._name))
+
+    def wait_stream(self, stream: PaperStream) -> None:
+        self._log.append(("join", stream._name))
+
+    def record_event(self) -> Any:
+        self._log.append(("record", self._name))
 
 
-def test_events_go_with_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
+class PaperEvent:
+    """An event that does nothing."""
+
+    def record(self, stream: PaperStream) -> None:
+        pass
+
+
+class PaperAccelerator(Accelerator):
+    """A device that only notes; ``log`` has what was asked of it, in order."""
+
+    def __init__(self, *, can_delay: bool = True) -> None:
+        super().__init__(torch.device("cuda"))
+        self.log: list[tuple[str, Any]] = []
+        self._names = iter(("h2d", "d2h"))
+        self._current = PaperStream(self.log, "compute")
+        self._can_delay = can_delay
+
+    @property
+    def name(self) -> str:
+        return "paper"
+
+    @property
+    def can_delay(self) -> bool:
+        return self._can_delay
+
+    def new_stream(self) -> Any:
+        return PaperStream(self.log, next(self._names))
+
+    def current_stream(self) -> Any:
+        return self._current
+
+    def new_event(self, *, is_timed: bool = False) -> Any:
+        return PaperEvent()
+
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", None))
+
+    def delay(self, stream: Any, delay_us: float) -> None:
+        if delay_us:
+            self.log.append((f"delay {stream._name}", delay_us))
+
+
+def test_events_go_with_their_program() -> None:
     """A pass that finds other weights in the arena has a program of its own, for one run."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", object)
-    lanes = CudaLanes(torch.device("cuda"))
+    lanes = StreamLanes(PaperAccelerator())
     program = program_of("h2d r", "compute t <r")
     events = lanes._events_of(program)
     assert events is lanes._events_of(program)
@@ -301,8 +357,66 @@ def test_events_go_with_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(lanes._events) == 0
 
 
+@pytest.mark.parametrize("where", ["action", "join"])
+def test_after_an_error_the_host_waits_for_the_device(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after Ctrl-C when every step is enqueued, and the caller's stream has not joined."""
+    device = PaperAccelerator()
+    lanes, program = StreamLanes(device), program_of("h2d r", "compute t <r")
+    actions, _ = logging_actions(program)
+    if where == "action":
+        actions[1] = fail(KeyboardInterrupt())
+    else:
+
+        def interrupted(stream: Any, other: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(PaperStream, "wait_stream", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions)
+    assert device.log[-1] == ("synchronize", None)
+
+
+def test_the_host_waits_for_nothing_in_a_pass() -> None:
+    device = PaperAccelerator()
+    lanes, program = StreamLanes(device), program_of("h2d r", "compute t <r", "d2h o <t")
+    for _ in range(2):
+        lanes.run(program, logging_actions(program)[0])
+    assert ("synchronize", None) not in device.log
+    assert device.log[-3:] == [("join", "h2d"), ("join", "d2h"), ("record", "compute")]
+    lanes.close()
+    assert device.log[-1] == ("synchronize", None)
+
+
+def test_delays_come_on_the_device_on_every_lane_and_keep_their_limit() -> None:
+    device = PaperAccelerator()
+    program = program_of(*(f"{lane.value} s{lane.value}{i}" for lane in LANES for i in range(200)))
+    lanes = StreamLanes(device, delay_seed=1, max_delay_us=70)
+    lanes.run(program, logging_actions(program)[0])
+    found = [(what, us) for what, us in device.log if what.startswith("delay")]
+    assert {what for what, _ in found} == {"delay compute", "delay h2d", "delay d2h"}
+    assert all(0 < us <= 70 for _, us in found) and len(found) < 200
+
+
+def test_a_device_that_cannot_be_delayed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    device = PaperAccelerator(can_delay=False)
+    lanes, program = StreamLanes(device, delay_seed=1), program_of(*["compute t"] * 50)
+    assert "lane_delay_seed has no effect: torch cannot delay paper" in caplog.text
+    lanes.run(program, logging_actions(program)[0])
+    assert not [what for what, _ in device.log if what.startswith("delay")]
+
+
+@pytest.fixture
+def stream_lanes() -> Iterator[StreamLanes]:
+    made = make_lanes(torch.device("cuda"))
+    assert isinstance(made, StreamLanes)
+    yield made
+    made.close()
+
+
 @pytest.mark.gpu
-def test_streams_wait_for_each_other(cuda_lanes: CudaLanes) -> None:
+def test_streams_wait_for_each_other(stream_lanes: StreamLanes) -> None:
     """A value goes host -> device -> compute -> host; each leg must see the one before."""
     n = 1 << 22
     host = torch.arange(n, dtype=torch.float32).pin_memory()
@@ -321,19 +435,19 @@ def test_streams_wait_for_each_other(cuda_lanes: CudaLanes) -> None:
 
     for _ in range(3):
         back.zero_()
-        cuda_lanes.run(program, {0: copy(device, host), 1: compute, 2: copy(back, device)})
+        stream_lanes.run(program, {0: copy(device, host), 1: compute, 2: copy(back, device)})
         torch.cuda.synchronize()
         assert torch.equal(back, torch.arange(n, dtype=torch.float32) + 1)
 
 
 @pytest.mark.gpu
-def test_an_error_on_cuda_leaves_nothing_under_way(cuda_lanes: CudaLanes) -> None:
+def test_an_error_on_cuda_leaves_nothing_under_way(stream_lanes: StreamLanes) -> None:
     program = program_of("h2d r", "compute t <r", "d2h o <t")
     x = torch.zeros(4, device="cuda")
     actions = {0: lambda: None, 1: fail(ValueError("op failed")), 2: lambda: None}
     with pytest.raises(ValueError, match="op failed"):
-        cuda_lanes.run(program, actions)
-    cuda_lanes.run(program, actions | {1: lambda: x.add_(1) and None})
+        stream_lanes.run(program, actions)
+    stream_lanes.run(program, actions | {1: lambda: x.add_(1) and None})
     assert torch.equal(x.cpu(), torch.ones(4))
 
 

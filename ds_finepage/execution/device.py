@@ -1,0 +1,296 @@
+"""The one file that knows devices: streams, events, pinned memory, statistics, random numbers.
+
+The rest of the package asks :func:`device_of`. The CPU has threads in the place of streams. Every
+accelerator (CUDA, ROCm, XPU, and devices that a program adds to torch) takes one road: torch's
+generic functions. Three things are not generic in torch, and stand here:
+
+- Free memory, before torch 2.10: the device's own module has ``mem_get_info``.
+- A delay on a stream: the device's own module has ``_sleep``, as CUDA's does, or there is none.
+- Pinned host memory as a tensor of the device. CUDA, ROCm and XPU address it as it is. A device
+  that a program adds to torch says so by ``can_read_pinned_memory = True`` in its module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import psutil
+import torch
+
+from ds_finepage._compat.torch import _construct_storage_from_data_pointer
+from ds_finepage.errors import ConfigError, StoreError
+
+CYCLES_PER_US = 1000
+"""Of a delay on a stream. Clocks are faster, so delays are shorter than asked for."""
+
+READ_PINNED_MEMORY = ("cuda", "xpu")  # ROCm calls itself cuda
+"""Devices that read and write pinned host memory at its own address."""
+
+
+class Device:
+    """The CPU. It works while the caller waits, and its memory is host memory.
+
+    Attributes:
+        where: The device as torch names it.
+        is_accelerator: True if it works beside the host, in streams, on memory of its own.
+        alignment: The alignment of torch's own allocator, in bytes; kernels choose their code path
+            by it.
+        rated_dtypes: The dtypes whose rates are measured; in float16 a CPU would take its time.
+    """
+
+    is_accelerator = False
+    alignment = 64
+    rated_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    def __init__(self, where: torch.device) -> None:
+        """Describe a device that :func:`require_device` has accepted."""
+        self.where = where
+
+    @property
+    def name(self) -> str:
+        """The name of the machine part."""
+        return self.where.type
+
+    def memory_info(self) -> tuple[int, int]:
+        """Return the free bytes, and all bytes; what torch's allocator keeps in reserve is free."""
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
+
+    def empty_cache(self) -> None:
+        """Give the reserve of torch's allocator back to the system."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until no stream has work."""
+
+    def synchronize_stream(self) -> None:
+        """Let the host wait until the caller's current stream has no work."""
+
+    def pinned(self, host: torch.Tensor) -> torch.Tensor:
+        """Return host memory that copies beside the host can use: a copy if this cannot be used."""
+        return host
+
+    def show(self, host: torch.Tensor) -> torch.Tensor:
+        """Return host memory as memory of the device, at the same address.
+
+        Args:
+            host: A 1-d uint8 tensor in host memory.
+
+        Raises:
+            StoreError: The device cannot address memory that is not pinned.
+        """
+        return host
+
+
+class Accelerator(Device):
+    """A device with streams, through torch's generic functions."""
+
+    is_accelerator = True
+    alignment = 512
+    rated_dtypes = ("float32", "bfloat16", "float16")
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.where)
+
+    @property
+    def name(self) -> str:
+        """The name of the card, as far as torch knows it."""
+        name_of = getattr(self._module, "get_device_name", None)
+        return self.where.type if name_of is None else str(name_of(self.where))
+
+    # Memory.
+
+    def memory_info(self) -> tuple[int, int]:
+        """Return the free bytes, and all bytes; what torch's allocator keeps in reserve is free."""
+        ask = getattr(torch.accelerator, "get_memory_info", None) or self._module.mem_get_info
+        free, total = ask(self.where)
+        return int(free) + torch.accelerator.memory_reserved(self.where) - self.live_bytes, total
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of all live tensors."""
+        return int(torch.accelerator.memory_allocated(self.where))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most live bytes since :meth:`reset_peak`."""
+        return int(torch.accelerator.max_memory_allocated(self.where))
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        torch.accelerator.reset_peak_memory_stats(self.where)
+
+    def empty_cache(self) -> None:
+        """Give the reserve of torch's allocator back to the system."""
+        torch.accelerator.empty_cache()
+
+    # Streams.
+
+    def new_stream(self) -> torch.Stream:
+        """Make a stream."""
+        return torch.Stream(self.where)
+
+    def current_stream(self) -> torch.Stream:
+        """Return the caller's current stream."""
+        return torch.accelerator.current_stream(self.where)
+
+    def new_event(self, *, is_timed: bool = False) -> torch.Event:
+        """Make an event."""
+        return torch.Event(self.where, enable_timing=is_timed)
+
+    def synchronize(self) -> None:
+        """Let the host wait until no stream has work."""
+        torch.accelerator.synchronize(self.where)
+
+    def synchronize_stream(self) -> None:
+        """Let the host wait until the caller's current stream has no work."""
+        self.current_stream().synchronize()
+
+    @property
+    def can_delay(self) -> bool:
+        """True if :meth:`delay` works."""
+        return hasattr(self._module, "_sleep")
+
+    def delay(self, stream: torch.Stream, delay_us: float) -> None:
+        """Let a stream do nothing for a while; the host does not wait.
+
+        Args:
+            stream: The stream.
+            delay_us: The longest time, in microseconds.
+        """
+        if delay_us:
+            with stream:
+                self._module._sleep(int(delay_us * CYCLES_PER_US))
+
+    # Host memory.
+
+    @property
+    def reads_pinned_memory(self) -> bool:
+        """True if pinned host memory has the same address on the device."""
+        return self.where.type in READ_PINNED_MEMORY or getattr(
+            self._module, "can_read_pinned_memory", False
+        )
+
+    def pinned(self, host: torch.Tensor) -> torch.Tensor:
+        """Return host memory that copies beside the host can use: a copy if this cannot be used."""
+        return host if host.is_pinned() else host.pin_memory()
+
+    def show(self, host: torch.Tensor) -> torch.Tensor:
+        """Return host memory as memory of the device, at the same address.
+
+        Memory that is not pinned is registered in place first, and stays registered for the life of
+        the process.
+
+        Args:
+            host: A 1-d uint8 tensor in host memory.
+
+        Raises:
+            StoreError: The device cannot address memory that is not pinned.
+        """
+        if not host.numel():
+            return host.to(self.where)
+        if not host.is_pinned():
+            self._register(host)
+        storage: Any = _construct_storage_from_data_pointer(
+            host.data_ptr(), self.where, host.numel()
+        )
+        storage._memory = host  # lives as long as any tensor on the storage
+        with torch.inference_mode(False), torch.no_grad():
+            shown = torch.empty(0, dtype=torch.uint8, device=self.where)
+            return shown.set_(storage, 0, (host.numel(),), (1,))
+
+    def _register(self, host: torch.Tensor) -> None:
+        if not hasattr(self._module, "cudart"):
+            raise StoreError(
+                f"{host.numel()} bytes of host memory are not pinned, and {self.where.type} cannot "
+                "pin them in place. Load the model into pinned memory."
+            )
+        status = int(self._module.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
+        if status:
+            raise StoreError(
+                f"{self.where.type} cannot pin {host.numel()} bytes of host memory in place: "
+                f"error {status} of cudaHostRegister"
+            )
+
+
+def device_of(where: torch.device | str) -> Device:
+    """Return what is known of a device."""
+    where = torch.device(where)
+    return Device(where) if where.type == "cpu" else Accelerator(where)
+
+
+def default_device() -> torch.device:
+    """Return the accelerator of this process if plans can run on it, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None or _lack(found) is not None else found
+
+
+def require_device(name: torch.device | str, *, option: str = "device") -> torch.device:
+    """Return a device that plans can run on.
+
+    Args:
+        name: A device, or its name.
+        option: Where the user wrote it, for the error.
+
+    Raises:
+        ConfigError: torch does not know the device, does not see it in this process, or cannot do
+            with it what plans need.
+    """
+    try:
+        where = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{option}: {name!r} is not a device that torch knows. Write {_usable()}."
+        ) from error
+    lack = None if where.type == "cpu" else _absence(where) or _lack(where)
+    if lack is not None:
+        raise ConfigError(f"{option}: {str(where)!r} cannot be used: {lack}. Write {_usable()}.")
+    return where
+
+
+def fork_rng(devices: Iterable[torch.device | str]) -> AbstractContextManager[Any]:
+    """Return a context that restores the random numbers of the CPU and of these devices."""
+    found = {torch.device(d) for d in devices} - {torch.device("cpu")}
+    accelerators = [d for d in found if device_of(d).is_accelerator]
+    kind = accelerators[0].type if accelerators else None
+    return torch.random.fork_rng(accelerators, device_type=kind or "cuda")
+
+
+def _usable() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else f"{accelerator.type} or cpu"
+
+
+def _absence(where: torch.device) -> str | None:
+    """Say why torch does not see a device; None if it does."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "torch sees no accelerator"
+    if accelerator.type != where.type:
+        return f"the accelerator of this process is {accelerator.type}, and torch has only one"
+    count = torch.accelerator.device_count()
+    if (where.index or 0) >= count:
+        return f"torch sees {count} of {where.type}"
+    return None
+
+
+@functools.cache
+def _lack(where: torch.device) -> str | None:
+    """Say what plans need and a device does not have; None if it has everything."""
+    device = Accelerator(where)
+    try:
+        event = device.new_event(is_timed=True)
+        event.record(device.new_stream())
+        event.synchronize()
+    except (NotImplementedError, RuntimeError) as error:
+        return f"it has no streams or no events ({error})"
+    before = device.live_bytes
+    held = torch.empty(device.alignment, dtype=torch.uint8, device=where)
+    if device.live_bytes - before < held.numel():
+        return "torch does not count its live bytes"
+    if not device.reads_pinned_memory:
+        return "it does not address pinned host memory"
+    return None
