@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+MAX_DEVICES = 4
 _extension: Any = None
 can_read_pinned_memory = True  # kernels may use pinned memory through a tensor of this device
 
@@ -169,6 +170,24 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     return tuple(_extension.memory_info(_index(device)))
 
 
+class _Runtime:
+    """What `torch.cuda.cudart()` has for host memory that is pinned in place."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        """Pin host memory in place; return 0."""
+        _extension.host_register(address, num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Take that back; return 0, or 1 if it was not pinned in place."""
+        return 0 if _extension.host_unregister(address) else 1
+
+
+def cudart() -> _Runtime:
+    """Return the functions that pin host memory in place."""
+    return _Runtime()
+
+
 # ---------------------------------------------------------------- random numbers
 
 
@@ -181,7 +200,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    for index in range(_num_devices):
+    for index in range(MAX_DEVICES):
         default_generator(index).manual_seed(seed)
 
 
@@ -273,7 +292,7 @@ def reset_switches() -> None:
     for kind in ("h2d", "d2h", "d2d", "kernel", "alloc"):
         set_delay(kind)
         fail_nth(kind, 0)
-    for index in range(_num_devices):
+    for index in range(MAX_DEVICES):
         for stream_id in range(33):
             _extension.set_stream_delay(index, stream_id, 0)
         set_capacity(4 << 30, index)

@@ -23,7 +23,7 @@ from torch.utils import cpp_extension
 
 NAME = "slowcard"
 SOURCE = pathlib.Path(__file__).with_name("slowcard.cpp")
-FLAGS = ["-O1", "-g0", "-Wno-attributes"]
+FLAGS = ["-O2", "-g0", "-Wno-attributes"]
 
 
 class DeviceMissing(RuntimeError):
@@ -49,7 +49,7 @@ def load(num_devices: int = 1) -> torch.device:
     """Load the test device, compiling it if need be.
 
     Args:
-        num_devices: how many devices there are from now on.
+        num_devices: how many devices there are from now on (0 to 4).
 
     Returns:
         The first device, ``slowcard:0``.

@@ -15,13 +15,18 @@ def slowcard_device() -> torch.device:
     """Load the test device once a session, or skip and say why."""
     if reason := loading.why_not():
         pytest.skip(reason)
-    return loading.load()
+    return loading.load(0)
 
 
 @pytest.fixture
 def device(slowcard_device: torch.device) -> Iterator[torch.device]:
-    """Give the test device with all its switches off; turn off what the test turned on."""
+    """Give the test device with all its switches off; turn off what the test turned on.
+
+    Outside such tests there are 0 devices: what asks torch for an accelerator finds none.
+    """
     card = torch.get_device_module("slowcard")
+    card.set_num_devices(1)
     card.reset_switches()
     yield slowcard_device
     card.reset_switches()
+    card.set_num_devices(0)

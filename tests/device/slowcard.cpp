@@ -15,7 +15,7 @@
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -69,6 +69,12 @@ int64_t now_ns() {
       .count();
 }
 
+int64_t cpu_ns() { // of this thread: other processes do not count
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
 // Lets go of Python's lock while this thread waits: another thread may be the one to enqueue.
 struct WithoutGil {
   PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
@@ -90,7 +96,7 @@ struct Switch {
   std::atomic<bool> fail_later{false}; // on the stream's thread rather than at the call
 };
 std::array<Switch, NUM_KINDS> switches;
-std::atomic<int64_t> enqueue_ns{0}; // host time spent inside calls that enqueue
+std::atomic<int64_t> enqueue_ns{0}; // CPU time of the host inside calls that enqueue
 std::atomic<int64_t> num_syncs{0};
 std::atomic<int> sync_mode{0}; // 0: count, 1: record who, 2: raise
 std::mutex sync_mutex;
@@ -259,19 +265,22 @@ c10::Stream stream_of(DeviceIndex device, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, Device(CARD, device), id);
 }
 
-// Every wait of the host goes through here, so that tests can count, name and forbid them.
-void host_waits(const std::string& reason, const std::function<void()>& wait) {
+// Every wait of the host is announced here before anything is enqueued for it, so that tests can
+// count, name and forbid it.
+void announce_wait(const std::string& reason) {
   num_syncs.fetch_add(1);
   {
     std::lock_guard<std::mutex> lock(sync_mutex);
     ++syncs_by_reason[reason];
   }
   TORCH_CHECK(sync_mode.load() != 2, "slowcard: the host would wait for the device: ", reason);
-  if (sync_mode.load() == 1 && sync_watcher) {
+  if (sync_mode.load() == 1) {
     py::gil_scoped_acquire gil;
     const py::handle watcher(sync_watcher);
     watcher(reason);
   }
+}
+void host_waits(const std::function<void()>& wait) {
   {
     WithoutGil released;
     wait();
@@ -376,6 +385,16 @@ class Pool {
       waiting_.push_back(block);
   }
 
+  // Memory of the host's own that the card may use from now on, as cudaHostRegister does it.
+  void add_foreign(char* address, size_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    by_address_[address] = new Block{this, address, size, size, nullptr};
+  }
+  bool remove_foreign(char* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return by_address_.erase(address);
+  }
+
   // The block around an address, or null. The stream `user` is remembered until the free.
   Block* find(const void* address, Queue* user = nullptr) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -430,10 +449,9 @@ class Pool {
     if (idle_.empty() && waiting_.empty())
       return;
     ++stats.num_sync_all_streams;
-    for (int device = 0; device < num_devices; ++device) {
-      WithoutGil released;
+    // Python's lock stays held: who let go of it here, under mutex_, could wait for it for ever.
+    for (int device = 0; device < MAX_DEVICES; ++device)
       wait_for_card(device);
-    }
     reclaim();
     for (auto& [key, block] : idle_) {
       give_gap(block->address, block->size);
@@ -725,6 +743,7 @@ void copy(const at::Tensor& to, const at::Tensor& from_any, bool non_blocking, c
       from_any.sizes() == to.sizes() ? from_any : from_any.expand(to.sizes());
   if (to.numel() == 0)
     return;
+  const int64_t start = cpu_ns();
   const bool to_card = is_card(to), from_card = is_card(from);
   TORCH_CHECK((to_card || to.is_cpu()) && (from_card || from.is_cpu()),
               "slowcard copies to and from the CPU only");
@@ -733,6 +752,10 @@ void copy(const at::Tensor& to, const at::Tensor& from_any, bool non_blocking, c
   Queue& queue = current_queue(device.index());
   const Kind kind = !from_card ? H2D : !to_card ? D2H : D2D;
   const at::Tensor& host = to_card ? from : to;
+  const bool waits =
+      kind != D2D && !(non_blocking && pinned->find(host.data_ptr(), &queue));
+  if (waits)
+    announce_wait(why);
   const Fate fate = decide(kind, to.nbytes());
   if (to_card && from_card && to.device() != from.device()) { // after what the source's stream does
     Queue& other = current_queue(from.device().index());
@@ -753,12 +776,11 @@ void copy(const at::Tensor& to, const at::Tensor& from_any, bool non_blocking, c
         },
         fate);
   }
-  if (to_card && from_card) {
-    if (to.device() != from.device()) // the source must not be overwritten before it was read
-      current_queue(from.device().index()).push([&queue, ticket] { queue.wait_for(ticket); });
-  } else if (!(non_blocking && pinned->find(host.data_ptr(), &queue))) {
-    host_waits(why, [&] { queue.wait_for(ticket); });
-  }
+  enqueue_ns.fetch_add(cpu_ns() - start);
+  if (kind == D2D && to.device() != from.device()) // the source must not change before it was read
+    current_queue(from.device().index()).push([&queue, ticket] { queue.wait_for(ticket); });
+  if (waits)
+    host_waits([&] { queue.wait_for(ticket); });
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
@@ -784,8 +806,7 @@ struct CardGenerator final : c10::GeneratorImpl {
   explicit CardGenerator(DeviceIndex device)
       : GeneratorImpl(Device(CARD, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         cpu(at::detail::createCPUGenerator()) {}
-  void settle() const {
-    WithoutGil released;
+  void settle() const { // with Python's lock: the caller may hold mutex_
     if (last_queue)
       last_queue->wait_for(last_ticket);
   }
@@ -1040,7 +1061,7 @@ class Call {
     const c10::DeviceGuard guard(device_ = find_device());
     if (info_.is_view)
       return run_view();
-    const int64_t start = now_ns();
+    const int64_t start = cpu_ns();
     for (size_t i = 0; i < arguments_.size(); ++i)
       arguments_[i] = checked(arguments_[i], info_.written[i]);
     const Shapes& shapes = shapes_of(op_, info_, arguments_);
@@ -1048,7 +1069,7 @@ class Call {
       run_later(shapes);
     else
       run_now();
-    enqueue_ns.fetch_add(now_ns() - start);
+    enqueue_ns.fetch_add(cpu_ns() - start);
   }
 
  private:
@@ -1187,6 +1208,7 @@ class Call {
 
   // The results' shapes depend on data (or nobody knows them): the host waits.
   void run_now() {
+    announce_wait(c10::toString(op_.schema().operator_name()));
     Aliases aliases;
     auto kernel = std::make_shared<Stack>(for_kernel(aliases));
     Stack fresh(arguments_.size()); // results that the kernel may resize
@@ -1206,8 +1228,7 @@ class Call {
             *failure = std::current_exception();
           }
         });
-    const auto name = c10::toString(op_.schema().operator_name());
-    host_waits(name, [&] { queue.wait_for(ticket); });
+    host_waits([&] { queue.wait_for(ticket); });
     if (*failure)
       std::rethrow_exception(*failure);
     for (size_t i = 0; i < arguments_.size(); ++i) {
@@ -1237,8 +1258,9 @@ class Call {
   // Part of a kernel, not a copy of the user's: neither counted nor delayed.
   void give_to_card(const at::Tensor& target, const at::Tensor& source) const {
     Aliases aliases;
-    current_queue(device_.index()).push([to = aliases.of(target), source] {
-      KernelScope scope(1);
+    const int threads = at::get_num_threads();
+    current_queue(device_.index()).push([to = aliases.of(target), source, threads] {
+      KernelScope scope(threads);
       to.copy_(source);
     });
   }
@@ -1321,11 +1343,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     auto& queue = queue_of(stream);
-    host_waits("stream.synchronize", [&] { queue.wait_for(queue.last()); });
+    announce_wait("stream.synchronize");
+    host_waits([&] { queue.wait_for(queue.last()); });
   }
   void synchronizeDevice(const DeviceIndex device) const override {
     check_device(device);
-    host_waits("synchronize", [&] { wait_for_card(device); });
+    announce_wait("synchronize");
+    host_waits([&] { wait_for_card(device); });
   }
   void recordDataPtrOnStream(const c10::DataPtr& ptr, const c10::Stream& stream) const override {
     card_allocator->recordStream(ptr, stream);
@@ -1353,8 +1377,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return !e || e->queue->reached(e->ticket);
   }
   void synchronizeEvent(void* event) const override {
-    if (auto* e = static_cast<Event*>(event))
-      host_waits("event.synchronize", [&] { e->queue->wait_for(e->ticket); });
+    if (auto* e = static_cast<Event*>(event)) {
+      announce_wait("event.synchronize");
+      host_waits([&] { e->queue->wait_for(e->ticket); });
+    }
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -1398,15 +1424,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// Attention takes the same path as on the CPU; the choice looks at shapes alone.
+// Attention takes the same path as on the CPU. The choice looks at (perhaps symbolic) shapes alone,
+// and dispatches nothing: the tensors may be the fake ones of a compiler.
 int64_t fused_sdp_choice(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& mask, double dropout, bool causal,
     std::optional<double> scale, bool gqa) {
-  Aliases aliases;
-  auto cpu_mask = mask ? std::optional<at::Tensor>(aliases.of(*mask)) : std::nullopt;
-  return at::_fused_sdp_choice(
-      aliases.of(q), aliases.of(k), aliases.of(v), cpu_mask, dropout, causal, scale, gqa);
+  return at::native::_fused_sdp_choice_cpp(q, k, v, mask, dropout, causal, scale, gqa);
 }
 
 void register_everything() {
@@ -1518,20 +1542,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](int device) { return default_generator(device); });
   m.def("memory_info", [](int device) { return card_allocator->getMemoryInfo(device); });
   m.def("set_capacity", [](int device, size_t bytes) {
-    check_device(device);
-    pools[device]->capacity = std::min(bytes, SPAN);
+    pools.at(device)->capacity = std::min(bytes, SPAN);
   });
   m.def("set_delay", [](const std::string& kind, int64_t ns, int64_t random_ns, int64_t seed) {
     auto& s = switches[kind_named(kind)];
     s.delay_ns = ns, s.random_ns = random_ns, s.seed = seed, s.ordinal = 0;
   });
   m.def("set_stream_delay", [](int device, int64_t id, int64_t ns) {
-    check_device(device);
+    TORCH_CHECK_VALUE(device >= 0 && device < MAX_DEVICES, "no such device");
     cards[device].queues.at(id)->delay_ns = ns;
   });
   m.def("set_failure", [](const std::string& kind, int64_t nth, bool later) {
     auto& s = switches[kind_named(kind)];
     s.fail_later = later, s.fail_in = nth;
+  });
+  m.def("host_register", [](uintptr_t address, size_t bytes) {
+    pinned->add_foreign(reinterpret_cast<char*>(address), bytes);
+  });
+  m.def("host_unregister", [](uintptr_t address) {
+    return pinned->remove_foreign(reinterpret_cast<char*>(address));
   });
   m.def("sleep", [](int64_t ns) {
     current_queue(current_device).push([ns] {
