@@ -43,7 +43,8 @@ from tests.unit.execution.lane_programs import program_of
 from tests.unit.execution.rig import N, deep, deep_in_eager
 
 MARK = "<!-- python -m tests.accelerator.edges docs/negative_proofs.md -->"
-"""In the document, above the table."""
+END = "<!-- end of the edges -->"
+"""In the document, above and below the table."""
 
 SEEDS = 20
 PASSES = 3
@@ -466,8 +467,9 @@ def write_document(path: Path, device: torch.device) -> None:
         seen = sum(not is_right(edge, device, seed, omit=True) for seed in range(SEEDS))
         cells = (edge.first, edge.then, edge.by, f"{held} of {SEEDS}", f"{seen} of {SEEDS}")
         lines.append(f"| {' | '.join(cells)} |")
-    before, mark, _ = path.read_text().partition(MARK)
-    path.write_text(before + mark + "\n\n" + "\n".join(lines) + "\n")
+    before, mark, rest = path.read_text().partition(MARK)
+    _, end, after = rest.partition(END)
+    path.write_text(before + mark + "\n\n" + "\n".join(lines) + "\n\n" + end + after)
 
 
 if __name__ == "__main__":
