@@ -241,6 +241,17 @@ def set_stream_delay(stream: torch.Stream, ns: int) -> None:
     _extension.set_stream_delay(stream.device_index, stream.stream_id, ns)
 
 
+@contextlib.contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """Hold a stream (None: the current one) until the block ends; the host must not wait for it."""
+    stream = stream or current_stream()
+    gate = _extension.hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        gate.open()
+
+
 def fail_nth(kind: str, nth: int, later: bool = False) -> None:
     """Let the n-th operation of a kind from now on fail; 0 takes that back.
 
@@ -253,7 +264,13 @@ def fail_nth(kind: str, nth: int, later: bool = False) -> None:
 
 
 def counters() -> dict[str, Any]:
-    """Return counts and bytes by kind, "enqueue_ns", "syncs" and "syncs_by_reason"."""
+    """Return what happened since the last reset.
+
+    Returns:
+        For each kind: the count, and with the endings "_bytes" and "_delayed_ns" the bytes and the
+        delays that were asked for. "enqueue_ns": the host's CPU time inside calls that enqueue.
+        "syncs" and "syncs_by_reason": waits of the host.
+    """
     return dict(_extension.counters())
 
 

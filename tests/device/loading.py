@@ -102,6 +102,10 @@ def _build() -> ModuleType:
             except BaseException:
                 file.unlink(missing_ok=True)  # perhaps half of it was written
                 raise
+    return _import(file)
+
+
+def _import(file: pathlib.Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(file))
     spec = importlib.util.spec_from_file_location(NAME, file, loader=loader)
     assert spec is not None

@@ -20,6 +20,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/Parallel.h>
@@ -90,7 +91,7 @@ enum Kind { H2D, D2H, D2D, KERNEL, ALLOC, NUM_KINDS };
 const char* const KIND_NAMES[] = {"h2d", "d2h", "d2d", "kernel", "alloc"};
 
 struct Switch {
-  std::atomic<int64_t> count{0}, bytes{0}; // since the last reset
+  std::atomic<int64_t> count{0}, bytes{0}, delayed_ns{0}; // since the last reset
   std::atomic<int64_t> delay_ns{0}, random_ns{0}, seed{0}, ordinal{0};
   std::atomic<int64_t> fail_in{0}; // the n-th from now fails; 0: none
   std::atomic<bool> fail_later{false}; // on the stream's thread rather than at the call
@@ -129,6 +130,7 @@ Fate decide(Kind kind, int64_t bytes) {
   fate.delay_ns = s.delay_ns.load();
   if (int64_t most = s.random_ns.load())
     fate.delay_ns += scrambled(s.seed.load() * 1000003 + s.ordinal.fetch_add(1)) % most;
+  s.delayed_ns.fetch_add(fate.delay_ns);
   if (s.fail_in.load() > 0 && s.fail_in.fetch_sub(1) == 1) {
     if (!s.fail_later.load()) {
       if (kind == ALLOC)
@@ -235,6 +237,24 @@ class Queue {
   std::atomic<uint64_t> pushed_{0}, done_{0};
   int waiters_ = 0;
   bool started_ = false, asleep_ = false;
+};
+
+// Holds a stream at a task until a test lets it go: for tests that do not sleep.
+struct Gate {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_open = false;
+
+  void open() {
+    std::lock_guard<std::mutex> lock(mutex);
+    is_open = true;
+    changed.notify_all();
+  }
+  void pass() { // a test that waits for what it holds fails late rather than never
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!changed.wait_for(lock, std::chrono::minutes(1), [&] { return is_open; }))
+      note_error("a stream was held for a minute; does the host wait for it?");
+  }
 };
 
 // Queues are never destroyed: their threads may outlive every static object.
@@ -1477,6 +1497,16 @@ void register_everything() {
     return a.layout() == c10::kStrided && b.layout() == c10::kStrided;
   });
 
+  // CUDA counts integers too, and libraries know that; the CPU's kernel does not.
+  aten->impl("histc", [](const at::Tensor& self, int64_t bins, const at::Scalar& min,
+                         const at::Scalar& max) {
+    const bool is_integer = c10::isIntegralType(self.scalar_type(), false);
+    const auto counted = is_integer ? self.to(c10::kDouble) : self;
+    auto made = at::empty({bins}, counted.options());
+    at::histc_out(made, counted, bins, min, max);
+    return made.to(self.scalar_type());
+  });
+
   // Wherever the CPU has a kernel of its own, that very kernel runs: torch's decompositions, which
   // the dispatcher would prefer for a foreign device, may round differently.
   const auto boxed = [] { return torch::CppFunction::makeFromBoxedFunction<&run_operator>(); };
@@ -1508,6 +1538,8 @@ py::dict counters() {
   for (int kind = 0; kind < NUM_KINDS; ++kind) {
     made[py::str(KIND_NAMES[kind])] = switches[kind].count.load();
     made[py::str(std::string(KIND_NAMES[kind]) + "_bytes")] = switches[kind].bytes.load();
+    made[py::str(std::string(KIND_NAMES[kind]) + "_delayed_ns")] =
+        switches[kind].delayed_ns.load();
   }
   made["enqueue_ns"] = enqueue_ns.load();
   made["syncs"] = num_syncs.load();
@@ -1518,7 +1550,7 @@ py::dict counters() {
 
 void reset_counters() {
   for (auto& s : switches)
-    s.count = 0, s.bytes = 0;
+    s.count = 0, s.bytes = 0, s.delayed_ns = 0;
   enqueue_ns = 0, num_syncs = 0;
   std::lock_guard<std::mutex> lock(sync_mutex);
   syncs_by_reason.clear();
@@ -1561,6 +1593,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("host_unregister", [](uintptr_t address) {
     return pinned->remove_foreign(reinterpret_cast<char*>(address));
+  });
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate").def("open", &Gate::open);
+  m.def("hold", [](int device, int64_t id) {
+    check_device(device);
+    auto gate = std::make_shared<Gate>();
+    cards[device].queues.at(id)->push([gate] { gate->pass(); });
+    return gate;
   });
   m.def("sleep", [](int64_t ns) {
     current_queue(current_device).push([ns] {

@@ -1,0 +1,228 @@
+"""Streams, events, delays, failures and counts of the test device."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+
+from tests.device import card
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def pair(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return pinned ones on the host, and zeros on the device."""
+    zeros = torch.zeros(1000, device=device)
+    torch.accelerator.synchronize()
+    return torch.ones(1000).pin_memory(), zeros
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_missing_wait_shows_old_bytes(pair: Pair, waits: bool) -> None:
+    host, on_card = pair
+    side, found = torch.Stream(on_card.device), torch.empty(()).pin_memory()
+    with card.held(side):
+        with side:
+            on_card.copy_(host, non_blocking=True)
+            copied = torch.Event(on_card.device)
+            copied.record()
+        if waits:
+            torch.accelerator.current_stream().wait_event(copied)
+        found.copy_(on_card.sum(), non_blocking=True)
+        if not waits:
+            torch.accelerator.current_stream().synchronize()
+    torch.accelerator.synchronize()
+    assert found.item() == (1000 if waits else 0)
+
+
+def test_a_copy_to_the_host_is_late(pair: Pair) -> None:
+    host, on_card = pair
+    with card.held():
+        host.copy_(on_card, non_blocking=True)
+        assert host.sum().item() == 1000
+    torch.accelerator.current_stream().synchronize()
+    assert host.sum().item() == 0
+
+
+def test_a_pageable_copy_waits(pair: Pair) -> None:
+    on_card = pair[1]
+    card.set_delay("h2d", MS)
+    source = torch.ones(1000)
+    card.reset_counters()
+    on_card.copy_(source, non_blocking=True)
+    source.fill_(5)
+    assert on_card.sum().item() == 1000
+    assert card.counters()["syncs"] == 2  # the copy, and item()
+
+
+def test_a_stream_keeps_its_order(device: torch.device) -> None:
+    card.set_delay("kernel", random_ns=MS, seed=1)
+    number = torch.zeros((), device=device)
+    for _ in range(10):
+        number.add_(1).mul_(2)
+    assert number.item() == 2046
+
+
+def test_events_tell_time(device: torch.device) -> None:
+    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    assert first.query()
+    first.record()
+    with card.held():
+        card._sleep(2 * MS)
+        last.record()
+        assert not last.query()
+        with pytest.raises(RuntimeError, match="completed"):
+            first.elapsed_time(last)
+    last.synchronize()
+    assert last.query() and first.elapsed_time(last) >= 2
+
+
+def test_an_event_without_timing_has_no_time(device: torch.device) -> None:
+    events = [torch.Event(device) for _ in range(2)]
+    for event in events:
+        event.record()
+        event.synchronize()
+    with pytest.raises(ValueError, match="enable_timing"):
+        events[0].elapsed_time(events[1])
+
+
+def test_streams_are_current_inside_a_block(device: torch.device) -> None:
+    outer, side = torch.accelerator.current_stream(), torch.Stream(device)
+    assert outer == card.default_stream()
+    with side:
+        assert torch.accelerator.current_stream() == side
+    assert torch.accelerator.current_stream() == outer
+    with card.held(outer):
+        side.wait_stream(outer)
+        assert not side.query()
+    side.synchronize()
+    assert outer.query()
+
+
+def test_random_delays_repeat_with_their_seed(pair: Pair) -> None:
+    host, on_card = pair
+
+    def delays(seed: int) -> list[int]:
+        card.set_delay("h2d", 1000, random_ns=MS, seed=seed)
+        found = []
+        for _ in range(5):
+            card.reset_counters()
+            on_card.copy_(host, non_blocking=True)
+            found.append(card.counters()["h2d_delayed_ns"])
+        return found
+
+    first = delays(7)
+    assert len(set(first)) == 5 and all(1000 <= delay < 1000 + MS for delay in first)
+    assert delays(7) == first != delays(8)
+
+
+def test_one_stream_can_be_late(pair: Pair) -> None:
+    side = torch.Stream(pair[1].device)
+    card.set_stream_delay(side, 2 * MS)
+    first, last = (torch.Event(pair[1].device, enable_timing=True) for _ in range(2))
+    with side:
+        first.record()
+        last.record()
+    last.synchronize()
+    assert first.elapsed_time(last) >= 2
+
+
+@pytest.mark.parametrize("kind", ["h2d", "d2h", "d2d", "kernel"])
+def test_the_nth_operation_fails(pair: Pair, kind: str) -> None:
+    host, on_card = pair
+    other = torch.zeros_like(on_card)
+
+    def operate() -> None:
+        if kind == "h2d":
+            on_card.copy_(host, non_blocking=True)
+        elif kind == "d2h":
+            host.copy_(on_card, non_blocking=True)
+        elif kind == "d2d":
+            other.copy_(on_card)
+        else:
+            on_card.add_(1)
+
+    card.fail_nth(kind, 2)
+    operate()
+    with pytest.raises(torch.AcceleratorError, match=f"injected failure of a {kind}"):
+        operate()
+    operate()
+    torch.accelerator.synchronize()
+
+    card.fail_nth(kind, 1, later=True)
+    operate()
+    with pytest.raises(torch.AcceleratorError, match="earlier asynchronous operation failed"):
+        torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
+
+
+def test_an_error_inside_a_kernel_shows_at_the_next_wait(device: torch.device) -> None:
+    table = torch.zeros(3, 2, device=device)
+    torch.embedding(table, torch.tensor([5], device=device))
+    with pytest.raises(torch.AcceleratorError, match="index out of range"):
+        torch.accelerator.synchronize()
+
+
+def test_counts(pair: Pair) -> None:
+    host, on_card = pair
+    card.reset_counters()
+    on_card.copy_(host, non_blocking=True)
+    host.copy_(on_card, non_blocking=True)
+    on_card.add_(1)
+    torch.accelerator.synchronize()
+    found = card.counters()
+    assert (found["h2d"], found["h2d_bytes"]) == (found["d2h"], found["d2h_bytes"]) == (1, 4000)
+    assert found["kernel"] == 1 and found["alloc"] == 0
+    assert found["enqueue_ns"] > 0
+    assert found["syncs_by_reason"] == {"synchronize": 1}
+
+
+def test_waits_of_the_host_can_be_forbidden_and_found(pair: Pair) -> None:
+    on_card = pair[1]
+    card.set_sync_debug_mode("error")
+    on_card.add_(1).mul_(2)  # enqueues alone
+    for wait in (on_card[0].item, on_card.cpu, on_card.nonzero, torch.accelerator.synchronize):
+        with pytest.raises(RuntimeError, match="the host would wait"):
+            wait()
+    card.set_sync_debug_mode("default")
+    with card.syncs_recorded() as found:
+        on_card.nonzero()
+    assert [reason for reason, _ in found] == ["aten::nonzero"]
+    assert "test_waits_of_the_host_can_be_forbidden" in found[0][1]
+
+
+def _add_one() -> None:
+    torch.ones(2, device="slowcard").add_(1)
+
+
+def test_a_forked_process_is_refused(device: torch.device) -> None:
+    torch.ones(2, device=device)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_add_one)
+    child.start()
+    child.join()
+    assert child.exitcode == 1
+
+
+def test_two_devices(device: torch.device) -> None:
+    card.set_num_devices(2)
+    assert torch.accelerator.device_count() == 2
+    with card.held():
+        first = torch.ones(3, device="slowcard:0").add_(1)
+        second = first.to("slowcard:1")
+        first.add_(1)
+    assert second.device == torch.device("slowcard", 1)
+    assert (second.tolist(), first.tolist()) == ([2.0] * 3, [3.0] * 3)
+    with pytest.raises(RuntimeError, match="same device"):
+        first + second
+    with torch.accelerator.device_index(1):
+        assert torch.ones(1, device="slowcard").device.index == 1
+    card.set_num_devices(1)
+    with pytest.raises(RuntimeError, match="no device 1"):
+        torch.ones(1, device="slowcard:1")
