@@ -12,7 +12,7 @@ from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
 from ds_finepage.execution.reload_sources import ReloadSources
-from ds_finepage.execution.routed import RoutedReload
+from ds_finepage.execution.routed import RoutedReload, RouteRead
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.routes import Route
 from ds_finepage.graph.taskgraph import BufferKind
@@ -33,6 +33,7 @@ class BoundPlan:
         sizes: The graph's tensors in the shapes of the current call.
         patches: Places in bound tasks that take a tensor of the call for one pass.
         routed: The routed reloads.
+        route_reads: The reads that they wait for, by tensor and the task that makes it.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class BoundPlan:
         self.tensors = CallTensors(graph, self.sizes, device=arena.bytes.device, pinned=pool.pinned)
         self.patches: list[Patch] = []
         self.routed: list[RoutedReload] = []
+        self.route_reads: dict[tuple[int, int], RouteRead] = {}
         bound = ((node.id, self._bind(node)) for node in memgraph.nodes)
         self.actions: dict[int, Action] = {id: action for id, action in bound if action is not None}
         self.tensors.want(p.tensor for p in self.patches if p.tensor is not None)
@@ -142,10 +144,11 @@ class BoundPlan:
         (node,) = (n.id for n in self._memgraph.nodes if n.task == route.task)
         extent = self._memgraph.placements[node][view.buffer]
 
-        def choice() -> torch.Tensor:
+        def chosen() -> torch.Tensor:
             return self._arena.view(self.sizes.views[view.id], extent)
 
-        return RoutedReload(route, on_device, on_host, choice)
+        read = self.route_reads.setdefault((route.tensor, route.source), RouteRead(chosen))
+        return RoutedReload(route, on_device, on_host, read)
 
 
 def _action_of(bound: BoundTask) -> Action:

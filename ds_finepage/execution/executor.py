@@ -132,6 +132,9 @@ class Executor:
             program = lower(self.memgraph, missing=missing, poison=self._poison)
         bound = self._bound
         tensors = bound.tensors.of_call(args)
+        for read in bound.route_reads.values():
+            read.forget()
+        self._lanes.follow()  # it may still read the rows that are filled now
         bound.sources.fill(args)
         for patch in bound.patches:
             assert patch.tensor is not None

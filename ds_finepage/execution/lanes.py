@@ -36,6 +36,9 @@ SMALL_TRANSFER_BYTES = 256 << 10
 class Lanes(Protocol):
     """Runs programs. After an exception no step of the program is still running."""
 
+    def follow(self) -> None:
+        """Let the caller's stream wait for the last pass; a wait for the stream is then enough."""
+
     def run(self, program: Program, actions: dict[int, Action]) -> None:
         """Run each step's action (by node id) after the steps that it waits for."""
 
@@ -119,6 +122,9 @@ class CpuLanes:
             weakref.finalize(self, worker.end)
         self._random = None if delay_seed is None else random.Random(delay_seed)
         self._max_delay_us = max_delay_us
+
+    def follow(self) -> None:
+        """Do nothing: the last pass is over."""
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
         """Run a pass; return when every lane is done.
@@ -250,6 +256,11 @@ class StreamLanes:
             )
             self._random = None
 
+    def follow(self) -> None:
+        """Let the caller's current stream wait for the last pass, wherever that was enqueued."""
+        if self._last is not None:
+            self._device.current_stream().wait_event(self._last)
+
     def run(self, program: Program, actions: dict[int, Action]) -> None:
         """Enqueue a pass; the host does not wait for it.
 
@@ -272,8 +283,7 @@ class StreamLanes:
         events = self._events_of(program)
         compute = self._device.current_stream()
         streams = {Lane.COMPUTE: compute, Lane.H2D: self._h2d, Lane.D2H: self._d2h}
-        if self._last is not None:
-            compute.wait_event(self._last)
+        self.follow()
         begin = compute.record_event()
         self._h2d.wait_event(begin)
         self._d2h.wait_event(begin)

@@ -74,7 +74,8 @@ class ReloadSources:
         """Copy the rows that the call's indices name.
 
         The indices must be in host memory: on an accelerator the host waits for them here,
-        between two passes. The last pass has read its rows by then, because it made the indices.
+        between two passes. The last pass has read its rows by then, because the caller's stream
+        follows it.
         """
         for buffer, (table, rows) in self._rows.items():
             tensor = self._graph.buffers[buffer].gather

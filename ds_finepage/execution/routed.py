@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ds_finepage.graph.routes import Route
 
 
+class RouteRead:
+    """Reads a router's choice from the device, once a pass.
+
+    On an accelerator the host waits here, because it must know the choice before it can issue a
+    copy. A second read, for another weight of the layer, would be behind the copies of the first.
+    The planner weighs the wait against the bytes that it saves.
+    """
+
+    def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:
+        """Bind a read; ``tensor`` returns the tensor of this call that names the slices."""
+        self._tensor = tensor
+        self._values: Any = None
+
+    def values(self) -> Any:
+        """Return the numbers in the tensor, as nested lists."""
+        if self._values is None:
+            self._values = self._tensor().tolist()
+        return self._values
+
+    def forget(self) -> None:
+        """Forget the choice of the last pass."""
+        self._values = None
+
+
 class RoutedReload:
     """An action of the h2d lane that reads which slices are used, and copies them.
-
-    On an accelerator the host waits here, because it must know the router's choice before it can
-    issue a copy. The planner weighs that wait against the bytes that it saves.
 
     Attributes:
         skipped_bytes: The bytes that the last call did not copy.
@@ -24,7 +46,7 @@ class RoutedReload:
         route: Route,
         on_device: torch.Tensor,
         on_host: torch.Tensor,
-        choice: Callable[[], torch.Tensor],
+        read: RouteRead,
     ) -> None:
         """Bind a reload.
 
@@ -32,17 +54,17 @@ class RoutedReload:
             route: The weight, and the way to find its used slices.
             on_device: The weight's extent, 1-d uint8.
             on_host: The weight's master, 1-d uint8 of the same length.
-            choice: Returns the tensor of this call that names the slices.
+            read: Reads the numbers of the slices.
         """
         self._route = route
         self._on_device, self._on_host = on_device, on_host
-        self._choice = choice
+        self._read = read
         self._slice_bytes = on_host.numel() // route.num_slices
         self.skipped_bytes = 0
 
     def __call__(self) -> None:
         """Copy the used slices, each run of adjacent ones at once."""
-        values = self._choice().tolist()
+        values = self._read.values()
         used = set(_groups_with_rows(values) if self._route.is_ends else _flat(values))
         copied = 0
         for begin, end in _runs(sorted(i % self._route.num_slices for i in used)):

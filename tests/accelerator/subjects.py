@@ -29,6 +29,7 @@ class Subject:
     device: torch.device
     model: Any
     ids: torch.Tensor
+    split: bool = False
     handle: Handle = field(init=False)
     logits: torch.Tensor = field(init=False)
     tokens: torch.Tensor = field(init=False)
@@ -41,7 +42,11 @@ class Subject:
         self.model.to("cpu")
         self.ids = self.ids.to(self.device)
         self.handle = ds_finepage.attach(
-            self.model, device_budget=AMPLE, device=self.device, profile=SLOW_LINK
+            self.model,
+            device_budget=AMPLE,
+            device=self.device,
+            profile=SLOW_LINK,
+            split=self.split,
         )
         self.check()
 
@@ -84,10 +89,16 @@ class Subject:
 
 
 def subject(
-    device: torch.device, family: str, dtype: torch.dtype = torch.float32, **config: Any
+    device: torch.device,
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    length: int = 7,
+    split: bool = False,
+    **config: Any,
 ) -> Subject:
-    """Attach a tiny model of a family."""
+    """Attach a tiny model of a family, with a prompt of some length."""
     model = make_model(family, dtype, **config)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
-    return Subject(device, model, token_ids(7))
+    return Subject(device, model, token_ids(length), split)

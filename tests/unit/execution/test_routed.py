@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.execution.routed import RoutedReload
+from ds_finepage.execution.routed import RoutedReload, RouteRead
 from ds_finepage.graph.routes import Route
 
 NUM_SLICES, SLICE_BYTES = 6, 10
@@ -30,10 +30,31 @@ def test_the_used_slices_are_copied(is_ends: bool, told: Any, used: set[int]) ->
     route = Route(0, 1, 2, 0, is_ends, NUM_SLICES, 4)
     master = torch.arange(1, NUM_SLICES * SLICE_BYTES + 1, dtype=torch.uint8)
     extent = torch.zeros_like(master)
-    reload = RoutedReload(route, extent, master, lambda: torch.tensor(told))
+    reload = RoutedReload(route, extent, master, RouteRead(lambda: torch.tensor(told)))
     reload()
     for number in range(NUM_SLICES):
         part = slice(number * SLICE_BYTES, (number + 1) * SLICE_BYTES)
         expected = master[part] if number in used else torch.zeros(SLICE_BYTES, dtype=torch.uint8)
         assert torch.equal(extent[part], expected)
     assert reload.skipped_bytes == (NUM_SLICES - len(used)) * SLICE_BYTES
+
+
+def test_two_weights_of_a_layer_read_the_choice_once_a_pass() -> None:
+    told, num_reads = [1], 0
+
+    def tensor() -> torch.Tensor:
+        nonlocal num_reads
+        num_reads += 1
+        return torch.tensor(told)
+
+    route, read = Route(0, 1, 2, 0, False, NUM_SLICES, 4), RouteRead(tensor)
+    master = torch.arange(1, NUM_SLICES * SLICE_BYTES + 1, dtype=torch.uint8)
+    extents = [torch.zeros_like(master) for _ in range(2)]
+    reloads = [RoutedReload(route, extent, master, read) for extent in extents]
+    for num_passes, told in enumerate(([1], [4]), start=1):
+        read.forget()
+        for reload in reloads:
+            reload()
+        assert num_reads == num_passes
+        part = slice(told[0] * SLICE_BYTES, (told[0] + 1) * SLICE_BYTES)
+        assert all(torch.equal(extent[part], master[part]) for extent in extents)

@@ -1,0 +1,165 @@
+"""Attach and detach on an accelerator: parameters, buffers, devices that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_finepage
+from ds_finepage.errors import ConfigError
+from ds_finepage.execution.device import default_device, device_of
+from ds_finepage.execution.meter import DeviceMeter
+from tests.accelerator.subjects import AMPLE
+from tests.integration.families import SLOW_LINK, logits, make_model, token_ids, tokens
+
+
+class WithBuffers(nn.Module):
+    """Two parts share a buffer, and the forward changes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        for part in (self.first, self.second):
+            part.register_buffer("shared", torch.ones(8) if part is self.first else None)
+        self.second.shared = self.first.shared
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.second(self.first(x) + self.first.shared) * self.second.shared
+
+
+def attached(module: nn.Module, device: Any, **settings: Any) -> ds_finepage.Handle:
+    given = {"device_budget": AMPLE, "profile": SLOW_LINK, **settings}
+    return ds_finepage.attach(module, device=device, **given)
+
+
+def test_the_accelerator_is_the_default_device(device: torch.device) -> None:
+    assert default_device().type == device.type
+    assert device_of(device).memory_info()[0] > 0
+
+
+def test_parameters_show_pinned_masters_without_device_bytes(device: torch.device) -> None:
+    model = make_model("llama")
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with DeviceMeter(device) as meter:
+        handle = attached(model, device)
+    assert meter.peak_bytes < handle.stats.weight_bytes // 4
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == device.type
+        assert torch.equal(parameter.cpu(), values[name])
+        assert parameter.data_ptr() == handle._weights.masters[name].data_ptr()
+    assert {k: v.cpu().tolist() for k, v in model.state_dict().items()}.keys() >= values.keys()
+    handle.detach()
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == "cpu" and torch.equal(parameter, values[name])
+
+
+def test_buffers_move_to_the_device_and_come_back_with_their_values(device: torch.device) -> None:
+    module = WithBuffers()
+    before = dict(module.named_buffers(remove_duplicate=False))
+    handle = attached(module, device)
+    moved = dict(module.named_buffers(remove_duplicate=False))
+    assert {b.device.type for b in moved.values()} == {device.type}
+    assert moved["first.shared"] is moved["second.shared"]
+    with torch.no_grad():
+        module(torch.ones(1, 8, device=device))
+    handle.detach()
+    assert {n: id(b) for n, b in module.named_buffers(remove_duplicate=False)} == {
+        n: id(b) for n, b in before.items()
+    }
+    assert module.calls.tolist() == [1]
+
+
+def test_a_write_to_a_parameter_on_the_device_takes_effect_in_the_next_call(
+    device: torch.device,
+) -> None:
+    torch._dynamo.reset()
+    ids = token_ids(7)
+    model, changed = (
+        make_model("llama", num_hidden_layers=1),
+        make_model("llama", num_hidden_layers=1),
+    )
+    handle = attached(model, device)
+    logits(model, ids.to(device))
+    handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+    with torch.no_grad():
+        for each in (model, changed):
+            each.lm_head.weight.mul_(2)
+            each.lm_head.weight.data.add_(1)
+    assert torch.equal(logits(model, ids.to(device)).cpu(), logits(changed, ids))
+    handle.detach()
+    assert torch.equal(logits(model, ids), logits(changed, ids))
+
+
+@pytest.mark.parametrize("name", ("cuda", "xpu", "meta"))
+def test_another_accelerator_is_refused(card: Any, name: str) -> None:
+    module = WithBuffers()
+    with pytest.raises(ConfigError, match=f"device: '{name}' cannot be used: the accelerator of"):
+        attached(module, name)
+    assert {t.device.type for t in module.state_dict().values()} == {"cpu"}
+
+
+def test_a_device_that_is_not_there_is_refused(card: Any) -> None:
+    with pytest.raises(ConfigError, match="'slowcard:1' cannot be used: torch sees 1 of slowcard"):
+        attached(WithBuffers(), "slowcard:1")
+
+
+def test_a_device_that_was_removed_is_refused(card: Any) -> None:
+    card.set_num_devices(0)
+    try:
+        with pytest.raises(ConfigError, match="torch sees no accelerator"):
+            attached(WithBuffers(), "slowcard")
+    finally:
+        card.set_num_devices(1)
+
+
+def test_out_of_memory_while_attaching_leaves_the_module_as_it_was(
+    device: torch.device, card: Any
+) -> None:
+    module = WithBuffers()
+    before = {n: (t.data_ptr(), t.clone()) for n, t in module.state_dict().items()}
+    start = torch.accelerator.memory_allocated(device)
+    num_failed = 0
+    for nth in range(1, 60):
+        card.fail_nth("alloc", nth)
+        try:
+            handle = ds_finepage.attach(module, device_budget="64KiB", device=device)
+        except torch.OutOfMemoryError:
+            num_failed += 1
+            now = module.state_dict()
+            assert all(now[n].data_ptr() == at for n, (at, _) in before.items()), nth
+            assert all(torch.equal(now[n], value) for n, (_, value) in before.items())
+            assert "data" not in vars(nn.Parameter)
+            assert torch.accelerator.memory_allocated(device) == start
+            continue
+        card.fail_nth("alloc", 0)
+        handle.detach()
+    assert num_failed >= 5
+
+
+def test_a_budget_above_the_device_is_refused(device: torch.device, card: Any) -> None:
+    card.set_capacity(1 << 20)
+    with pytest.raises(ConfigError, match="the device has 1.00 MiB"):
+        attached(WithBuffers(), device, device_budget="2MiB")
+
+
+def test_two_models_take_turns_and_one_is_detached_in_the_middle(device: torch.device) -> None:
+    torch._dynamo.reset()
+    ids = token_ids(5)
+    models = [make_model(family, num_hidden_layers=1) for family in ("llama", "opt")]
+    plain = [tokens(m, ids, 3, cache=None) for m in models]
+    handles = [attached(m, device) for m in models]
+    given = ids.to(device)
+    for turn in range(3):
+        for model, handle, wanted in zip(models, handles, plain, strict=True):
+            assert torch.equal(tokens(model, given, 3, cache=None).cpu(), wanted)
+            if not turn:
+                handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+    handles[0].detach()  # its last pass may still run
+    assert torch.equal(tokens(models[0], ids, 3, cache=None), plain[0])
+    assert torch.equal(tokens(models[1], given, 3, cache=None).cpu(), plain[1])
+    handles[1].detach()

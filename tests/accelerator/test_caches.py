@@ -1,0 +1,74 @@
+"""KV caches on the device, static ones, and those without room there, on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+import ds_finepage
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.taskgraph import JOIN
+from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
+from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.policies import POLICIES
+from tests.accelerator.subjects import AMPLE, plain_on, subject
+from tests.integration.families import SLOW_LINK, greedy, logits, make_model, token_ids, tokens
+
+BATCH, LENGTH, NEW = 4, 60, 6
+
+
+def test_a_cache_larger_than_the_budget_goes_to_host_memory(device: torch.device) -> None:
+    model = make_model("llama", num_hidden_layers=9)
+    ids = token_ids(LENGTH, batch=BATCH)
+    plain = greedy(
+        model.to(plain_on(device)), input_ids=ids.to(plain_on(device)), max_new_tokens=NEW
+    ).cpu()
+    cache_bytes = kv_bytes(model.config, model.dtype, Longest(BATCH, LENGTH + NEW, LENGTH))
+    assert cache_bytes is not None
+    handle = ds_finepage.attach(
+        model.to("cpu"), device_budget=cache_bytes * 19 // 20, device=device, profile=SLOW_LINK
+    )
+    for seed in (None, 1):
+        handle.replan(debug=ds_finepage.config.DebugConfig(lane_delay_seed=seed))
+        with DeviceMeter(device) as meter:
+            found = greedy(model, input_ids=ids.to(device), max_new_tokens=NEW)
+        assert torch.equal(found.cpu(), plain)
+        assert 0 < meter.peak_bytes <= handle.stats.budget_bytes < cache_bytes
+    assert handle.stats.num_caches_on_host == 2
+    assert not handle.stats.unplanned_reasons
+    handle.detach()
+
+
+@pytest.fixture
+def only_cut_plans() -> Iterator[None]:
+    options = FinepageOptions(tries_whole=False)
+    cutting = replace(POLICIES["finepage"], plan=partial(plan_finepage, options=options))
+    with mock.patch.dict(POLICIES, finepage=cutting):
+        yield
+
+
+@pytest.mark.usefixtures("only_cut_plans")
+def test_weights_that_are_cut_and_a_static_cache(device: torch.device) -> None:
+    """A cut may change the last bit of a sum, but each run gives the same bits."""
+    torch._dynamo.reset()
+    found = subject(device, "llama", split=True)
+    found.at(AMPLE)
+    static = tokens(found.model, found.ids, 4)
+    found.at(found.budgets[1])
+    cut = logits(found.model, found.ids)
+    torch.testing.assert_close(cut.cpu(), found.logits, rtol=0, atol=1e-6)
+    for seed in (0, 1):
+        found.at(found.budgets[1], seed=seed)
+        with DeviceMeter(device) as meter:
+            assert torch.equal(logits(found.model, found.ids), cut)
+            assert torch.equal(found.generate().cpu(), found.tokens)
+            assert torch.equal(tokens(found.model, found.ids, 4), static)
+        assert meter.peak_bytes <= found.budgets[1]
+    assert any(t.op == JOIN for m, _ in found.handle.plans() for t in m.graph.tasks)
+    found.detach()
