@@ -420,7 +420,7 @@ EDGES = (
         then="the next one computes on another stream",
         by="the wait of the compute lane for the last pass",
         scenario=passes_on_two_streams,
-        lanes=lanes_without("compute.wait_event(self._last)"),
+        lanes=lanes_without("self._device.current_stream().wait_event(self._last)"),
     ),
     Edge(
         first="the reloads of a pass",

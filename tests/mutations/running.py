@@ -84,8 +84,8 @@ RUNNING = (
     mutant(
         "a-weight-in-another-place-is-taken-for-resident",
         "execution/executor.py",
-        "if residents.get(self._graph.buffers[r.buffer].key) != r.extent",
-        "if self._graph.buffers[r.buffer].key not in residents",
+        "if residents.get(key) != extent",
+        "if key not in residents",
         RESIDENCY,
     ),
     mutant(
