@@ -7,9 +7,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.device import loading
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -27,8 +30,18 @@ def gpu_day() -> Iterator[Any]:
     sys.path.remove(str(BENCHMARKS))
 
 
-def test_the_rehearsal_ends_and_reports_every_step(gpu_day: Any, tmp_path: Path) -> None:
-    status = gpu_day.main(["--out", str(tmp_path), "--device", "cpu", "--tiny"])
+@pytest.fixture(scope="module")
+def options() -> list[str]:
+    """Choose the test device; where it cannot be compiled, the CPU."""
+    if loading.why_not() is not None:
+        return ["--device", "cpu"]
+    return ["--device", "slowcard", "--load", "tests.device.loading:load"]
+
+
+def test_the_rehearsal_ends_and_reports_every_step(
+    gpu_day: Any, options: list[str], tmp_path: Path
+) -> None:
+    status = gpu_day.main(["--out", str(tmp_path), "--tiny", *options])
     (written,) = tmp_path.glob("gpu_day_*.json")
     steps = {step["name"]: step for step in json.loads(written.read_text())["steps"]}
     text = written.with_suffix(".md").read_text()
@@ -133,6 +146,15 @@ def test_a_row_that_tells_of_a_fault_fails_its_step(
 
 def test_stock_may_exceed_a_budget_that_it_cannot_keep(gpu_day: Any) -> None:
     assert not gpu_day.is_wrong({"engine": "stock ZeRO-Inference", "within_budget": False})
+
+
+def test_a_small_run_without_a_plan_fails(gpu_day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = importlib.import_module("day_small")
+    stats = SimpleNamespace(unplanned_reasons=("why",))
+    handle = SimpleNamespace(stats=stats, detach=lambda: None)
+    monkeypatch.setattr(small.ds_finepage, "attach", lambda *_, **__: handle)
+    monkeypatch.setattr(sys, "argv", ["day_small.py", "--device", "cpu"])
+    assert small.main() == 1
 
 
 def test_a_tool_that_is_not_installed_is_named(gpu_day: Any, tmp_path: Path) -> None:
