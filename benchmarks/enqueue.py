@@ -7,6 +7,7 @@ host's processor time, over the tasks of the step:
 
 - ds_finepage: one run of the executor, from the arguments of the call to its results, with all
   copies, events and waits, under half of what the model needs;
+- beyond the ops: the same run with ops and copies that do nothing, so what is left is our own;
 - PyTorch: the same step's ops, recorded from plain transformers and called again one after another
   with the arguments that they had;
 - plain transformers: its forward, with the Python of its modules.
@@ -24,6 +25,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -119,9 +122,26 @@ def host_times(run: Callable[[], Any], prepare: Callable[[], Any], num_steps: in
     return found[3:]
 
 
-def by_plan(
-    hidden: int, layers: int, device: torch.device, num_steps: int
-) -> tuple[list[float], int, int, float | None]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enqueued:
+    """What a step by plan costs the host.
+
+    Attributes:
+        step_s: Seconds of each step.
+        beyond_s: The same without its ops and copies.
+        device_s: The seconds of a step that the device counts as its own; None if it counts none.
+        num_tasks: The tasks of a step.
+        num_steps: Its tasks and copies.
+    """
+
+    step_s: list[float]
+    beyond_s: list[float]
+    device_s: float | None
+    num_tasks: int
+    num_steps: int
+
+
+def by_plan(hidden: int, layers: int, device: torch.device, num_steps: int) -> Enqueued:
     """Measure ds_finepage.
 
     Args:
@@ -129,50 +149,62 @@ def by_plan(
         layers: Its layers.
         device: Where to run.
         num_steps: Steps that count.
-
-    Returns:
-        Seconds of each step; the tasks of a step; its copies and tasks together; the seconds of a
-        step that the device counts as its own, None where it does not count.
     """
     model = make_model(hidden, layers)
     handle = attach(model, device_budget="1GiB", device=device)
     decoding = Decoding(model, device, num_steps)
-    for _ in range(num_steps):
-        decoding.prepare()
-        decoding.step()
+    warm_up(decoding, num_steps)
     stats = handle.stats
     handle.replan(budget_bytes=max(stats.min_budget_bytes, stats.needed_budget_bytes // 2))
-    for _ in range(num_steps):
-        decoding.prepare()
-        decoding.step()
+    warm_up(decoding, num_steps)
+    counted = getattr(torch.get_device_module(device), "counters", dict)
     spent: list[float] = []
+    of_device: list[int] = []
+    last: list[Any] = []
     run: Callable[..., Any] = Executor.run
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(executor: Executor, args: Any, host_outputs: Any, residents: Any) -> Any:
+        last[:] = executor, (args, host_outputs, dict(residents))
         before = counted().get("enqueue_ns", 0)
         start = time.thread_time()
-        found = run(*args, **kwargs)
+        found = run(executor, args, host_outputs, residents)
         spent.append(time.thread_time() - start)
         of_device.append(counted().get("enqueue_ns", 0) - before)
         return found
 
-    counted = getattr(torch.get_device_module(device), "counters", dict)
-    seconds: list[float] = []
-    of_device: list[int] = []
-    with mock.patch.object(Executor, "run", timed), one_core():
-        for _ in range(3 + num_steps):
-            decoding.prepare()
+    with one_core():
+        with mock.patch.object(Executor, "run", timed):
+            warm_up(decoding, 3)
             spent.clear()
-            decoding.step()
-            seconds.append(sum(spent))
-    synchronize(device)
-    step = max(handle._runner.table.passes, key=lambda p: p.stats().num_runs)
-    assert step.executor is not None
-    num_steps_of_pass = len(step.executor._steady.merged)
-    num_tasks = len(step.graph.tasks)
+            of_device.clear()
+            warm_up(decoding, num_steps)
+        executor, arguments = last
+        nothing = {step.node.id: _nothing for step in executor._steady.merged}
+        with mock.patch.object(executor, "actions", nothing):
+            beyond = host_times(
+                lambda: executor.run(*arguments[:2], dict(arguments[2])),
+                lambda: synchronize(device),
+                num_steps,
+            )
     handle.detach()
-    device_s = statistics.median(of_device) / 1e9 or None
-    return seconds[3:], num_tasks, num_steps_of_pass, device_s
+    return Enqueued(
+        step_s=spent,
+        beyond_s=beyond,
+        device_s=statistics.median(of_device) / 1e9 or None,
+        num_tasks=len(executor.memgraph.graph.tasks),
+        num_steps=len(executor._steady.merged),
+    )
+
+
+def warm_up(decoding: Decoding, num_steps: int) -> None:
+    """Run some steps."""
+    for _ in range(num_steps):
+        decoding.prepare()
+        decoding.step()
+
+
+def _nothing() -> None:
+    """Stand in for an op or a copy."""
 
 
 def plain(
@@ -210,27 +242,25 @@ def measure(name: str, device: torch.device, num_steps: int) -> dict[str, Any]:
     """Measure one model; return the row of the report."""
     hidden, layers = SHAPES[name]
     torch._dynamo.reset()
-    ours, num_tasks, num_steps_of_pass, device_s = by_plan(hidden, layers, device, num_steps)
+    ours = by_plan(hidden, layers, device, num_steps)
     forward, alone, num_ops = plain(hidden, layers, device, num_steps)
-
-    def us(seconds: list[float], count: int) -> list[float]:
-        return [q / count * 1e6 for q in statistics.quantiles(seconds)]
-
     cells: dict[str, Any] = {
         "model": name,
-        "tasks": num_tasks,
-        "tasks_and_copies": num_steps_of_pass,
+        "tasks": ours.num_tasks,
+        "tasks_and_copies": ours.num_steps,
     }
     for what, seconds, count in (
-        ("ds_finepage", ours, num_tasks),
+        ("ds_finepage", ours.step_s, ours.num_tasks),
+        ("beyond_the_ops", ours.beyond_s, ours.num_tasks),
         ("pytorch", alone, num_ops),
         ("plain_transformers", forward, num_ops),
     ):
-        low, middle, high = us(seconds, count)
+        low, middle, high = (q / count * 1e6 for q in statistics.quantiles(seconds))
         cells[f"{what}_us_a_task"] = middle
         cells[f"{what}_quartiles"] = f"{low:.1f} to {high:.1f}"
         cells[f"{what}_fastest_us"] = min(seconds) / count * 1e6
-    cells["device_us_a_task"] = None if device_s is None else device_s / num_tasks * 1e6
+    if ours.device_s is not None:
+        cells["device_us_a_task"] = ours.device_s / ours.num_tasks * 1e6
     return cells
 
 
@@ -241,14 +271,15 @@ def main() -> None:
     arguments = parser.parse_args()
     device = device_of(arguments)
     torch.set_num_threads(1)
-    rows = []
+    names = ("torch", "transformers")
+    rows: list[dict[str, Any]] = [{"device": device.type, **{n: version(n) for n in names}}]
     for name in list(SHAPES)[: 1 if arguments.tiny else None]:
         try:
             cells = measure(name, device, TINY_STEPS if arguments.tiny else STEPS)
         except Exception as error:
             cells = {"model": name, "remark": reason_of(error)}
         report("enqueue", **cells)
-        rows.append({"device": device.type, **cells})
+        rows.append(cells)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
 
