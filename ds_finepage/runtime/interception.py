@@ -191,7 +191,9 @@ def moved_buffers(module: torch.nn.Module, device: torch.device) -> list[Callabl
             for name, before in owner._buffers.items():
                 if before is None:
                     continue
-                now = moved.setdefault(id(before), before.to(device))
+                if id(before) not in moved:
+                    moved[id(before)] = before.to(device)
+                now = moved[id(before)]
                 if now is not before:
                     owner._buffers[name] = now
                     undo.append(partial(restore, owner, name, before, now))

@@ -20,7 +20,7 @@ from ds_finepage.planning.policies import POLICIES
 from tests.accelerator.subjects import AMPLE, plain_on, subject
 from tests.integration.families import SLOW_LINK, greedy, logits, make_model, token_ids, tokens
 
-BATCH, LENGTH, NEW = 4, 60, 6
+BATCH, LENGTH, NEW = 4, 60, 4
 
 
 def test_a_cache_larger_than_the_budget_goes_to_host_memory(device: torch.device) -> None:

@@ -292,6 +292,24 @@ def set_sync_debug_mode(mode: str, seen: Callable[[str], None] | None = None) ->
 
 
 @contextlib.contextmanager
+def races_found() -> Iterator[list[str]]:
+    """Collect races inside the block; the list is filled when the block ends.
+
+    Two operations race if they touch the same bytes of the device or of pinned memory, one of them
+    writes, and no event, stream or wait of the host puts one before the other. The check looks at
+    the order that was asked for and not at times, so it finds a missing wait in every run. It does
+    not see what the host itself does with pinned memory.
+    """
+    found: list[str] = []
+    _extension.check_races(True)
+    try:
+        yield found
+    finally:
+        found.extend(_extension.races())
+        _extension.check_races(False)
+
+
+@contextlib.contextmanager
 def syncs_recorded() -> Iterator[list[tuple[str, str]]]:
     """Collect (reason, Python stack) of every wait of the host inside the block."""
     found: list[tuple[str, str]] = []
@@ -314,5 +332,6 @@ def reset_switches() -> None:
             _extension.set_stream_delay(index, stream_id, 0)
         set_capacity(4 << 30, index)
     set_sync_debug_mode("default")
+    _extension.check_races(False)
     _extension.settle()
     reset_counters()

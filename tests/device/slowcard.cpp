@@ -33,6 +33,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -163,12 +164,99 @@ void raise_pending_error() {
     raise_device_error("an earlier asynchronous operation failed: " + message);
 }
 
+// ------------------------------------------------------------------ races
+
+// Optional. A clock says, of each stream, up to which task everything has happened before a point.
+// Two tasks that touch the same bytes, one of them writing, race if neither is before the other:
+// then an edge is missing, however the threads happen to run.
+constexpr int NUM_QUEUES = MAX_DEVICES * (POOL_STREAMS + 1);
+using Clock = std::array<uint64_t, NUM_QUEUES>;
+
+void merge(Clock& into, const Clock& from) {
+  for (int i = 0; i < NUM_QUEUES; ++i)
+    into[i] = std::max(into[i], from[i]);
+}
+
+struct Access {
+  int queue;
+  uint64_t ticket;
+  std::string name;
+};
+struct Piece { // of memory: who touched it last
+  char* end;
+  std::optional<Access> writer{};
+  std::vector<Access> readers{};
+};
+
+class Races {
+ public:
+  std::atomic<bool> is_on{false};
+  std::mutex mutex; // of all that follows, and of the queues' clocks
+  Clock host{}; // what the host has waited for
+  std::vector<std::string> found;
+
+  void start(bool on) {
+    std::lock_guard<std::mutex> lock(mutex);
+    pieces_.clear();
+    found.clear();
+    is_on = on;
+  }
+
+  void touch(char* begin, char* end, bool writes, const Access& access, const Clock& clock) {
+    auto before = [&](const Access& old) { return old.ticket <= clock[old.queue]; };
+    auto race = [&](const Access& old, const char* what) {
+      if (!before(old) && found.size() < 1000)
+        found.push_back(access.name + (writes ? " writes" : " reads") + " what " + old.name +
+                        what + ", and nothing orders them");
+    };
+    cut(begin), cut(end);
+    for (char* at = begin; at < end;) {
+      auto next = pieces_.lower_bound(at);
+      if (next == pieces_.end() || next->first != at) { // nobody has touched these bytes
+        char* stop = next == pieces_.end() ? end : std::min(end, next->first);
+        next = pieces_.emplace(at, Piece{stop}).first;
+      }
+      Piece& piece = next->second;
+      if (piece.writer)
+        race(*piece.writer, " writes");
+      if (writes) {
+        for (auto& reader : piece.readers)
+          race(reader, " reads");
+        piece.writer = access;
+        piece.readers.clear();
+      } else {
+        auto& readers = piece.readers;
+        readers.erase(std::remove_if(readers.begin(), readers.end(), before), readers.end());
+        readers.push_back(access);
+      }
+      at = piece.end;
+    }
+  }
+
+ private:
+  void cut(char* at) { // lets a piece begin here if one lies around it
+    auto after = pieces_.upper_bound(at);
+    if (after == pieces_.begin())
+      return;
+    auto around = std::prev(after);
+    if (around->first == at || around->second.end <= at)
+      return;
+    Piece rest = around->second;
+    around->second.end = at;
+    pieces_.emplace(at, std::move(rest));
+  }
+
+  std::map<char*, Piece> pieces_;
+};
+Races& races = *new Races;
+
 // A queue and the thread that empties it in order. A ticket counts the tasks up to a point.
 class Queue {
  public:
   const DeviceIndex device;
   const c10::StreamId id;
   std::atomic<int64_t> delay_ns{0}; // before each task of this stream
+  Clock clock{}; // before the next task
 
   Queue(DeviceIndex device, c10::StreamId id) : device(device), id(id) {}
 
@@ -181,10 +269,29 @@ class Queue {
     }
     tasks_.push_back({std::move(work), fate});
     pushed_.store(pushed_.load() + 1);
+    if (races.is_on) {
+      std::lock_guard<std::mutex> clocks(races.mutex);
+      merge(clock, races.host);
+      clock[index()] = pushed_.load();
+    }
     if (asleep_)
       more_.notify_one();
     return pushed_.load();
   }
+
+  int index() const { return device * (POOL_STREAMS + 1) + id; }
+
+  // The next task of this stream runs after what another stream has enqueued by now.
+  void follow(Queue& other, uint64_t ticket, const Clock& then) {
+    if (this == &other)
+      return;
+    push([&other, ticket] { other.wait_for(ticket); });
+    if (races.is_on) {
+      std::lock_guard<std::mutex> clocks(races.mutex);
+      merge(clock, then);
+    }
+  }
+  void follow(Queue& other) { follow(other, other.last(), other.clock); }
 
   uint64_t last() const { return pushed_.load(); }
   bool reached(uint64_t ticket) const { return done_.load() >= ticket; }
@@ -300,20 +407,40 @@ void announce_wait(const std::string& reason) {
     watcher(reason);
   }
 }
-void host_waits(const std::function<void()>& wait) {
+void host_knows(const Clock& clock) {
+  if (races.is_on) {
+    std::lock_guard<std::mutex> lock(races.mutex);
+    merge(races.host, clock);
+  }
+}
+void host_waits(Queue& queue, uint64_t ticket, const Clock& then) {
   {
     WithoutGil released;
-    wait();
+    queue.wait_for(ticket);
   }
+  host_knows(then);
   raise_pending_error();
 }
+void host_waits(Queue& queue) { host_waits(queue, queue.last(), queue.clock); }
 
 void wait_for_card(DeviceIndex device) {
-  for (auto* queue : cards[device].queues)
+  for (auto* queue : cards[device].queues) {
     queue->wait_for(queue->last());
+    host_knows(queue->clock);
+  }
 }
 
 // ------------------------------------------------------------------ memory
+
+void note_access(
+    Queue& queue, uint64_t ticket, char* begin, size_t size, bool writes, const std::string& name) {
+  if (!races.is_on || !size)
+    return;
+  std::lock_guard<std::mutex> lock(races.mutex);
+  races.touch(
+      begin, begin + size, writes,
+      {queue.index(), ticket, name + " (stream " + std::to_string(queue.id) + ")"}, queue.clock);
+}
 
 // The host sees addresses that it may not touch; the streams' threads add `secret` to them.
 char* forbidden = nullptr;
@@ -343,7 +470,12 @@ struct Block {
   size_t size, asked; // bytes
   Queue* owner; // its stream may reuse the block at once when it is freed
   std::set<Queue*> users{}; // other streams, from record_stream()
-  std::vector<std::pair<Queue*, uint64_t>> pending{}; // what they had enqueued at the free
+  struct Use {
+    Queue* queue;
+    uint64_t ticket;
+    Clock clock;
+  };
+  std::vector<Use> pending{}; // what they had enqueued at the free
 };
 
 // A caching allocator: freed blocks are kept by stream. One for each card, one for pinned memory.
@@ -396,10 +528,10 @@ class Pool {
     stats.allocated_bytes[0].decrease(block->asked);
     stats.active_bytes[0].decrease(block->asked);
     for (auto* user : block->users)
-      if (user != block->owner && !user->reached(user->last()))
-        block->pending.emplace_back(user, user->last());
+      if (user != block->owner)
+        block->pending.push_back({user, user->last(), user->clock});
     block->users.clear();
-    if (block->pending.empty())
+    if (is_unused(block))
       idle_.emplace(std::make_pair(block->owner, block->size), block);
     else
       waiting_.push_back(block);
@@ -442,22 +574,29 @@ class Pool {
     // A block twice as large stays for those that need it.
     if (found == idle_.end() || found->first.first != owner || found->first.second > 2 * size)
       return nullptr;
+    found = std::prev(idle_.upper_bound(found->first)); // the last freed: a late reader shows
     Block* block = found->second;
     idle_.erase(found);
     return block;
   }
 
+  static bool is_unused(Block* block) {
+    for (auto& use : block->pending)
+      if (!use.queue->reached(use.ticket))
+        return false;
+    for (auto& use : block->pending)
+      host_knows(use.clock); // the host orders the next user behind them
+    block->pending.clear();
+    return true;
+  }
+
   void reclaim() {
     for (size_t i = 0; i < waiting_.size();) {
       Block* block = waiting_[i];
-      bool done = true;
-      for (auto& [queue, ticket] : block->pending)
-        done = done && queue->reached(ticket);
-      if (!done) {
+      if (!is_unused(block)) {
         ++i;
         continue;
       }
-      block->pending.clear();
       idle_.emplace(std::make_pair(block->owner, block->size), block);
       waiting_[i] = waiting_.back();
       waiting_.pop_back();
@@ -552,7 +691,9 @@ struct CardAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t bytes) const override {
     Queue& queue = current_queue(current_device);
     to = device_side(to), from = device_side(from);
-    queue.push([=] { memcpy(to, from, bytes); }, decide(D2D, bytes));
+    const auto ticket = queue.push([=] { memcpy(to, from, bytes); }, decide(D2D, bytes));
+    note_access(queue, ticket, static_cast<char*>(const_cast<void*>(from)), bytes, false, "resize");
+    note_access(queue, ticket, static_cast<char*>(to), bytes, true, "resize");
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
@@ -746,6 +887,28 @@ bool is_card(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == CARD;
 }
 
+// Notes the bytes of a tensor: its rows, or from the first to the last where there are many.
+void note_access(
+    Queue& queue, uint64_t ticket, const at::Tensor& tensor, bool writes, const std::string& name) {
+  if (!races.is_on || !tensor.defined() || tensor.numel() == 0 || tensor.is_meta() ||
+      tensor.unsafeGetTensorImpl()->is_wrapped_number())
+    return;
+  if (tensor.dim() > 0 && !tensor.is_non_overlapping_and_dense() && tensor.size(0) <= 4096) {
+    for (int64_t i = 0; i < tensor.size(0); ++i) {
+      if (i && tensor.stride(0) == 0)
+        break; // expanded: the same bytes again
+      note_access(queue, ticket, tensor.select(0, i), writes, name);
+    }
+    return;
+  }
+  int64_t last = 1;
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  note_access(
+      queue, ticket, static_cast<char*>(device_side(tensor.data_ptr())), last * tensor.itemsize(),
+      writes, name);
+}
+
 // ------------------------------------------------------------------ copies
 
 // Kernels must not start autograd, and must use as many threads as the host asked for.
@@ -778,8 +941,7 @@ void copy(const at::Tensor& to, const at::Tensor& from_any, bool non_blocking, c
     announce_wait(why);
   const Fate fate = decide(kind, to.nbytes());
   if (to_card && from_card && to.device() != from.device()) { // after what the source's stream does
-    Queue& other = current_queue(from.device().index());
-    queue.push([&other, ticket = other.last()] { other.wait_for(ticket); });
+    queue.follow(current_queue(from.device().index()));
   }
   uint64_t ticket;
   if (to.dtype() == from.dtype() && to.is_contiguous() && from.is_contiguous() &&
@@ -796,11 +958,13 @@ void copy(const at::Tensor& to, const at::Tensor& from_any, bool non_blocking, c
         },
         fate);
   }
+  note_access(queue, ticket, from, false, std::string("copy ") + KIND_NAMES[kind]);
+  note_access(queue, ticket, to, true, std::string("copy ") + KIND_NAMES[kind]);
   enqueue_ns.fetch_add(cpu_ns() - start);
   if (kind == D2D && to.device() != from.device()) // the source must not change before it was read
-    current_queue(from.device().index()).push([&queue, ticket] { queue.wait_for(ticket); });
+    current_queue(from.device().index()).follow(queue);
   if (waits)
-    host_waits([&] { queue.wait_for(ticket); });
+    host_waits(queue, ticket, queue.clock);
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
@@ -809,7 +973,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
-  auto value = at::empty({}, self.options().device(c10::kCPU));
+  auto value = at::empty(self.sizes(), self.options().device(c10::kCPU));
   copy(value, self, false, "item");
   return at::_local_scalar_dense(value);
 }
@@ -990,9 +1154,16 @@ bool describe(std::string& key, const c10::IValue& value) {
 }
 
 at::Tensor as_meta(const at::Tensor& tensor) {
-  // A Python number comes as a CPU tensor, and torch wants it so on every device.
-  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number())
+  if (!tensor.defined())
     return tensor;
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    // A Python number comes as a CPU tensor, and torch wants it so on every device. A copy, because
+    // a meta kernel in Python ties it to a Python object, and to free that takes Python's lock: a
+    // stream's thread must never wait for the lock of a host that waits for the stream.
+    auto number = tensor.clone();
+    number.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return number;
+  }
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(
           c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
@@ -1145,7 +1316,7 @@ class Call {
     const Fate fate = decide(KERNEL, 0);
     Queue& queue = current_queue(device_.index());
     if (info_.generator < 0)
-      return queue.push(work, fate);
+      return noted(queue, queue.push(work, fate));
     const auto& given = arguments_[info_.generator];
     const at::Generator generator =
         given.isGenerator() ? given.toGenerator() : default_generator(device_.index());
@@ -1153,10 +1324,26 @@ class Call {
     TORCH_CHECK(card, "expected a slowcard generator, but found one of ", generator.device());
     kernel_arguments[info_.generator] = card->cpu;
     std::lock_guard<std::mutex> lock(card->mutex_);
-    if (card->last_queue && card->last_queue != &queue)
-      queue.push([q = card->last_queue, t = card->last_ticket] { q->wait_for(t); });
+    if (card->last_queue)
+      queue.follow(*card->last_queue);
     card->last_queue = &queue;
-    return card->last_ticket = queue.push(work, fate);
+    return card->last_ticket = noted(queue, queue.push(work, fate));
+  }
+
+  uint64_t noted(Queue& queue, uint64_t ticket) const {
+    if (!races.is_on)
+      return ticket;
+    for (size_t i = 0; i < arguments_.size(); ++i)
+      map_tensors(arguments_[i], [&](const at::Tensor& tensor) {
+        note_access(queue, ticket, tensor, info_.written[i], op_.schema().name());
+        return tensor;
+      });
+    for (const auto& value : made_)
+      map_tensors(value, [&](const at::Tensor& tensor) {
+        note_access(queue, ticket, tensor, true, op_.schema().name());
+        return tensor;
+      });
+    return ticket;
   }
 
   void finish(Stack results) {
@@ -1202,6 +1389,7 @@ class Call {
       const bool is_list =
           op_.schema().returns()[r].type()->kind() == c10::TypeKind::ListType;
       results.push_back(is_list ? c10::IValue(made) : c10::IValue(made.get(0)));
+      made_.push_back(results.back());
       targets->emplace_back(seen);
     }
     enqueue(*kernel, [op = op_, kernel, targets, n = at::get_num_threads()] {
@@ -1214,11 +1402,11 @@ class Call {
         const auto into = (*targets)[r].toTensorVector();
         map_tensors((*kernel)[r], [&](const at::Tensor& result) {
           const auto& target = into[t++];
-          TORCH_CHECK(target.defined() == result.defined() &&
-                          (!result.defined() || target.sizes() == result.sizes()),
-                      op.schema().operator_name(), ": the meta kernel promised another shape");
-          if (result.defined())
-            target.copy_(result);
+          if (!result.defined() || (result.numel() == 0 && target.defined()))
+            return result; // the CPU leaves this result out, as batch norm does outside training
+          TORCH_CHECK(target.sizes() == result.sizes(), op.schema().operator_name(),
+                      ": the meta kernel promised another shape");
+          target.copy_(result);
           return result;
         });
       }
@@ -1248,7 +1436,7 @@ class Call {
             *failure = std::current_exception();
           }
         });
-    host_waits([&] { queue.wait_for(ticket); });
+    host_waits(queue, ticket, queue.clock);
     if (*failure)
       std::rethrow_exception(*failure);
     for (size_t i = 0; i < arguments_.size(); ++i) {
@@ -1279,10 +1467,12 @@ class Call {
   void give_to_card(const at::Tensor& target, const at::Tensor& source) const {
     Aliases aliases;
     const int threads = at::get_num_threads();
-    current_queue(device_.index()).push([to = aliases.of(target), source, threads] {
+    Queue& queue = current_queue(device_.index());
+    const auto ticket = queue.push([to = aliases.of(target), source, threads] {
       KernelScope scope(threads);
       to.copy_(source);
     });
+    note_access(queue, ticket, target, true, op_.schema().name());
   }
 
   // A view reads no data: the CPU's kernel computes it on the host, from sizes and strides alone.
@@ -1304,7 +1494,7 @@ class Call {
   const c10::OperatorHandle& op_;
   const OpInfo& info_;
   Stack* stack_;
-  std::vector<c10::IValue> arguments_;
+  std::vector<c10::IValue> arguments_, made_;
   Device device_{CARD, 0};
 };
 
@@ -1315,7 +1505,8 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack)
 struct Event {
   Queue* queue = nullptr;
   uint64_t ticket = 0;
-  std::shared_ptr<std::atomic<int64_t>> time; // ns; only with timing
+  std::shared_ptr<std::atomic<int64_t>> time{}; // ns; only with timing
+  Clock clock{}; // of the stream when it was recorded
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -1359,17 +1550,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return num_devices; }
   bool queryStream(const c10::Stream& stream) const override {
     auto& queue = queue_of(stream);
-    return queue.reached(queue.last());
+    if (!queue.reached(queue.last()))
+      return false;
+    host_knows(queue.clock);
+    return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     auto& queue = queue_of(stream);
     announce_wait("stream.synchronize");
-    host_waits([&] { queue.wait_for(queue.last()); });
+    host_waits(queue);
   }
   void synchronizeDevice(const DeviceIndex device) const override {
     check_device(device);
     announce_wait("synchronize");
-    host_waits([&] { wait_for_card(device); });
+    {
+      WithoutGil released;
+      wait_for_card(device);
+    }
+    raise_pending_error();
   }
   void recordDataPtrOnStream(const c10::DataPtr& ptr, const c10::Stream& stream) const override {
     card_allocator->recordStream(ptr, stream);
@@ -1386,20 +1584,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       e->queue->push([time = e->time] { time->store(now_ns()); });
     }
     e->ticket = e->queue->last();
+    e->clock = e->queue->clock;
   }
   void block(void* event, const c10::Stream& stream) const override {
     auto* e = static_cast<Event*>(event);
-    if (e && e->queue != &queue_of(stream))
-      queue_of(stream).push([q = e->queue, t = e->ticket] { q->wait_for(t); });
+    if (e)
+      queue_of(stream).follow(*e->queue, e->ticket, e->clock);
   }
   bool queryEvent(void* event) const override {
     auto* e = static_cast<Event*>(event);
-    return !e || e->queue->reached(e->ticket);
+    if (e && !e->queue->reached(e->ticket))
+      return false;
+    if (e)
+      host_knows(e->clock);
+    return true;
   }
   void synchronizeEvent(void* event) const override {
     if (auto* e = static_cast<Event*>(event)) {
       announce_wait("event.synchronize");
-      host_waits([&] { e->queue->wait_for(e->ticket); });
+      host_waits(*e->queue, e->ticket, e->clock);
     }
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
@@ -1600,6 +1803,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto gate = std::make_shared<Gate>();
     cards[device].queues.at(id)->push([gate] { gate->pass(); });
     return gate;
+  });
+  m.def("check_races", [](bool on) {
+    py::gil_scoped_release released;
+    for (int device = 0; device < MAX_DEVICES; ++device)
+      wait_for_card(device);
+    races.start(on);
+    if (on) // everything until here is over
+      for (int device = 0; device < MAX_DEVICES; ++device)
+        for (auto* queue : cards[device].queues)
+          races.host[queue->index()] = queue->last();
+  });
+  m.def("races", [] {
+    std::lock_guard<std::mutex> lock(races.mutex);
+    return races.found;
   });
   m.def("sleep", [](int64_t ns) {
     current_queue(current_device).push([ns] {

@@ -41,6 +41,7 @@ SYNC_FREE: dict[str, Operator] = {
     "triu": lambda x: torch.full((8, 8), 3.0, device=x.device, dtype=x.dtype).triu(1),
     "repeat and expand": lambda x: x[:1].expand(2, -1, -1).repeat(1, 2, 1),
     "views": lambda x: x.transpose(0, 1).unfold(2, 3, 2)[..., 1].reshape(-1, 3).t().contiguous(),
+    "batch norm": lambda x: F.batch_norm(x, x[0, 0], x[0, 1].abs()),
     "einsum": lambda x: torch.einsum("bij,bkj->ik", x, x),
     "to another dtype": lambda x: x.to(torch.float64).sum(0).to(x.dtype),
 }
@@ -108,6 +109,13 @@ def test_tensors_are_views_of_one_storage(device: torch.device) -> None:
     assert numbers[:2].tolist() == [1.0, 5.0] and base.untyped_storage().nbytes() == 24
     numbers.set_()
     assert numbers.numel() == 0
+
+
+def test_items_are_read(device: torch.device) -> None:
+    assert torch.tensor(3.5, device=device).item() == 3.5
+    assert torch.tensor([[7]], device=device).item() == 7
+    with pytest.raises(RuntimeError, match="2 elements"):
+        torch.ones(2, device=device).item()
 
 
 def test_numbers_are_read_when_the_operator_is_called(device: torch.device) -> None:

@@ -189,7 +189,7 @@ def test_the_module_of_a_device_says_what_is_not_generic(monkeypatch: pytest.Mon
     module = SimpleNamespace()
     monkeypatch.setattr(torch, "get_device_module", lambda where: module)
     added = Accelerator(torch.device("privateuseone"))
-    assert added.name == "privateuseone"
+    assert added.name == added.where.type
     assert not added.can_delay and not added.reads_pinned_memory
     assert Accelerator(torch.device("xpu")).reads_pinned_memory
     module.__dict__.update(

@@ -13,6 +13,7 @@ import torch
 from ds_finepage.errors import TaskMismatchError
 from ds_finepage.execution.arena import HostPool, byte_view
 from ds_finepage.execution.executor import Executor, OpHook
+from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan_steady
@@ -46,6 +47,19 @@ def test_results_are_those_of_eager_pass_after_pass(
         x = torch.randn(N, N)
         (found,) = made(x)
         assert torch.equal(found, deep_in_eager(x, weights))
+
+
+def test_the_callers_stream_follows_the_last_pass_before_rows_are_filled(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a wait for the caller's stream is enough before the host writes what a pass reads."""
+    graph, weights = deep()
+    made, order = rig(graph, weights), []
+    monkeypatch.setattr(made.lanes, "follow", lambda: order.append("follow"))
+    fill = ReloadSources.fill
+    monkeypatch.setattr(ReloadSources, "fill", lambda *a: [order.append("fill"), fill(*a)].clear())
+    made(torch.randn(N, N))
+    assert order == ["follow", "fill"]
 
 
 @every_policy

@@ -378,6 +378,18 @@ def test_after_an_error_the_host_waits_for_the_device(
     assert device.log[-1] == ("synchronize", None)
 
 
+def test_another_stream_of_the_caller_follows_the_last_pass() -> None:
+    device = PaperAccelerator()
+    lanes, program = StreamLanes(device), program_of("h2d r", "compute t <r")
+    lanes.follow()
+    assert device.log == []
+    lanes.run(program, logging_actions(program)[0])
+    lanes._last, device.log[:] = torch.Event, []  # type: ignore[assignment]
+    device._current = PaperStream(device.log, "other")
+    lanes.follow()
+    assert device.log == [("wait", "other")]
+
+
 def test_the_host_waits_for_nothing_in_a_pass() -> None:
     device = PaperAccelerator()
     lanes, program = StreamLanes(device), program_of("h2d r", "compute t <r", "d2h o <t")

@@ -1,0 +1,81 @@
+"""The buffers of a module go to the device and come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_finepage.runtime.interception import moved_buffers
+
+ELSEWHERE = torch.device("meta")
+"""Stands for an accelerator; a move there is a copy."""
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Module(), nn.Module()
+        shared = torch.ones(3)
+        for name, part in self.named_children():
+            part.register_buffer("shared", shared)
+            part.register_buffer(name, torch.zeros(2))
+            part.register_buffer("none", None)
+
+
+@pytest.fixture(autouse=True)
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Let a move to the other device be a copy; return all copies."""
+    moved: list[torch.Tensor] = []
+
+    def to(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        moved.append(tensor.clone())
+        return moved[-1]
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return moved
+
+
+def buffers(module: nn.Module) -> dict[str, int]:
+    return {name: id(b) for name, b in module.named_buffers(remove_duplicate=False)}
+
+
+def test_a_buffer_is_moved_once_and_comes_back_with_its_value(moves: list[torch.Tensor]) -> None:
+    module = Parts()
+    before = buffers(module)
+    undo = moved_buffers(module, ELSEWHERE)
+    assert len(moves) == 3 and set(buffers(module).values()) == set(map(id, moves))
+    module.first.shared.add_(1)
+    for back in undo:
+        back()
+    assert buffers(module) == before and module.second.shared.tolist() == [2, 2, 2]
+
+
+def test_a_buffer_that_the_caller_has_replaced_stays() -> None:
+    module, new = Parts(), torch.ones(1)
+    undo = moved_buffers(module, ELSEWHERE)
+    module.first.first = new
+    for back in undo:
+        back()
+    assert module.first.first is new
+
+
+def test_a_move_without_room_leaves_all_buffers_where_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, copy, num_moves = Parts(), torch.Tensor.to, 0
+    before = buffers(module)
+
+    def to(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        nonlocal num_moves
+        num_moves += 1
+        if num_moves == 3:
+            raise torch.OutOfMemoryError("no room")
+        return copy(tensor, device)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        moved_buffers(module, ELSEWHERE)
+    assert buffers(module) == before
