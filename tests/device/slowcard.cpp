@@ -749,8 +749,7 @@ struct PinnedAllocator final : at::HostAllocator {
   void empty_cache() override { pinned->empty_cache(); }
   at::HostStats get_stats() override {
     at::HostStats stats;
-    stats.allocated_bytes = pinned->stats.reserved_bytes[0];
-    stats.active_bytes = pinned->stats.allocated_bytes[0];
+    stats.allocated_bytes = pinned->stats.allocated_bytes[0];
     return stats;
   }
   void reset_accumulated_stats() override {}
