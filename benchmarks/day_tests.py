@@ -15,6 +15,11 @@ from day_common import parser_of, report
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "mark.gpu"
+ACCELERATOR = "tests/accelerator/"
+"""Its tests are marked by their conftest where there is a GPU."""
+
+THIS_DAY = "test_gpu_day.py"
+"""A rehearsal of the day is no part of it."""
 
 
 class Results:
@@ -51,11 +56,18 @@ class Results:
 hand_over = report
 
 
+def is_marked(path: Path) -> bool:
+    """Tell whether a file may have tests that are marked ``gpu``."""
+    if path.name == THIS_DAY:
+        return False
+    return ACCELERATOR in path.as_posix() or MARK in path.read_text()
+
+
 def main() -> int:
     """Run the tests; return pytest's status, 0 where none was chosen."""
     arguments = parser_of(__doc__).parse_args()
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    marked = [str(path) for path in files if MARK in path.read_text()]
+    marked = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if is_marked(path)]
+    marked.sort(key=lambda path: ACCELERATOR in path)  # those take longest
     options = ["-m", "gpu", "-o", "addopts=", "--import-mode=importlib", "-W", "default"]
     options += ["-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     plugin = Results(time.perf_counter() + arguments.seconds)

@@ -61,7 +61,7 @@ class Step:
 STEPS = (
     Step(name="machine", limit_s=20, words=("day_machine.py",)),
     Step(name="link", limit_s=25, words=("day_link.py",)),
-    Step(name="tests", limit_s=75, words=("day_tests.py",)),
+    Step(name="tests", limit_s=100, words=("day_tests.py",)),
     Step(
         name="sanitiser",
         limit_s=40,
@@ -69,7 +69,7 @@ STEPS = (
         before=(SANITIZER, "--tool", "racecheck", "--error-exitcode", "1"),
     ),
     Step(name="engines, 1B", limit_s=75, words=("day_engines.py", "--model", "1B")),
-    Step(name="engines, 7B", limit_s=240, words=("day_engines.py", "--model", "7B")),
+    Step(name="engines, 7B", limit_s=220, words=("day_engines.py", "--model", "7B")),
     Step(name="enqueue", limit_s=40, words=("enqueue.py",)),
 )
 MOST_SECONDS = 9 * 60

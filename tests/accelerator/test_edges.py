@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.accelerator.edges import EDGES, SEEDS, Edge, is_right
-from tests.device.plugin import device, slowcard_device  # noqa: F401
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "negative_proofs.md"
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
 def test_results_are_right_with_an_edge_and_wrong_without_it(
-    edge: Edge,
-    device: torch.device,  # noqa: F811
+    edge: Edge, device: torch.device, card: Any
 ) -> None:
     right = [is_right(edge, device, seed, omit=False) for seed in range(SEEDS)]
     assert right == [True] * SEEDS

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 
 from tests.accelerator.failures import CLEAR, growing_cache, load_and_first_pass
-from tests.device.plugin import device, slowcard_device  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,7 @@ def _fresh() -> None:
     [("alloc", (2, 9, 14, 20, 31)), ("h2d", (3, 8)), ("d2h", (2, 9)), ("kernel", (5, 300, 330))],
 )
 def test_a_failure_of_load_or_first_pass_leaves_nothing_behind(
-    device: torch.device,  # noqa: F811
-    kind: str,
-    which: tuple[int, ...],
+    device: torch.device, card: Any, kind: str, which: tuple[int, ...]
 ) -> None:
     found = load_and_first_pass(device, kind, which)
     assert found.faults == []
@@ -42,9 +40,7 @@ def test_a_failure_of_load_or_first_pass_leaves_nothing_behind(
     ],
 )
 def test_a_failure_of_a_growing_cache_leaves_nothing_behind(
-    device: torch.device,  # noqa: F811
-    kind: str,
-    which: tuple[int, ...],
+    device: torch.device, card: Any, kind: str, which: tuple[int, ...]
 ) -> None:
     found = growing_cache(device, kind, which)
     assert found.faults == []
