@@ -163,7 +163,7 @@ MOVING = (
         "execution/executor.py",
         "read.forget()",
         "pass",
-        "integration/test_experts.py",
+        "unit/execution/test_executor.py",
     ),
     mutant(
         "buffers-stay-on-the-device",

@@ -14,6 +14,7 @@ from ds_finepage.errors import TaskMismatchError
 from ds_finepage.execution.arena import HostPool, byte_view
 from ds_finepage.execution.executor import Executor, OpHook
 from ds_finepage.execution.reload_sources import ReloadSources
+from ds_finepage.execution.routed import RouteRead
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan_steady
@@ -60,6 +61,15 @@ def test_the_callers_stream_follows_the_last_pass_before_rows_are_filled(
     monkeypatch.setattr(ReloadSources, "fill", lambda *a: [order.append("fill"), fill(*a)].clear())
     made(torch.randn(N, N))
     assert order == ["follow", "fill"]
+
+
+def test_a_pass_forgets_the_routes_of_the_last_one(rig: Callable[..., Rig]) -> None:
+    graph, weights = deep()
+    made, read = rig(graph, weights), RouteRead(lambda: torch.ones(1))
+    made.executor._bound.route_reads[0, 0] = read
+    assert read.values() == [1]
+    made(torch.randn(N, N))
+    assert read._values is None
 
 
 @every_policy
