@@ -20,7 +20,9 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/histc.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/Parallel.h>
@@ -143,7 +145,7 @@ Fate decide(Kind kind, int64_t bytes) {
   return fate;
 }
 
-// ------------------------------------------------------------------ streams
+// ------------------------------------------------------------------ errors of tasks
 
 std::mutex error_mutex;
 std::string pending_error; // of a task; shown at the next synchronisation, as on CUDA
@@ -249,6 +251,8 @@ class Races {
   std::map<char*, Piece> pieces_;
 };
 Races& races = *new Races;
+
+// ------------------------------------------------------------------ streams
 
 // A queue and the thread that empties it in order. A ticket counts the tasks up to a point.
 class Queue {
@@ -1030,6 +1034,16 @@ const at::Generator& default_generator(DeviceIndex device) {
   return made->at(device < 0 ? current_device : device);
 }
 
+// On the CPU, dropout draws its numbers so; torch calls this operator on other devices alone.
+std::tuple<at::Tensor, at::Tensor> native_dropout(
+    const at::Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true))
+    return {input.clone(), at::ones_like(input, input.options().dtype(c10::kBool))};
+  auto noise = at::empty_like(input).bernoulli_(1 - p);
+  auto mask = noise.to(c10::kBool);
+  return {input.mul(noise.div_(1 - p)), mask};
+}
+
 // ------------------------------------------------------------------ every other operator
 
 // What the schema of an operator says, read once.
@@ -1699,6 +1713,7 @@ void register_everything() {
     return a.layout() == c10::kStrided && b.layout() == c10::kStrided;
   });
 
+  aten->impl("native_dropout", TORCH_FN(native_dropout));
   // CUDA counts integers too, and libraries know that; the CPU's kernel does not.
   aten->impl("histc", [](const at::Tensor& self, int64_t bins, const at::Scalar& min,
                          const at::Scalar& max) {

@@ -169,6 +169,21 @@ def test_random_numbers_follow_the_seed(device: torch.device) -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 
 
+def test_dropout_follows_the_seed(device: torch.device) -> None:
+    values = torch.randn(1, 2, 4, 8)
+    on_card = values.to(device)
+    for drop in (
+        lambda x: F.dropout(x, 0.3),
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    ):
+        torch.manual_seed(3)
+        expected = drop(values)
+        torch.manual_seed(3)
+        assert torch.equal(drop(on_card).cpu(), expected)
+    kept, mask = torch.native_dropout(on_card, 0.5, train=False)
+    assert torch.equal(kept.cpu(), values) and bool(mask.all())
+
+
 def test_random_states_can_be_kept(device: torch.device) -> None:
     with torch.random.fork_rng([0], device_type="slowcard"):
         first = torch.rand(3, device=device)
