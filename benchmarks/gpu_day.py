@@ -316,7 +316,9 @@ def run_day(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
 
 
 def steps_of(options: argparse.Namespace) -> list[Step]:
-    """Return the steps that are wanted; a rehearsal has one model, and time enough.
+    """Return the steps that are wanted.
+
+    A rehearsal has one model, time enough, and the sanitiser's small run without the sanitiser.
 
     Raises:
         ValueError: There is no step of a name.
@@ -326,7 +328,7 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
         engines = Step(name="engines, tiny", limit_s=60, words=("day_engines.py",))
         steps = [s for s in steps if not s.name.startswith("engines")]
         steps.insert(-1, engines)
-        steps = [replace(s, limit_s=REHEARSAL * s.limit_s) for s in steps]
+        steps = [replace(s, limit_s=REHEARSAL * s.limit_s, before=()) for s in steps]
     names = [step.name for step in steps]
     wanted = [name.strip() for name in options.only.split(";")] if options.only else names
     for name in wanted:
