@@ -39,6 +39,10 @@ from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 
+OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that say nothing about a graph; the next call records it. Fake tensors begin with a real
+allocation on their device."""
+
 logger = logging.getLogger(__name__)
 fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -270,7 +274,7 @@ def _record(
         try:
             with recorder:
                 returned = labeller.run(*fakes)
-        except CaptureError:
+        except (CaptureError, *OF_THE_DEVICE):
             raise
         except Exception as error:
             raise CaptureError(f"{graph.name}: {type(error).__name__}: {error}") from error

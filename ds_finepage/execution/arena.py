@@ -47,14 +47,25 @@ def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -
         view: Dtype, shape, strides, and the offset in elements from ``offset_bytes``.
         offset_bytes: The begin of the buffer in the storage.
     """
-    dtype: torch.dtype = getattr(torch, view.dtype)
     with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(0, dtype=dtype, device=storage_of.device).set_(
-            storage_of.untyped_storage(),
-            offset_bytes // dtype.itemsize + view.offset,
-            view.shape,
-            view.stride,
-        )
+        return place(storage_of, view, offset_bytes)
+
+
+def place(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -> torch.Tensor:
+    """Build a tensor as :func:`view_of` does, in the caller's own mode of autograd.
+
+    Args:
+        storage_of: Any tensor; only its storage is used.
+        view: Dtype, shape, strides, and the offset in elements from ``offset_bytes``.
+        offset_bytes: The begin of the buffer in the storage.
+    """
+    dtype: torch.dtype = getattr(torch, view.dtype)
+    return torch.empty(0, dtype=dtype, device=storage_of.device).set_(
+        storage_of.untyped_storage(),
+        offset_bytes // dtype.itemsize + view.offset,
+        view.shape,
+        view.stride,
+    )
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -92,6 +93,8 @@ class BoundPlan:
         bound = bind(task, tensor, patches, self._unused, into_place=task.index in self._in_place)
         for patch in patches:
             self._place(patch, extents)
+        if not patches:  # the arguments stay as they are, so no frame of Python is needed
+            return partial(bound.call, *bound.args, **bound.kwargs)
         return _action_of(bound)
 
     def _place(self, patch: Patch, extents: Mapping[int, Extent]) -> None:

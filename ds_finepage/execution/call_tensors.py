@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import TaskMismatchError
-from ds_finepage.execution.arena import view_of
+from ds_finepage.execution.arena import place, view_of
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.graph.taskgraph import BufferKind, GraphOutput, TaskGraph
@@ -90,10 +90,11 @@ class CallTensors:
         for buffer in self._on_host:
             bases[buffer.id] = (host_bytes(self._sizes.nbytes(buffer), pinned=self._pinned), 0)
         tensors = {}
-        for tensor in self._wanted:
-            base = bases.get(views[tensor].buffer)
-            if base is not None:
-                tensors[tensor] = view_of(base[0], views[tensor], base[1])
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in self._wanted:
+                base = bases.get(views[tensor].buffer)
+                if base is not None:
+                    tensors[tensor] = place(base[0], views[tensor], base[1])
         return tensors
 
     def constant(self, tensor: int) -> torch.Tensor:

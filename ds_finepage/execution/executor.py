@@ -102,6 +102,10 @@ class Executor:
             for n in memgraph.nodes
             if n.kind is NodeKind.RELOAD and n.buffer is not None
         )
+        buffers = self._graph.buffers
+        self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
+        self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
+        self._offloaded_bytes = memgraph.offloaded_bytes
         self._steady = lower(memgraph, poison=poison)
         self.counters = PassCounters()
         self.spans: list[Span] | None = None
@@ -146,16 +150,11 @@ class Executor:
                 patch.container[patch.key] = None
             bound.sources.clear()
         self._count(missing)
-        for residency in self.memgraph.exit:
-            residents[self._graph.buffers[residency.buffer].key] = residency.extent
+        residents.update(self._exit)
         return bound.tensors.outputs(args, host_outputs, tensors)
 
     def _missing(self, residents: Residents) -> frozenset[int]:
-        return frozenset(
-            r.buffer
-            for r in self.memgraph.entry
-            if residents.get(self._graph.buffers[r.buffer].key) != r.extent
-        )
+        return frozenset(b for b, key, extent in self._entry if residents.get(key) != extent)
 
     def _count(self, missing: frozenset[int]) -> None:
         skipped = sum(reload.skipped_bytes for reload in self._bound.routed)
@@ -163,7 +162,7 @@ class Executor:
         self.counters = PassCounters(
             reloaded_bytes=self._planned_reload_bytes - skipped + entry,
             entry_reloaded_bytes=entry,
-            offloaded_bytes=self.memgraph.offloaded_bytes,
+            offloaded_bytes=self._offloaded_bytes,
         )
 
     # Hooks and spans. They cost nothing while there are none.

@@ -9,6 +9,7 @@ import pytest
 import sympy
 import torch
 
+from ds_finepage.capture import recording
 from ds_finepage.capture.recording import Recordings, SymbolicSizes, upper_end
 from ds_finepage.graph.taskgraph import TaskGraph
 from tests.unit.capture.replay import by_dynamo, traced
@@ -104,3 +105,21 @@ def test_a_graph_of_fixed_sizes_has_no_bucket() -> None:
     recordings = Recordings(traced(lambda x: x.neg(), x))
     assert recordings.bucket_of((x,), as_torch_says) is None
     assert recordings._is_of_one_size
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_the_device_says_nothing_about_the_graph(
+    kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture error would keep the graph without a plan in all later calls."""
+    x = torch.randn(3)
+    graph = traced(lambda x: x.neg(), x)
+
+    def fail(*_: Any) -> None:
+        raise kind("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording._Labeller, "run", fail)
+        with pytest.raises(kind, match="no room"):
+            recording.record(graph, (x,))
+    assert recording.record(graph, (x,)).tasks

@@ -1,0 +1,476 @@
+"""Every kind of wait between streams and the host: a scenario that needs it, and how to omit it.
+
+    python -m tests.accelerator.edges docs/negative_proofs.md
+
+runs every scenario on the test device with 20 seeds, with the wait and without it, and writes the
+table of the document. A scenario returns True if its results are right. The seed draws its inputs
+and the delays, which lie on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ds_finepage.checker.checker import check
+from ds_finepage.execution import lanes as lanes_module
+from ds_finepage.execution.arena import Arena, HostPool, byte_view
+from ds_finepage.execution.device import Accelerator
+from ds_finepage.execution.executor import Executor, Residents
+from ds_finepage.execution.lanes import StreamLanes
+from ds_finepage.execution.program import Program
+from ds_finepage.execution.reload_sources import ReloadSources
+from ds_finepage.graph.memgraph import Lane, MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.integrations.transformers.host_cache import HostLayer
+from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.policies import plan_steady
+from ds_finepage.planning.rewrite.embeddings import gather_rows
+from tests.device import loading
+from tests.unit.execution.graphs import INPUT, OUTPUT, WEIGHT, Draft
+from tests.unit.execution.lane_programs import program_of
+from tests.unit.execution.rig import N, deep, deep_in_eager
+
+MARK = "<!-- python -m tests.accelerator.edges docs/negative_proofs.md -->"
+END = "<!-- end of the edges -->"
+"""In the document, above and below the table."""
+
+SEEDS = 20
+PASSES = 3
+MS = 10**6  # nanoseconds
+ALONE = 30 * MS
+"""A delay of a single operation; other programs on the machine may hold up the one after it."""
+
+WORDS = 1 << 10
+Scenario = Callable[[torch.device, StreamLanes, int], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """One kind of wait.
+
+    Attributes:
+        first: What must be done first.
+        then: What waits for it.
+        by: Where the product waits.
+        scenario: Returns True if the results are right.
+        lanes: Makes lanes that omit it; the product's own where another place waits.
+        omit: A context in which another place does not wait.
+    """
+
+    first: str
+    then: str
+    by: str
+    scenario: Scenario
+    lanes: Callable[[Accelerator], StreamLanes] = StreamLanes
+    omit: Callable[[], Context[Any]] = nullcontext
+
+    @property
+    def name(self) -> str:
+        """What must be done before what."""
+        return f"{self.first}, before {self.then}"
+
+
+def is_right(edge: Edge, device: torch.device, seed: int, *, omit: bool) -> bool:
+    """Run the scenario of an edge; an error of the device is a wrong result.
+
+    Args:
+        edge: The edge.
+        device: The test device.
+        seed: Of inputs and delays.
+        omit: Run without the edge.
+    """
+    card = torch.get_device_module(device)
+    card.reset_switches()
+    torch.manual_seed(seed)
+    with edge.omit() if omit else nullcontext():
+        lanes = (edge.lanes if omit else StreamLanes)(Accelerator(device))
+        try:
+            found = edge.scenario(device, lanes, seed)
+            torch.accelerator.synchronize()
+            return found
+        except RuntimeError:
+            if not omit:
+                raise
+            return False
+        finally:
+            card.reset_switches()
+
+
+# --- lanes that omit an edge -----------------------------------------------------------------
+
+
+def lanes_without(text: str) -> Callable[[Accelerator], StreamLanes]:
+    """Return a maker of the product's lanes, but with one line of their source gone."""
+    source = inspect.getsource(lanes_module)
+    assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times; name another text"
+    module = types.ModuleType("lanes_without_a_line")
+    exec(compile(source.replace(text, "pass"), module.__name__, "exec"), vars(module))
+    made: Callable[[Accelerator], StreamLanes] = module.StreamLanes
+    return made
+
+
+def lanes_without_waits(of: Lane, on: Lane) -> Callable[[Accelerator], StreamLanes]:
+    """Return a maker of lanes that omit the waits of one lane for another."""
+
+    class Omitting(StreamLanes):
+        def run(self, program: Program, actions: Any) -> None:
+            if program not in self._programs:
+                self._programs[program] = omitted(program)
+            super().run(self._programs[program], actions)
+
+        _programs: dict[Program, Program]
+
+    def omitted(program: Program) -> Program:
+        steps = tuple(
+            replace(s, waits=tuple(w for w in s.waits if (s.lane, w[0]) != (of, on)))
+            for s in program.merged
+        )
+        assert steps != program.merged, "the scenario has no such wait"
+        by_lane = {lane: tuple(s for s in steps if s.lane is lane) for lane in Lane}
+        return Program(by_lane, steps)
+
+    def make(device: Accelerator) -> StreamLanes:
+        made = Omitting(device)
+        made._programs = {}
+        return made
+
+    return make
+
+
+# --- scenarios -------------------------------------------------------------------------------
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory()
+
+
+@functools.cache
+def planned(graph: TaskGraph, arena_bytes: int, policy: str) -> MemGraph:
+    return check(plan_steady(graph, arena_bytes=arena_bytes, policy=policy))
+
+
+class Rig:
+    """An executor on the device, under a plan of a policy."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        lanes: StreamLanes,
+        graph: TaskGraph,
+        weights: dict[str, torch.Tensor],
+        *,
+        policy: str = "finepage",
+        arena_bytes: int | None = None,
+    ) -> None:
+        arena_bytes = arena_bytes or ample_arena_bytes(graph, 64)
+        memgraph = planned(graph, arena_bytes, policy)
+        pool = HostPool(pinned=True)
+        pool.reserve(memgraph.host_bytes)
+        self.arena = Arena(arena_bytes, device)
+        self.residents: Residents = {}
+        self.executor = Executor(
+            memgraph,
+            arena=self.arena,
+            pool=pool,
+            lanes=lanes,
+            masters={name: byte_view(pinned(w)) for name, w in weights.items()},
+            in_place=frozenset(range(len(memgraph.graph.tasks))),
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self.executor.run(args, (), self.residents)
+
+
+def delay(device: torch.device, seed: int, *kinds: str, ns: int = MS) -> None:
+    """Delay every operation of some kinds by ``ns`` to twice as much."""
+    torch.accelerator.synchronize()
+    for kind in kinds:
+        torch.get_device_module(device).set_delay(kind, ns, ns, seed)
+
+
+def passes(*delayed: str, policy: str = "finepage") -> Scenario:
+    """Return a scenario of passes back to back in the least arena."""
+
+    def run(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
+        graph, weights = deep()
+        rig = Rig(
+            device, lanes, graph, weights, policy=policy, arena_bytes=min_arena_bytes(graph, 64)
+        )
+        inputs = [torch.randn(N, N) for _ in range(PASSES)]
+        on_device = [x.to(device) for x in inputs]
+        delay(device, seed, *delayed)
+        found = [rig(x)[0] for x in on_device]
+        torch.accelerator.synchronize()
+        expected = [deep_in_eager(x, weights) for x in inputs]
+        return all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True))
+
+    return run
+
+
+def passes_on_two_streams(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
+    """Run passes on two streams of the caller in turns."""
+    graph, weights = deep()
+    rig = Rig(device, lanes, graph, weights, arena_bytes=min_arena_bytes(graph, 64))
+    inputs = [torch.randn(N, N) for _ in range(PASSES)]
+    on_device = [x.to(device) for x in inputs]
+    streams = torch.Stream(device), torch.Stream(device)
+    delay(device, seed, "kernel")
+    found = []
+    for number, x in enumerate(on_device):
+        with streams[number % 2]:
+            found.append(rig(x)[0])
+    torch.accelerator.synchronize()
+    expected = [deep_in_eager(x, weights) for x in inputs]
+    return all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True))
+
+
+def memory_of_the_caller_becomes_the_arena(
+    device: torch.device, lanes: StreamLanes, seed: int
+) -> bool:
+    """Free a tensor whose kernel still waits; the arena gets its memory."""
+    graph, weights = deep()
+    arena_bytes = ample_arena_bytes(graph, 64)
+    values = torch.randn(arena_bytes // 4)
+    torch.accelerator.empty_cache()  # the next block of this size is then the one freed here
+    theirs = values.to(device)
+    address = theirs.data_ptr()
+    x = torch.randn(N, N)
+    on_device = x.to(device)
+    planned(graph, arena_bytes, "finepage")  # so that the rig is made at once
+    delay(device, seed, "kernel", ns=ALONE)
+    result = theirs * 2
+    torch.get_device_module(device).set_delay("kernel")  # only this one waits
+    del theirs
+    rig = Rig(device, lanes, graph, weights, arena_bytes=arena_bytes)
+    assert rig.arena.bytes.data_ptr() == address, "the allocator gave other memory"
+    (found,) = rig(on_device)
+    torch.accelerator.synchronize()
+    return torch.equal(result.cpu(), values * 2) and torch.equal(
+        found.cpu(), deep_in_eager(x, weights)
+    )
+
+
+def offload_of_what_the_caller_made(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
+    """Begin a pass with an offload of bytes that a kernel before the pass writes."""
+    values = torch.randn(WORDS)
+    theirs, host = values.to(device), pinned(torch.zeros(WORDS))
+    delay(device, seed, "kernel", ns=ALONE)
+    theirs.mul_(2)
+    lanes.run(program_of("d2h o"), {0: lambda: host.copy_(theirs, non_blocking=True)})
+    torch.accelerator.synchronize()
+    return torch.equal(host, values * 2)
+
+
+def reload_at_the_end(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
+    """End a pass with a reload; the caller reads the bytes right after it."""
+    values = torch.randn(WORDS)
+    host, ours = pinned(values), torch.zeros(WORDS, device=device)
+    delay(device, seed, "h2d", ns=ALONE)
+    lanes.run(program_of("h2d r"), {0: lambda: ours.copy_(host, non_blocking=True)})
+    found = ours * 2
+    torch.accelerator.synchronize()
+    return torch.equal(found.cpu(), values * 2)
+
+
+def memory_of_a_pass_goes_to_the_caller(
+    device: torch.device, lanes: StreamLanes, seed: int
+) -> bool:
+    """End a pass with an offload; its memory is freed, and the caller writes into it."""
+    values = torch.randn(WORDS)
+    torch.accelerator.empty_cache()  # the next block of this size is then the one freed here
+    ours, host = values.to(device), pinned(torch.zeros(WORDS))
+    address = ours.data_ptr()
+    delay(device, seed, "d2h", ns=ALONE)
+    actions = {0: lambda of=ours: host.copy_(of, non_blocking=True)}
+    lanes.run(program_of("d2h o"), actions)
+    actions.clear()
+    del ours
+    theirs = torch.zeros(WORDS, device=device)
+    assert theirs.data_ptr() == address, "the allocator gave other memory"
+    torch.accelerator.synchronize()
+    return torch.equal(host, values)
+
+
+def rows_of_a_cache(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
+    """Let a pass return new rows of a KV cache in host memory; the host appends them."""
+    draft = Draft()
+    x = draft.tensor(INPUT, 1, 1, 2, N)
+    rows = draft.tensor(BufferKind.HOST, 1, 1, 2, N)
+    draft.task("finepage.to_host.default", x, out=(rows,))
+    rig = Rig(device, lanes, draft.graph((x,), (rows,)), {})
+    layer = HostLayer(pinned=True)
+    values = [torch.randn(1, 1, 2, N) for _ in range(PASSES)]
+    on_device = [v.to(device) for v in values]
+    layer.lazy_initialization(on_device[0], on_device[0])
+    delay(device, seed, "d2h")
+    for value in on_device:
+        (layer.new_keys,) = (layer.new_values,) = rig(value)
+        layer.settle()
+    assert layer.live_keys is not None
+    return torch.equal(layer.live_keys, torch.cat(values))
+
+
+def rows_of_an_embedding(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
+    """Look up rows of an embedding that stays in host memory, pass after pass."""
+    table = torch.randn(64, N)
+    draft = Draft()
+    ids = draft.tensor(INPUT, 4, dtype="int64")
+    weight, out = draft.tensor(WEIGHT, 64, N, name="table"), draft.tensor(OUTPUT, 4, N)
+    draft.task("aten.embedding.default", weight, ids, out=(out,))
+    graph = gather_rows(draft.graph((ids,), (out,)))
+    rig = Rig(device, lanes, graph, {"table": table})
+    wanted = [torch.randint(64, (4,)) for _ in range(PASSES)]
+    on_device = [w.to(device) for w in wanted]
+    delay(device, seed, "h2d")
+    found = [rig(w)[0] for w in on_device]
+    torch.accelerator.synchronize()
+    return all(torch.equal(f.cpu(), table[w]) for f, w in zip(found, wanted, strict=True))
+
+
+@contextmanager
+def indices_without_a_wait() -> Iterator[None]:
+    """Give the host the indices of a lookup although the device is still at work."""
+    gather = ReloadSources.gather_rows
+
+    def hasty(sources: ReloadSources, args: Any) -> None:
+        aside = torch.Stream(args[0].device)  # has nothing to do, so nothing to wait for
+        with aside:
+            args = [value.to("cpu") for value in args]
+        gather(sources, args)
+
+    with mock.patch.object(ReloadSources, "gather_rows", hasty):
+        yield
+
+
+# --- all of them -----------------------------------------------------------------------------
+
+COMPUTE, H2D, D2H = Lane.COMPUTE, Lane.H2D, Lane.D2H
+
+EDGES = (
+    Edge(
+        first="a reload",
+        then="a task reads it",
+        by="waits of the program, compute for h2d",
+        scenario=passes("h2d"),
+        lanes=lanes_without_waits(COMPUTE, H2D),
+    ),
+    Edge(
+        first="a task",
+        then="a reload takes the bytes that it reads",
+        by="waits of the program, h2d for compute",
+        scenario=passes("kernel"),
+        lanes=lanes_without_waits(H2D, COMPUTE),
+    ),
+    Edge(
+        first="a task",
+        then="its result is offloaded",
+        by="waits of the program, d2h for compute",
+        scenario=passes("kernel"),
+        lanes=lanes_without_waits(D2H, COMPUTE),
+    ),
+    Edge(
+        first="an offload",
+        then="a task takes its bytes",
+        by="waits of the program, compute for d2h",
+        scenario=passes("d2h"),
+        lanes=lanes_without_waits(COMPUTE, D2H),
+    ),
+    Edge(
+        first="an offload",
+        then="a reload takes its bytes",
+        by="waits of the program, h2d for d2h",
+        scenario=passes("d2h", policy="horizon-outputs"),
+        lanes=lanes_without_waits(H2D, D2H),
+    ),
+    Edge(
+        first="a pass",
+        then="the next one reloads",
+        by="the wait of the h2d lane for the begin of a pass",
+        scenario=passes("kernel"),
+        lanes=lanes_without("self._h2d.wait_event(begin)"),
+    ),
+    Edge(
+        first="a kernel of the caller",
+        then="a reload takes the memory that the caller has freed",
+        by="the wait of the h2d lane for the begin of a pass",
+        scenario=memory_of_the_caller_becomes_the_arena,
+        lanes=lanes_without("self._h2d.wait_event(begin)"),
+    ),
+    Edge(
+        first="a kernel of the caller",
+        then="its result is offloaded",
+        by="the wait of the d2h lane for the begin of a pass",
+        scenario=offload_of_what_the_caller_made,
+        lanes=lanes_without("self._d2h.wait_event(begin)"),
+    ),
+    Edge(
+        first="a pass",
+        then="the next one computes on another stream",
+        by="the wait of the compute lane for the last pass",
+        scenario=passes_on_two_streams,
+        lanes=lanes_without("self._device.current_stream().wait_event(self._last)"),
+    ),
+    Edge(
+        first="the reloads of a pass",
+        then="the caller goes on",
+        by="the wait for the h2d lane at the end of a pass",
+        scenario=reload_at_the_end,
+        lanes=lanes_without("compute.wait_stream(self._h2d)"),
+    ),
+    Edge(
+        first="the offloads of a pass",
+        then="the caller gets memory that was freed",
+        by="the wait for the d2h lane at the end of a pass",
+        scenario=memory_of_a_pass_goes_to_the_caller,
+        lanes=lanes_without("compute.wait_stream(self._d2h)"),
+    ),
+    Edge(
+        first="new rows of a KV cache",
+        then="the host appends them",
+        by="the host's wait between two calls",
+        scenario=rows_of_a_cache,
+        omit=lambda: mock.patch.object(Accelerator, "synchronize_stream"),
+    ),
+    Edge(
+        first="the reload of an embedding's rows",
+        then="the host gathers the rows of the next call",
+        by="the host's wait for the indices",
+        scenario=rows_of_an_embedding,
+        omit=indices_without_a_wait,
+    ),
+)
+
+
+def write_document(path: Path, device: torch.device) -> None:
+    """Run every edge with all seeds, and write the table between the marks of a document.
+
+    Args:
+        path: The document.
+        device: The test device.
+    """
+    lines = ["| first | then | where the product waits | right with it | wrong without it |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    for edge in EDGES:
+        held = sum(is_right(edge, device, seed, omit=False) for seed in range(SEEDS))
+        seen = sum(not is_right(edge, device, seed, omit=True) for seed in range(SEEDS))
+        cells = (edge.first, edge.then, edge.by, f"{held} of {SEEDS}", f"{seen} of {SEEDS}")
+        lines.append(f"| {' | '.join(cells)} |")
+    before, mark, rest = path.read_text().partition(MARK)
+    _, end, after = rest.partition(END)
+    path.write_text(before + mark + "\n\n" + "\n".join(lines) + "\n\n" + end + after)
+
+
+if __name__ == "__main__":
+    write_document(Path(sys.argv[1]), loading.load())

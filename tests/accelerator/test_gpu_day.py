@@ -1,0 +1,180 @@
+"""The day on a GPU (benchmarks/gpu_day.py), rehearsed in tiny sizes; and steps that go wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.device import loading
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+EMIT = """
+import json, pathlib, sys, time
+def row(**cells):
+    print("gpu_day row: " + json.dumps(cells), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def gpu_day() -> Iterator[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("gpu_day")
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def options() -> list[str]:
+    """Choose the test device; where it cannot be compiled, the CPU."""
+    if loading.why_not() is not None:
+        return ["--device", "cpu"]
+    return ["--device", "slowcard", "--load", "tests.device.loading:load"]
+
+
+def test_the_rehearsal_ends_and_reports_every_step(
+    gpu_day: Any, options: list[str], tmp_path: Path
+) -> None:
+    status = gpu_day.main(["--out", str(tmp_path), "--tiny", *options])
+    (written,) = tmp_path.glob("gpu_day_*.json")
+    steps = {step["name"]: step for step in json.loads(written.read_text())["steps"]}
+    text = written.with_suffix(".md").read_text()
+    assert status == 0, text
+    assert {s["status"] for s in steps.values()} == {"ok"} and len(steps) == 6
+    assert steps["sanitiser"]["rows"] == [
+        {"table": "small run", "tokens_equal": True, "without_a_plan": 0}
+    ]
+    engines = [row for row in steps["engines, tiny"]["rows"] if row["table"] == "engines"]
+    arms = [(row["engine"], row["budget"]) for row in engines if row.get("tokens_equal")]
+    budgets = ("50%", "25%", "90%", "100%")
+    assert arms == [
+        ("plain transformers", "none"),
+        *(("ds_finepage", budget) for budget in budgets),
+        ("ds_finepage under DeepSpeed", "50%"),
+        *(("stock ZeRO-Inference", b) for b in ("default", "least prefetch", *budgets)),
+    ]
+    for row in engines:
+        if row["engine"].startswith("ds_finepage"):
+            assert row["within_budget"] and row["step_h2d_bytes"] > 0
+        elif row["budget"] == "least prefetch":
+            assert row["step_h2d_bytes"] == steps["engines, tiny"]["rows"][0]["weights_bytes"]
+    plans = [row for row in steps["engines, tiny"]["rows"] if row["table"] == "plans"]
+    assert len(plans) == 2 * 5 and all(row["h2d_over_bound"] >= 1 for row in plans)
+    (enqueue,) = steps["enqueue"]["rows"]
+    assert enqueue["ds_finepage_us_a_task"] > 0 and enqueue["pytorch_us_a_task"] > 0
+    assert str(BENCHMARKS.parent) not in text + written.read_text()
+    assert sys.prefix not in text + written.read_text()
+
+
+def run_scripts(
+    gpu_day: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str
+) -> tuple[Any, str]:
+    """Run steps of the given Python texts; return the report and its Markdown."""
+    monkeypatch.setattr(gpu_day, "HERE", folder)
+    steps = []
+    for name, text in scripts.items():
+        (folder / f"{name}.py").write_text(EMIT + text)
+        limit_s = 1 if name == "hangs" else 60
+        steps.append(gpu_day.Step(name=name, limit_s=limit_s, words=(f"{name}.py",)))
+    options = gpu_day.parse(["--out", str(folder / "out"), "--device", "cpu"])
+    report = gpu_day.run_day(options, steps)
+    return report, report.path("md").read_text()
+
+
+def test_a_step_that_fails_hangs_or_dies_never_stops_the_next(
+    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, text = run_scripts(
+        gpu_day,
+        tmp_path,
+        monkeypatch,
+        fails="row(table='t', first=1)\nraise ValueError('no such file: /home/me/model.bin')",
+        dies="import os, signal\nrow(table='t', first=2)\nos.kill(os.getpid(), signal.SIGSEGV)",
+        hangs="import signal\nrow(table='t', first=3)\nsignal.pause()",
+        leaves_a_child="import subprocess\n"
+        "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "row(table='t', first=4)",
+        works="row(table='t', first=5)",
+    )
+    found = [(o.name, o.status, [row["first"] for row in o.rows]) for o in report.outcomes]
+    assert found == [
+        ("fails", "failed", [1]),
+        ("dies", "failed", [2]),
+        ("hangs", "over its limit", [3]),
+        ("leaves_a_child", "ok", [4]),
+        ("works", "ok", [5]),
+    ]
+    assert report.outcomes[0].remark == "ValueError: no such file: model.bin"
+    assert report.outcomes[2].remark == "killed after 1 s"
+    assert "| hangs | over its limit |" in text and "| works | ok |" in text
+
+
+def test_rows_are_in_the_files_while_their_step_still_runs(
+    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, _ = run_scripts(
+        gpu_day,
+        tmp_path,
+        monkeypatch,
+        waits="row(table='t', first='a row that was written early')\n"
+        "out = pathlib.Path(__file__).parent / 'out'\n"
+        "while not any('written early' in p.read_text() for p in out.glob('*.json')): pass",
+    )
+    assert report.outcomes[0].status == "ok"
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"tokens_equal": False},
+        {"engine": "ds_finepage", "within_budget": False},
+        {"remark": "PlanInfeasibleError: too small"},
+    ],
+)
+def test_a_row_that_tells_of_a_fault_fails_its_step(
+    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cells: dict[str, Any]
+) -> None:
+    text = f"row(table='engines', **{cells!r})\nrow(table='engines', tokens_equal=True)"
+    report, _ = run_scripts(gpu_day, tmp_path, monkeypatch, engines=text)
+    (outcome,) = report.outcomes
+    assert outcome.status == "failed" and outcome.remark == "1 of 2 rows tell of a fault"
+
+
+def test_stock_may_exceed_a_budget_that_it_cannot_keep(gpu_day: Any) -> None:
+    assert not gpu_day.is_wrong({"engine": "stock ZeRO-Inference", "within_budget": False})
+
+
+def test_a_small_run_without_a_plan_fails(gpu_day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = importlib.import_module("day_small")
+    stats = SimpleNamespace(unplanned_reasons=("why",))
+    handle = SimpleNamespace(stats=stats, detach=lambda: None)
+    monkeypatch.setattr(small.ds_finepage, "attach", lambda *_, **__: handle)
+    monkeypatch.setattr(sys, "argv", ["day_small.py", "--device", "cpu"])
+    assert small.main() == 1
+
+
+def test_a_tool_that_is_not_installed_is_named(gpu_day: Any, tmp_path: Path) -> None:
+    step = gpu_day.Step(name="sanitiser", limit_s=9, words=("x.py",), before=("no-such-tool",))
+    options = gpu_day.parse(["--out", str(tmp_path), "--device", "cpu"])
+    (outcome,) = gpu_day.run_day(options, [step]).outcomes
+    assert (outcome.status, outcome.remark) == ("not installed", "no-such-tool is not installed")
+
+
+def test_the_whole_day_is_under_nine_minutes(gpu_day: Any) -> None:
+    assert sum(step.limit_s for step in gpu_day.STEPS) < gpu_day.MOST_SECONDS
+    assert {step.words[0] for step in gpu_day.STEPS} <= {p.name for p in BENCHMARKS.glob("*.py")}
+
+
+def test_steps_can_be_chosen_by_name(gpu_day: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--out", "x", "--only", "link; engines, 7B"]
+    assert [step.name for step in gpu_day.parse(words).steps] == ["link", "engines, 7B"]
+    with pytest.raises(SystemExit) as error:
+        gpu_day.parse(["--out", "x", "--only", "lunch"])
+    assert error.value.code == 2
+    assert "there is no step 'lunch'; the steps are machine; link;" in capsys.readouterr().err
