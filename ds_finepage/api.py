@@ -19,7 +19,12 @@ import torch
 
 from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
-from ds_finepage.execution.device import default_device, device_of, require_device
+from ds_finepage.execution.device import (
+    DeviceMemoryError,
+    default_device,
+    device_of,
+    require_device,
+)
 from ds_finepage.execution.disk_cache import open_plan_folder
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, probe
@@ -169,7 +174,7 @@ def attach(
     Raises:
         ConfigError: A setting or the device cannot be used, or the budget is above the device.
         StoreError: A parameter has no data.
-        torch.OutOfMemoryError: The device has no room; the module is as it was.
+        DeviceMemoryError: The device has no room for the budget; the module is as it was.
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
@@ -178,14 +183,17 @@ def attach(
     weights = WeightTable(take(dict(module.named_parameters()), where), where)
     budget_bytes = resolve_budget(config, weights.nbytes, where)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
-    run_settings = RunSettings(
-        config=config,
-        device=where,
-        budget_bytes=budget_bytes,
-        profile=profile or probe(where, scratch_bytes=scratch_bytes),
-        plan_dir=plan_dir,
-    )
-    return Handle(module, weights, run_settings, take=take, around_call=around_call)
+    try:
+        run_settings = RunSettings(
+            config=config,
+            device=where,
+            budget_bytes=budget_bytes,
+            profile=profile or probe(where, scratch_bytes=scratch_bytes),
+            plan_dir=plan_dir,
+        )
+        return Handle(module, weights, run_settings, take=take, around_call=around_call)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError.of(error, where, budget_bytes) from error
 
 
 def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.device) -> int:

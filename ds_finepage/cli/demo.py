@@ -374,6 +374,6 @@ def print_result(result: DemoResult) -> None:
 
 def has_accelerator() -> bool:
     """Return True if the runs use an accelerator."""
-    from ds_finepage.execution.device import default_device, device_of
+    import torch
 
-    return device_of(default_device()).is_accelerator
+    return torch.accelerator.is_available()

@@ -21,13 +21,37 @@ import psutil
 import torch
 
 from ds_finepage._compat.torch import _construct_storage_from_data_pointer
-from ds_finepage.errors import ConfigError, StoreError
+from ds_finepage.errors import ConfigError, FinepageError, StoreError
+from ds_finepage.units import format_bytes
 
 CYCLES_PER_US = 1000
 """Of a delay on a stream. Clocks are faster, so delays are shorter than asked for."""
 
 READ_PINNED_MEMORY = ("cuda", "xpu")  # ROCm calls itself cuda
 """Devices that read and write pinned host memory at its own address."""
+
+
+class DeviceMemoryError(FinepageError, torch.OutOfMemoryError):
+    """The device has less room than the budget: others hold memory of it."""
+
+    @classmethod
+    def of(
+        cls, error: torch.OutOfMemoryError, where: torch.device, budget_bytes: int
+    ) -> DeviceMemoryError:
+        """Make the error.
+
+        Args:
+            error: What torch raised.
+            where: The device.
+            budget_bytes: The device budget.
+        """
+        free, total = device_of(where).memory_info()
+        return cls(
+            f"{where} is out of memory within device_budget {format_bytes(budget_bytes)} "
+            f"({budget_bytes} bytes): {format_bytes(free)} of {format_bytes(total)} are free. "
+            f"Other programs, or tensors of this one, hold the rest. Free them, or lower "
+            f"finepage.device_budget. ({error})"
+        )
 
 
 class Device:

@@ -104,11 +104,13 @@ def _plain_weight(name: str, parameter: torch.nn.Parameter, device: torch.device
     before = data_of(parameter)
     host = _host_tensor(before)
     # On the CPU detach restores the parameter's own memory; elsewhere it gives the host copy.
-    strided = before if before.is_cpu and not device_of(device).is_accelerator else None
+    strided = dense = None
+    if before.is_cpu and not device_of(device).is_accelerator:
+        strided, dense = before, host
 
     def restore(weight: HostWeight) -> None:
         value = weight.value
-        if strided is not None and weight.has_form_of(host):
+        if strided is not None and dense is not None and weight.has_form_of(dense):
             if strided.data_ptr() != value.data_ptr():
                 with torch.inference_mode(False), torch.no_grad():
                     strided.copy_(value)

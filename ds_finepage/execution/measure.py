@@ -21,6 +21,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -166,6 +167,8 @@ class OpMeter:
         new = self._without_kept(new)
         if new:
             self._measure(graph, new)
+            no_room = [s for s in new if s not in self._costs]  # the device has less than we think
+            estimated.update((s, self._estimate(graph, new.pop(s))) for s in no_room)
             self._keep(new)
         tasks = []
         for signature, task in zip(signatures, graph.tasks, strict=True):
@@ -235,7 +238,8 @@ class OpMeter:
 
         tiles, unused = Tiles(device.where), unused_results(graph)
         for signature, task in tasks.items():
-            self._costs[signature] = _try(graph, task, tiles, unused, run)
+            with suppress(torch.OutOfMemoryError):
+                self._costs[signature] = _try(graph, task, tiles, unused, run)
         del tiles
         self.library_bytes += max(0, device.live_bytes - at_start)
 
@@ -293,6 +297,8 @@ def _try(
             fault = str(error)
             if fault == OTHER_RESULTS and not into_place and _varies(trial, wanted):
                 fault = None
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
         except (IndexError, RuntimeError, ValueError):
             fault = None
     estimate = _unmeasured(graph, task)

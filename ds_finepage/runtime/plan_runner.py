@@ -6,8 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import OpHook, PassCounters
 from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
@@ -140,7 +143,15 @@ class PlanRunner:
 
         Raises:
             PlanInfeasibleError: There is no room for it in the budget.
+            DeviceMemoryError: The device has no room for the budget.
         """
+        try:
+            return self._run(graph, args)
+        except torch.OutOfMemoryError as error:
+            where, budget_bytes = self.settings.device, self.settings.budget_bytes
+            raise DeviceMemoryError.of(error, where, budget_bytes) from error
+
+    def _run(self, graph: DynamoGraph, args: Sequence[Any]) -> Any:
         settings, memory = self.settings, self.memory
         refusal: PlanInfeasibleError | None = None
         for found in self.table.candidates(graph, args, settings):

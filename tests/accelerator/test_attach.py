@@ -11,10 +11,13 @@ from torch import nn
 
 import ds_finepage
 from ds_finepage.errors import ConfigError
-from ds_finepage.execution.device import default_device, device_of
+from ds_finepage.execution.device import DeviceMemoryError, default_device, device_of
+from ds_finepage.execution.masters import weights_of
+from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter
 from tests.accelerator.subjects import AMPLE
 from tests.integration.families import SLOW_LINK, logits, make_model, tiny, token_ids, tokens
+from tests.unit.execution.test_measure import product
 
 
 class WithBuffers(nn.Module):
@@ -122,18 +125,20 @@ def test_out_of_memory_while_attaching_leaves_the_module_as_it_was(
     before = {n: t.clone() for n, t in module.state_dict().items()}
     gc.collect()
     start = torch.accelerator.memory_allocated(device)
+    watched = vars(nn.Parameter).get("data")  # by attached models of other tests
     num_failed = 0
     for nth in range(1, 60):
         card.fail_nth("alloc", nth)
         try:
             ds_finepage.attach(module, device_budget="64KiB", device=device).detach()
-        except torch.OutOfMemoryError:
+        except DeviceMemoryError as error:
+            assert "device_budget 64.00 KiB" in str(error)
             num_failed += 1
         card.fail_nth("alloc", 0)
         now = module.state_dict()
         assert {t.device.type for t in now.values()} == {"cpu"}, nth
         assert all(torch.equal(now[n], value) for n, value in before.items()), nth
-        assert "data" not in vars(nn.Parameter)
+        assert vars(nn.Parameter).get("data") is watched
         assert torch.accelerator.memory_allocated(device) == start, nth
     assert num_failed >= 5
 
@@ -156,13 +161,30 @@ def test_out_of_memory_in_the_first_call_is_an_error_and_the_next_call_is_right(
             card.fail_nth("alloc", nth)
             try:
                 module(x)
-            except torch.OutOfMemoryError:
+            except DeviceMemoryError:
                 num_failed += 1
             card.fail_nth("alloc", 0)
             assert torch.equal(module(x).cpu(), wanted), nth
         handle.detach()
         assert torch.accelerator.memory_allocated(device) == start, nth
     assert num_failed  # a trial of an op that has no room estimates its workspace instead
+
+
+def test_a_trial_without_room_is_made_again(device: torch.device, card: Any) -> None:
+    graph, meter = product().graph(), OpMeter(device)
+    card.fail_nth("alloc", 5)  # the first ones are for all trials
+    assert meter.with_costs(graph).tasks[0].time_ns is None
+    card.reset_switches()
+    assert not meter.knows_all(graph)
+    assert meter.with_costs(graph).tasks[0].time_ns is not None
+    assert meter.knows_all(graph)
+
+
+def test_masters_are_the_only_copies_of_weights(device: torch.device) -> None:
+    parameter = nn.Parameter(torch.rand(4, 4))
+    (weight,) = weights_of({"w": parameter}, device)
+    kept = [cell.cell_contents for cell in weight.restore.__closure__ or ()]
+    assert not [t for t in kept if isinstance(t, torch.Tensor) and t is not parameter]
 
 
 def test_a_budget_above_the_device_is_refused(device: torch.device, card: Any) -> None:

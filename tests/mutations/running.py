@@ -202,6 +202,20 @@ RUNNING = (
         "unit/execution/test_ops.py",
     ),
     mutant(
+        "out-of-memory-does-not-name-the-budget",
+        "runtime/plan_runner.py",
+        "raise DeviceMemoryError.of(error, where, budget_bytes) from error",
+        "raise",
+        "unit/runtime/test_plan_runner.py",
+    ),
+    mutant(
+        "a-trial-without-room-is-never-made-again",
+        "execution/measure.py",
+        "        except (torch.OutOfMemoryError, torch.AcceleratorError):\n            raise\n",
+        "",
+        "accelerator/test_attach.py",
+    ),
+    mutant(
         "workspaces-are-what-is-left",
         "execution/measure.py",
         "peak = max(peak, live)",

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import PassCounters
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
@@ -97,6 +99,20 @@ def test_the_next_candidate_runs_where_the_first_is_refused(rig: Rig) -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
         rig.run(first, third)
     assert caught.value.min_budget_bytes == third.needs.min_budget_bytes
+
+
+def test_out_of_memory_names_the_budget(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 bytes")
+
+    monkeypatch.setattr(rig.device, "bind", fail)
+    with pytest.raises(
+        DeviceMemoryError, match=r"1\.00 MiB \(1048576 bytes\).* are free"
+    ) as caught:
+        rig.run(pass_named("g"))
+    assert isinstance(caught.value, FinepageError)
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert "tried to allocate 3 bytes" in str(caught.value)
 
 
 def test_a_call_without_a_pass_runs_unplanned(rig: Rig) -> None:
