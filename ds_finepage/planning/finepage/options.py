@@ -65,8 +65,8 @@ class FinepageOptions:
     slices_in_ring: int = 4
     lower_factors: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
     fixed_share: float = 0.001
-    good_enough: float = 1.015
-    equal_times: float = 1.001
+    good_enough: float = 1.02
+    equal_times: float = 1.005
     max_tasks_for_horizon: int = 800
     settling_rounds: int = 3
     tries_whole: bool = True
