@@ -297,7 +297,7 @@ def _try(
             fault = str(error)
             if fault == OTHER_RESULTS and not into_place and _varies(trial, wanted):
                 fault = None
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
+        except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError, ValueError):
             fault = None
