@@ -18,8 +18,3 @@ def keeps_conversions(integration: ModuleType) -> bool:
 def is_initialized(layer: Any) -> bool:
     """Return whether a layer of a KV cache has its keys and values; linear attention has none."""
     return bool(getattr(layer, "is_initialized", False))
-
-
-def max_length(layer: Any) -> int:
-    """Return the most rows that a layer of a KV cache can hold; not positive if it can grow."""
-    return int(layer.get_max_length())

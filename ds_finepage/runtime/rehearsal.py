@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ds_finepage._compat.transformers import is_initialized, max_length
+from ds_finepage._compat.transformers import is_initialized
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.call_tensors import CallTensors
 from ds_finepage.execution.device import device_of, fork_rng
@@ -351,7 +351,7 @@ def _stretch(runner: PlanRunner, cache: Any, num_rows: int) -> bool:
     budget_bytes = runner.settings.budget_bytes
     for layer in cache.layers:
         known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        if not known and not isinstance(layer, HostLayer) and max_length(layer) < 1:
+        if not known and not isinstance(layer, HostLayer) and layer.get_max_length() < 1:
             return False
     full = [
         layer for layer in cache.layers if type(layer) is DynamicLayer and is_initialized(layer)

@@ -16,7 +16,7 @@ import pytest
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from ds_finepage import _compat
-from ds_finepage._compat.transformers import is_initialized, max_length
+from ds_finepage._compat.transformers import is_initialized
 
 ROOT = Path(_compat.__file__).parents[1]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent.name != "_compat")
@@ -149,8 +149,8 @@ def test_a_cache_layer_says_whether_it_has_its_tensors(layer: Any, expected: boo
 
 
 def test_a_cache_layer_has_a_largest_length() -> None:
-    assert max_length(StaticLayer(max_cache_len=3)) == 3
-    assert max_length(DynamicLayer()) < 1
+    assert StaticLayer(max_cache_len=3).get_max_length() == 3
+    assert DynamicLayer().get_max_length() < 1
 
 
 def test_the_seams_find_the_names_of_transformers() -> None:

@@ -1,0 +1,130 @@
+"""What needs an accelerator: equality, the budget, and a host that never waits in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import ds_finepage
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.execution.reload_sources import ReloadSources
+from tests.accelerator.subjects import AMPLE, plain_on
+from tests.integration.families import SLOW_LINK, logits, make_model, token_ids, tokens
+
+NEW_TOKENS = 12
+FAMILIES = ("llama", "gpt2")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def plain_results(model: Any, ids: torch.Tensor, device: torch.device, **options: Any) -> Any:
+    """Return logits and tokens of plain transformers, in host memory."""
+    where = plain_on(device)
+    plain = model.to(where)
+    plain.generation_config.disable_compile = True
+    found = tokens(plain, ids.to(where), NEW_TOKENS, **options)
+    return logits(plain, ids.to(where)).cpu(), found.cpu()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_equal_and_the_budget_holds_from_attach_to_detach(
+    device: torch.device, family: str, dtype: torch.dtype
+) -> None:
+    torch._dynamo.reset()
+    ids, given = token_ids(7), token_ids(7).to(device)
+    wanted, wanted_tokens = plain_results(make_model(family, dtype), ids, device)
+    model = make_model(family, dtype)
+    handle = ds_finepage.attach(model, device_budget=AMPLE, device=device)
+    logits(model, given)
+    tokens(model, given, NEW_TOKENS)
+    least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
+    handle.detach()
+    for budget in (least, (least + needed) // 2, needed):
+        model = make_model(family, dtype)
+        torch._dynamo.reset()
+        with DeviceMeter(device) as meter:
+            handle = ds_finepage.attach(model, device_budget=budget, device=device)
+            assert torch.equal(logits(model, given).cpu(), wanted)
+            assert torch.equal(tokens(model, given, NEW_TOKENS).cpu(), wanted_tokens)
+            handle.detach()
+        assert meter.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_never_waits_inside_a_pass(
+    device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    set_mode = torch.get_device_module(device).set_sync_debug_mode
+    gather = ReloadSources.gather_rows
+
+    def gather_before_the_pass(sources: ReloadSources, args: Sequence[Any]) -> None:
+        """Let the host have the indices of an embedding, which it waits for before a pass."""
+        set_mode("default")
+        gather(sources, args)
+        set_mode("error")
+
+    monkeypatch.setattr(ReloadSources, "gather_rows", gather_before_the_pass)
+    ids = token_ids(7).to(device)
+    model = make_model(family, torch.bfloat16)
+    handle = ds_finepage.attach(model, device_budget=AMPLE, device=device)
+    logits(model, ids)
+    least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
+    handle.replan(budget_bytes=(least + needed) // 2)
+    logits(model, ids)
+    set_mode("error")
+    try:
+        logits(model, ids)
+    finally:
+        set_mode("default")
+    handle.detach()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_that_grows_and_one_in_host_memory_give_the_same_tokens(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    torch._dynamo.reset()
+    ids, layers = token_ids(100, batch=6), {"num_hidden_layers": 10}
+    _, wanted = plain_results(make_model("llama", dtype, **layers), ids, device, cache=None)
+    model = make_model("llama", dtype, **layers)
+    handle = ds_finepage.attach(model, device_budget="2GiB", device=device)
+
+    def grown() -> torch.Tensor:
+        return tokens(model, ids.to(device), NEW_TOKENS, cache=None).cpu()
+
+    assert torch.equal(grown(), wanted)
+    assert handle.stats.num_resident_runs
+    handle.register_op_hook()  # planned from here on
+    assert torch.equal(grown(), wanted)
+    held = 2 * 10 * 6 * (100 + NEW_TOKENS) * 64 * dtype.itemsize
+    overhead = handle.stats.min_budget_bytes - 2 * held  # what libraries take, among others
+    handle.replan(budget_bytes=max(held, overhead))
+    with DeviceMeter(device) as meter:
+        assert torch.equal(grown(), wanted)
+    assert meter.peak_bytes <= handle.stats.budget_bytes
+    handle.detach()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_that_are_not_chosen_are_not_brought_in(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    torch._dynamo.reset()
+    ids, some = token_ids(7), {"num_local_experts": 8}
+    _, wanted = plain_results(make_model("mixtral", dtype, **some), ids, device, cache=None)
+    model = make_model("mixtral", dtype, **some)
+    handle = ds_finepage.attach(model, device_budget="2GiB", device=device, profile=SLOW_LINK)
+    tokens(model, ids.to(device), NEW_TOKENS, cache=None)
+    handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+    with DeviceMeter(device) as meter:
+        found = tokens(model, ids.to(device), NEW_TOKENS, cache=None)
+    assert torch.equal(found.cpu(), wanted)
+    assert meter.peak_bytes <= handle.stats.budget_bytes
+    step = max(handle.stats.passes, key=lambda p: p.num_runs)
+    experts = sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 3)
+    assert step.last_reloaded_bytes <= experts // 4 + handle.stats.weight_bytes - experts
+    handle.detach()
