@@ -30,8 +30,9 @@ FLOORS = {
     "whatif": 6,
     "api": 7,
     "integrations.deepspeed": 8,
-    "cli": 9,
-    "run": 9,
+    "compare": 9,
+    "run": 10,
+    "cli": 10,
 }
 TORCH_FREE = ("errors", "units", "config", "files", "graph", "checker", "planning", "reporting")
 HEAVY = ("torch", "deepspeed", "transformers")
