@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -33,7 +33,7 @@ from ds_finepage._compat.torch import (
 )
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
-from ds_finepage.capture.lengths import size_of
+from ds_finepage.capture.lengths import Size, size_of
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError
@@ -158,21 +158,42 @@ class Recording:
         sizes: list[Any] = [buffer.nbytes for buffer in self.recorder.buffers]
         for view in self.recorder.tensors:
             sizes += [*view.shape, *view.stride, view.offset]
-        expressions = {s for s in sizes if not isinstance(s, int)}
-        return frozenset(str(symbol) for e in expressions for symbol in e.free_symbols)
+        return _symbols_of(sizes)
 
     def only_deciding(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return those of the sizes that a plan depends on."""
         return tuple(size for name, size in sizes.items() if name in self.deciding)
 
+    @cached_property
+    def capacities(self) -> frozenset[str]:
+        """The symbols that a state is as large as: it has room for rows that come later."""
+        states = (b for b in self.recorder.buffers if b.kind is BufferKind.INPUT and b.is_written)
+        return _symbols_of(b.nbytes for b in states)
+
     def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes to plan for; symbols that are but counted with stay as they are."""
-        deciding = {name: value for name, value in values.items() if name in self.deciding}
-        return {**values, **upper_end(deciding)}
+        """Return the sizes to plan for; symbols that are but counted with stay as they are.
+
+        Sizes that grow stay below the capacity of a state.
+        """
+        rooms = {n: v for n, v in values.items() if n in self.deciding & self.capacities}
+        # A room has a row for the new token, and one that stays free.
+        more = 2 if rooms else 0
+        others = {n: v + more for n, v in values.items() if n in self.deciding - self.capacities}
+        ends = {**values, **upper_end(others)}
+        ends.update((name, upper_end({name: size})[name]) for name, size in rooms.items())
+        growing = self.growing(values)
+        while rooms and not self.admits(ends) and all(ends[n] > values[n] for n in growing):
+            ends.update((name, ends[name] - 1) for name in growing)
+        return ends
+
+    def growing(self, values: Mapping[str, int]) -> frozenset[str]:
+        """Return the symbols that grow from step to step."""
+        names = self.deciding - self.capacities or self.deciding
+        return growing_sizes({n: v for n, v in values.items() if n in names})
 
     def grown(self, values: Mapping[str, int], more: int) -> dict[str, int]:
         """Return the sizes of a call whose growing sizes are larger by ``more``."""
-        growing = self._growing(values)
+        growing = self.growing(values)
         return {n: v + more if n in growing else v for n, v in values.items()}
 
     def room_to_grow(self, values: Mapping[str, int], has_room: Callable[[TaskGraph], bool]) -> int:
@@ -182,7 +203,7 @@ class Recording:
             values: The sizes of the call.
             has_room: Tells whether a taskgraph has room.
         """
-        top, growing = self.upper_end(values), self._growing(values)
+        top, growing = self.upper_end(values), self.growing(values)
         least, most = 0, max((top[name] - values[name] for name in growing), default=0)
         while least < most:
             middle = (least + most + 1) // 2
@@ -192,9 +213,6 @@ class Recording:
             else:
                 most = middle - 1
         return least
-
-    def _growing(self, values: Mapping[str, int]) -> frozenset[str]:
-        return growing_sizes({n: v for n, v in values.items() if n in self.deciding})
 
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether the recording is that of a call with these sizes too."""
@@ -354,6 +372,11 @@ def _qualified_name(path: str) -> str:
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     path = re.sub(r"^L\.self\.?|^L\.\w+\.?", "", path)
     return path.replace("_modules.", "").replace("._modules", "").strip(".")
+
+
+def _symbols_of(sizes: Iterable[Size]) -> frozenset[str]:
+    expressions = {size for size in sizes if not isinstance(size, int)}
+    return frozenset(str(symbol) for e in expressions for symbol in e.free_symbols)
 
 
 def upper_end(values: Mapping[str, int]) -> dict[str, int]:

@@ -1,15 +1,17 @@
-"""Runs forwards that carry a KV cache; moves the cache to host memory when it does not fit."""
+"""Runs forwards that carry a KV cache: with room behind its rows, or with its rows on the host."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.integrations.transformers.handed_out import HandedOut, copied
+from ds_finepage.integrations.transformers.handed_out import HandedOut, copied, own_layers
 from ds_finepage.integrations.transformers.host_cache import (
     caches_among,
     host_layers,
@@ -18,28 +20,49 @@ from ds_finepage.integrations.transformers.host_cache import (
     take_back,
     with_cache,
 )
+from ds_finepage.integrations.transformers.room import (
+    RoomLayer,
+    ample_rows,
+    few_rows,
+    room_layers,
+)
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.stats import Counters
 
 
-class KVOffload:
-    """Runs calls on the device; repeats a refused call with its KV cache in host memory.
+TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""Arguments of a call that have an entry for each new token."""
 
-    Weights make way first: the arena is the rest of the budget beside the cache.
+
+class KVOffload:
+    """Runs calls on the device; repeats a refused call with its KV cache in less memory.
+
+    Weights make way first: the arena is the rest of the budget beside the cache. Then the room
+    behind the rows becomes small, and at last the cache moves to host memory.
     """
 
-    def __init__(self, counters: Counters, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        pinned: bool,
+        make_room: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         """Start without a cache.
 
         Args:
             counters: Counts the caches that move.
             pinned: Whether host memory is to be pinned.
+            make_room: Frees the device memory that is ours, if so many bytes are not free.
         """
         self._counters = counters
+        self._make_room = make_room
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handed_out = HandedOut(pinned=pinned)
         self._num_generations = 0  # nested ones count each
+        self._longest: int | None = None  # rows, in the generation that goes on
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._tight: weakref.WeakSet[Any] = weakref.WeakSet()  # caches with little room
 
     @property
     def is_generating(self) -> bool:
@@ -47,14 +70,21 @@ class KVOffload:
         return self._num_generations > 0
 
     @contextmanager
-    def generation(self) -> Iterator[None]:
-        """Give callers their own cache layers back at the end of a generation, not at each step."""
+    def generation(self, longest: int | None = None) -> Iterator[None]:
+        """Give callers their own cache layers back at the end of a generation, not at each step.
+
+        Args:
+            longest: Rows of the cache at the end; None if that is not known.
+        """
+        if not self._num_generations:
+            self._longest = longest
         self._num_generations += 1
         try:
             yield
         finally:
             self._num_generations -= 1
             if not self._num_generations:
+                self._longest = None
                 for cache in list(self._of_generation):
                     self._handed_out.hand_out(cache)
                 self._of_generation.clear()
@@ -107,42 +137,73 @@ class KVOffload:
             self._hand_out(own.caches(growing=True))
 
     def _call(self, call: CapturedCall, *, may_move: bool) -> Any:
-        caches = call.caches()
-        for layer in host_layers(caches):
-            layer.prepare()
-        before = seen_lengths(caches)
+        self._give_room(call)
         refusal: PlanInfeasibleError | None = None
         try:
-            try:
-                result = call.run()
-            except PlanInfeasibleError as error:
-                # Behind a graph break a part of the forward may have run already.
-                if not take_back(before) or not may_move:
-                    raise
-                call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
-                caches = call.caches()
-                if not self._move(call):
-                    raise
-                refusal = error.bare()
-            if refusal is not None:  # the frames of the error are gone, and the tensors they held
-                result = self._repeat(call, refusal)
+            while True:
+                for moved in host_layers(call.caches()):
+                    moved.prepare()
+                before = seen_lengths(call.caches())
+                try:
+                    result = call.run()
+                    break
+                except PlanInfeasibleError as error:
+                    # Behind a graph break a part of the forward may have run already.
+                    if not take_back(before):
+                        raise
+                    refusal = _lesser(refusal, error.bare())
+                # The frames of the error are gone, and the tensors that they held.
+                if not self._save_memory(call, may_move=may_move):
+                    raise refusal
         except BaseException:
-            for layer in host_layers(caches):
+            for layer in own_layers(call.caches()):
                 layer.forget_new()
             raise
-        for layer in host_layers(caches):
+        for layer in own_layers(call.caches()):
             layer.settle()
         return result
 
-    def _repeat(self, call: CapturedCall, refusal: PlanInfeasibleError) -> Any:
-        """Repeat a refused call after its caches moved; report the lesser of two needs."""
-        try:
-            return call.run()
-        except PlanInfeasibleError as error:
-            needs = (refusal.min_budget_bytes, error.min_budget_bytes)
-            if None not in needs and needs[0] < needs[1]:  # type: ignore[operator]
-                raise refusal from None
-            raise
+    def _give_room(self, call: CapturedCall) -> None:
+        """Give the layers of a call room for its new rows."""
+        for cache in call.caches(growing=True):
+            layers = room_layers([cache])
+            if not layers:
+                continue
+            num_new = _num_new(call)
+            capacity = few_rows if cache in self._tight else ample_rows
+            self._resize(
+                [
+                    (layer, capacity(layer.get_seq_length() + num_new, self._longest))
+                    for layer in layers
+                    if layer.get_seq_length() + num_new >= layer.capacity
+                ]
+            )
+
+    def _resize(self, wanted: Sequence[tuple[RoomLayer, int]]) -> None:
+        """Move the rows of layers into rooms of other capacities."""
+        if wanted:
+            largest = max(layer.room_bytes for layer, _ in wanted)
+            self._make_room(largest + sum(layer.growth_bytes(rows) for layer, rows in wanted))
+        for layer, capacity in wanted:
+            layer.resize(capacity)
+
+    def _save_memory(self, call: CapturedCall, *, may_move: bool) -> bool:
+        """Let the caches of a refused call take less device memory; return False if none can."""
+        num_new, smaller = _num_new(call), []
+        for cache in call.caches(growing=True):
+            if cache not in self._tight:
+                self._tight.add(cache)
+                for layer in room_layers([cache]):
+                    rows = few_rows(layer.get_seq_length() + num_new, self._longest)
+                    if rows < layer.capacity:
+                        smaller.append((layer, rows))
+        if smaller:
+            self._resize(smaller)
+            return True
+        if not may_move:
+            return False
+        call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
+        return self._move(call) > 0
 
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""
@@ -157,3 +218,18 @@ class KVOffload:
                 self._of_generation.add(cache)
             else:
                 self._handed_out.hand_out(cache)
+
+
+def _num_new(call: CapturedCall) -> int:
+    """Return how many tokens a call adds to its caches; 0 where its arguments do not tell."""
+    given = [call.kwargs.get(name) for name in TOKENS] + list(call.args[:1])
+    found = next((value for value in given if isinstance(value, torch.Tensor)), None)
+    return 0 if found is None or found.dim() < 2 else found.shape[1]
+
+
+def _lesser(before: PlanInfeasibleError | None, now: PlanInfeasibleError) -> PlanInfeasibleError:
+    """Return the refusal that needs less."""
+    if before is None or None in (before.min_budget_bytes, now.min_budget_bytes):
+        return now
+    assert before.min_budget_bytes is not None and now.min_budget_bytes is not None
+    return before if before.min_budget_bytes < now.min_budget_bytes else now

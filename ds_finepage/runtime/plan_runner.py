@@ -15,6 +15,7 @@ from ds_finepage.execution.executor import OpHook, PassCounters
 from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState, Memory
@@ -69,7 +70,9 @@ class PlanRunner:
         self.counters = Counters()
         self.hooks: list[OpHook] = []
         self.live = live or LiveTensors()
-        self.kv_offload = KVOffload(self.counters, pinned=settings.pins_memory)
+        self.kv_offload = KVOffload(
+            self.counters, pinned=settings.pins_memory, make_room=self._make_room
+        )
         maker = PassMaker(meter, model_bytes=weights.block_bytes, free_device=memory.to_released)
         self.table = PassTable(maker, self.counters, on_unplanned or self.warn_unplanned)
         self._weights = weights
@@ -128,6 +131,16 @@ class PlanRunner:
             PlanInfeasibleError: There is no room, wherever the KV cache is.
         """
         return self.kv_offload.call(call, may_move=self.settings.moves_kv_caches)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Free the device memory that is ours, if so many bytes are not free.
+
+        Args:
+            nbytes: Bytes that a KV cache is about to take.
+        """
+        taken = self.memory.held_bytes + self.live.bytes_beside(()) + HOST_PROGRAM_SLACK_BYTES
+        if taken + nbytes > self.settings.budget_bytes:
+            self.memory.to_released()
 
     # One call of a graph.
 
