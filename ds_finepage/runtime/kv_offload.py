@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.integrations.transformers.handed_out import HandedOut, copied, own_layers
+from ds_finepage.integrations.transformers.handed_out import (
+    HandedOut,
+    copied,
+    own_layers,
+    rows_on_device,
+)
 from ds_finepage.integrations.transformers.host_cache import (
     caches_among,
     host_layers,
@@ -29,9 +34,12 @@ from ds_finepage.integrations.transformers.room import (
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.stats import Counters
 
-
 TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 """Arguments of a call that have an entry for each new token."""
+
+MakeRoom = Callable[[Sequence[torch.Tensor], int, int], bool]
+"""Makes room for a KV cache: its present tensors, the bytes of the next ones, and the most bytes
+that there are while the rows move. Returns False if only the next ones have room."""
 
 
 class KVOffload:
@@ -46,17 +54,20 @@ class KVOffload:
         counters: Counters,
         *,
         pinned: bool,
-        make_room: Callable[[int], None] = lambda nbytes: None,
+        make_room: MakeRoom = lambda rooms, nbytes, most: True,
+        note_live: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
         """Start without a cache.
 
         Args:
             counters: Counts the caches that move.
             pinned: Whether host memory is to be pinned.
-            make_room: Frees the device memory that is ours, if so many bytes are not free.
+            make_room: Makes room for rows that move.
+            note_live: Called with the rows that a caller gets.
         """
         self._counters = counters
         self._make_room = make_room
+        self._note_live = note_live
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handed_out = HandedOut(pinned=pinned)
         self._num_generations = 0  # nested ones count each
@@ -85,9 +96,9 @@ class KVOffload:
             self._num_generations -= 1
             if not self._num_generations:
                 self._longest = None
-                for cache in list(self._of_generation):
-                    self._handed_out.hand_out(cache)
+                caches = list(self._of_generation)
                 self._of_generation.clear()
+                self._hand_out(caches)
 
     def with_own_caches(self, args: Any, kwargs: Any) -> Any:
         """Copy the caches among the arguments of a call; the copies share the tensors.
@@ -137,14 +148,15 @@ class KVOffload:
             self._hand_out(own.caches(growing=True))
 
     def _call(self, call: CapturedCall, *, may_move: bool) -> Any:
-        self._give_room(call)
         refusal: PlanInfeasibleError | None = None
+        shrinks = False
         try:
             while True:
                 for moved in host_layers(call.caches()):
                     moved.prepare()
                 before = seen_lengths(call.caches())
                 try:
+                    self._give_room(call, shrinks=shrinks)
                     result = call.run()
                     break
                 except PlanInfeasibleError as error:
@@ -153,7 +165,8 @@ class KVOffload:
                         raise
                     refusal = _lesser(refusal, error.bare())
                 # The frames of the error are gone, and the tensors that they held.
-                if not self._save_memory(call, may_move=may_move):
+                shrinks = self._tighten(call)
+                if not shrinks and not (may_move and self._move(call)):
                     raise refusal
         except BaseException:
             for layer in own_layers(call.caches()):
@@ -163,50 +176,62 @@ class KVOffload:
             layer.settle()
         return result
 
-    def _give_room(self, call: CapturedCall) -> None:
-        """Give the layers of a call room for its new rows."""
-        for cache in call.caches(growing=True):
-            layers = room_layers([cache])
-            if not layers:
-                continue
-            num_new = _num_new(call)
-            capacity = few_rows if cache in self._tight else ample_rows
-            self._resize(
-                [
-                    (layer, capacity(layer.get_seq_length() + num_new, self._longest))
-                    for layer in layers
-                    if layer.get_seq_length() + num_new >= layer.capacity
-                ]
-            )
+    def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
+        """Give the layers of a call room for its new rows.
 
-    def _resize(self, wanted: Sequence[tuple[RoomLayer, int]]) -> None:
-        """Move the rows of layers into rooms of other capacities."""
-        if wanted:
-            largest = max(layer.room_bytes for layer, _ in wanted)
-            self._make_room(largest + sum(layer.growth_bytes(rows) for layer, rows in wanted))
-        for layer, capacity in wanted:
-            layer.resize(capacity)
+        Args:
+            call: The call.
+            shrinks: Whether rooms that are larger than need be become smaller.
 
-    def _save_memory(self, call: CapturedCall, *, may_move: bool) -> bool:
-        """Let the caches of a refused call take less device memory; return False if none can."""
-        num_new, smaller = _num_new(call), []
+        Raises:
+            PlanInfeasibleError: The budget has no room for the rows.
+        """
+        num_new = _num_new(call)
         for cache in call.caches(growing=True):
-            if cache not in self._tight:
-                self._tight.add(cache)
-                for layer in room_layers([cache]):
-                    rows = few_rows(layer.get_seq_length() + num_new, self._longest)
-                    if rows < layer.capacity:
-                        smaller.append((layer, rows))
-        if smaller:
-            self._resize(smaller)
-            return True
-        if not may_move:
-            return False
-        call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
-        return self._move(call) > 0
+            enough = few_rows if cache in self._tight else ample_rows
+            layers, wanted = room_layers([cache]), {}
+            for layer in layers:
+                num_rows = layer.get_seq_length() + num_new
+                capacity = enough(num_rows, self._longest)
+                if num_rows >= layer.capacity or (shrinks and capacity < layer.capacity):
+                    wanted[layer] = capacity
+            if wanted:
+                self._resize(layers, wanted)
+
+    def _resize(self, layers: Sequence[RoomLayer], capacities: Mapping[RoomLayer, int]) -> None:
+        """Move the rows of layers into rooms of other capacities.
+
+        Args:
+            layers: All layers of a cache.
+            capacities: The rows of the new rooms, for layers that get some.
+
+        Raises:
+            PlanInfeasibleError: The budget has no room for the rows.
+        """
+        rooms = [room for layer in layers for room in layer.rooms]
+        before = [room.untyped_storage().nbytes() for room in rooms]
+        after = [n for x in layers for n in x.room_bytes(capacities.get(x, x.capacity))]
+        by_host = False
+        if rooms:
+            most = max(sum(before), sum(after)) + max(*before, *after)
+            by_host = not self._make_room(rooms, sum(after), most)
+        del rooms  # each is freed as soon as its rows have moved
+        for layer, capacity in capacities.items():
+            layer.resize(capacity, by_host=by_host)
+
+    def _tighten(self, call: CapturedCall) -> bool:
+        """Give the caches of a refused call little room from now on; False if they have no more."""
+        loose = [cache for cache in call.caches(growing=True) if cache not in self._tight]
+        self._tight.update(loose)
+        num_new = _num_new(call)
+        return any(
+            few_rows(layer.get_seq_length() + num_new, self._longest) < layer.capacity
+            for layer in room_layers(loose)
+        )
 
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""
+        call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
         num_moved = sum(self._handed_out.move(cache) for cache in call.caches(growing=True))
         self._counters.num_caches_on_host += num_moved
         return num_moved
@@ -218,6 +243,7 @@ class KVOffload:
                 self._of_generation.add(cache)
             else:
                 self._handed_out.hand_out(cache)
+                self._note_live(rows_on_device(cache))
 
 
 def _num_new(call: CapturedCall) -> int:

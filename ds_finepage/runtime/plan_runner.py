@@ -71,7 +71,10 @@ class PlanRunner:
         self.hooks: list[OpHook] = []
         self.live = live or LiveTensors()
         self.kv_offload = KVOffload(
-            self.counters, pinned=settings.pins_memory, make_room=self._make_room
+            self.counters,
+            pinned=settings.pins_memory,
+            make_room=self._make_room,
+            note_live=self.live.note_more,
         )
         maker = PassMaker(meter, model_bytes=weights.block_bytes, free_device=memory.to_released)
         self.table = PassTable(maker, self.counters, on_unplanned or self.warn_unplanned)
@@ -132,15 +135,35 @@ class PlanRunner:
         """
         return self.kv_offload.call(call, may_move=self.settings.moves_kv_caches)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Free the device memory that is ours, if so many bytes are not free.
+    def _make_room(self, rooms: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
+        """Make room for a KV cache that moves to other tensors; the arena makes way.
 
         Args:
-            nbytes: Bytes that a KV cache is about to take.
+            rooms: Its tensors.
+            nbytes: Bytes that it has then.
+            most: The most bytes that it has while its rows move.
+
+        Returns:
+            False if the budget has no room for the most bytes.
+
+        Raises:
+            PlanInfeasibleError: The budget has no room for the bytes that it has then.
         """
-        taken = self.memory.held_bytes + self.live.bytes_beside(()) + HOST_PROGRAM_SLACK_BYTES
-        if taken + nbytes > self.settings.budget_bytes:
+        budget_bytes = self.settings.budget_bytes
+        beside = self.live.bytes_beside(rooms) + HOST_PROGRAM_SLACK_BYTES
+        beside += self.table.maker.meter.library_bytes
+        if nbytes + beside > budget_bytes:
+            need = nbytes + beside
+            raise PlanInfeasibleError(
+                f"the KV cache takes {nbytes} bytes with room for new rows, beside {beside} bytes "
+                f"of the caller, which makes min_budget_bytes {need}; device_budget is "
+                f"{budget_bytes} bytes. Raise finepage.device_budget to >= {need} or lower the "
+                f"batch, the beams or max_new_tokens.",
+                need,
+            )
+        if most + beside + self.memory.held_bytes > budget_bytes:
             self.memory.to_released()
+        return most + beside <= budget_bytes
 
     # One call of a graph.
 

@@ -91,11 +91,17 @@ class HandedOut:
             cache.layers[index] = outside
 
     def bring_back(self) -> None:
-        """Bring all caches to the device, when the model is detached."""
-        for cache in list(self._pairs):
+        """Bring all caches to the device, without room, when the model is detached."""
+        for cache, pairs in list(self._pairs.items()):
+            with_room = {id(outside) for outside, own in pairs if isinstance(own, RoomLayer)}
             for layer in cache.layers:
-                if type(layer) is DynamicLayer and _is_offloaded(layer):
+                if type(layer) is not DynamicLayer or not is_initialized(layer):
+                    continue
+                if _is_offloaded(layer):
                     layer.prefetch()
+                elif id(layer) in with_room:
+                    layer.keys = torch.Tensor.contiguous(layer.keys)
+                    layer.values = torch.Tensor.contiguous(layer.values)
         self._pairs.clear()
 
 
@@ -103,6 +109,13 @@ def own_layers(caches: Iterable[Cache]) -> list[OwnLayer]:
     """List the layers of caches that are those of a run."""
     layers = (layer for cache in caches for layer in cache.layers)
     return [layer for layer in layers if isinstance(layer, (HostLayer, RoomLayer))]
+
+
+def rows_on_device(cache: Cache) -> list[torch.Tensor]:
+    """List the rows of a cache that its callers see, without those in host memory."""
+    layers = [x for x in cache.layers if type(x) is DynamicLayer and not _is_offloaded(x)]
+    rows = [rows for layer in layers for rows in (layer.keys, layer.values)]
+    return [tensor for tensor in rows if tensor is not None]
 
 
 def copied(values: Any, caches: Iterable[Cache]) -> Any:

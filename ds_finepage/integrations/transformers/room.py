@@ -11,10 +11,20 @@ A room has at least one row more than there are live ones. The live rows are the
 room. If they were, they would be contiguous, and torch would take them for another kind of tensor:
 Dynamo would compile the model once more for that step.
 
-[Note: who may write behind rows]
+[Note: who may write]
 Rows are written into a room only behind all rows that a caller has seen. A caller that cuts its
 cache, or that puts other tensors into it, gets a new room, and the rows are copied into that. So no
 tensor that a caller keeps ever changes.
+
+[Note: how rooms grow]
+A full room is left for a larger one, and its rows are copied. A generation that tells its length
+gets a room for all of it at the next copy, and other calls one of the next power of two, which is
+also the length that their passes are planned for. So a row is copied about once on average. Where
+that has no room in the budget, a room grows by an eighth, and a row is copied about eight times.
+The whole room counts in the budget, as the state of the pass. While one tensor moves, its old and
+new rooms exist together, and the other tensors once. The arena is freed if the budget has no room
+for that beside it. Where even that is not enough, rows move by way of host memory: the old room is
+freed before the new one is made.
 """
 
 from __future__ import annotations
@@ -28,6 +38,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ds_finepage._compat.transformers import is_initialized
+from ds_finepage.execution.host_ops import host_bytes
+from ds_finepage.planning.budget import SELECTED_PARTS
 
 MIN_ROWS = 16
 LITTLE_ROOM = 8
@@ -114,8 +126,7 @@ class RoomLayer(DynamicLayer):
         if rows is None or rows.numel() == 0:
             self.lengths = lengths_of(0, self.lengths.shape[1])
             return None
-        is_prefix = room is not None and room.data_ptr() == rows.data_ptr()
-        if not is_prefix or room is None or room.stride() != rows.stride():
+        if room is None or not _is_prefix(rows, room):
             room = rows
         self.lengths = lengths_of(rows.shape[2], room.shape[2])
         return room
@@ -157,6 +168,11 @@ class RoomLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Return the number of live tokens."""
         return self._num_rows if self.is_initialized else 0
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.keys = self.values = None
+        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, as the version of transformers does it.
@@ -212,46 +228,45 @@ class RoomLayer(DynamicLayer):
         self.num_new = 0
 
     @property
-    def room_bytes(self) -> int:
-        """The bytes of the larger room."""
-        rooms = (self.key_room, self.value_room)
-        return max(room.nbytes if room is not None else 0 for room in rooms)
+    def rooms(self) -> list[torch.Tensor]:
+        """The rooms of keys and of values, if there are any."""
+        return [room for room in (self.key_room, self.value_room) if room is not None]
 
-    def growth_bytes(self, capacity: int) -> int:
-        """Return by how many bytes the rooms grow.
+    def room_bytes(self, capacity: int) -> list[int]:
+        """Return the bytes of rooms for so many rows."""
+        return [room.nbytes // room.shape[2] * capacity for room in self.rooms]
 
-        Args:
-            capacity: The rows of the new rooms.
-        """
-        rooms = [room for room in (self.key_room, self.value_room) if room is not None]
-        return sum(room.nbytes // room.shape[2] * (capacity - room.shape[2]) for room in rooms)
-
-    def resize(self, capacity: int) -> None:
-        """Move to rooms of another capacity; keys first, so that few bytes are there twice.
+    def resize(self, capacity: int, *, by_host: bool = False) -> None:
+        """Move to rooms of another capacity, keys first; see [Note: how rooms grow].
 
         Args:
             capacity: The rows of the new rooms, at least the live ones.
+            by_host: Free each old room before its new one is made.
         """
         num_rows = self.lengths.shape[0]
-        if self.key_room is not None and self.value_room is not None:
-            with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
-                self.key_room = _moved(self.key_room, num_rows, capacity)
-                self.value_room = _moved(self.value_room, num_rows, capacity)
+        with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
+            for name in ("key_room", "value_room"):
+                room = getattr(self, name)
+                if room is None:
+                    continue
+                live, like = room.narrow(2, 0, num_rows), room.new_empty(0)
+                if by_host:
+                    live, room = _on_host(live), None
+                    setattr(self, name, None)
+                found = like.new_empty((*live.shape[:2], capacity, live.shape[3]))
+                found.narrow(2, 0, num_rows).copy_(live)
+                setattr(self, name, found)
         self.lengths = lengths_of(num_rows, capacity)
 
     def take(self, layer: DynamicLayer) -> None:
-        """Take the state of a caller's layer; see [Note: one row more]
-        A room has at least one row more than there are live ones. The live rows are then never the whole
-        room. If they were, they would be contiguous, and torch would take them for another kind of tensor:
-        Dynamo would compile the model once more for that step.
-
-        [Note: who may write behind rows]."""
+        """Take the state of a caller's layer, which keeps no tensor; see [Note: who may write]."""
         self.is_initialized = is_initialized(layer)
         if not self.is_initialized:
             self.keys = self.values = None
             return
         self.dtype, self.device = layer.dtype, layer.device
         keys, values = layer.keys, layer.values
+        layer.keys = layer.values = None  # else old rows stay when they move to larger rooms
         if self._seen is None or self._seen[0]() is not keys or self._seen[1]() is not values:
             self.keys, self.values = keys, values
             return
@@ -279,12 +294,29 @@ def _moved(room: torch.Tensor, num_rows: int, capacity: int) -> torch.Tensor:
     return found
 
 
+def _is_prefix(rows: torch.Tensor, room: torch.Tensor) -> bool:
+    if rows.data_ptr() != room.data_ptr() or rows.stride() != room.stride():
+        return False
+    return room.narrow(2, 0, min(rows.shape[2], room.shape[2])).shape == rows.shape
+
+
 def _selected(room: torch.Tensor, num_rows: int, sequences: torch.Tensor) -> torch.Tensor:
+    """Return a room with these sequences of the batch; the same room for as many sequences."""
     with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
+        if len(sequences) == len(room):
+            step = -(-num_rows // SELECTED_PARTS)
+            for live in room.narrow(2, 0, num_rows).split(max(1, step), dim=2):
+                live.copy_(live.index_select(0, sequences))
+            return room
         found = room.new_empty((len(sequences), *room.shape[1:]))
         chosen = found.narrow(2, 0, num_rows)
         torch.index_select(room.narrow(2, 0, num_rows), 0, sequences, out=chosen)
     return found
+
+
+def _on_host(rows: torch.Tensor) -> torch.Tensor:
+    found = host_bytes(rows.numel() * rows.itemsize, pinned=False).view(rows.dtype)
+    return found.view(rows.shape).copy_(rows)
 
 
 def _room_of(rows: torch.Tensor, capacity: int) -> torch.Tensor:
