@@ -95,13 +95,10 @@ class HandedOut:
         for cache, pairs in list(self._pairs.items()):
             with_room = {id(outside) for outside, own in pairs if isinstance(own, RoomLayer)}
             for layer in cache.layers:
-                if type(layer) is not DynamicLayer or not is_initialized(layer):
-                    continue
-                if _is_offloaded(layer):
+                if type(layer) is DynamicLayer and _is_offloaded(layer):
                     layer.prefetch()
-                elif id(layer) in with_room:
-                    layer.keys = torch.Tensor.contiguous(layer.keys)
-                    layer.values = torch.Tensor.contiguous(layer.values)
+                elif id(layer) in with_room and layer.keys is not None and layer.values is not None:
+                    layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
         self._pairs.clear()
 
 
