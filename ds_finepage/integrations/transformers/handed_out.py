@@ -92,13 +92,13 @@ class HandedOut:
 
     def bring_back(self) -> None:
         """Bring all caches to the device, without room, when the model is detached."""
-        for cache, pairs in list(self._pairs.items()):
-            with_room = {id(outside) for outside, own in pairs if isinstance(own, RoomLayer)}
-            for layer in cache.layers:
-                if type(layer) is DynamicLayer and _is_offloaded(layer):
-                    layer.prefetch()
-                elif id(layer) in with_room and layer.keys is not None and layer.values is not None:
-                    layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
+        for pairs in list(self._pairs.values()):
+            for outside, own in pairs:
+                keys, values = outside.keys, outside.values
+                if _is_offloaded(outside):
+                    outside.prefetch()
+                elif isinstance(own, RoomLayer) and keys is not None and values is not None:
+                    outside.keys, outside.values = keys.contiguous(), values.contiguous()
         self._pairs.clear()
 
 
