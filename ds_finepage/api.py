@@ -12,7 +12,7 @@ and a machine that need not be there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from ds_finepage.execution.disk_cache import open_plan_folder
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, probe
 from ds_finepage.execution.stores import TakeWeights, WeightTable
+from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
@@ -173,27 +174,34 @@ def attach(
 
     Raises:
         ConfigError: A setting or the device cannot be used, or the budget is above the device.
-        StoreError: A parameter has no data.
+        StoreError: A parameter has no data, or is a subclass that cannot be taken apart.
         DeviceMemoryError: The device has no room for the budget; the module is as it was.
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
-    weights = WeightTable(take(dict(module.named_parameters()), where), where)
-    budget_bytes = resolve_budget(config, weights.nbytes, where)
-    scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
-    try:
-        run_settings = RunSettings(
-            config=config,
-            device=where,
-            budget_bytes=budget_bytes,
-            profile=profile or probe(where, scratch_bytes=scratch_bytes),
-            plan_dir=plan_dir,
-        )
-        return Handle(module, weights, run_settings, take=take, around_call=around_call)
-    except torch.OutOfMemoryError as error:
-        raise DeviceMemoryError.of(error, where, budget_bytes) from error
+    with ExitStack() as undo:
+        apart = TakenApart(module)
+        undo.callback(apart.restore)
+        weights = WeightTable(take(dict(module.named_parameters()), where), where)
+        budget_bytes = resolve_budget(config, weights.nbytes, where)
+        scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
+        try:
+            run_settings = RunSettings(
+                config=config,
+                device=where,
+                budget_bytes=budget_bytes,
+                profile=profile or probe(where, scratch_bytes=scratch_bytes),
+                plan_dir=plan_dir,
+            )
+            handle = Handle(
+                module, weights, run_settings, apart=apart, take=take, around_call=around_call
+            )
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError.of(error, where, budget_bytes) from error
+        undo.pop_all()
+        return handle
 
 
 def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.device) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 ENGINE = "DeepSpeedEngine"
 ENGINE_SANITY_CHECK = "_do_sanity_check"
 ENGINE_CONFIGURE = "_configure_zero_optimizer"
+ENGINE_TAKE_MODEL = "_configure_distributed_model"
 ENGINE_OFFLOAD = "DeepSpeedZeRoOffload"
 """The class that an engine builds for ZeRO stage 3 without an optimizer; looked up by name."""
 

@@ -14,6 +14,7 @@ from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import RunningCall
 from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
+from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.integrations.transformers.preflight import Preflight
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.captured_call import CapturedCall
@@ -41,6 +42,7 @@ class CallTaker:
         weights: WeightTable,
         runner: PlanRunner,
         *,
+        apart: TakenApart,
         take: TakeWeights,
         around_call: AroundCall,
     ) -> None:
@@ -50,6 +52,7 @@ class CallTaker:
             module: The model.
             weights: Its host masters, installed in its parameters.
             runner: Runs graph calls by plan.
+            apart: The parameters that are taken apart.
             take: Makes host masters of parameters that the model gets later.
             around_call: Makes a context that holds while the model runs.
         """
@@ -59,6 +62,7 @@ class CallTaker:
         self._module = module
         self._weights = weights
         self._runner = runner
+        self._apart = apart
         self._take = take
         self._around_call = around_call
         self._num_graphs = 0
@@ -174,6 +178,7 @@ class CallTaker:
         """Take over the changes that others made to the model since the last call."""
         self.take_over(self._weights.changes())
         if self._attachment.tree.has_new_parts():
+            self._apart.take()
             self._weights.exchange(dict(self._module.named_parameters()), self._take)
             self._forget_passes()
             self._attachment.remove()

@@ -14,6 +14,7 @@ from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import TakeWeights, WeightTable
+from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
@@ -34,6 +35,7 @@ class Handle:
         weights: WeightTable,
         settings: RunSettings,
         *,
+        apart: TakenApart,
         take: TakeWeights = weights_of,
         around_call: AroundCall = nullcontext,
     ) -> None:
@@ -43,16 +45,18 @@ class Handle:
             module: The module.
             weights: Its host masters.
             settings: Everything that the user decides.
+            apart: The parameters that are taken apart.
             take: Makes host masters of parameters that the module gets later.
             around_call: Makes a context that holds while the module runs.
         """
+        self._apart = apart
         self._weights = weights
         self._memory = DeviceMemory(weights, settings)
         self._runner = PlanRunner(settings, weights, self._memory, OpMeter(settings.device))
         try:
             weights.install()
             self._calls = CallTaker(
-                module, weights, self._runner, take=take, around_call=around_call
+                module, weights, self._runner, apart=apart, take=take, around_call=around_call
             )
         except BaseException:
             weights.restore()
@@ -150,4 +154,5 @@ class Handle:
             self._memory.close()
             self._calls.remove()
             self._weights.restore()
+            self._apart.restore()
             self._runner.kv_offload.bring_back()

@@ -6,6 +6,8 @@ from tests.mutations.mutant import mutant
 
 EXECUTOR = "unit/execution/test_executor.py"
 ROOM = "unit/integrations/test_room.py"
+SEAM = "unit/integrations/test_seam.py"
+SUBCLASSES = "unit/execution/test_subclasses.py"
 RESIDENCY = "unit/execution/test_executor_residency.py"
 
 RUNNING = (
@@ -43,6 +45,56 @@ RUNNING = (
         "in (BufferKind.WEIGHT, BufferKind.CONSTANT):\n                raise",
         "in (BufferKind.CONSTANT,):\n                raise",
         "unit/capture/test_recorder.py",
+    ),
+    # Tensor subclasses.
+    mutant(
+        "a-refused-attach-leaves-subclasses-apart",
+        "api.py",
+        "        undo.callback(apart.restore)\n",
+        "",
+        "integration/test_taken_apart.py",
+    ),
+    mutant(
+        "detach-leaves-subclasses-apart",
+        "runtime/handle.py",
+        "            self._apart.restore()\n",
+        "",
+        "integration/test_taken_apart.py",
+    ),
+    mutant(
+        "later-subclasses-stay-whole",
+        "runtime/calls.py",
+        "            self._apart.take()\n",
+        "",
+        "integration/test_taken_apart.py",
+    ),
+    mutant(
+        "deepspeed-gets-subclasses",
+        "integrations/deepspeed/seam.py",
+        "    if config_of(engine).enabled:\n        from ds_finepage.execution.subclasses",
+        "    if False:\n        from ds_finepage.execution.subclasses",
+        SEAM,
+    ),
+    mutant(
+        "inner-tensors-of-a-subclass-have-bytes-of-their-own",
+        "execution/subclasses.py",
+        "        _fill(self._layout, parameter, self.leaves)\n",
+        "",
+        SUBCLASSES,
+    ),
+    mutant(
+        "a-state-dict-shows-the-parts-of-a-subclass",
+        "execution/subclasses.py",
+        "            destination[prefix + name] = parts.build(leaves)\n",
+        "            destination.update({prefix + at: leaf for at, leaf in leaves.items()})\n",
+        SUBCLASSES,
+    ),
+    mutant(
+        "dynamo-traces-how-a-subclass-is-built",
+        "execution/subclasses.py",
+        "    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]\n",
+        "",
+        SUBCLASSES,
     ),
     # Caches.
     mutant(

@@ -131,7 +131,11 @@ def test_the_seams_find_the_names_of_deepspeed() -> None:
 
     module = import_module("deepspeed.runtime.engine")
     engine = getattr(module, _compat.ENGINE)
-    assert vars(engine).keys() >= {_compat.ENGINE_CONFIGURE, _compat.ENGINE_SANITY_CHECK}
+    assert vars(engine).keys() >= {
+        _compat.ENGINE_CONFIGURE,
+        _compat.ENGINE_SANITY_CHECK,
+        _compat.ENGINE_TAKE_MODEL,
+    }
     assert hasattr(module, _compat.ENGINE_OFFLOAD)
     assert hasattr(deepspeed.zero, _compat.GATHERED_PARAMETERS)
 

@@ -1,4 +1,4 @@
-"""The seam into DeepSpeed: wraps two methods of its engine.
+"""The seam into DeepSpeed: wraps three methods of its engine.
 
 ``DeepSpeedEngine._configure_zero_optimizer`` builds a ``DeepSpeedZeRoOffload`` when ZeRO stage 3
 runs without an optimizer. If the ds_config of the engine enables finepage, the name stands for a
@@ -25,13 +25,14 @@ def install(engine_module: ModuleType) -> None:
     engine_class = getattr(engine_module, _compat.ENGINE, None)
     if engine_class is not None:  # None: the module is being imported at this moment
         wrap(engine_class, _compat.ENGINE_SANITY_CHECK, _checked)
+        wrap(engine_class, _compat.ENGINE_TAKE_MODEL, _taken)
         wrap(engine_class, _compat.ENGINE_CONFIGURE, functools.partial(_configured, engine_module))
 
 
 def uninstall(engine_module: ModuleType) -> None:
     """Unwrap the engine class."""
     engine_class = getattr(engine_module, _compat.ENGINE, object)
-    for name in (_compat.ENGINE_SANITY_CHECK, _compat.ENGINE_CONFIGURE):
+    for name in (_compat.ENGINE_SANITY_CHECK, _compat.ENGINE_TAKE_MODEL, _compat.ENGINE_CONFIGURE):
         unwrap(engine_class, name)
 
 
@@ -42,6 +43,20 @@ def _checked(
     config = config_of(engine)
     if config.enabled:
         refuse_unsupported(engine)
+    return original(*args, **kwargs)
+
+
+def _taken(
+    original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Take tensor subclasses apart before DeepSpeed moves the model and partitions it.
+
+    They stay apart: DeepSpeed has no partitions of a subclass.
+    """
+    if config_of(engine).enabled:
+        from ds_finepage.execution.subclasses import TakenApart
+
+        TakenApart(args[0] if args else kwargs["model"])
     return original(*args, **kwargs)
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("deepspeed")
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed import seam
 from ds_finepage.integrations.deepspeed.offload import FinepageOffload
+from tests.unit.execution.packed import packed_linear
 
 SUPPORTED: dict[str, Any] = {"finepage": {"enabled": True, "device_budget": "1GiB"}}
 
@@ -38,6 +39,9 @@ def engine_module() -> Any:
 
         def _do_sanity_check(self) -> str:
             return "checked"
+
+        def _configure_distributed_model(self, model: Any) -> list[str]:
+            return [name for name, _ in model.named_parameters()]
 
         def _configure_zero_optimizer(self, optimizer: Any, *, fails: bool = False) -> Any:
             if fails:
@@ -79,6 +83,13 @@ def test_an_error_while_it_is_built_leaves_the_name_as_it_was(engines: Any) -> N
         engines.DeepSpeedEngine(SUPPORTED)._configure_zero_optimizer(None, fails=True)
     assert engines.DeepSpeedZeRoOffload is Stock
     assert built(engines, {}) is Stock
+
+
+def test_a_planned_engine_gets_a_model_without_tensor_subclasses(engines: Any) -> None:
+    apart = engines.DeepSpeedEngine(SUPPORTED)._configure_distributed_model(packed_linear(2, 2))
+    assert apart == ["bias", "weight_numbers", "weight_scale_values"]
+    stock = engines.DeepSpeedEngine({})._configure_distributed_model(model=packed_linear(2, 2))
+    assert stock == ["weight", "bias"]
 
 
 def with_optimizer(engine: Any) -> None:

@@ -1,0 +1,131 @@
+"""Models whose weights torchao has packed: equal to the same quantised model, within the budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchao.quantization import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8Tensor,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel as Model
+
+import ds_finepage
+from ds_finepage.execution.device import default_device
+from ds_finepage.execution.meter import DeviceMeter
+from tests.integration.engines import one_process_deepspeed
+
+PROMPT = torch.arange(9)[None]
+GENERATE = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
+KINDS = {"weights": Int8WeightOnlyConfig, "activations": Int8DynamicActivationInt8WeightConfig}
+
+
+def llama(dtype: torch.dtype, *, tied: bool = False, num_layers: int = 1) -> Model:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=64,
+        initializer_range=0.05,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def logits(model: Model) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(PROMPT).logits
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_model_runs_under_budgets_and_comes_back(kind: str, dtype: torch.dtype) -> None:
+    model = llama(dtype)
+    quantize_(model, KINDS[kind]())
+    keys, weight = list(model.state_dict()), model.lm_head.weight
+    expected, tokens = logits(model), model.generate(PROMPT, **GENERATE)
+
+    handle = ds_finepage.attach(model, device_budget="200%weights")
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(model.generate(PROMPT, **GENERATE), tokens)
+    # The packed bytes are those that count.
+    packed = sum(p.nbytes for p in model.parameters())
+    assert handle.stats.weight_bytes == packed < sum(p.nbytes for p in llama(dtype).parameters())
+    least = handle.stats.min_budget_bytes
+    for budget_bytes in ((least + packed) // 2, least):
+        handle.replan(budget_bytes=budget_bytes)
+        with DeviceMeter(default_device()) as meter:
+            assert torch.equal(model.generate(PROMPT, **GENERATE), tokens)
+        assert meter.peak_bytes <= budget_bytes
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+
+    handle.detach()
+    assert list(model.state_dict()) == keys and model.lm_head.weight is weight
+    assert isinstance(weight, Int8Tensor) and torch.equal(logits(model), expected)
+
+
+def test_tied_packed_weights_are_moved_once() -> None:
+    model = llama(torch.float32, tied=True, num_layers=2)
+    quantize_(model, Int8WeightOnlyConfig())
+    model.model.layers[1].mlp.gate_proj.weight = model.model.layers[0].mlp.gate_proj.weight
+    expected = logits(model)
+    with_tie = sum(p.qdata.nbytes for p in model.parameters() if isinstance(p, Int8Tensor))
+    handle = ds_finepage.attach(model, device_budget="80%weights")
+    assert torch.equal(logits(model), expected)
+    names = [n for n, _ in model.named_parameters() if n.endswith("_qdata")]
+    assert sum(model.get_parameter(n).nbytes for n in names) == with_tie
+    handle.detach()
+
+
+def test_weights_quantised_while_attached_are_taken_over() -> None:
+    model, same = llama(torch.float32), llama(torch.float32)
+    quantize_(same, Int8WeightOnlyConfig())
+    handle = ds_finepage.attach(model, device_budget="90%weights")
+    logits(model)
+    quantize_(model, Int8WeightOnlyConfig())
+    assert torch.equal(logits(model), logits(same))
+    assert any(n.endswith("weight_qdata") for n, _ in model.named_parameters())
+    handle.detach()
+    assert torch.equal(logits(model), logits(same))
+
+
+def test_a_model_in_which_few_weights_are_packed_runs() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=128, n_layer=1, n_head=2, vocab_size=256, n_positions=64)
+    model = GPT2LMHeadModel(config).eval()
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "lm_head")
+    expected = logits(model)
+    handle = ds_finepage.attach(model, device_budget="70%weights")
+    assert torch.equal(logits(model), expected)
+    assert handle.stats.num_unplanned_graphs == 0
+    handle.detach()
+
+
+def test_deepspeed_runs_a_quantised_model_by_plan() -> None:
+    model = llama(torch.bfloat16)
+    quantize_(model, Int8WeightOnlyConfig())
+    tokens = model.generate(PROMPT, **GENERATE)
+    with one_process_deepspeed() as deepspeed:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+            "finepage": {"enabled": True, "device_budget": "80%weights"},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        assert torch.equal(engine.module.generate(PROMPT, **GENERATE), tokens)
+        stats = ds_finepage.stats(engine)
+        assert stats.num_unplanned_graphs == 0 and stats.reloaded_bytes > 0
+        engine.destroy()
