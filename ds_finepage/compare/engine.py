@@ -132,12 +132,18 @@ class Engine:
         """Return the bytes that were copied to the device, and to the host, since then."""
         return None, None
 
+    def record(self) -> None:
+        """Record the timelines of the passes from now on."""
+
     def observed(self) -> Sequence[ObservedPass]:
         """Return the passes that ran by plan."""
         return ()
 
     def split_ns(self) -> tuple[int | None, int | None]:
-        """Return the time of the first call that went to capture, and to planning."""
+        """Return the time that went to capture, and to planning, so far.
+
+        Capture is None, but planning is not: the rest of the first call is capture.
+        """
         return None, None
 
     def close(self) -> None:

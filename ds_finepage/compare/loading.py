@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from ds_finepage.compare.engine import RunRequest
 
@@ -25,8 +26,6 @@ def load_model(request: RunRequest, **options: Any) -> Any:
         request: The run.
         **options: More arguments of ``from_pretrained``.
     """
-    from transformers import AutoModelForCausalLM
-
     dtype = dtype_of(request.ds_config)
     model = AutoModelForCausalLM.from_pretrained(request.model_dir, dtype=dtype, **options)
     return model.eval()
