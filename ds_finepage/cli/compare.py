@@ -187,7 +187,7 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
             "zero_optimization": {"stage": 3, "offload_param": offload},
         }
     try:
-        found: Any = json.loads(read_file(path))
+        found: dict[str, Any] = json.loads(read_file(path))
     except ValueError as error:
         raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
     found = found if isinstance(found, dict) else {}
