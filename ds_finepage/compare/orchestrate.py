@@ -165,9 +165,9 @@ class Comparison:
             found = modelled[arm.name]
             with self._step(f"batch {batch}: {arm.title}"):
                 run = self._run_arm(checkpoint, arm, batch, models.budget_bytes, found, prompts)
+                self._keep(self.results.with_run(completed(run, found, models.weight_bytes)))
             if run.reason is not None:
                 self._console.print(f"  did not run: {run.reason}", highlight=False, markup=False)
-            self._keep(self.results.with_run(completed(run, found, models.weight_bytes)))
 
     def _models(self, checkpoint: Checkpoint, batch: int) -> Models:
         settings = self._settings
