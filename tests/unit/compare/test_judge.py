@@ -39,8 +39,15 @@ def test_the_fastest_arm_of_each_part_wins_also_when_it_is_not_ours() -> None:
 )
 def test_an_arm_above_the_budget_does_not_win(loser: Run) -> None:
     assert by_part(results(loser, run("finepage", 200, 50)))["prefill"].text() == (
-        "prefill: finepage is fastest within the budget, 200 ns; no other arm is within it"
+        "prefill: finepage is fastest within the budget, 200 ns; no other system is within it"
     )
+
+
+def test_our_other_policy_is_no_other_system() -> None:
+    runs = (run("finepage-horizon", 100, 9), run("zero", 400, 9), run("finepage", 200, 9))
+    text = by_part(results(*runs))["prefill"].text()
+    assert text.startswith("prefill: finepage-horizon is fastest within the budget, 100 ns; ")
+    assert text.endswith("finepage takes 0.50 x the time of the best other, zero")
 
 
 def test_without_ours_the_winner_is_named_too() -> None:
