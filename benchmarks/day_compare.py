@@ -6,15 +6,21 @@ Each cell is one arm, one prompt and one budget, run by the worker of ``compare`
 takes longer than running it, so all cells of a process share one, in host memory: plain
 transformers first, whose tokens and logits are the right ones; then ds_finepage by ``attach``; then
 the hooks of Accelerate and diffusers; and last DeepSpeed, which takes the weights into its
-partitions for good.
+partitions for good. What plain transformers did is kept in the folder of the day, for the next
+process. The settings of ``zero-persistence`` are searched beside, in processes of their own.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +39,7 @@ from day_common import (
     report,
     weight_bytes_of,
 )
-from day_engines import ALL_WEIGHTS, ds_config, least_prefetch, release
+from day_engines import ds_config, release
 
 import ds_finepage
 from ds_finepage.compare import finepage_arms, worker
@@ -44,6 +50,7 @@ from ds_finepage.compare.prompts import make_prompts
 from ds_finepage.compare.worker import Worker
 from ds_finepage.execution.device import device_of as kind_of
 from ds_finepage.execution.probe import probe
+from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.integrations.deepspeed.one_process import prepare_one_process
 from ds_finepage.reporting.results import ObservedPass, PhaseFigures, Run
@@ -52,25 +59,37 @@ from ds_finepage.runtime.handle import Handle
 PERCENTS = (50, 90, 25, 75, 100)
 """Budgets, the most telling ones first: time may end before the list."""
 
-PROMPTS = (2048, 8192)
-NEW_TOKENS, REPEATS = 5, 3
-TINY_PERCENTS, TINY_PROMPTS = (50, 100), (24,)
+PROMPTS = {2048: 4, 8192: 2}
+"""Lengths of prompts, and the tokens to generate behind each."""
+
+TINY_PERCENTS, TINY_PROMPTS = (50, 100), {24: 4}
+REPEATS = 3
 PROBE_SCRATCH_BYTES = 256 << 20
 NO_BUDGET = "none"
 EVERYTHING = 100
 
 OURS = ("finepage", "finepage-horizon")
 HOOKS = ("accelerate", "group-offload", "accelerate-map")
-ZERO = ("zero", "zero-persistence", "zero-authors")
+PERSISTENCE = "zero-persistence"
+ZERO = ("zero", "zero-authors", PERSISTENCE)
 LEAF = ("zero-leaf",)
 """Last, for a module stays a leaf."""
 
-WITH_BUDGET = (*OURS, "accelerate-map", "zero-persistence")
+WITH_BUDGET = (*OURS, "accelerate-map", PERSISTENCE)
 """The others do the same under any budget."""
 
-GROUPS = {"ours": (OURS,), "theirs": (HOOKS, ZERO), "all": (OURS, HOOKS, ZERO)}
+GROUPS = {"ours": (OURS,), "hooks": (HOOKS,), "zero": (ZERO,), "all": (OURS, HOOKS, ZERO)}
+KEPT = "stage3_model_persistence_threshold"
+STEP_BACK, MOST_TRIES = 0.04, 3
+"""If ZeRO runs out of memory, it keeps so much less of all weights, and tries again."""
 
+HERE = Path(__file__).resolve().parent
 Cells = dict[str, Any]
+Expected = dict[str, Any]
+"""The tokens and the logits of plain transformers, and the bytes that it takes."""
+
+Searches = dict[tuple[int, str], Future[dict[str, int]]]
+"""Settings by prompt and budget."""
 
 
 class Attached(FinepageEngine):
@@ -158,24 +177,24 @@ class Bench:
         self.weight_bytes = weight_bytes_of(self.model)
         scratch_bytes = (1 << 20) if self.is_tiny else PROBE_SCRATCH_BYTES
         self.profile: HardwareProfile = probe(device, scratch_bytes=scratch_bytes)
-        self.plain_bytes: dict[int, int] = {}  # prompt -> what plain transformers takes
-        self._tokens: dict[int, list[Any]] = {}
-        self._logits: dict[int, torch.Tensor] = {}
+        self.prompts = TINY_PROMPTS if self.is_tiny else PROMPTS
+        kept = Path(os.environ.get("GPU_DAY_FOLDER", folder)) / f"plain_{name}.pt"
+        self._expected: dict[int, Expected] = torch.load(kept) if kept.exists() else {}
+        self._kept = kept
         report(
             "models",
             model=name,
             weights_bytes=self.weight_bytes,
             dtype=str(DTYPE).removeprefix("torch."),
-            new_tokens=NEW_TOKENS,
             made_s=time.perf_counter() - start,
             probe_h2d_gb_per_s=self.profile.h2d_bytes_per_s / 1e9,
             probe_memory_gb_per_s=self.profile.memory_bytes_per_s / 1e9,
         )
 
     @property
-    def prompts(self) -> tuple[int, ...]:
-        """The lengths of the prompts."""
-        return TINY_PROMPTS if self.is_tiny else PROMPTS
+    def is_known(self) -> bool:
+        """True if another process of this day has run plain transformers on every prompt."""
+        return set(self.prompts) <= set(self._expected)
 
     def budgets(self, arm: str, prompt_tokens: int) -> Iterator[tuple[str, int]]:
         """Yield the budgets of an arm, in words and in bytes.
@@ -191,8 +210,8 @@ class Bench:
             return
         for percent in TINY_PERCENTS if self.is_tiny else PERCENTS:
             nbytes = self.weight_bytes * percent // 100
-            if percent == EVERYTHING:
-                nbytes = self.plain_bytes.get(prompt_tokens, nbytes)
+            if percent == EVERYTHING and prompt_tokens in self._expected:
+                nbytes = self._expected[prompt_tokens]["peak_bytes"]
             yield f"{percent}%", nbytes
 
     def request(self, arm: str, prompt_tokens: int, budget_bytes: int) -> RunRequest:
@@ -212,7 +231,7 @@ class Bench:
             budget_bytes=budget_bytes,
             batch=1,
             prompt_tokens=prompt_tokens,
-            new_tokens=NEW_TOKENS,
+            new_tokens=self.prompts[prompt_tokens],
             repeats=1 if self.is_tiny else REPEATS,
             settings={},
             observes=True,
@@ -221,9 +240,7 @@ class Bench:
             ),
         )
 
-    def cell(
-        self, arm: str, prompt_tokens: int, budget: str, nbytes: int, **settings: Any
-    ) -> Run | None:
+    def cell(self, arm: str, prompt_tokens: int, budget: str, nbytes: int, **settings: Any) -> bool:
         """Run one cell and report it; an error becomes a remark, and the next cell begins.
 
         Args:
@@ -234,11 +251,11 @@ class Bench:
             **settings: Of the arm.
 
         Returns:
-            The run; None if it failed.
+            True if it took more than the budget, or ran out of memory.
         """
         cells: Cells = {"model": self.name, "engine": arm, "prompt": prompt_tokens}
-        cells |= {"budget": budget}
-        start, run = time.perf_counter(), None
+        cells |= {"budget": budget, "budget_bytes": None if budget == NO_BUDGET else nbytes}
+        start, took_too_much = time.perf_counter(), False
         try:
             if start > self.until:
                 raise TimeoutError("no time is left")
@@ -247,38 +264,43 @@ class Bench:
             kind_of(self.device).limit_memory(nbytes)
             found = LogitsWorker(request)
             run = found.run(self.folder)
-            cells |= self.figures(run, found, budget)
+            assert run.peak_bytes is not None
+            took_too_much = run.peak_bytes > nbytes
+            cells |= self.figures(run, found, prompt_tokens)
+            if arm in OURS:
+                cells["within_budget"] = not took_too_much
         except torch.OutOfMemoryError:
-            cells["remark"] = "out of memory"
+            took_too_much, cells["remark"] = True, "out of memory"
         except Exception as error:
             cells["remark"] = reason_of(error)
         gc.collect()
+        kind_of(self.device).empty_cache()
         kind_of(self.device).limit_memory(memory_of(self.device)[1])
         cells["took_s"] = time.perf_counter() - start
         report("arms", **cells)
-        return run
+        return took_too_much
 
-    def figures(self, run: Run, found: LogitsWorker, budget: str) -> Cells:
-        """Return the figures of a run; those of the first one for a prompt are the right ones.
+    def figures(self, run: Run, found: LogitsWorker, prompt_tokens: int) -> Cells:
+        """Return the figures of a run; the first one for a prompt has the right tokens and logits.
 
         Args:
             run: The run.
             found: Its worker.
-            budget: The budget in words.
+            prompt_tokens: Tokens of the prompt.
         """
-        assert run.budget_bytes is not None and run.peak_bytes is not None
-        prompt_tokens = len(found._ids[0])
-        tokens = self._tokens.setdefault(prompt_tokens, found.tokens[0])
-        logits = self._logits.setdefault(prompt_tokens, found.logits)
+        first: Expected = {
+            "tokens": found.tokens[0],
+            "logits": found.logits,
+            "peak_bytes": run.peak_bytes,
+        }
+        expected = self._expected.setdefault(prompt_tokens, first)
+        logits = expected["logits"]
         off = (found.logits - logits).abs().max() / logits.abs().max()
         cells: Cells = {
-            "tokens_equal": all(each == tokens for each in found.tokens),
+            "tokens_equal": all(each == expected["tokens"] for each in found.tokens),
             "logits_off": float(off),
             "peak_bytes": run.peak_bytes,
         }
-        if budget != NO_BUDGET:
-            cells["budget_bytes"] = run.budget_bytes
-            cells["within_budget"] = run.peak_bytes <= run.budget_bytes
         for name, phase in (("prefill", run.prefill), ("step", run.decode)):
             cells |= {f"{name}_{key}": value for key, value in phase_cells(phase).items()}
         if run.link_bytes_per_s is not None:
@@ -294,13 +316,11 @@ class Bench:
         masters = [(weight, weight.data) for weight in self.model.parameters()]
         for prompt_tokens in self.prompts:
             with shared_model(self.model):
-                nbytes = memory_of(self.device)[1]
-                run = self.cell(PLAIN, prompt_tokens, NO_BUDGET, nbytes)
+                self.cell(PLAIN, prompt_tokens, NO_BUDGET, memory_of(self.device)[1])
             for weight, master in masters:
                 weight.data = master
             self.model.to("cpu")  # its buffers
-            if run is not None and run.peak_bytes is not None:
-                self.plain_bytes[prompt_tokens] = run.peak_bytes
+        torch.save(self._expected, self._kept)
 
     def ours(self) -> None:
         """Run ds_finepage by ``attach``."""
@@ -316,55 +336,82 @@ class Bench:
 
     def under_deepspeed(self) -> None:
         """Let DeepSpeed take the weights, and run stock ZeRO-Inference."""
+        searches = self.searches()
         where = self.partition()
+        if where.type != self.device.type:
+            report("remarks", remark=f"DeepSpeed knows no {self.device}, and ran on the {where}")
         with shared_model(self.model):
-            least = least_prefetch(self.model)
             for arms in (ZERO, LEAF):
                 for prompt_tokens in self.prompts:
                     for arm in arms:
-                        self.zero(arm, prompt_tokens, least)
-        if where.type != self.device.type:
-            report("remarks", remark=f"DeepSpeed knows no {self.device}, and ran on the {where}")
+                        self.zero(arm, prompt_tokens, searches)
 
-    def zero(self, arm: str, prompt_tokens: int, least: Mapping[str, int]) -> None:
+    def zero(self, arm: str, prompt_tokens: int, searches: Searches) -> None:
         """Run one arm of DeepSpeed.
-
-        With the least prefetch, a run shows the room for persistent weights under each budget.
 
         Args:
             arm: The name of the arm.
             prompt_tokens: Tokens of the prompt.
-            least: The keys of ``zero_optimization`` for the least prefetch.
+            searches: The settings of ``zero-persistence`` for each prompt and budget.
         """
+        hidden = SHAPES[self.name]["hidden_size"]
         settings: dict[str, Any] = {}
-        least_bytes = 0
-        if arm == "zero-persistence":
-            nbytes = memory_of(self.device)[1]
-            run = self.cell(arm, prompt_tokens, NO_BUDGET, nbytes, **least)
-            release(self.model)
-            least_bytes = run.peak_bytes or 0 if run is not None else 0
-        elif arm == "zero-authors":
-            elements = 2 * SHAPES[self.name]["hidden_size"] ** 2
+        if arm == "zero-authors":
             settings = {
-                "stage3_prefetch_bucket_size": elements,
-                "stage3_param_persistence_threshold": SHAPES[self.name]["hidden_size"],
-                "stage3_max_live_parameters": elements,
+                "stage3_prefetch_bucket_size": 2 * hidden * hidden,
+                "stage3_param_persistence_threshold": hidden,
+                "stage3_max_live_parameters": 2 * hidden * hidden,
             }
+        step_back = int(STEP_BACK * self.weight_bytes) // DTYPE.itemsize
         for budget, nbytes in self.budgets(arm, prompt_tokens):
-            if arm == "zero-persistence":
-                room = max(0, nbytes - least_bytes) // DTYPE.itemsize
-                settings = {
-                    **least,
-                    "stage3_param_persistence_threshold": ALL_WEIGHTS,
-                    "stage3_model_persistence_threshold": room,
-                }
-            self.cell(arm, prompt_tokens, budget, nbytes, **settings)
-            release(self.model)
+            if arm == PERSISTENCE:
+                settings = self.found(searches[prompt_tokens, budget])
+            for _ in range(MOST_TRIES):
+                took_too_much = self.cell(arm, prompt_tokens, budget, nbytes, **settings)
+                release(self.model)
+                if not took_too_much or not settings.get(KEPT):
+                    break
+                settings[KEPT] = max(0, settings[KEPT] - step_back)
+
+    def searches(self) -> Searches:
+        """Begin to search the settings of ``zero-persistence``, in processes beside."""
+        pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
+        profile = self.folder / "profile.json"
+        codec.save(self.profile, profile)
+        found: Searches = {}
+        for prompt_tokens, new_tokens in self.prompts.items():
+            for budget, nbytes in self.budgets(PERSISTENCE, prompt_tokens):
+                words = (self.folder, profile, prompt_tokens, new_tokens, nbytes)
+                command = [sys.executable, str(HERE / "day_settings.py"), *map(str, words)]
+                found[prompt_tokens, budget] = pool.submit(self.search, command)
+        pool.shutdown(wait=False)
+        return found
+
+    def search(self, command: list[str]) -> dict[str, int]:
+        """Run a search; return the keys of ``zero_optimization``.
+
+        Args:
+            command: The command that prints them.
+        """
+        left = min(600.0, max(1.0, self.until - time.perf_counter()))
+        made = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+        if made.returncode:
+            raise RuntimeError((made.stderr.strip().splitlines() or ["no output"])[-1])
+        settings: dict[str, int] = json.loads(made.stdout.splitlines()[-1])
+        return settings
+
+    def found(self, search: Future[dict[str, int]]) -> dict[str, int]:
+        """Wait for the result of a search; {} if it failed, which becomes a remark."""
+        try:
+            return search.result()
+        except Exception as error:
+            report("remarks", remark=f"no settings for zero-persistence: {reason_of(error)}")
+            return {}
 
     def cells_of(self, arms: tuple[str, ...]) -> None:
-        """Run all cells of some arms, prompt by prompt."""
-        for prompt_tokens in self.prompts:
-            for arm in arms:
+        """Run all cells of some arms."""
+        for arm in arms:
+            for prompt_tokens in self.prompts:
                 for budget, nbytes in self.budgets(arm, prompt_tokens):
                     self.cell(arm, prompt_tokens, budget, nbytes)
 
@@ -415,12 +462,12 @@ def main() -> None:
         mock.patch.object(worker, "save_passes"),  # figures are all that is kept
     ):
         bench = Bench(arguments.model, device_of(arguments), until, Path(folder))
-        bench.plain()
-        if OURS in GROUPS[arguments.arms]:
-            bench.ours()
-        if ZERO in GROUPS[arguments.arms]:
-            bench.hooks()
-            bench.under_deepspeed()
+        if not bench.is_known:
+            bench.plain()
+        groups = GROUPS[arguments.arms]
+        for arms, run in ((OURS, bench.ours), (HOOKS, bench.hooks), (ZERO, bench.under_deepspeed)):
+            if arms in groups:
+                run()
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "DS_FINEPAGE_CACHE": "0",  # every day starts from nothing
         "TOKENIZERS_PARALLELISM": "false",
+        "GPU_DAY_FOLDER": str(options.out.resolve()),
     }
     if not options.device.startswith(("cuda", "xpu")):
         found |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
