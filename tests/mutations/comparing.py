@@ -169,8 +169,8 @@ COMPARING = (
     mutant(
         "the-allocator-is-not-limited",
         "execution/device.py",
-        "limit(min(1.0, share), self.where)",
-        "limit(1.0, self.where)",
+        "limit(min(1.0, share), self.where.index or 0)",
+        "limit(1.0, self.where.index or 0)",
         "unit/execution/test_device.py",
     ),
     mutant(

@@ -247,7 +247,7 @@ def test_the_allocator_is_limited_to_the_budget_and_its_slack(
     monkeypatch.setattr(Accelerator, "memory_info", lambda self: (0, 4 * slack))
     device_of(CUDA).limit_memory(slack)
     device_of(CUDA).limit_memory(9 * slack)
-    assert limits == [(0.5, CUDA), (1.0, CUDA)]
+    assert limits == [(0.5, 0), (1.0, 0)]
     monkeypatch.setattr(Accelerator, "_module", SimpleNamespace())
     device_of(CUDA).limit_memory(slack)
     device_of("cpu").limit_memory(slack)
