@@ -68,9 +68,11 @@ setup(
         "wrapt>=1.16",
     ],
     extras_require={
+        "group-offload": ["diffusers>=0.33"],
         "plot": ["matplotlib"],
         "quant": ["torchao>=0.18"],
         "test": [
+            "diffusers>=0.33",
             "expecttest",  # which PyTorch's own list of ops imports
             "hypothesis",
             "mypy",

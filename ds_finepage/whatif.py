@@ -29,6 +29,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.pipeline import (
     Needs,
     Planned,
@@ -37,6 +38,7 @@ from ds_finepage.planning.pipeline import (
     plan_checked,
 )
 from ds_finepage.planning.policies import policy_named
+from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,
@@ -106,17 +108,27 @@ class CapturedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A checked plan of a captured pass, its predicted times and its figures."""
+    """A checked plan of a captured pass, its predicted times and its figures.
+
+    ``zero`` has the settings of DeepSpeed that a policy ``zero*`` was planned with.
+    """
 
     memgraph: MemGraph
     timeline: Timeline
     figures: PlanFigures
+    zero: ZeroSettings | None = None
 
 
 def capture_model(
-    model: str, *, phase: str, batch: int, seq: int, profile: HardwareProfile
+    model: str,
+    *,
+    phase: str,
+    batch: int,
+    seq: int,
+    profile: HardwareProfile,
+    dtype: str | None = None,
 ) -> CapturedModel:
-    """Capture a pass from a model's config, in the dtype that suits the machine.
+    """Capture a pass from a model's config.
 
     Args:
         model: A shipped name, a directory or a transformers config.json.
@@ -124,13 +136,14 @@ def capture_model(
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
         profile: The machine.
+        dtype: Of weights and activations; by default the one that suits the machine.
 
     Raises:
-        ConfigError: The model or a size cannot be used.
+        ConfigError: The model, the dtype or a size cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
     config = load_model_config(model)
-    dtype = default_dtype(config, profile)
+    dtype = dtype or default_dtype(config, profile)
 
     def capture(*, kv_on_host: bool) -> CapturedModel:
         start = time.process_time()
@@ -159,6 +172,7 @@ def plan_captured(
     policy: str = "finepage",
     split: bool = True,
     host_memory_bytes: int | None = None,
+    zero: ZeroSettings | None = None,
 ) -> PlannedModel:
     """Plan a captured pass under a budget, check the plan, and predict its time.
 
@@ -171,6 +185,7 @@ def plan_captured(
         policy: A key of ``POLICIES``.
         split: The policy may cut weights, if it can.
         host_memory_bytes: The machine's host memory; None if that is not known.
+        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
 
     Raises:
         ConfigError: Unknown policy.
@@ -178,10 +193,12 @@ def plan_captured(
             weights, the KV cache and the offloaded buffers.
     """
     settings = PlanSettings(
-        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile
+        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, zero=zero
     )
     forms = _forms(captured, policy, split)
     form, needs = _first_that_fits(forms, budget_bytes)
+    if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
+        _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
     arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:
@@ -193,10 +210,27 @@ def plan_captured(
         raise
     figures = _figures(form, planned, needs, budget_bytes, time.process_time() - start)
     if host_memory_bytes is not None:
-        _require_host_memory(figures, host_memory_bytes)
+        _require_host_memory(form, figures.host_bytes, host_memory_bytes)
     least = min(needs.min_budget_bytes for _, needs in forms)
     figures = dataclasses.replace(figures, min_budget_bytes=least)
-    return PlannedModel(memgraph=planned.memgraph, timeline=planned.timeline, figures=figures)
+    return PlannedModel(
+        memgraph=planned.memgraph,
+        timeline=planned.timeline,
+        figures=figures,
+        zero=planned.settings.zero,
+    )
+
+
+def problem_of(captured: CapturedModel, *, budget_bytes: int, profile: HardwareProfile) -> Problem:
+    """Return the problem of a baseline, which leaves the pass and its KV cache as they are.
+
+    Args:
+        captured: The pass.
+        budget_bytes: The limit on all device bytes.
+        profile: The machine.
+    """
+    arena_bytes = budget_bytes - captured.needs.non_arena_bytes
+    return Problem(captured.graph, arena_bytes, Accelerator.alignment, profile)
 
 
 def form_that_fits(
@@ -269,18 +303,23 @@ def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> N
         ) from None
 
 
-def _require_host_memory(figures: PlanFigures, host_memory_bytes: int) -> None:
-    """Refuse a plan that needs more host memory than the machine has.
+def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes: int) -> None:
+    """Refuse a pass that needs more host memory than the machine has.
+
+    Args:
+        form: The pass.
+        host_bytes: The host memory that it needs.
+        host_memory_bytes: The machine's host memory.
 
     Raises:
-        PlanInfeasibleError: It does.
+        PlanInfeasibleError: It needs more.
     """
-    if figures.host_bytes <= host_memory_bytes:
+    if host_bytes <= host_memory_bytes:
         return
-    place = "in host memory" if figures.kv_on_host else "on the device"
+    place = "in host memory" if form.kv_on_host else "on the device"
     raise PlanInfeasibleError(
-        f"weights, offloaded buffers and a KV cache of {format_bytes(figures.kv_bytes)} {place} "
-        f"need {format_bytes(figures.host_bytes)} ({figures.host_bytes} bytes) of host memory; "
+        f"weights, offloaded buffers and a KV cache of {format_bytes(form.kv_bytes)} {place} "
+        f"need {format_bytes(host_bytes)} ({host_bytes} bytes) of host memory; "
         f"--host-memory is {host_memory_bytes} bytes. Lower the batch or the length."
     )
 

@@ -29,6 +29,8 @@ from pathlib import Path
 
 from tests.mutations.around import AROUND
 from tests.mutations.checking import CHECKING
+from tests.mutations.comparing import COMPARING
+from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.planning import PLANNING
@@ -39,11 +41,13 @@ from tests.mutations.runtime import RUNTIME
 MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
     *PREDICTING,
+    *MEASURING,
     *CHECKING,
     *RUNNING,
     *RUNTIME,
     *AROUND,
     *MOVING,
+    *COMPARING,
 )
 
 MOST_SURVIVORS = 0.05
