@@ -224,10 +224,13 @@ class KVOffload:
         loose = [cache for cache in call.caches(growing=True) if cache not in self._tight]
         self._tight.update(loose)
         num_new = _num_new(call)
-        return any(
-            few_rows(layer.get_seq_length() + num_new, self._longest) < layer.capacity
-            for layer in room_layers(loose)
-        )
+        for layer in room_layers(loose):
+            num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
+            if num_rows >= capacity:
+                capacity = ample_rows(num_rows, self._longest)  # that it was refused
+            if few_rows(num_rows, self._longest) < capacity:
+                return True
+        return False
 
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""

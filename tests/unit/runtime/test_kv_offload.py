@@ -209,6 +209,20 @@ def test_rows_without_room_beside_their_copy_move_by_way_of_the_host(
     assert ways == [False, False, True, True]
 
 
+def test_a_room_that_cannot_double_grows_a_little() -> None:
+    def make_room(rooms: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
+        if nbytes > 4 * rows(5, 900).nbytes:
+            raise PlanInfeasibleError("no room for twice the rows", 5)
+        return True
+
+    made, counters = calls(make_room=make_room)
+    cache = cache_with(*range(200))
+    with made.generation():
+        call(made, forward(cache), cache)
+        assert capacities(cache) == [601 + 601 // 8] * 2
+    assert counters.num_caches_on_host == 0
+
+
 def test_rows_without_room_at_all_go_to_host_memory() -> None:
     def make_room(*_: Any) -> bool:
         raise PlanInfeasibleError("no room for rows", 5)
