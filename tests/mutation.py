@@ -29,6 +29,7 @@ from pathlib import Path
 
 from tests.mutations.around import AROUND
 from tests.mutations.checking import CHECKING
+from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.planning import PLANNING
@@ -39,6 +40,7 @@ from tests.mutations.runtime import RUNTIME
 MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
     *PREDICTING,
+    *MEASURING,
     *CHECKING,
     *RUNNING,
     *RUNTIME,

@@ -7,7 +7,6 @@ keeps no tensor of the caller alive.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,11 @@ import torch
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.lanes import Action, Lanes
-from ds_finepage.execution.program import Program, Step, lower
+from ds_finepage.execution.program import Program, lower
+from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.taskgraph import Task
-from ds_finepage.graph.timeline import Span
 
 Residents = dict[str, Extent]
 """The weights that are valid in the arena: ``Buffer.key`` -> extent."""
@@ -57,8 +56,8 @@ class Executor:
     Attributes:
         memgraph: The plan.
         counters: The bytes that the last pass moved.
-        spans: Set it to a list to record when each step of the next passes begins and ends. Each
-            pass clears it first.
+        recorder: Records when each step of the next passes begins and ends; None for no record.
+        entry_missing: The buffers of ``memgraph.entry`` that the last pass did not find in place.
     """
 
     def __init__(
@@ -108,7 +107,8 @@ class Executor:
         self._offloaded_bytes = memgraph.offloaded_bytes
         self._steady = lower(memgraph, poison=poison)
         self.counters = PassCounters()
-        self.spans: list[Span] | None = None
+        self.recorder: SpanRecorder | None = None
+        self.entry_missing: frozenset[int] = frozenset()
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Prepare for the sizes of a call; return False if the plan is too small for them."""
@@ -129,7 +129,7 @@ class Executor:
         Raises:
             TaskMismatchError: An argument has another shape, or other strides, than planned.
         """
-        missing = self._missing(residents)
+        self.entry_missing = missing = self._missing(residents)
         residents.clear()
         program = self._steady
         if missing:
@@ -168,18 +168,16 @@ class Executor:
     # Hooks and spans. They cost nothing while there are none.
 
     def _actions(self, program: Program, tensors: dict[int, torch.Tensor]) -> dict[int, Action]:
-        if not self._hooks and self.spans is None:
+        recorder = self.recorder
+        if not self._hooks and recorder is None:
             return self.actions
         actions = dict(self.actions)
         if self._hooks:
             for node in self.memgraph.nodes:
                 if node.kind is NodeKind.COMPUTE:
                     actions[node.id] = self._hooked(node, actions[node.id], tensors)
-        if self.spans is not None:
-            self.spans.clear()
-            origin = time.perf_counter_ns()
-            for step in program.merged:
-                actions[step.node.id] = _timed(step, actions[step.node.id], self.spans, origin)
+        if recorder is not None:
+            actions |= recorder.begin(program.merged, actions)
         return actions
 
     def _hooked(self, node: Node, action: Action, tensors: dict[int, torch.Tensor]) -> Action:
@@ -205,12 +203,3 @@ class Executor:
                     hook.after(task, results)
 
         return hooked
-
-
-def _timed(step: Step, action: Action, spans: list[Span], origin: int) -> Action:
-    def timed() -> None:
-        start = time.perf_counter_ns()
-        action()
-        spans.append(Span(step.node.id, step.lane, start - origin, time.perf_counter_ns() - origin))
-
-    return timed

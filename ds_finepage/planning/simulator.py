@@ -8,7 +8,8 @@ alloc, drop) take no time: they are complete when the last of their predecessors
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
@@ -111,7 +112,7 @@ def simulate(
     missing = _resident(memgraph, entry_missing)
     complete = [0] * len(memgraph.nodes)
     lane_free = dict.fromkeys(Lane, 0)
-    lane_busy = dict.fromkeys(Lane, 0)
+    compute_ns = 0
     copied = {Lane.H2D: 0, Lane.D2H: 0}
     host_ns = 0
     spans: list[Span] = []
@@ -132,19 +133,49 @@ def simulate(
         host_ns += costs.host_ns[lane] * num_calls
         start = max(ready, lane_free[lane], host_ns)
         complete[node.id] = lane_free[lane] = start + took
-        lane_busy[lane] += took
+        compute_ns += took if lane is Lane.COMPUTE else 0
         spans.append(Span(node.id, lane, start, start + took, _span_name(memgraph.graph, node)))
 
+    links_ns = (costs.links[lane].ns(n) for lane, n in copied.items())
+    return _timeline(memgraph, spans, complete, lower_bound_ns=max(compute_ns, *links_ns))
+
+
+def measured_timeline(memgraph: MemGraph, spans: Sequence[Span]) -> Timeline:
+    """Return the timeline of a pass that ran.
+
+    Its ``lower_bound_ns`` is the time of its busiest lane.
+
+    Args:
+        memgraph: The plan.
+        spans: Of the nodes that took time, in the order of their ids.
+    """
+    nodes, graph = memgraph.nodes, memgraph.graph
+    named = [replace(span, name=_span_name(graph, nodes[span.node])) for span in spans]
+    ends = {span.node: span.end_ns for span in spans}
+    complete: list[int] = []
+    for node, before in zip(nodes, memgraph.predecessors, strict=True):
+        ready = max((complete[b] for b in before), default=0)
+        complete.append(ends.get(node.id, ready))
+    found = _timeline(memgraph, named, complete, lower_bound_ns=0)
+    return replace(found, lower_bound_ns=max(found.compute_ns, found.transfer_ns))
+
+
+def _timeline(
+    memgraph: MemGraph, spans: Sequence[Span], complete: list[int], *, lower_bound_ns: int
+) -> Timeline:
+    """Add up spans; ``complete`` has the time at which each node is complete."""
+    ends, busy = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
+    for span in spans:
+        ends[span.lane] = max(ends[span.lane], span.end_ns)
+        busy[span.lane] += span.end_ns - span.start_ns
     return Timeline(
         spans=tuple(spans),
-        total_ns=max(lane_free.values()),
-        compute_ns=lane_busy[Lane.COMPUTE],
-        transfer_ns=max(lane_busy[Lane.H2D], lane_busy[Lane.D2H]),
-        stall_ns=lane_free[Lane.COMPUTE] - lane_busy[Lane.COMPUTE],
+        total_ns=max(ends.values()),
+        compute_ns=busy[Lane.COMPUTE],
+        transfer_ns=max(busy[Lane.H2D], busy[Lane.D2H]),
+        stall_ns=ends[Lane.COMPUTE] - busy[Lane.COMPUTE],
         peak_bytes=_peak_bytes(memgraph, complete),
-        lower_bound_ns=max(
-            lane_busy[Lane.COMPUTE], *(costs.links[lane].ns(n) for lane, n in copied.items())
-        ),
+        lower_bound_ns=lower_bound_ns,
     )
 
 

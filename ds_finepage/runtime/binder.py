@@ -81,7 +81,8 @@ class Binder:
             if planned.memgraph.graph is not found.graph:
                 # The plan rewrote tasks; it is dropped where one needs more room.
                 measured = self._table.measured(planned.memgraph.graph, settings)
-                found.count_rewritten_workspace(measured.workspace_bytes)
+                if not found.count_rewritten_workspace(measured.workspace_bytes):
+                    found.set_costs(measured)
         in_place = self._table.maker.meter.in_place(found.memgraph.graph)
         return self._memory.bind(found, in_place, self._hooks)
 

@@ -18,6 +18,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.simulator import simulate
+from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.plan_runner import PlanRunner
@@ -79,6 +80,29 @@ class Handle:
         """Return the plan of every captured pass with its predicted timeline."""
         plans = [p.memgraph for p in self._runner.table.passes if p.memgraph is not None]
         return [(memgraph, simulate(memgraph, self.profile)) for memgraph in plans]
+
+    def record(self, on: bool = True) -> None:
+        """Record the timelines of all later passes that run by plan, or stop.
+
+        A pass with every weight on the device runs by PyTorch, without a plan and without a record.
+
+        Args:
+            on: False stops; :meth:`observed` still returns the passes that were recorded.
+        """
+        if on:
+            self._runner.observer.forget()
+        self._runner.observer.is_on = on
+
+    def observed(self) -> list[ObservedPass]:
+        """Return the last run of each recorded pass: its plan, and it predicted and measured.
+
+        A pass is called "prefill" if it reads more than one token a sequence, "decode" if it reads
+        one, and "pass" if it reads none. Later ones of the same kind are "decode_2" and so on. The
+        prediction is for the machine that ran it, with the weights in the arena that it found
+        there. Another budget or policy begins a new list.
+        """
+        with self._calls.lock:
+            return self._runner.observer.observed(self.profile)
 
     def register_op_hook(
         self,

@@ -76,6 +76,15 @@ class Pass:
         self._arena_bytes = planned.memgraph.arena_bytes
         self._lower_bound_bytes = planned.lower_bound_bytes
 
+    def set_costs(self, graph: TaskGraph) -> None:
+        """Take the measured costs of the tasks that the plan rewrote.
+
+        Args:
+            graph: The taskgraph of the plan, with them.
+        """
+        assert self.memgraph is not None
+        self.memgraph = replace(self.memgraph, graph=graph)
+
     def bind(self, executor: BoundPass) -> None:
         """Take the executor of the plan."""
         assert self.memgraph is not None

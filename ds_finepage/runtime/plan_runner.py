@@ -11,7 +11,7 @@ import torch
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.device import DeviceMemoryError
-from ds_finepage.execution.executor import OpHook, PassCounters
+from ds_finepage.execution.executor import Executor, OpHook, PassCounters
 from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
@@ -20,6 +20,7 @@ from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState, Memory
 from ds_finepage.runtime.kv_offload import KVOffload
 from ds_finepage.runtime.live_tensors import LiveTensors
+from ds_finepage.runtime.observing import Observer
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import Pass
@@ -41,6 +42,7 @@ class PlanRunner:
         hooks: The user's op hooks.
         live: Device tensors that earlier passes have seen.
         binder: Plans passes and binds them.
+        observer: Records the timelines of passes.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class PlanRunner:
         self.table = PassTable(maker, self.counters, on_unplanned or self.warn_unplanned)
         self._weights = weights
         self.binder = Binder(self.table, memory, self.counters, self.hooks)
+        self.observer = Observer(settings.device)
         self._last: Pass | None = None  # that ran on the arena
 
     def stats(self) -> Stats:
@@ -95,6 +98,7 @@ class PlanRunner:
         """
         self.settings = settings
         self.binder.reset_arena()
+        self.observer.forget()
         for found in self.table.passes:
             found.invalidate_plan("the settings changed")
             found.forget_alternating()
@@ -107,6 +111,7 @@ class PlanRunner:
         self.binder.reset_arena()
         self._last = None
         self.live.forget_pass()
+        self.observer.forget()
 
     def warn_unplanned(self, reason: str) -> None:
         """Log and count that something runs without a plan.
@@ -181,8 +186,12 @@ class PlanRunner:
                     continue  # smaller sizes may still have room
                 if executor is None:
                     continue
+                if isinstance(executor, Executor):  # a rehearsal runs nothing
+                    self.observer.before_run(found, executor)
                 result = executor.run(args, graph.host_outputs(args), memory.residents)
                 counted = executor.counters
+                if isinstance(executor, Executor):
+                    self.observer.after_run(found, executor)
             self.live.note((*found.inputs(args), *found.outputs(result)))
             found.count_run(counted)
             self.counters.reloaded_bytes += counted.reloaded_bytes

@@ -12,6 +12,7 @@ import torch
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.execution.routed import RouteRead
+from ds_finepage.graph.memgraph import Lane
 from ds_finepage.runtime.device_memory import DeviceState
 from tests.accelerator.subjects import AMPLE, Subject, subject
 from tests.integration.families import logits, token_ids
@@ -98,6 +99,38 @@ def test_a_decode_step_waits_for_the_router_of_each_layer_of_experts(
     assert len(step.routed_reloads) == 4
     assert waits_of(card, steps.run) == {"gather_rows": 1, "routed": 2}
     found.detach()
+
+
+# --- spans -----------------------------------------------------------------------------------
+
+
+def test_a_recorded_pass_never_waits_and_has_spans_of_every_step(llama: Subject, card: Any) -> None:
+    llama.at(AMPLE)
+    Steps(llama, 17)
+    llama.at(llama.budgets[0])
+    llama.handle.record()
+    steps = Steps(llama, 17)
+    card.set_delay("h2d", 2_000_000)
+    assert waits_of(card, steps.run) == {"gather_rows": 1}
+    found = {p.name: p for p in llama.handle.observed()}
+    assert list(found) == ["prefill", "decode"]
+    for each in found.values():
+        assert each.measured is not None
+        for timeline in (each.predicted, each.measured):
+            assert {s.lane for s in timeline.spans} >= {Lane.COMPUTE, Lane.H2D}
+        assert [(s.node, s.lane) for s in each.measured.spans] == [
+            (s.node, s.lane) for s in each.predicted.spans
+        ]
+        for lane in Lane:
+            times = [
+                t for s in each.measured.spans if s.lane is lane for t in (s.start_ns, s.end_ns)
+            ]
+            assert times == sorted(times)
+    decode = found["decode"].measured
+    assert decode is not None
+    slow = [s for s in decode.spans if s.lane is Lane.H2D]
+    assert all(s.end_ns - s.start_ns >= 2_000_000 for s in slow)
+    llama.handle.record(False)
 
 
 # --- errors ----------------------------------------------------------------------------------

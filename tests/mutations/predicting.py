@@ -96,8 +96,8 @@ PREDICTING = (
     mutant(
         "transfers-behind-the-last-task-stall-it",
         "planning/simulator.py",
-        "stall_ns=lane_free[Lane.COMPUTE] - lane_busy[Lane.COMPUTE],",
-        "stall_ns=max(lane_free.values()) - lane_busy[Lane.COMPUTE],",
+        "stall_ns=ends[Lane.COMPUTE] - busy[Lane.COMPUTE],",
+        "stall_ns=max(ends.values()) - busy[Lane.COMPUTE],",
         f"{UNIT}/test_simulator.py",
     ),
     mutant(

@@ -296,8 +296,15 @@ RUNTIME = (
     mutant(
         "rewritten-tasks-are-not-measured",
         "runtime/binder.py",
-        "                found.count_rewritten_workspace(measured.workspace_bytes)",
-        "                pass",
+        "if not found.count_rewritten_workspace(measured.workspace_bytes):",
+        "if True:",
+        BINDER,
+    ),
+    mutant(
+        "rewritten-tasks-are-predicted-by-estimates",
+        "runtime/binder.py",
+        "found.set_costs(measured)",
+        "pass",
         BINDER,
     ),
     mutant(

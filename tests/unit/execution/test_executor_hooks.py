@@ -10,6 +10,7 @@ import torch
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.program import lower
+from ds_finepage.execution.spans import CpuSpanRecorder
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.planning.liveness import min_arena_bytes
 from tests.unit.execution.graphs import (
@@ -94,7 +95,8 @@ def test_hooks_may_come_and_go_between_passes(rig: Callable[..., Rig]) -> None:
 def test_spans_are_not_recorded_unless_asked_for(rig: Callable[..., Rig]) -> None:
     made = rig(negated())
     made(torch.ones(3))
-    assert made.executor.spans is None
+    assert made.executor.recorder is None
+    assert made.executor._actions(lower(made.memgraph), {}) is made.executor.actions
 
 
 @pytest.mark.parametrize("poison", [False, True])
@@ -102,10 +104,10 @@ def test_every_step_of_a_steady_pass_has_a_span(rig: Callable[..., Rig], poison:
     graph, weights = deep()
     made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), poison=poison)
     made(torch.randn(N, N))
-    made.executor.spans = []
+    made.executor.recorder = recorder = CpuSpanRecorder()
     for _ in range(2):  # a pass begins with none
         made(torch.randn(N, N))
-    spans = sorted(made.executor.spans, key=lambda s: s.node)
+    spans = recorder.spans()
     expected = lower(made.memgraph, poison=poison).merged
     assert [(s.node, s.lane) for s in spans] == [(s.node.id, s.lane) for s in expected]
     assert {s.lane for s in spans} == set(Lane)
@@ -115,21 +117,29 @@ def test_spans_of_a_lane_follow_each_other(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), delay_seed=1)
     made(torch.randn(N, N))
-    made.executor.spans = []
+    made.executor.recorder = recorder = CpuSpanRecorder()
     made(torch.randn(N, N))
     for lane in Lane:
-        times = [
-            t
-            for s in sorted(made.executor.spans, key=lambda s: s.node)
-            if s.lane is lane
-            for t in (s.start_ns, s.end_ns)
-        ]
+        times = [t for s in recorder.spans() if s.lane is lane for t in (s.start_ns, s.end_ns)]
         assert times == sorted(times) and (not times or times[0] >= 0)
 
 
 def test_spans_and_hooks_together(rig: Callable[..., Rig]) -> None:
     log: list[int] = []
     made = rig(negated(), hooks=[OpHook(after=lambda t, r: log.append(t.index))])
-    made.executor.spans = []
+    made.executor.recorder = recorder = CpuSpanRecorder()
     made(torch.ones(3))
-    assert log == [0] and [s.lane for s in made.executor.spans] == [Lane.COMPUTE]
+    assert log == [0] and [s.lane for s in recorder.spans()] == [Lane.COMPUTE]
+
+
+def test_a_pass_that_reloads_its_entry_has_spans_of_that(rig: Callable[..., Rig]) -> None:
+    graph, weights = deep()
+    made = rig(graph, weights)
+    made.executor.recorder = recorder = CpuSpanRecorder()
+    made(torch.randn(N, N))
+    missing = {r.buffer for r in made.memgraph.entry}
+    assert made.executor.entry_missing == missing != set()
+    reloaded = {made.memgraph.nodes[s.node].buffer for s in recorder.spans() if s.lane is Lane.H2D}
+    assert reloaded >= missing
+    made(torch.randn(N, N))
+    assert made.executor.entry_missing == set()

@@ -1,0 +1,102 @@
+"""Keeps the measured timelines of passes, and predicts the same passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ds_finepage.execution.executor import Executor
+from ds_finepage.execution.spans import SpanRecorder, make_span_recorder
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.simulator import measured_timeline, simulate
+from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass
+from ds_finepage.runtime.passes import Pass
+
+OTHER_PASS = "pass"
+"""The name of a pass that reads no tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Observation:
+    """The last run of a pass: its plan, its spans, and what it did not find in the arena."""
+
+    memgraph: MemGraph
+    recorder: SpanRecorder
+    entry_missing: frozenset[int]
+
+
+class Observer:
+    """Records the passes that run by plan, while it is on.
+
+    Attributes:
+        is_on: Whether the next passes are recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Start off, without passes."""
+        self.is_on = False
+        self._device = device
+        self._passes: dict[Pass, _Observation] = {}
+
+    def forget(self) -> None:
+        """Forget the passes so far."""
+        self._passes.clear()
+
+    def before_run(self, found: Pass, executor: Executor) -> None:
+        """Let an executor record its next run, or not."""
+        if not self.is_on:
+            executor.recorder = None
+            return
+        self._passes.pop(found, None)  # in case the run fails
+        if executor.recorder is None:
+            executor.recorder = make_span_recorder(self._device)
+
+    def after_run(self, found: Pass, executor: Executor) -> None:
+        """Keep what an executor has recorded of its last run."""
+        if executor.recorder is not None:
+            self._passes[found] = _Observation(
+                executor.memgraph, executor.recorder, executor.entry_missing
+            )
+
+    def observed(self, profile: HardwareProfile) -> list[ObservedPass]:
+        """Return the recorded passes, in the order of their last run.
+
+        Args:
+            profile: The rates of this machine, for the prediction.
+        """
+        found, seen = [], Counter[str]()
+        for each in self._passes.values():
+            name = name_of(each.memgraph.graph)
+            seen[name] += 1
+            predicted = simulate(each.memgraph, profile, entry_missing=each.entry_missing)
+            found.append(
+                ObservedPass(
+                    name=name if seen[name] == 1 else f"{name}_{seen[name]}",
+                    memgraph=each.memgraph,
+                    predicted=predicted,
+                    measured=measured_timeline(each.memgraph, each.recorder.spans()),
+                )
+            )
+        return found
+
+
+def name_of(graph: TaskGraph) -> str:
+    """Name a pass: "prefill" if it reads more than one token a sequence, "decode" for one.
+
+    Among the inputs of two dimensions, integers of shape (sequences, tokens) are token ids,
+    positions or a mask, which is as long as the cache; the shortest one counts. A pass without any
+    is "pass".
+    """
+    shapes = []
+    for each in graph.inputs:
+        view = graph.tensors[each.tensor]
+        is_input = graph.buffers[view.buffer].kind in (BufferKind.INPUT, BufferKind.HOST)
+        if is_input and view.dtype in ("int64", "int32") and len(view.shape) == 2:
+            shapes.append(view.shape)
+    if not shapes:
+        return OTHER_PASS
+    return DECODE if min(tokens for _, tokens in shapes) == 1 else PREFILL

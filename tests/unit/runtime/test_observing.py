@@ -1,0 +1,143 @@
+"""Passes that were recorded: their names, their timelines, and when there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ds_finepage.api import attach
+from ds_finepage.graph.memgraph import LANE_OF, NodeKind
+from ds_finepage.graph.taskgraph import (
+    Buffer,
+    BufferKind,
+    GraphInput,
+    TaskGraph,
+    TensorView,
+)
+from ds_finepage.planning.simulator import simulate
+from ds_finepage.runtime.observing import name_of
+from tests.unit.runtime.test_handle import Layers, Rig, paged, rig
+
+__all__ = ["rig"]
+
+
+def test_nothing_is_recorded_unless_asked_for(rig: Rig) -> None:
+    paged(rig)
+    assert rig.same() and rig.handle.observed() == []
+
+
+def test_a_recorded_pass_is_predicted_and_measured(rig: Rig) -> None:
+    paged(rig)
+    rig.handle.record()
+    assert rig.same() and rig.same()
+    (found,) = rig.handle.observed()
+    ((memgraph, predicted),) = rig.handle.plans()
+    assert (found.name, found.memgraph, found.predicted) == ("pass", memgraph, predicted)
+    assert found.measured is not None
+    planned = [n.id for n in memgraph.nodes if n.kind in LANE_OF]
+    assert [s.node for s in found.measured.spans] == planned
+    assert all(s.name for s in found.measured.spans)
+    assert [(s.node, s.lane, s.name) for s in found.measured.spans] == [
+        (s.node, s.lane, s.name) for s in predicted.spans
+    ]
+    assert found.measured.peak_bytes <= memgraph.arena_bytes
+
+
+def test_a_first_run_is_predicted_with_the_reloads_of_its_entry(rig: Rig) -> None:
+    assert rig.same()
+    stats = rig.handle.stats
+    rig.handle.record()
+    rig.handle.replan(budget_bytes=(stats.min_budget_bytes + stats.needed_budget_bytes) // 2)
+    assert rig.same()
+    (found,) = rig.handle.observed()
+    assert found.measured is not None
+    entry = {r.buffer for r in found.memgraph.entry}
+    assert entry
+    for timeline in (found.predicted, found.measured):
+        nodes = [found.memgraph.nodes[s.node] for s in timeline.spans]
+        assert {n.buffer for n in nodes if n.kind is NodeKind.RESIDENT} == entry
+    wanted = simulate(found.memgraph, rig.handle.profile, entry_missing=entry)
+    assert found.predicted == wanted
+
+
+def test_recording_stops_and_keeps_what_it_has(rig: Rig) -> None:
+    paged(rig)
+    rig.handle.record()
+    assert rig.same()
+    before = rig.handle.observed()
+    rig.handle.record(False)
+    assert rig.same()
+    assert rig.handle.observed() == before
+    executor = rig.handle._runner.table.passes[0].executor
+    assert getattr(executor, "recorder", "absent") is None
+    rig.handle.record()
+    assert rig.handle.observed() == []
+
+
+def test_another_budget_begins_a_new_list(rig: Rig) -> None:
+    paged(rig)
+    rig.handle.record()
+    assert rig.same() and rig.handle.observed()
+    rig.handle.replan(budget_bytes=1 << 30)
+    assert rig.handle.observed() == []
+    assert rig.same()  # with every weight on the device
+    assert rig.handle.observed() == []
+
+
+def test_a_run_that_fails_is_not_observed(rig: Rig) -> None:
+    paged(rig)
+    rig.handle.record()
+    assert rig.same()
+
+    def stop(task: object, operands: object) -> None:
+        raise ValueError("stop")
+
+    rig.handle.register_op_hook(before=stop)
+    with pytest.raises(ValueError, match="stop"):
+        rig.same()
+    assert rig.handle.observed() == []
+
+
+@pytest.fixture
+def two_shapes() -> Iterator[Rig]:
+    torch._dynamo.reset()
+    model, x = Layers().eval(), torch.randn(4, 64)
+    with torch.no_grad():
+        plain = model(x)
+    made = Rig(model, x, plain, attach(model, device_budget="1GiB", device="cpu", split=False))
+    yield made
+    made.handle.detach()
+
+
+def test_passes_of_one_kind_have_different_names(two_shapes: Rig) -> None:
+    paged(two_shapes)
+    two_shapes.handle.record()
+    two_shapes.handle.replan(budget_bytes=two_shapes.handle.stats.min_budget_bytes + (1 << 12))
+    assert two_shapes.same()
+    with torch.no_grad():
+        two_shapes.model(torch.randn(2, 3, 64))
+    assert [p.name for p in two_shapes.handle.observed()] == ["pass", "pass_2"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "name"),
+    [
+        ([(2, 5)], "int64", "prefill"),
+        ([(2, 5), (2, 1)], "int64", "decode"),  # a mask, and one token
+        ([(1, 1)], "int32", "decode"),
+        ([(2, 5)], "float32", "pass"),
+        ([(5,)], "int64", "pass"),
+        ([], "int64", "pass"),
+    ],
+)
+def test_a_pass_is_named_by_the_tokens_that_it_reads(
+    shapes: list[tuple[int, ...]], dtype: str, name: str
+) -> None:
+    buffers = tuple(Buffer(i, BufferKind.INPUT, 8) for i in range(len(shapes)))
+    tensors = tuple(
+        TensorView(i, i, dtype, shape, tuple(1 for _ in shape)) for i, shape in enumerate(shapes)
+    )
+    inputs = tuple(GraphInput(i, i) for i in range(len(shapes)))
+    assert name_of(TaskGraph("g", buffers, tensors, (), inputs)) == name
