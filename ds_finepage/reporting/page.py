@@ -1,0 +1,197 @@
+"""The report of a result folder: one HTML page that opens without a network, and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.files import write_file
+from ds_finepage.reporting import summary
+from ds_finepage.reporting.pictures import (
+    Picture,
+    picture_of_arms,
+    picture_of_budgets,
+    pictures_of_pass,
+)
+from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run
+from ds_finepage.reporting.simulated import Simulated
+
+PAGE_FILE, FIGURES_FOLDER = "report.html", "figures"
+TEMPLATE = Path(__file__).with_name("templates") / "report.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Pictures under one heading."""
+
+    title: str
+    sentences: tuple[str, ...]
+    pictures: tuple[Picture, ...]
+
+
+def write_report(
+    folder: Path,
+    results: Results,
+    passes: dict[str, list[ObservedPass]],
+    simulated: Simulated | None = None,
+) -> Path:
+    """Write ``report.html`` and the pictures of a result folder; return the page.
+
+    Everything is drawn before the first file is written, and each file is replaced at once. So
+    after an error the earlier report is still there.
+
+    Args:
+        folder: The folder.
+        results: Its results.
+        passes: Run name -> its observed passes.
+        simulated: What other plans give; None leaves that out.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    sections = make_sections(results, passes, simulated or Simulated())
+    page = render(results, sections)
+    pictures = [picture for section in sections for picture in section.pictures]
+    path = folder / PAGE_FILE
+    write_file(path, page)
+    figures = folder / FIGURES_FOLDER
+    try:
+        figures.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {figures}: {error}") from error
+    for picture in pictures:
+        write_file(figures / f"{picture.name}.png", picture.png)
+    return path
+
+
+def make_sections(
+    results: Results, passes: dict[str, list[ObservedPass]], simulated: Simulated
+) -> list[Section]:
+    """Draw the pictures of a folder.
+
+    Args:
+        results: Its results.
+        passes: Run name -> its observed passes.
+        simulated: What other plans give.
+    """
+    sections = []
+    for batch in dict.fromkeys(run.batch for run in results.runs):
+        pictures = (
+            *picture_of_arms(results, batch),
+            *picture_of_budgets(results, batch, simulated),
+        )
+        if pictures:
+            title = f"All engines, batch {batch}"
+            sections.append(Section(title=title, sentences=(), pictures=pictures))
+    for run in results.runs:
+        others = simulated.passes.get(run.name, {})
+        for found in sorted(passes.get(run.name, []), key=_order):
+            title = f"{run.arm}, batch {run.batch}: {_TITLES.get(found.name, found.name)}"
+            sentences = (
+                f"{len(found.memgraph.graph.tasks)} ops, planned by {found.memgraph.policy}.",
+            )
+            pictures = tuple(
+                pictures_of_pass(run, found, others.get(found.name, ()), simulated.hardware)
+            )
+            sections.append(Section(title=title, sentences=sentences, pictures=pictures))
+    return sections
+
+
+_TITLES = {PREFILL: "prefill", DECODE: "a decode step"}
+
+
+def _order(found: ObservedPass) -> tuple[int, str]:
+    return (DECODE, PREFILL).index(found.name) if found.name in _TITLES else 2, found.name
+
+
+def render(results: Results, sections: Sequence[Section]) -> str:
+    """Return the page.
+
+    Args:
+        results: The results.
+        sections: The pictures.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(page=_page(results, sections))
+
+
+def _page(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
+    modelled = summary.is_modelled(results)
+    is_comparison = results.settings is not None
+    verdicts = summary.verdicts(results) if is_comparison else []
+    best = {verdict.ranked[0].name for verdict in verdicts if verdict.ranked}
+    notes = [(run.name, note) for run in results.runs for note in run.notes]
+    notes += [(run.name, f"did not run: {run.reason}") for run in results.runs if run.reason]
+    return {
+        "title": _title(results),
+        "facts": _facts(results),
+        "verdicts": [summary.in_words(verdict, modelled=modelled) for verdict in verdicts],
+        "remarks": _remarks(results, sections),
+        "sections": sections,
+        "tables": _tables(results.runs, best),
+        "notes": notes,
+        "machine": [
+            ("device", results.device),
+            ("date", results.date),
+            *((name, version) for name, version in results.versions.items()),
+        ],
+        "command": results.command,
+    }
+
+
+def _title(results: Results) -> str:
+    if results.settings is None:
+        return "A run of ds_finepage"
+    return f"{results.settings.model}: every engine under one budget"
+
+
+def _facts(results: Results) -> str:
+    facts = [results.device, results.date]
+    if (settings := results.settings) is not None:
+        layers = "" if settings.layers is None else f", {settings.layers} layers"
+        facts = [
+            f"budget {settings.device_budget}{layers}",
+            f"{settings.prompt_tokens} tokens of prompt, {settings.new_tokens} new ones",
+            *facts,
+        ]
+    return " · ".join(facts)
+
+
+def _remarks(results: Results, sections: Sequence[Section]) -> list[str]:
+    remarks = []
+    if results.settings is not None and summary.is_modelled(results):
+        remarks.append(
+            "This ran on the CPU, where a fetch of the other engines is an alias and no copy. So "
+            f"bytes are counted, and the times that decide are modelled for "
+            f"{results.settings.hardware}. Measured times stand in columns of their own."
+        )
+    if not results.runs:
+        remarks.append("No run is finished yet.")
+    elif not any(section.pictures for section in sections):
+        remarks.append("No run has kept the plan of a pass, so there is no picture of one.")
+    return remarks
+
+
+def _tables(runs: Sequence[Run], best: set[str]) -> list[dict[str, Any]]:
+    def kind(run: Run) -> str:
+        return "best" if run.name in best else "failed" if run.reason else ""
+
+    return [
+        {
+            "title": group,
+            "headings": [heading for heading, _ in columns],
+            "rows": [
+                {"name": run.name, "kind": kind(run), "cells": [show(run) for _, show in columns]}
+                for run in runs
+            ],
+        }
+        for group, columns in summary.used_groups(runs).items()
+    ]
