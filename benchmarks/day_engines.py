@@ -34,7 +34,7 @@ from day_common import (
 )
 
 import ds_finepage
-from ds_finepage.cli.instruments import FetchCounter
+from ds_finepage.compare.counting import FetchCounter
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.planning.pipeline import Planned
 from ds_finepage.run import prepare_one_process

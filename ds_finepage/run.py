@@ -16,19 +16,15 @@ import sys
 
 import ds_finepage
 from ds_finepage.errors import ConfigError, FinepageError
+from ds_finepage.integrations.deepspeed.one_process import (
+    ONE_PROCESS,
+    UNUSED_OP,
+    prepare_one_process,
+)
 
 USAGE = "usage: python -m ds_finepage.run SCRIPT.py [ARGUMENT ...]"
 
-ONE_PROCESS = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # any that is free, so that several can run side by side
-}
-
-UNUSED_OP = "deepspeed_shm_comm"
-"""DeepSpeed's op for CPU processes that talk to each other through shared memory."""
+__all__ = ["ONE_PROCESS", "UNUSED_OP", "main", "prepare_one_process"]
 
 
 def main(arguments: list[str]) -> None:
@@ -52,21 +48,6 @@ def main(arguments: list[str]) -> None:
     sys.argv = [script, *launcher_options, *arguments[1:]]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
-
-
-def prepare_one_process() -> None:
-    """Set what torch.distributed wants to know, where no launcher has.
-
-    A process that is alone also spares DeepSpeed the building of an op that it would never call,
-    which takes half a minute and a C++ compiler.
-    """
-    if "RANK" not in os.environ:
-        for name, value in ONE_PROCESS.items():
-            os.environ.setdefault(name, value)
-    if os.environ.get("WORLD_SIZE") == "1":
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__[UNUSED_OP] = False
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 import ds_finepage
-from ds_finepage.cli.checkpoint import LlamaShape
 from ds_finepage.cli.instruments import Reading
 from ds_finepage.cli.output import add_json
 from ds_finepage.cli.output import show as show_table
+from ds_finepage.compare.checkpoint import LlamaShape
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.planning.policies import RUNNABLE
@@ -238,7 +238,9 @@ class Demo:
         """Run the demo."""
         with self._step("making a Llama checkpoint"):
             shape_json = json.dumps(asdict(shape))
-            self._python("checkpoint", "-m", "ds_finepage.cli.checkpoint", self._model, shape_json)
+            self._python(
+                "checkpoint", "-m", "ds_finepage.compare.checkpoint", self._model, shape_json
+            )
             for name in ENGINES:
                 self._write_config(name)
         pool = ThreadPoolExecutor(max_workers=2)  # these runs are not timed

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_finepage.compare.counting import FetchCounter
 from ds_finepage.errors import ConfigError, FinepageError
 
 USAGE = "usage: python -m ds_finepage.cli.instruments RESULT.json SCRIPT.py [ARGUMENT ...]"
@@ -52,51 +52,6 @@ class Reading:
     decode_lower_bound_bytes: int | None = None
     budget_bytes: int | None = None
     weight_bytes: int
-
-
-class FetchCounter:
-    """Counts the bytes that stock DeepSpeed fetches, forward by forward."""
-
-    def __init__(self) -> None:
-        """Count nothing until :meth:`install`."""
-        self.prefill_bytes = self.decode_bytes = 0
-        self._is_prefill: bool | None = None
-
-    def install(self) -> None:
-        """Wrap the one function of DeepSpeed that fetches on a single rank."""
-        from ds_finepage._compat.deepspeed import partition_parameters
-
-        fetch: Callable[[list[Any]], Any] = partition_parameters._no_gather_coalesced
-
-        def counted(params: Iterable[Any]) -> Any:
-            params = list(params)
-            handle = fetch(params)
-            for param in params:
-                self._count(param.ds_tensor.nbytes)
-                if param.data.device == param.ds_tensor.device:
-                    param.data = param.data.clone()
-            return handle
-
-        partition_parameters._no_gather_coalesced = counted
-
-    def watch(self, module: Any) -> None:
-        """Start a new count with each forward of ``module``, before DeepSpeed's hooks fetch."""
-
-        def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            input_ids = args[0] if args else kwargs["input_ids"]
-            self._is_prefill = input_ids.shape[-1] > 1
-            if self._is_prefill:
-                self.prefill_bytes = 0
-            else:
-                self.decode_bytes = 0
-
-        module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-
-    def _count(self, nbytes: int) -> None:
-        if self._is_prefill:
-            self.prefill_bytes += nbytes
-        elif self._is_prefill is not None:  # None outside of any forward
-            self.decode_bytes += nbytes
 
 
 def read(script: str, arguments: list[str]) -> Reading:

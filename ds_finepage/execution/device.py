@@ -27,8 +27,14 @@ from ds_finepage.units import format_bytes
 CYCLES_PER_US = 1000
 """Of a delay on a stream. Clocks are faster, so delays are shorter than asked for."""
 
+ALLOCATOR_SLACK_BYTES = 64 << 20
+"""What torch's allocator may hold beyond the live bytes under a limit: it rounds, and splits."""
+
 READ_PINNED_MEMORY = ("cuda", "xpu")  # ROCm calls itself cuda
 """Devices that read and write pinned host memory at its own address."""
+
+_registered_bytes: list[int] = []
+"""Sizes of host memory that was pinned in place; it stays pinned."""
 
 
 class DeviceMemoryError(FinepageError, torch.OutOfMemoryError):
@@ -85,6 +91,14 @@ class Device:
 
     def empty_cache(self) -> None:
         """Give the reserve of torch's allocator back to the system."""
+
+    def limit_memory(self, nbytes: int) -> None:
+        """Let torch's allocator run out of memory beyond a limit, where it knows limits."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The pinned host memory of this process."""
+        return 0
 
     def synchronize(self) -> None:
         """Let the host wait until no stream has work."""
@@ -151,6 +165,13 @@ class Accelerator(Device):
         """Give the reserve of torch's allocator back to the system."""
         torch.accelerator.empty_cache()
 
+    def limit_memory(self, nbytes: int) -> None:
+        """Let torch's allocator run out of memory beyond a limit, where it knows limits."""
+        limit = getattr(self._module, "set_per_process_memory_fraction", None)
+        if limit is not None:
+            share = (nbytes + ALLOCATOR_SLACK_BYTES) / self.memory_info()[1]
+            limit(min(1.0, share), self.where)
+
     # Streams.
 
     def new_stream(self) -> torch.Stream:
@@ -190,6 +211,12 @@ class Accelerator(Device):
                 self._module._sleep(int(delay_us * CYCLES_PER_US))
 
     # Host memory.
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The pinned host memory of this process."""
+        stats = getattr(self._module, "host_memory_stats", dict)()
+        return int(stats.get("allocated_bytes.current", 0)) + sum(_registered_bytes)
 
     @property
     def reads_pinned_memory(self) -> bool:
@@ -238,6 +265,7 @@ class Accelerator(Device):
                 f"{self.where.type} cannot pin {host.numel()} bytes of host memory in place: "
                 f"error {status} of cudaHostRegister"
             )
+        _registered_bytes.append(host.numel())
 
 
 def device_of(where: torch.device | str) -> Device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 from pathlib import Path
 
 from ds_finepage.checker.checker import check
@@ -76,7 +77,9 @@ def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Co
         except (ConfigError, InvalidPlanError) as error:
             reason = str(error)
         logger.warning("%s cannot be used, and is replaced: %s", path, reason)
+    start = time.perf_counter_ns()
     planned = plan_checked(graph, arena_bytes, planning, residents)
+    counters.plan_ns += time.perf_counter_ns() - start
     counters.num_plans += 1
     if path is not None and planned.memgraph.graph is graph:
         try:

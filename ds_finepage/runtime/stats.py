@@ -43,6 +43,7 @@ class Counters:
     Attributes:
         num_captures: Recordings; each one serves all calls of its kind.
         num_plans: Plans made.
+        plan_ns: Time that these plans took.
         num_forgotten: Passes that made way for others.
         num_resident_runs: Runs with every weight on the device, by PyTorch itself.
         num_caches_on_host: KV caches that moved to host memory.
@@ -55,6 +56,7 @@ class Counters:
 
     num_captures: int = 0
     num_plans: int = 0
+    plan_ns: int = 0
     num_forgotten: int = 0
     num_resident_runs: int = 0
     num_caches_on_host: int = 0
@@ -79,6 +81,7 @@ class Stats:
     weight_bytes: int
     num_captures: int
     num_plans: int
+    plan_ns: int
     num_forgotten: int
     num_resident_runs: int
     num_caches_on_host: int

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_finepage.cli.checkpoint import make_checkpoint
 from ds_finepage.cli.demo import TINY
+from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.run import ONE_PROCESS
 
 ROOT = Path(__file__).parents[2]

@@ -141,7 +141,7 @@ AROUND = (
     ),
     mutant(
         "every-forward-of-stock-is-a-prefill",
-        "cli/instruments.py",
+        "compare/counting.py",
         "self._is_prefill = input_ids.shape[-1] > 1",
         "self._is_prefill = input_ids.shape[-1] > 0",
         INSTRUMENTS,

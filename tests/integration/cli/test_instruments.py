@@ -17,7 +17,8 @@ from torch import nn
 import ds_finepage.run
 from ds_finepage.cli import demo
 from ds_finepage.cli.demo import TINY, Demo, print_result
-from ds_finepage.cli.instruments import FetchCounter, Reading, read, reading_of
+from ds_finepage.cli.instruments import Reading, read, reading_of
+from ds_finepage.compare.counting import FetchCounter
 from ds_finepage.errors import FinepageError, PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.stats import Counters, PassStats, Stats

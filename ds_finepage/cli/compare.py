@@ -1,0 +1,330 @@
+"""Compare every engine on one model under one device budget.
+
+Runs each arm in a process of its own, with the same weights, prompts, dtype, batch and cache:
+plain transformers, ZeRO-Inference in several settings, Accelerate, group offload, and ds_finepage.
+Names the fastest one that holds the budget, and prints the settings of those that were tuned.
+
+On an accelerator the budget is enforced for every arm, and times are measured. On the CPU bytes
+are counted, and times are modelled for the card of --hardware.
+
+Exit status: 0; 1 if tokens differ or ds_finepage exceeded the budget; 2 for an option that cannot
+be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ds_finepage.cli.options import PROGRAM, add_budget, counts_of, names_of
+from ds_finepage.cli.output import add_json, show
+from ds_finepage.compare.arms import ALL, ARMS, arms_named
+from ds_finepage.compare.judge import problems_of
+from ds_finepage.compare.tables import footnotes, remarks, tables
+from ds_finepage.config import DeviceBudget, FinepageConfig, section_of
+from ds_finepage.errors import ConfigError
+from ds_finepage.files import read_file
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.reporting.results import (
+    RESULTS_FILE,
+    CompareSettings,
+    Results,
+    load_results,
+)
+
+MIN_NEW_TOKENS = 4
+"""With fewer tokens no decode step is steady: the first one follows the prefill."""
+
+MIN_PROMPT_TOKENS = 2
+HARDWARE = {"cpu": "t4"}
+OTHER_HARDWARE = "h200"
+"""The profiles that times are modelled for, by the device that runs; a budget must fit it."""
+
+BUDGET = "50%weights"
+PACKAGES = ("accelerate", "deepspeed", "diffusers", "ds_finepage", "torch", "transformers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``ds-finepage compare``."""
+    add_json(parser)
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder of a transformers checkpoint, or a name shipped with the package: random "
+        "weights of that shape, with --layers",
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of a shipped model (all)")
+    parser.add_argument(
+        "--ds-config",
+        type=Path,
+        metavar="FILE",
+        help="ds_config of all arms that DeepSpeed runs; by default ZeRO stage 3 in the host's "
+        "memory, in bfloat16",
+    )
+    add_budget(parser, BUDGET)
+    parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
+    parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
+    parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
+    parser.add_argument("--arms", default=ALL, help=f"all, or names of: {', '.join(ARMS)} (all)")
+    parser.add_argument("--hardware", help="the profile that times are modelled for (t4 on a CPU)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed calls; medians count (3)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="keep figures, plans and logs there"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on in --out; finished runs are kept"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ds-finepage compare``."""
+    settings = settings_of(arguments)
+    if arguments.resume and arguments.out is None:
+        raise ConfigError("--resume goes on in a folder. Name it by --out.")
+    start = None if arguments.out is None else earlier(arguments.out, settings, arguments.resume)
+    results = start or new_results(settings, command_of(settings, arguments.out))
+    with work_folder(arguments.out) as folder:
+        results = compare(settings, folder, results)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(results), indent=1))
+    else:
+        print_results(results)
+    problems = problems_of(results)
+    for problem in problems:
+        print(f"{PROGRAM}: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def compare(settings: CompareSettings, folder: Path, start: Results) -> Results:
+    """Run what is not finished.
+
+    Args:
+        settings: The user's decisions.
+        folder: Where everything is kept.
+        start: The results so far.
+    """
+    # These import torch, which takes time; an option that cannot be used is refused before.
+    from ds_finepage.compare.modelling import Modeller
+    from ds_finepage.compare.orchestrate import Comparison
+
+    console = Console(stderr=True)
+    comparison = Comparison(
+        settings, folder, console, device=device_type(), start=start, make_modeller=Modeller
+    )
+    return comparison.run()
+
+
+# Options.
+
+
+def settings_of(arguments: argparse.Namespace) -> CompareSettings:
+    """Read the options.
+
+    Raises:
+        ConfigError: One of them cannot be used.
+    """
+    for option, least in (("new", MIN_NEW_TOKENS), ("prompt", MIN_PROMPT_TOKENS), ("repeats", 1)):
+        if getattr(arguments, option) < least:
+            raise ConfigError(
+                f"--{option}: {getattr(arguments, option)} is too few. Write at least {least}."
+            )
+    path = Path(arguments.model)
+    if arguments.layers is not None and (arguments.layers < 1 or path.is_dir()):
+        raise ConfigError(
+            f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name; a "
+            "checkpoint has the layers that it has."
+        )
+    ds_config = read_ds_config(arguments.ds_config)
+    hardware = arguments.hardware or HARDWARE.get(device_type(), OTHER_HARDWARE)
+    load_profile(hardware)
+    return CompareSettings(
+        model=str(path.resolve()) if path.is_dir() else arguments.model,
+        layers=arguments.layers,
+        ds_config=json.dumps(ds_config),
+        device_budget=str(DeviceBudget.parse(arguments.device_budget, name="--device-budget")),
+        batches=tuple(counts_of(arguments.batch, "--batch")),
+        prompt_tokens=arguments.prompt,
+        new_tokens=arguments.new,
+        arms=tuple(arm.name for arm in arms_named(names_of(arguments.arms, "--arms"))),
+        hardware=hardware,
+        repeats=arguments.repeats,
+    )
+
+
+def read_ds_config(path: Path | None) -> dict[str, Any]:
+    """Read the user's ds_config; without one, return the one of the examples.
+
+    Raises:
+        ConfigError: It is no ds_config for ZeRO-Inference.
+    """
+    if path is None:
+        offload = {"device": "cpu", "pin_memory": device_type() != "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": offload},
+        }
+    try:
+        found = json.loads(read_file(path))
+    except ValueError as error:
+        raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
+    zero = found.get("zero_optimization") if isinstance(found, dict) else None
+    offload = zero.get("offload_param") if isinstance(zero, dict) else None
+    if not isinstance(offload, dict) or zero.get("stage") != 3 or offload.get("device") != "cpu":
+        raise ConfigError(
+            f"--ds-config: {path} is not for ZeRO-Inference. zero_optimization.stage must be 3 and "
+            'zero_optimization.offload_param.device "cpu"; configs/finepage_cpu.json is an example.'
+        )
+    FinepageConfig.from_ds_config(section_of(found), policies=RUNNABLE)
+    assert isinstance(found, dict)
+    return found
+
+
+def device_type() -> str:
+    """Return the kind of the device that runs."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def command_of(settings: CompareSettings, out: Path | None) -> str:
+    """Return the command that repeats a comparison; the ds_config is in the results.
+
+    Args:
+        settings: The user's decisions.
+        out: The folder of the results.
+    """
+    words = [PROGRAM, "compare", "--model", settings.model]
+    if settings.layers is not None:
+        words += ["--layers", str(settings.layers)]
+    for option, value in (
+        ("device-budget", settings.device_budget),
+        ("batch", ",".join(map(str, settings.batches))),
+        ("prompt", settings.prompt_tokens),
+        ("new", settings.new_tokens),
+        ("arms", ",".join(settings.arms)),
+        ("hardware", settings.hardware),
+        ("repeats", settings.repeats),
+    ):
+        words += [f"--{option}", str(value)]
+    return shlex.join(words if out is None else [*words, "--out", str(out)])
+
+
+# Folders.
+
+
+@contextmanager
+def work_folder(out: Path | None) -> Iterator[Path]:
+    """Yield the folder to keep, or a temporary one.
+
+    Raises:
+        ConfigError: The folder cannot be made.
+    """
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="ds-finepage-compare-") as name:
+            yield Path(name)
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot make {out}: {error}") from error
+    try:
+        yield out.resolve()
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: finished runs are in {out}; --resume goes on", file=sys.stderr)
+        raise
+
+
+def earlier(out: Path, settings: CompareSettings, resume: bool) -> Results | None:
+    """Return the finished runs of an earlier comparison in a folder; None if there is none.
+
+    Args:
+        out: The folder.
+        settings: The decisions of now.
+        resume: Go on with it.
+
+    Raises:
+        ConfigError: There are results and they are not to be resumed, or they have other settings.
+    """
+    if not (out / RESULTS_FILE).exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())) and not resume:
+            raise ConfigError(f"--out: {out} exists and is not an empty folder. Name a new one.")
+        return None
+    if not resume:
+        raise ConfigError(f"--out: {out} has results. Go on with --resume, or name a new folder.")
+    found = load_results(out)
+    if found.settings is None:
+        raise ConfigError(f"--out: {out} is the report of a single run, and no comparison.")
+    before, now = dataclasses.asdict(found.settings), dataclasses.asdict(settings)
+    differences = [
+        f"{name} was {before[name]!r} and is {now[name]!r}"
+        for name in now
+        if before[name] != now[name]
+    ]
+    if differences:
+        raise ConfigError(
+            f"--resume: {out} was made with other settings: {'; '.join(differences)}. Give the "
+            "same ones, or name a new folder."
+        )
+    kept = tuple(r for r in found.runs if r.reason is None or r.out_of_memory)
+    return dataclasses.replace(found, runs=kept)
+
+
+def new_results(settings: CompareSettings, command: str) -> Results:
+    """Return results without a run.
+
+    Args:
+        settings: The user's decisions.
+        command: The command that repeats the comparison.
+    """
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return Results(
+        settings=settings,
+        device=device_name(),
+        versions=versions,
+        date=datetime.date.today().isoformat(),
+        command=command,
+    )
+
+
+def device_name() -> str:
+    """Return the device that runs, in words."""
+    from ds_finepage.execution.device import device_of
+
+    return device_of(device_type()).name
+
+
+# Output.
+
+
+def print_results(results: Results) -> None:
+    """Print the tables of all batches, the winners and the settings."""
+    assert results.settings is not None
+    for batch in results.settings.batches:
+        for table in tables(results, batch):
+            show(table)
+        for line in remarks(results, batch):
+            print(line)
+        print()
+    print(footnotes(results))

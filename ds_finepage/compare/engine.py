@@ -1,0 +1,150 @@
+"""The joint between the worker and the engines: how one is loaded, counted and watched.
+
+The worker treats all engines alike::
+
+    engine = load(request)           # weights are in host memory
+    with DeviceMeter(...), engine.counting():
+        engine.place()               # device memory counts from here on
+        ...                          # generate; begin_forward() and copied() around each forward
+    ...                              # generate again, timed
+    engine.close()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.files import read_file, write_file
+from ds_finepage.reporting.results import ObservedPass
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """One arm with one batch, as the worker gets it.
+
+    Attributes:
+        arm: The name of the arm.
+        model_dir: The folder of the checkpoint.
+        ds_config: The user's ds_config.
+        device: Where to compute, as torch names it.
+        budget_bytes: The limit on all device bytes.
+        batch: Sequences in the batch.
+        prompt_tokens: Tokens of each prompt.
+        new_tokens: Tokens to generate after it.
+        repeats: Timed calls of ``generate``.
+        settings: Settings of the arm, such as keys of ``zero_optimization``.
+        observes: Write the plans and timelines of the passes, where the arm has them.
+        prompt_ids: Token ids, a row for each sequence.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    arm: str
+    model_dir: str
+    ds_config: dict[str, Any]
+    device: str
+    budget_bytes: int
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    settings: dict[str, int | float | bool | str]
+    observes: bool
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+
+
+_ADAPTER = TypeAdapter(RunRequest)
+
+
+def save_request(request: RunRequest, path: Path) -> None:
+    """Write a request for a worker.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    write_file(path, _ADAPTER.dump_json(request))
+
+
+def load_request(path: Path) -> RunRequest:
+    """Read a request.
+
+    Raises:
+        ConfigError: It cannot be read, or a field in it cannot be used.
+    """
+    try:
+        return _ADAPTER.validate_json(read_file(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"{path} is not a request for a run: {where}: {first['msg']}") from error
+
+
+class Engine:
+    """A model that one engine runs. The subclass of an arm overrides what it can tell.
+
+    Attributes:
+        model: The model; the worker calls its ``generate``. It is in host memory at first.
+        device: Where the engine wants the prompt.
+        settings: Settings that it runs with, as a user would write them.
+        notes: Remarks for the reader of the table.
+    """
+
+    model: Any
+    device: torch.device
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        """Take a model.
+
+        Args:
+            model: The model, with its weights in host memory.
+            device: Where the engine wants the prompt.
+        """
+        self.model = model
+        self.device = device
+        self.settings: dict[str, str | int | float | bool] = {}
+        self.notes: list[str] = []
+
+    def place(self) -> None:
+        """Move to the device what is there between forwards, and install the engine's hooks.
+
+        The device bytes of the run count from here on. ``model`` may be another object afterwards.
+        On the CPU the weights that stay on the device become copies, so that they count as well.
+        """
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, every fetch is a real copy, and counts; on the CPU stock fetches are aliases."""
+        yield
+
+    def begin_forward(self) -> None:
+        """Start to count again; the worker calls it before the engine's own hooks."""
+
+    def copied(self) -> tuple[int | None, int | None]:
+        """Return the bytes that were copied to the device, and to the host, since then."""
+        return None, None
+
+    def record(self) -> None:
+        """Record the timelines of the passes from now on."""
+
+    def observed(self) -> Sequence[ObservedPass]:
+        """Return the passes that ran by plan."""
+        return ()
+
+    def split_ns(self) -> tuple[int | None, int | None]:
+        """Return the time that went to capture, and to planning, so far.
+
+        Capture is None, but planning is not: the rest of the first call is capture.
+        """
+        return None, None
+
+    def close(self) -> None:
+        """End; nothing is asked after it."""

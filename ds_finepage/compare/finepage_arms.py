@@ -1,0 +1,78 @@
+"""The arms that run by plan under DeepSpeed, each with a policy of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.engine import RunRequest
+from ds_finepage.compare.zero_arms import (
+    DeepSpeedEngine,
+    deepspeed_device,
+    load_under_deepspeed,
+)
+from ds_finepage.config import SECTION
+from ds_finepage.errors import FinepageError
+from ds_finepage.integrations.deepspeed.engine import handle_of
+from ds_finepage.reporting.results import ObservedPass
+from ds_finepage.runtime.handle import Handle
+from ds_finepage.runtime.stats import Stats
+
+
+class FinepageEngine(DeepSpeedEngine):
+    """A model that runs by plan."""
+
+    _before: Stats
+
+    @property
+    def handle(self) -> Handle:
+        """The handle of DeepSpeed's engine."""
+        return handle_of(self.engine)
+
+    def begin_forward(self) -> None:
+        """Start to count again."""
+        self._before = self.handle.stats
+
+    def copied(self) -> tuple[int, int]:
+        """Return the bytes that the runtime has copied."""
+        before, now = self._before, self.handle.stats
+        return (
+            now.reloaded_bytes - before.reloaded_bytes,
+            now.offloaded_bytes - before.offloaded_bytes,
+        )
+
+    def record(self) -> None:
+        """Record the timelines of the passes from now on."""
+        self.handle.record()
+
+    def observed(self) -> Sequence[ObservedPass]:
+        """Return the passes with their plans and timelines.
+
+        Raises:
+            FinepageError: Something ran without a plan.
+        """
+        stats = self.handle.stats
+        if stats.unplanned_reasons:
+            raise FinepageError(f"ran without a plan: {'; '.join(stats.unplanned_reasons)}")
+        if stats.num_caches_on_host:
+            self.notes.append("the KV cache is in host memory")
+        return self.handle.observed()
+
+    def split_ns(self) -> tuple[None, int]:
+        """Return the time of planning; the rest of a first call is capture."""
+        return None, self.handle.stats.plan_ns
+
+
+def load(request: RunRequest) -> FinepageEngine:
+    """Load the model to run by plan."""
+    section: dict[str, Any] = {
+        **request.ds_config.get(SECTION, {}),
+        "enabled": True,
+        "device_budget": request.budget_bytes,
+        "policy": ARMS[request.arm].policy,
+    }
+    ds_config = {**request.ds_config, SECTION: section}
+    made = FinepageEngine(load_under_deepspeed(request, ds_config), deepspeed_device(), ds_config)
+    made.settings.update(policy=section["policy"], device_budget=request.budget_bytes)
+    return made

@@ -1,0 +1,119 @@
+"""Judges a comparison: the fastest arm of each batch, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ds_finepage.compare.arms import ARMS, OURS
+from ds_finepage.reporting.results import PhaseFigures, Results, Run
+from ds_finepage.units import format_ns
+
+CPU = "cpu"
+
+
+def is_modelled(results: Results) -> bool:
+    """Tell whether arms are judged by modelled times: on the CPU stock fetches copy nothing."""
+    return results.device == CPU
+
+
+def time_of(phase: PhaseFigures, *, modelled: bool) -> int | None:
+    """Return the time that an arm is judged by."""
+    return phase.modelled_ns if modelled else phase.wall_ns
+
+
+def holds_budget(run: Run) -> bool:
+    """Tell whether a run ended within its budget."""
+    if run.reason is not None or run.peak_bytes is None:
+        return False
+    return run.budget_bytes is None or run.peak_bytes <= run.budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """The fastest run of one batch within the budget.
+
+    Attributes:
+        part: "prefill", "decode step" or "whole generation".
+        run: The fastest run.
+        time_ns: Its time.
+        ours_ns: The time of our arm; None if it has none within the budget.
+        other: The fastest run of another arm than ours; None if there is none.
+        other_ns: Its time.
+    """
+
+    part: str
+    run: Run
+    time_ns: int
+    ours_ns: int | None
+    other: Run | None
+    other_ns: int | None
+
+    def text(self) -> str:
+        """Name the winner in words, with the ratio of ours to the best other arm."""
+        found = f"{self.part}: {self.run.arm} is fastest within the budget, "
+        found += format_ns(self.time_ns)
+        if self.other is None or self.other_ns is None:
+            return f"{found}; no other arm is within it"
+        if self.ours_ns is None:
+            return f"{found}; {OURS} is not among them"
+        ratio = self.ours_ns / self.other_ns if self.other_ns else 1.0
+        return f"{found}; {OURS} takes {ratio:.2f} x the time of the best other, {self.other.arm}"
+
+
+def winners(results: Results, batch: int) -> list[Winner]:
+    """Return the winners of a batch: of the prefill, the decode step and the whole generation.
+
+    Args:
+        results: The results.
+        batch: Sequences in the batch.
+    """
+    modelled = is_modelled(results)
+    steps = results.settings.new_tokens - 1 if results.settings else 1
+
+    def prefill(run: Run) -> int | None:
+        return time_of(run.prefill, modelled=modelled)
+
+    def decode(run: Run) -> int | None:
+        return time_of(run.decode, modelled=modelled)
+
+    def whole(run: Run) -> int | None:
+        first, step = prefill(run), decode(run)
+        return None if first is None or step is None else first + steps * step
+
+    runs = [run for run in results.runs if run.batch == batch and holds_budget(run)]
+    parts = (("prefill", prefill), ("decode step", decode), ("whole generation", whole))
+    found = (_winner(part, runs, time) for part, time in parts)
+    return [winner for winner in found if winner is not None]
+
+
+def _winner(part: str, runs: Sequence[Run], time: Callable[[Run], int | None]) -> Winner | None:
+    timed = [(found, run) for run in runs if (found := time(run)) is not None]
+    if not timed:
+        return None
+    timed.sort(key=lambda each: each[0])  # of equal ones the first stays first
+    time_ns, fastest = timed[0]
+    other = next(((t, r) for t, r in timed if r.arm != OURS), None)
+    return Winner(
+        part=part,
+        run=fastest,
+        time_ns=time_ns,
+        ours_ns=next((t for t, r in timed if r.arm == OURS), None),
+        other=None if other is None else other[1],
+        other_ns=None if other is None else other[0],
+    )
+
+
+def problems_of(results: Results) -> list[str]:
+    """List the faults of a comparison, in words."""
+    problems = []
+    for run in results.runs:
+        if run.tokens_equal is False:
+            problems.append(f"batch {run.batch}: the tokens of {run.arm} differ")
+        by_plan = run.arm in ARMS and ARMS[run.arm].observes
+        if run.reason is None and by_plan and not holds_budget(run):
+            problems.append(
+                f"batch {run.batch}: {run.arm} had {run.peak_bytes} bytes on the device; the "
+                f"budget is {run.budget_bytes} bytes"
+            )
+    return problems

@@ -1,0 +1,140 @@
+"""The arms ``zero*``: stock ZeRO-Inference, each with its own settings.
+
+The settings that the request brings are keys of ``zero_optimization``. ``zero-leaf`` also makes
+each decoder layer a leaf module, which DeepSpeed fetches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_modules
+from transformers.integrations import HfDeepSpeedConfig
+
+from ds_finepage.compare.counting import FetchCounter
+from ds_finepage.compare.engine import Engine, RunRequest
+from ds_finepage.compare.loading import load_model
+from ds_finepage.config import SECTION
+from ds_finepage.integrations.deepspeed.one_process import prepare_one_process
+
+ZERO = "zero_optimization"
+LEAF = "zero-leaf"
+
+
+class DeepSpeedEngine(Engine):
+    """A model that DeepSpeed runs; its weights are in ZeRO's host partitions.
+
+    Attributes:
+        engine: DeepSpeed's engine; None before :meth:`place`.
+    """
+
+    def __init__(self, model: Any, device: torch.device, ds_config: dict[str, Any]) -> None:
+        """Take a model that was loaded under the ds_config.
+
+        Args:
+            model: The model.
+            device: Where the engine wants the prompt.
+            ds_config: The ds_config of the engine.
+        """
+        super().__init__(model, device)
+        self.engine: Any = None
+        self._ds_config = ds_config
+
+    def place(self) -> None:
+        """Let DeepSpeed take the model over."""
+        self.engine, *_ = deepspeed.initialize(model=self.model, config=self._ds_config)
+        self.model = self.engine.module.eval()
+
+    def close(self) -> None:
+        """Destroy DeepSpeed's engine."""
+        if self.engine is not None:
+            self.engine.destroy()
+
+
+class ZeroEngine(DeepSpeedEngine):
+    """Stock ZeRO-Inference."""
+
+    def __init__(self, model: Any, device: torch.device, ds_config: dict[str, Any]) -> None:
+        """Take a model; see the base class.
+
+        Args:
+            model: The model.
+            device: Where the engine wants the prompt.
+            ds_config: The ds_config of the engine.
+        """
+        super().__init__(model, device, ds_config)
+        self._fetches = FetchCounter()
+        self._before = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count every fetch, and let it copy."""
+        undo = self._fetches.install()
+        try:
+            yield
+        finally:
+            undo()
+
+    def begin_forward(self) -> None:
+        """Start to count again."""
+        self._before = self._fetches.nbytes
+
+    def copied(self) -> tuple[int, int]:
+        """Return the bytes of the fetches. Weights are dropped, so nothing goes to the host."""
+        return self._fetches.nbytes - self._before, 0
+
+
+def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
+    """Load the model into ZeRO's host partitions.
+
+    Args:
+        request: The run.
+        ds_config: The ds_config of the arm.
+    """
+    prepare_one_process()
+    keep_alive = HfDeepSpeedConfig(dict(ds_config))
+    model = load_model(request)
+    del keep_alive
+    return model
+
+
+def deepspeed_device() -> torch.device:
+    """Return DeepSpeed's device."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def with_settings(request: RunRequest) -> dict[str, Any]:
+    """Return the user's ds_config without finepage, and with the settings of the arm."""
+    zero = {**request.ds_config[ZERO], **request.settings}
+    return {**{k: v for k, v in request.ds_config.items() if k != SECTION}, ZERO: zero}
+
+
+def load(request: RunRequest) -> ZeroEngine:
+    """Load the model for stock ZeRO-Inference."""
+    ds_config = with_settings(request)
+    model = load_under_deepspeed(request, ds_config)
+    made = ZeroEngine(model, deepspeed_device(), ds_config)
+    made.settings.update(request.settings)
+    if request.arm == LEAF:
+        made.settings["leaf_modules"] = ", ".join(_set_leaf_modules(model))
+    return made
+
+
+def _set_leaf_modules(model: Any) -> list[str]:
+    """Make every decoder layer a leaf module; return the names of their classes."""
+    names = decoder_layers(model)
+    if names:
+        set_z3_leaf_modules(model, names)
+    return names
+
+
+def decoder_layers(model: Any) -> list[str]:
+    """Return the classes of a model's layers, as the model itself names them for placement."""
+    named = getattr(model, "_no_split_modules", None) or ()
+    present = {type(m).__name__ for m in model.modules()}
+    return sorted(present & set(named))
