@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.reporting.findings import BudgetLine
 from ds_finepage.reporting.layers import LayerBytes
 from ds_finepage.reporting.memory import MemoryKind, MemorySeries, stalls
-from ds_finepage.reporting.simulated import BudgetLine
 from ds_finepage.units import GIB, KIB, MIB, format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -282,14 +282,14 @@ def draw_budgets(
         points = [
             (b / unit, float("nan") if ns is None else ns / time_unit) for b, ns in line.points
         ]
-        style: Mapping[str, Any] = {"linewidth": 2.4 if line.name == "finepage" else 1.4}
+        style: Mapping[str, Any] = {"linewidth": 2.4 if line.policy == "finepage" else 1.4}
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
             color=LINES[number % len(LINES)],
             marker=MARKERS[number % len(MARKERS)],
             markersize=5,
-            label=line.name,
+            label=line.policy,
             **style,
         )
     for budget in compared:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import write_file
-from ds_finepage.reporting import summary
+from ds_finepage.reporting.columns import used_groups
+from ds_finepage.reporting.findings import Findings
 from ds_finepage.reporting.pictures import (
     Picture,
     picture_of_arms,
@@ -17,7 +18,6 @@ from ds_finepage.reporting.pictures import (
     pictures_of_pass,
 )
 from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run
-from ds_finepage.reporting.simulated import Simulated
 
 PAGE_FILE, FIGURES_FOLDER = "report.html", "figures"
 TEMPLATE = Path(__file__).with_name("templates") / "report.html"
@@ -36,7 +36,7 @@ def write_report(
     folder: Path,
     results: Results,
     passes: dict[str, list[ObservedPass]],
-    simulated: Simulated | None = None,
+    findings: Findings | None = None,
 ) -> Path:
     """Write ``report.html`` and the pictures of a result folder; return the page.
 
@@ -47,13 +47,14 @@ def write_report(
         folder: The folder.
         results: Its results.
         passes: Run name -> its observed passes.
-        simulated: What other plans give; None leaves that out.
+        findings: What follows beyond the figures; None leaves that out.
 
     Raises:
         ConfigError: A file cannot be written.
     """
-    sections = make_sections(results, passes, simulated or Simulated())
-    page = render(results, sections)
+    findings = findings or Findings()
+    sections = make_sections(results, passes, findings)
+    page = render(results, sections, findings)
     pictures = [picture for section in sections for picture in section.pictures]
     path = folder / PAGE_FILE
     write_file(path, page)
@@ -68,33 +69,33 @@ def write_report(
 
 
 def make_sections(
-    results: Results, passes: dict[str, list[ObservedPass]], simulated: Simulated
+    results: Results, passes: dict[str, list[ObservedPass]], findings: Findings
 ) -> list[Section]:
     """Draw the pictures of a folder.
 
     Args:
         results: Its results.
         passes: Run name -> its observed passes.
-        simulated: What other plans give.
+        findings: What follows beyond the figures.
     """
     sections = []
     for batch in dict.fromkeys(run.batch for run in results.runs):
         pictures = (
-            *picture_of_arms(results, batch),
-            *picture_of_budgets(results, batch, simulated),
+            *picture_of_arms(results, batch, findings),
+            *picture_of_budgets(results, batch, findings),
         )
         if pictures:
             title = f"All engines, batch {batch}"
             sections.append(Section(title=title, sentences=(), pictures=pictures))
     for run in results.runs:
-        others = simulated.passes.get(run.name, {})
+        others = findings.passes.get(run.name, {})
         for found in sorted(passes.get(run.name, []), key=_order):
             title = f"{run.arm}, batch {run.batch}: {_TITLES.get(found.name, found.name)}"
             sentences = (
                 f"{len(found.memgraph.graph.tasks)} ops, planned by {found.memgraph.policy}.",
             )
             pictures = tuple(
-                pictures_of_pass(run, found, others.get(found.name, ()), simulated.hardware)
+                pictures_of_pass(run, found, others.get(found.name, ()), findings.hardware)
             )
             sections.append(Section(title=title, sentences=sentences, pictures=pictures))
     return sections
@@ -107,12 +108,13 @@ def _order(found: ObservedPass) -> tuple[int, str]:
     return (DECODE, PREFILL).index(found.name) if found.name in _TITLES else 2, found.name
 
 
-def render(results: Results, sections: Sequence[Section]) -> str:
+def render(results: Results, sections: Sequence[Section], findings: Findings) -> str:
     """Return the page.
 
     Args:
         results: The results.
         sections: The pictures.
+        findings: What follows beyond the figures.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -120,23 +122,19 @@ def render(results: Results, sections: Sequence[Section]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(page=_page(results, sections))
+    return template.render(page=_page(results, sections, findings))
 
 
-def _page(results: Results, sections: Sequence[Section]) -> dict[str, Any]:
-    modelled = summary.is_modelled(results)
-    is_comparison = results.settings is not None
-    verdicts = summary.verdicts(results) if is_comparison else []
-    best = {verdict.ranked[0].name for verdict in verdicts if verdict.ranked}
+def _page(results: Results, sections: Sequence[Section], findings: Findings) -> dict[str, Any]:
     notes = [(run.name, note) for run in results.runs for note in run.notes]
     notes += [(run.name, f"did not run: {run.reason}") for run in results.runs if run.reason]
     return {
         "title": _title(results),
         "facts": _facts(results),
-        "verdicts": [summary.in_words(verdict, modelled=modelled) for verdict in verdicts],
-        "remarks": _remarks(results, sections),
+        "verdicts": findings.sentences,
+        "remarks": _remarks(results, sections, findings),
         "sections": sections,
-        "tables": _tables(results.runs, best),
+        "tables": _tables(results.runs, findings.fastest),
         "notes": notes,
         "machine": [
             ("device", results.device),
@@ -165,9 +163,9 @@ def _facts(results: Results) -> str:
     return " · ".join(facts)
 
 
-def _remarks(results: Results, sections: Sequence[Section]) -> list[str]:
+def _remarks(results: Results, sections: Sequence[Section], findings: Findings) -> list[str]:
     remarks = []
-    if results.settings is not None and summary.is_modelled(results):
+    if results.settings is not None and findings.is_modelled:
         remarks.append(
             "This ran on the CPU, where a fetch of the other engines is an alias and no copy. So "
             f"bytes are counted, and the times that decide are modelled for "
@@ -177,10 +175,10 @@ def _remarks(results: Results, sections: Sequence[Section]) -> list[str]:
         remarks.append("No run is finished yet.")
     elif not any(section.pictures for section in sections):
         remarks.append("No run has kept the plan of a pass, so there is no picture of one.")
-    return remarks
+    return [*remarks, *findings.remarks]
 
 
-def _tables(runs: Sequence[Run], best: set[str]) -> list[dict[str, Any]]:
+def _tables(runs: Sequence[Run], best: frozenset[str]) -> list[dict[str, Any]]:
     def kind(run: Run) -> str:
         return "best" if run.name in best else "failed" if run.reason else ""
 
@@ -193,5 +191,5 @@ def _tables(runs: Sequence[Run], best: set[str]) -> list[dict[str, Any]]:
                 for run in runs
             ],
         }
-        for group, columns in summary.used_groups(runs).items()
+        for group, columns in used_groups(runs).items()
     ]

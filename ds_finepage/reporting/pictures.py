@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.reporting import drawing, summary
+from ds_finepage.reporting import drawing
+from ds_finepage.reporting.findings import Findings, SimulatedPass
 from ds_finepage.reporting.layers import bytes_by_layer
 from ds_finepage.reporting.memory import MemoryKind, memory_by_task, memory_over_time
 from ds_finepage.reporting.results import ObservedPass, Results, Run
-from ds_finepage.reporting.simulated import Simulated, SimulatedPass
 from ds_finepage.units import format_bytes, format_ns
 
 MANY_TASKS = 200
@@ -44,16 +44,14 @@ class Picture:
         return base64.b64encode(self.png).decode("ascii")
 
 
-def picture_of_arms(results: Results, batch: int) -> Iterator[Picture]:
+def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
     """Draw the bytes and the time of a decode step of each arm; nothing for a single run."""
-    modelled = summary.is_modelled(results)
+    modelled = findings.is_modelled
     runs = [run for run in results.runs if run.batch == batch]
     arms = []
     for run in runs:
-        ns = summary.deciding_ns(run.decode, modelled=modelled)
-        copied = summary.copied_bytes(run.decode, modelled=modelled)
-        remark = _why_not(run)
-        arms.append((run.arm, copied, None if remark and run.reason else ns, remark))
+        ns = run.decode.modelled_ns if modelled else run.decode.wall_ns
+        arms.append((run.arm, run.decode.h2d_bytes, None if run.reason else ns, _why_not(run)))
     if len(arms) < 2 or all(ns is None for _, _, ns, _ in arms):
         return
     least_bytes = [b for run in runs if (b := run.decode.lower_bound_bytes) is not None]
@@ -80,9 +78,9 @@ def picture_of_arms(results: Results, batch: int) -> Iterator[Picture]:
     )
 
 
-def picture_of_budgets(results: Results, batch: int, simulated: Simulated) -> Iterator[Picture]:
+def picture_of_budgets(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
     """Draw the time of a decode step under several budgets; nothing where none was planned."""
-    lines = simulated.curves.get(batch, ())
+    lines = findings.curves.get(batch, ())
     if not any(ns is not None for line in lines for _, ns in line.points):
         return
     runs = [run for run in results.runs if run.batch == batch]
@@ -90,7 +88,7 @@ def picture_of_budgets(results: Results, batch: int, simulated: Simulated) -> It
     measured = [
         (run.arm, run.budget_bytes, run.decode.wall_ns)
         for run in runs
-        if not summary.is_modelled(results) and run.reason is None
+        if not findings.is_modelled and run.reason is None
         if run.budget_bytes is not None and run.decode.wall_ns is not None
     ]
     title = f"Time of a decode step against the budget (batch {batch})"
@@ -98,7 +96,7 @@ def picture_of_budgets(results: Results, batch: int, simulated: Simulated) -> It
         name=f"budgets_b{batch}",
         title=title,
         sentence=(
-            f"Each line is one policy, simulated on {simulated.hardware} under several budgets. "
+            f"Each line is one policy, simulated on {findings.hardware} under several budgets. "
             "Lower is better. A line begins at the smallest of these budgets under which the "
             "policy can run. The dashed line is the budget of this comparison."
         ),
@@ -255,4 +253,5 @@ def _why_not(run: Run) -> str:
         return "out of memory"
     if run.reason is not None:
         return _short(run.reason, 46)
-    return "" if summary.fits(run) else "above the budget"
+    is_known = run.peak_bytes is not None and run.budget_bytes is not None
+    return "above the budget" if is_known and run.peak_bytes > run.budget_bytes else ""

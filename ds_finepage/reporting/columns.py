@@ -1,94 +1,14 @@
-"""The runs of a comparison in words and figures: who is fastest, and every column of the table."""
+"""Every figure of the runs, as columns of tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from ds_finepage.reporting.results import PhaseFigures, Results, Run
+from ds_finepage.reporting.results import PhaseFigures, Run
 from ds_finepage.units import format_bytes, format_ns
 
 NONE = "-"
 NS_PER_S = 10**9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The fastest run of one batch, by the time of a decode step.
-
-    Attributes:
-        batch: Sequences in the batch.
-        ranked: The runs with a time, the fastest first.
-    """
-
-    batch: int
-    ranked: tuple[Run, ...]
-
-
-def is_modelled(results: Results) -> bool:
-    """Tell whether modelled times decide: on the CPU, a fetch of stock engines copies nothing."""
-    return results.settings is not None and results.device.startswith("cpu")
-
-
-def deciding_ns(figures: PhaseFigures, *, modelled: bool) -> int | None:
-    """Return the time by which engines are compared."""
-    return figures.modelled_ns if modelled else figures.wall_ns
-
-
-def copied_bytes(figures: PhaseFigures, *, modelled: bool) -> int | None:
-    """Return the bytes to the device that go with :func:`deciding_ns`."""
-    if figures.h2d_bytes is not None or not modelled:
-        return figures.h2d_bytes
-    return figures.modelled_h2d_bytes
-
-
-def verdicts(results: Results) -> list[Verdict]:
-    """Rank the runs of each batch; those that ended with a reason are left out."""
-    modelled = is_modelled(results)
-    found = []
-    for batch in dict.fromkeys(run.batch for run in results.runs):
-        timed = [
-            (ns, run)
-            for run in results.runs
-            if run.batch == batch
-            and run.reason is None
-            and fits(run)
-            and (ns := deciding_ns(run.decode, modelled=modelled)) is not None
-        ]
-        ranked = tuple(run for _, run in sorted(timed, key=lambda pair: pair[0]))
-        found.append(Verdict(batch=batch, ranked=ranked))
-    return found
-
-
-def fits(run: Run) -> bool:
-    """Tell whether a run kept to the budget, as far as that is known."""
-    if run.out_of_memory:
-        return False
-    if run.budget_bytes is None or run.peak_bytes is None:
-        return True
-    return run.peak_bytes <= run.budget_bytes
-
-
-def in_words(verdict: Verdict, *, modelled: bool) -> str:
-    """Say in a sentence or two which run is fastest, and by how much."""
-    if not verdict.ranked:
-        return f"Batch {verdict.batch}: no run has a time for a decode step."
-    best = verdict.ranked[0]
-    best_ns = deciding_ns(best.decode, modelled=modelled) or 1
-    text = f"Batch {verdict.batch}: {best.arm} is fastest, with {format_ns(best_ns)} a token"
-    if len(verdict.ranked) == 1:
-        return text + "."
-    second = verdict.ranked[1]
-    second_ns = deciding_ns(second.decode, modelled=modelled) or 0
-    text += f". Next is {second.arm}, which takes {second_ns / best_ns:.2f} times as long"
-    theirs = copied_bytes(second.decode, modelled=modelled)
-    ours = copied_bytes(best.decode, modelled=modelled)
-    if ours is not None and theirs is not None:
-        text += f" and copies {format_bytes(theirs)} a step instead of {format_bytes(ours)}"
-    return text + "."
-
-
-# The table of runs.
 
 
 def _bytes(value: int | None) -> str:

@@ -1,4 +1,7 @@
-"""Plans beside those of the runs, which a report compares them with; made by its caller."""
+"""The part of a report that follows from more than the files of a folder; its caller works it out.
+
+Plans of other policies need the planner, and the fastest run needs a judge. Neither is here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from dataclasses import dataclass, field
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
+
+PROFILE_FILE = "profile.json"
+"""In the folder of a single run: the measured rates of its machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,24 +36,32 @@ class BudgetLine:
     """The time of a decode step under several budgets.
 
     Attributes:
-        name: The policy or the arm.
+        policy: The policy's name.
         points: Budget in bytes, and nanoseconds; None where there is no plan.
     """
 
-    name: str
+    policy: str
     points: tuple[tuple[int, int | None], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """Everything in a report that other plans give.
+class Findings:
+    """What a report says beyond the figures of its runs.
 
     Attributes:
-        hardware: The machine that they are simulated on.
+        is_modelled: Modelled times decide which run is fastest, and not measured ones.
+        sentences: The winner of each batch, in words.
+        fastest: The names of the fastest runs.
+        hardware: The machine that other plans are simulated on.
         passes: Run name -> pass name -> the pass by its own policy, then by others.
         curves: Batch -> a line for each policy.
+        remarks: Things that are left out, and why.
     """
 
+    is_modelled: bool = False
+    sentences: tuple[str, ...] = ()
+    fastest: frozenset[str] = frozenset()
     hardware: str = ""
     passes: dict[str, dict[str, tuple[SimulatedPass, ...]]] = field(default_factory=dict)
     curves: dict[int, tuple[BudgetLine, ...]] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
