@@ -228,8 +228,8 @@ def draw_arms(
     figure, all_axes = _figure(title, 1, columns=2, height=1.3 + 0.36 * len(arms), share="y")
     best_ns = min((ns for _, _, ns, _ in arms if ns is not None), default=None)
     at = list(range(len(arms)))
-    for column, axes in enumerate(all_axes):
-        values = [arm[1 + column] for arm in arms]
+    of_columns = ([copied for _, copied, _, _ in arms], [ns for _, _, ns, _ in arms])
+    for column, (axes, values) in enumerate(zip(all_axes, of_columns, strict=True)):
         largest = max([1.0, *(value for value in values if value is not None)])
         unit, unit_name = (_byte_unit, _time_unit)[column](int(largest))
         form = (format_bytes, format_ns)[column]
@@ -295,8 +295,14 @@ def draw_budgets(
     for budget in compared:
         axes.axvline(budget / unit, color=INK, linestyle="--", linewidth=1)
         text = f" compared: {format_bytes(budget)}"
-        place = {"xycoords": axes.get_xaxis_transform(), "va": "bottom", "ha": "center"}
-        axes.annotate(text, (budget / unit, 1.0), fontsize=8, **place)
+        axes.annotate(
+            text,
+            (budget / unit, 1.0),
+            xycoords=axes.get_xaxis_transform(),
+            va="bottom",
+            ha="center",
+            fontsize=8,
+        )
     for arm, budget, ns in measured:
         axes.plot([budget / unit], [ns / time_unit], "x", color=INK, markersize=7)
         axes.annotate(f"  {arm}, measured", (budget / unit, ns / time_unit), fontsize=8)

@@ -253,5 +253,6 @@ def _why_not(run: Run) -> str:
         return "out of memory"
     if run.reason is not None:
         return _short(run.reason, 46)
-    is_known = run.peak_bytes is not None and run.budget_bytes is not None
-    return "above the budget" if is_known and run.peak_bytes > run.budget_bytes else ""
+    if run.peak_bytes is None or run.budget_bytes is None:
+        return ""
+    return "above the budget" if run.peak_bytes > run.budget_bytes else ""
