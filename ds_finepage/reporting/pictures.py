@@ -138,15 +138,24 @@ def pictures_of_pass(
 def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
     series = memory_by_task(found.memgraph)
     title = f"Device memory at each op ({where})"
-    resident = max(series.nbytes[MemoryKind.RESIDENT], default=0)
+    resident = format_bytes(max(series.nbytes[MemoryKind.RESIDENT], default=0))
+    sentence = (
+        f"The bytes on the device at each op, by their kind. {resident} of the weights stay there; "
+        "the others stream through the part above them. "
+    )
+    if run.budget_bytes is not None:
+        crossed = series.peak_bytes > run.budget_bytes
+        verb = "cross" if crossed else "never cross"
+        sentence += (
+            f"They {verb} the dashed line, the budget; the free part below it is room for tensors "
+            "of the calling program and for gaps between buffers. "
+        )
+    if not any(series.nbytes[MemoryKind.KV]):
+        sentence += "A KV cache that grows is one of the inputs and outputs."
     return Picture(
         name=f"{name}_memory",
         title=title,
-        sentence=(
-            "The bytes on the device at each op, by their kind. They never cross the dashed line, "
-            f"the budget. {format_bytes(resident)} of the weights stay on the device; the others "
-            "stream through the small part above them."
-        ),
+        sentence=sentence.strip(),
         png=drawing.png(drawing.draw_memory(series, run.budget_bytes, title)),
     )
 
@@ -224,7 +233,7 @@ def _beside(
         sentence=(
             f"The same ops under the same budget by several policies, simulated on {hardware}. "
             "Dark blue weights stay, light blue ones are copied again in every pass. Demand paging "
-            "(lru) evicts each weight just before it comes round again, so it copies everything."
+            "(lru) evicts most weights just before they come round again."
         ),
         png=drawing.png(
             drawing.draw_memory_over_time([*memory, *reasons], run.budget_bytes, title)
