@@ -68,8 +68,10 @@ setup(
         "wrapt>=1.16",
     ],
     extras_require={
+        "group-offload": ["diffusers>=0.33"],
         "plot": ["matplotlib"],
         "test": [
+            "diffusers>=0.33",
             "expecttest",  # which PyTorch's own list of ops imports
             "hypothesis",
             "mypy",

@@ -114,9 +114,15 @@ class PlannedModel:
 
 
 def capture_model(
-    model: str, *, phase: str, batch: int, seq: int, profile: HardwareProfile
+    model: str,
+    *,
+    phase: str,
+    batch: int,
+    seq: int,
+    profile: HardwareProfile,
+    dtype: str | None = None,
 ) -> CapturedModel:
-    """Capture a pass from a model's config, in the dtype that suits the machine.
+    """Capture a pass from a model's config.
 
     Args:
         model: A shipped name, a directory or a transformers config.json.
@@ -124,13 +130,14 @@ def capture_model(
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
         profile: The machine.
+        dtype: Of weights and activations; by default the one that suits the machine.
 
     Raises:
-        ConfigError: The model or a size cannot be used.
+        ConfigError: The model, the dtype or a size cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
     config = load_model_config(model)
-    dtype = default_dtype(config, profile)
+    dtype = dtype or default_dtype(config, profile)
 
     def capture(*, kv_on_host: bool) -> CapturedModel:
         start = time.process_time()

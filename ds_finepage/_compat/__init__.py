@@ -40,6 +40,17 @@ CONVERTER_CONVERT = "convert"
 GATHERED_PARAMETERS = "GatheredParameters"
 """The name in ``deepspeed.zero`` under which transformers looks up the gathering context."""
 
+ACCELERATE_SET = "set_module_tensor_to_device"
+"""The function in ``accelerate.hooks`` by which its hooks fetch a weight, and free it."""
+
+GROUP_OFFLOADING = "diffusers.hooks.group_offloading"
+GROUP = "ModuleGroup"
+GROUP_FETCH, GROUP_FREE = "onload_", "offload_"
+"""The class of diffusers that is a group of modules, and the methods that move its weights."""
+
+HOOK_REGISTRY = "_diffusers_hook"
+"""The attribute of a module that holds its hooks of diffusers."""
+
 ATTRIBUTES = {
     "_buffers": "torch.nn.Module",
     "_call_impl": "torch.nn.Module",

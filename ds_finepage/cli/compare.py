@@ -28,12 +28,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_finepage.cli.options import PROGRAM, add_budget, counts_of, names_of
+from ds_finepage.cli.options import PROGRAM, counts_of, names_of
 from ds_finepage.cli.output import add_json, show
 from ds_finepage.compare.arms import ALL, ARMS, arms_named
 from ds_finepage.compare.judge import problems_of
 from ds_finepage.compare.tables import footnotes, remarks, tables
-from ds_finepage.config import DeviceBudget, FinepageConfig, section_of
+from ds_finepage.config import BUDGET_FORMS, SECTION, DeviceBudget, FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import read_file
 from ds_finepage.graph.profiles import load_profile
@@ -74,7 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ds_config of all arms that DeepSpeed runs; by default ZeRO stage 3 in the host's "
         "memory, in bfloat16",
     )
-    add_budget(parser, BUDGET)
+    parser.add_argument(
+        "--device-budget",
+        metavar="BUDGET",
+        help=f"limit on all device bytes (the ds_config's, else {BUDGET}): {BUDGET_FORMS}".replace(
+            "%", "%%"
+        ),
+    )
     parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
     parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
@@ -152,11 +158,12 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     ds_config = read_ds_config(arguments.ds_config)
     hardware = arguments.hardware or HARDWARE.get(device_type(), OTHER_HARDWARE)
     load_profile(hardware)
+    budget = arguments.device_budget or ds_config.get(SECTION, {}).get("device_budget", BUDGET)
     return CompareSettings(
         model=str(path.resolve()) if path.is_dir() else arguments.model,
         layers=arguments.layers,
         ds_config=json.dumps(ds_config),
-        device_budget=str(DeviceBudget.parse(arguments.device_budget, name="--device-budget")),
+        device_budget=str(DeviceBudget.parse(budget, name="--device-budget")),
         batches=tuple(counts_of(arguments.batch, "--batch")),
         prompt_tokens=arguments.prompt,
         new_tokens=arguments.new,

@@ -23,6 +23,7 @@ class Arm:
         package: A package that it needs beyond the requirements, as Python imports it.
         install: The command that installs that package.
         observes: Its passes run by plan, so that their timelines can be kept.
+        is_ours: It is ds_finepage with a policy of its own, and no other system.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Arm:
     package: str = ""
     install: str = ""
     observes: bool = False
+    is_ours: bool = False
 
     @property
     def missing(self) -> str | None:
@@ -84,8 +86,15 @@ ARMS: dict[str, Arm] = {
             "horizon-published",
             observes=True,
         ),
-        _arm("finepage-horizon", "ds_finepage, horizon", "finepage_arms", "horizon", observes=True),
-        _arm(OURS, "ds_finepage", "finepage_arms", "finepage", observes=True),
+        _arm(
+            "finepage-horizon",
+            "ds_finepage, horizon",
+            "finepage_arms",
+            "horizon",
+            observes=True,
+            is_ours=True,
+        ),
+        _arm(OURS, "ds_finepage", "finepage_arms", "finepage", observes=True, is_ours=True),
     )
 }
 

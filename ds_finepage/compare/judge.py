@@ -38,7 +38,7 @@ class Winner:
         run: The fastest run.
         time_ns: Its time.
         ours_ns: The time of our arm; None if it has none within the budget.
-        other: The fastest run of another arm than ours; None if there is none.
+        other: The fastest run of another system; None if there is none.
         other_ns: Its time.
     """
 
@@ -54,7 +54,7 @@ class Winner:
         found = f"{self.part}: {self.run.arm} is fastest within the budget, "
         found += format_ns(self.time_ns)
         if self.other is None or self.other_ns is None:
-            return f"{found}; no other arm is within it"
+            return f"{found}; no other system is within it"
         if self.ours_ns is None:
             return f"{found}; {OURS} is not among them"
         ratio = self.ours_ns / self.other_ns if self.other_ns else 1.0
@@ -93,7 +93,7 @@ def _winner(part: str, runs: Sequence[Run], time: Callable[[Run], int | None]) -
         return None
     timed.sort(key=lambda each: each[0])  # of equal ones the first stays first
     time_ns, fastest = timed[0]
-    other = next(((t, r) for t, r in timed if r.arm != OURS), None)
+    other = next(((t, r) for t, r in timed if not ARMS[r.arm].is_ours), None)
     return Winner(
         part=part,
         run=fastest,

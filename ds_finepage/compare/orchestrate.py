@@ -29,6 +29,7 @@ from ds_finepage.compare.models import Modelled, Models, require_some_arm
 from ds_finepage.compare.prompts import Prompts, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.errors import ConfigError
+from ds_finepage.execution.disk_cache import VARIABLE as CACHE_VARIABLE
 from ds_finepage.files import read_file
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.results import (
@@ -348,10 +349,11 @@ def environment() -> dict[str, str]:
     """Return the environment of every process.
 
     Half of the cores compute; the others serve the transfer lanes. Sums, and so the tokens, depend
-    on the number of threads, so every run has the same.
+    on the number of threads, so every run has the same. Nothing is kept from one run to the next,
+    so that the first token costs what it costs on a fresh machine.
     """
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    forced = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    forced = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", CACHE_VARIABLE: "0"}
     return {"OMP_NUM_THREADS": threads, **os.environ, **forced}
 
 

@@ -44,7 +44,10 @@ def tables(results: Results, batch: int) -> Iterator[Table]:
             yield _table(f"Time, modelled for {card}: {within}", MODELLED_TIMES, ran)
         else:
             yield _table(f"Time, measured: {within}", WALL_TIMES, ran)
-        yield _table(f"First token, link and prediction, measured: {within}", FIRST_TOKEN, ran)
+        yield _table(f"First token and host memory, measured: {within}", FIRST_TOKEN, ran)
+        planned = [run for run in ran if run.decode.predicted_ns is not None]
+        if planned:
+            yield _table(f"Link and prediction, measured: {within}", PREDICTIONS, planned)
     failed = [run for run in runs if run.reason is not None]
     if failed:
         yield _table(f"Did not run: batch {batch}", REASONS, failed, justify="left")
@@ -143,11 +146,10 @@ def _first_token_ns(run: Run) -> int | None:
     return run.load_ns + (run.capture_ns or 0) + (run.plan_ns or 0) + run.prefill.wall_ns
 
 
-def _predicted(phase: PhaseFigures) -> str:
+def _error(phase: PhaseFigures) -> str:
     if phase.predicted_ns is None or not phase.wall_ns:
         return UNKNOWN
-    error = phase.predicted_ns / phase.wall_ns - 1
-    return f"{format_ns(phase.predicted_ns)} ({error:+.0%})"
+    return f"{phase.predicted_ns / phase.wall_ns - 1:+.0%}"
 
 
 _ARM: tuple[str, Cell] = ("arm", lambda r: r.arm)
@@ -161,8 +163,6 @@ BYTES: tuple[tuple[str, Cell], ...] = (
     ("step to device", lambda r: _bytes(r.decode.h2d_bytes)),
     ("to host", lambda r: _bytes(r.decode.d2h_bytes)),
     ("step / bound", lambda r: _bytes_over_bound(r.decode)),
-    ("host", lambda r: _bytes(r.host_bytes)),
-    ("pinned", lambda r: _bytes(r.pinned_bytes)),
 )
 
 MODELLED_TIMES: tuple[tuple[str, Cell], ...] = (
@@ -192,9 +192,19 @@ FIRST_TOKEN: tuple[tuple[str, Cell], ...] = (
     ("capture", lambda r: _time(r.capture_ns)),
     ("planning", lambda r: _time(r.plan_ns)),
     ("computing", lambda r: _time(r.prefill.wall_ns)),
+    ("host memory", lambda r: _bytes(r.host_bytes)),
+    ("pinned", lambda r: _bytes(r.pinned_bytes)),
+)
+
+PREDICTIONS: tuple[tuple[str, Cell], ...] = (
+    _ARM,
     ("link / probe", lambda r: _ratio(r.link_bytes_per_s, r.probe_bytes_per_s)),
-    ("predicted prefill", lambda r: _predicted(r.prefill)),
-    ("predicted step", lambda r: _predicted(r.decode)),
+    ("prefill ms", lambda r: _ms(_wall(r.prefill))),
+    ("predicted", lambda r: _ms(r.prefill.predicted_ns)),
+    ("error", lambda r: _error(r.prefill)),
+    ("step ms", lambda r: _ms(_wall(r.decode))),
+    ("predicted", lambda r: _ms(r.decode.predicted_ns)),
+    ("error", lambda r: _error(r.decode)),
 )
 
 REASONS: tuple[tuple[str, Cell], ...] = (_ARM, ("why", lambda r: r.reason or ""))

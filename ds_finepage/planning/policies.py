@@ -10,6 +10,8 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.baselines.accelerate import plan_accelerate, plan_accelerate_map
+from ds_finepage.planning.baselines.group_offload import plan_group_offload
 from ds_finepage.planning.baselines.lru import plan_lru
 from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
 from ds_finepage.planning.baselines.zero import (
@@ -65,6 +67,9 @@ POLICIES = {
         Policy(name="zero", plan=plan_zero),
         Policy(name="zero-authors", plan=plan_zero_authors),
         Policy(name="zero-persistence", plan=plan_zero_persistence),
+        Policy(name="accelerate", plan=plan_accelerate),
+        Policy(name="accelerate-map", plan=plan_accelerate_map),
+        Policy(name="group-offload", plan=plan_group_offload),
         Policy(name="lru", plan=plan_lru),
         Policy(name="static", plan=plan_static),
         Policy(name="static-zigzag", plan=plan_static_zigzag, is_runnable=False),

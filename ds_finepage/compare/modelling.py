@@ -1,0 +1,128 @@
+"""Modelled times: the passes of a generation, simulated on the machine of a hardware profile.
+
+A comparison on the CPU shows them beside counted bytes, since a fetch of stock ZeRO-Inference
+copies nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_finepage.config import DeviceBudget
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.liveness import ample_arena_bytes
+from ds_finepage.reporting.figures import PlanFigures
+from ds_finepage.reporting.results import PhaseFigures
+from ds_finepage.whatif import CapturedModel, budget_on, capture_model, plan_captured
+
+RESIDENT = "resident"
+"""Stands for an engine that keeps everything on the device, whatever the budget."""
+
+
+class Modeller:
+    """Models the prefill and the last decode step of a generation under a budget.
+
+    Attributes:
+        budget_bytes: The limit on all device bytes.
+        weight_bytes: Bytes of all weights.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        batch: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        device_budget: str,
+        hardware: str,
+        dtype: str | None = None,
+        split: bool = False,
+    ) -> None:
+        """Capture both passes from the model's config.
+
+        Args:
+            model: A shipped name, a folder or a config.json.
+            batch: Sequences in the batch.
+            prompt_tokens: Tokens of each prompt.
+            new_tokens: Tokens to generate after it.
+            device_budget: As in a ds_config.
+            hardware: A hardware profile, by name or path.
+            dtype: Of weights and activations; by default the one that suits the machine.
+            split: Policies may cut weights, if they can.
+
+        Raises:
+            ConfigError: An argument cannot be used.
+            CaptureError: The forward cannot be written as a taskgraph.
+        """
+        self._profile = load_profile(hardware)
+        self._split = split
+        # The prefill makes the first token, and the cache never holds the last one.
+        self._num_steps = new_tokens - 1
+        lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + max(1, self._num_steps)}
+        self._prefill, self._decode = (
+            capture_model(
+                model, phase=phase, batch=batch, seq=seq, profile=self._profile, dtype=dtype
+            )
+            for phase, seq in lengths.items()
+        )
+        self.weight_bytes = self._prefill.graph.weight_bytes
+        budget = DeviceBudget.parse(device_budget, name="device_budget")
+        self.budget_bytes = budget_on(budget, self.weight_bytes, self._profile)
+
+    def figures(
+        self, policy: str, settings: Mapping[str, Any] | None = None
+    ) -> tuple[PhaseFigures, PhaseFigures]:
+        """Model the prefill and the decode step.
+
+        Args:
+            policy: A key of ``POLICIES``, or "" or "resident" for an engine that keeps everything
+                on the device.
+            settings: Keys of ``zero_optimization`` in a ds_config, which a policy ``zero*`` takes
+                instead of its own. Other keys, and other policies, leave them aside.
+
+        Returns:
+            Modelled time, modelled bytes to the device, and both lower bounds of a steady pass.
+
+        Raises:
+            ConfigError: Unknown policy.
+            PlanInfeasibleError: The budget is too small for the policy; the error says why.
+        """
+        prefill = self._plan(self._prefill, policy)
+        follows = self._decode.on_host if prefill.kv_on_host else None
+        decode = self._plan(follows or self._decode, policy)
+        return _of(prefill), _of(decode)
+
+    def settings(self, policy: str) -> dict[str, int]:
+        """Return the keys of ``zero_optimization`` with which DeepSpeed does as a policy says.
+
+        Args:
+            policy: A key of ``POLICIES``. Others than ``zero*`` have none.
+        """
+        return {}
+
+    def _plan(self, captured: CapturedModel, policy: str) -> PlanFigures:
+        budget_bytes = self.budget_bytes
+        if policy in ("", RESIDENT):
+            policy = "finepage"  # with room for everything, it copies nothing
+            needs = captured.needs
+            budget_bytes = needs.non_arena_bytes + ample_arena_bytes(
+                captured.graph, needs.alignment
+            )
+        return plan_captured(
+            captured,
+            budget_bytes=budget_bytes,
+            profile=self._profile,
+            policy=policy,
+            split=self._split,
+        ).figures
+
+
+def _of(figures: PlanFigures) -> PhaseFigures:
+    return PhaseFigures(
+        modelled_ns=figures.predicted_ns,
+        modelled_h2d_bytes=figures.reloaded_bytes,
+        lower_bound_bytes=figures.lower_bound_bytes,
+        lower_bound_ns=figures.lower_bound_ns,
+    )

@@ -1,0 +1,133 @@
+"""Policies ``accelerate`` and ``accelerate-map``: Accelerate's hooks, module by module.
+
+``accelerate`` is ``cpu_offload``: each module fetches the parameters that are its own just before
+its forward and frees them just after it. Nothing is prefetched, and nothing is kept. A fetch is
+``tensor.to(device)`` on the stream that computes: it starts when all tasks before it are done, and
+the tasks behind it wait for it. A tied weight is fetched for each module that has it.
+
+``accelerate-map`` is ``dispatch_model`` with a device map: the first modules stay on the device
+for good, as many as there is room for, and the others do as above. Such a module is a layer, or a
+module outside all layers; ties go with the one that has the weight's name.
+
+Kinder than the real thing in four ways: copies run at the rate of pinned memory, and its own are
+pageable unless the caller pins them; it empties the allocator's cache after each fetch; the host
+waits for each fetch; its hooks take time on the host.
+
+Source: ``AlignDevicesHook`` in ``hooks.py``, ``cpu_offload`` and ``dispatch_model`` in
+``big_modeling.py`` and ``set_module_tensor_to_device`` in ``utils/modeling.py`` of Accelerate
+1.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.baselines.modules import layer_of
+from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
+from ds_finepage.planning.baselines.visits import ENTER, TASK, Visits, module_visits
+from ds_finepage.planning.problem import Problem
+
+OFFLOAD, MAP = "accelerate", "accelerate-map"
+
+
+def plan_accelerate(problem: Problem) -> MemGraph:
+    """Plan ``cpu_offload``.
+
+    Raises:
+        PlanInfeasibleError: It holds more bytes at one time than the arena has.
+    """
+    visits = module_visits(problem.graph)
+    return realize(problem, _script(OFFLOAD, visits, ()))
+
+
+def plan_accelerate_map(problem: Problem) -> MemGraph:
+    """Plan ``dispatch_model`` with as many modules on the device as there is room for.
+
+    Raises:
+        PlanInfeasibleError: Even without one it holds too many bytes.
+    """
+    return plan_accelerate_map_with(problem, most_modules(problem))
+
+
+def plan_accelerate_map_with(problem: Problem, num_modules: int) -> MemGraph:
+    """Plan ``dispatch_model`` with a number of modules on the device.
+
+    Args:
+        problem: The pass and its arena.
+        num_modules: How many of :func:`map_modules` stay on the device, from the first on.
+
+    Raises:
+        PlanInfeasibleError: It holds more bytes at one time than the arena has.
+    """
+    return realize(problem, _map_script(problem.graph, module_visits(problem.graph), num_modules))
+
+
+def most_modules(problem: Problem) -> int:
+    """Return how many modules can stay on the device; 0 if not even one can."""
+    visits = module_visits(problem.graph)
+    least, most = 0, len(map_modules(problem.graph))
+    while least < most:
+        middle = (least + most + 1) // 2
+        script = _map_script(problem.graph, visits, middle)
+        if live_bytes(problem, script) <= problem.arena_bytes:
+            least = middle
+        else:
+            most = middle - 1
+    # Live bytes fit; offsets may still leave gaps.
+    for num_modules in range(least, 0, -1):
+        try:
+            realize(problem, _map_script(problem.graph, visits, num_modules))
+        except PlanInfeasibleError:
+            continue
+        return num_modules
+    return 0
+
+
+def map_modules(graph: TaskGraph) -> dict[str, list[int]]:
+    """Return the weights of each module of a device map by its name, in the order of the model."""
+    found: dict[str, list[int]] = {}
+    for buffer in graph.buffers:
+        if buffer.kind is BufferKind.WEIGHT:
+            found.setdefault(map_module(buffer.name), []).append(buffer.id)
+    return found
+
+
+def map_module(weight: str) -> str:
+    """Return the map module of a weight by its name: its layer, or its module outside of those."""
+    return layer_of(weight) or weight.rpartition(".")[0]
+
+
+def _map_script(graph: TaskGraph, visits: Visits, num_modules: int) -> Script:
+    chosen = list(map_modules(graph).values())[:num_modules]
+    return _script(MAP, visits, [b for weights in chosen for b in weights])
+
+
+def _script(policy: str, visits: Visits, kept: Collection[int]) -> Script:
+    """Write a pass.
+
+    Args:
+        policy: Name to write into the script.
+        visits: The modules of the pass.
+        kept: Weights that stay on the device.
+    """
+    present = set(kept)
+    fetched: dict[int, list[int]] = {}  # call -> what it brought
+    steps: list[Step] = []
+    for at, index in visits.events:
+        if at == TASK:
+            steps.append(Step(Act.COMPUTE, index))
+        elif at == ENTER:
+            missing = [b for b in visits.weights[index] if b not in present]
+            fetched[index] = missing
+            present.update(missing)
+            if missing:
+                steps.append(Step(Act.AWAIT_TASKS))
+                steps += [Step(Act.RELOAD, b) for b in missing]
+                steps.append(Step(Act.AWAIT_COPIES))
+        else:
+            steps += [Step(Act.DROP, b) for b in fetched[index]]
+            present.difference_update(fetched[index])
+    return Script(policy, tuple(kept), tuple(steps))

@@ -1,0 +1,151 @@
+"""Accelerate and diffusers as arms on an accelerator: real copies, streams, and the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finepage.compare import accelerate_arms
+from ds_finepage.compare.engine import Engine, RunRequest
+from ds_finepage.execution.meter import DeviceMeter
+from tests.accelerator.subjects import plain_on
+from tests.integration.families import make_model, token_ids
+
+NUM_TOKENS, BATCH, PROMPT_TOKENS = 4, 2, 12
+MODULES = {
+    "accelerate": "accelerate_arms",
+    "accelerate-map": "accelerate_arms",
+    "group-offload": "group_offload_arm",
+}
+PINNED = {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}}}
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
+"""They show transformers parameters that are elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """Return a tiny Llama."""
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def model_dir(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    plain.save_pretrained(found)
+    return found
+
+
+def generate(model: Any, device: torch.device) -> torch.Tensor:
+    ids = token_ids(PROMPT_TOKENS, batch=BATCH).to(device)
+    with torch.no_grad():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            cache_implementation="static",
+            disable_compile=True,
+        )
+    assert isinstance(found, torch.Tensor)
+    return found.cpu()
+
+
+def request_of(model_dir: Path, arm: str, device: torch.device, budget_bytes: int) -> RunRequest:
+    return RunRequest(
+        arm=arm,
+        model_dir=str(model_dir),
+        ds_config={},
+        device=str(device),
+        budget_bytes=budget_bytes,
+        batch=BATCH,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NUM_TOKENS,
+        repeats=1,
+        settings={},
+        observes=False,
+    )
+
+
+def load(request: RunRequest) -> Engine:
+    if request.arm == "group-offload":
+        pytest.importorskip("diffusers")
+    module = import_module(f"ds_finepage.compare.{MODULES[request.arm]}")
+    engine: Engine = module.load(request)
+    return engine
+
+
+def weight_bytes_of(model: Any) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("arm", MODULES)
+def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
+    device: torch.device, plain: Any, model_dir: Path, arm: str
+) -> None:
+    expected = generate(plain.to(plain_on(device)), plain_on(device))
+    weight_bytes = weight_bytes_of(plain)
+    request = request_of(model_dir, arm, device, weight_bytes * 9 // 10)
+    engine = load(request)
+    with DeviceMeter(device) as meter, engine.counting():
+        engine.place()
+        assert torch.equal(generate(engine.model, device), expected)
+        engine.begin_forward()
+        assert torch.equal(generate(engine.model, device), expected)
+        h2d_bytes, d2h_bytes = engine.copied()
+    assert meter.peak_bytes <= request.budget_bytes and d2h_bytes == 0
+    assert torch.equal(generate(engine.model, device), expected)
+    kept_bytes = meter.live_bytes if arm == "accelerate-map" else 0
+    assert h2d_bytes is not None and (kept_bytes > 0) is (arm == "accelerate-map")
+    assert 0 < h2d_bytes <= NUM_TOKENS * weight_bytes
+    assert (h2d_bytes == NUM_TOKENS * weight_bytes) is (arm != "accelerate-map")
+    engine.close()
+    assert {p.device.type for p in engine.model.parameters()} == {"cpu"}
+    assert generate(engine.model, torch.device("cpu")).shape == expected.shape
+
+
+def test_a_map_that_takes_more_than_was_estimated_keeps_fewer_modules(
+    device: torch.device, plain: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(model_dir, "accelerate-map", device, weight_bytes_of(plain) * 9 // 10)
+    fitting = load(request).settings["modules_on_device"]
+    monkeypatch.setattr(accelerate_arms, "modules_that_fit", lambda _: 100)
+    assert load(request).settings["modules_on_device"] in (fitting, int(fitting) + 1)
+    few = dataclasses.replace(request, budget_bytes=1)
+    assert load(few).settings["modules_on_device"] == 0
+    asked = dataclasses.replace(request, settings={"modules_on_device": 2})
+    assert load(asked).settings["modules_on_device"] == 2
+
+
+def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
+    device: torch.device, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def fails_once(engine: Engine) -> None:
+        tries.append(engine.settings["modules_on_device"])
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("no room")
+        place(engine)
+
+    place = accelerate_arms.DeviceMapEngine.place
+    monkeypatch.setattr(accelerate_arms.DeviceMapEngine, "place", fails_once)
+    monkeypatch.setattr(accelerate_arms, "modules_that_fit", lambda _: 2)
+    engine = load(request_of(model_dir, "accelerate-map", device, 1 << 40))
+    assert tries == [2, 1] and engine.settings["modules_on_device"] == 1
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_weights_are_pinned_if_the_ds_config_says_so(
+    device: torch.device, model_dir: Path, pins: bool
+) -> None:
+    request = request_of(model_dir, "accelerate", device, 1)
+    engine = load(dataclasses.replace(request, ds_config=PINNED if pins else {}))
+    assert all(p.is_pinned() is pins for p in engine.model.parameters())
+    assert bool(engine.notes) is pins

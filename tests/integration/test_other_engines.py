@@ -1,0 +1,274 @@
+"""Accelerate and diffusers as arms: tokens, counted bytes against simulated ones, all restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import hooks
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+
+from ds_finepage.capture.from_config import capture_config
+from ds_finepage.checker.checker import check
+from ds_finepage.compare.accelerate_arms import (
+    modules_that_fit,
+    modules_to_place,
+    pins_weights,
+)
+from ds_finepage.compare.engine import Engine, RunRequest
+from ds_finepage.errors import ConfigError
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.baselines.accelerate import (
+    map_modules,
+    plan_accelerate,
+    plan_accelerate_map_with,
+)
+from ds_finepage.planning.baselines.group_offload import plan_group_offload
+from ds_finepage.planning.liveness import ample_arena_bytes
+from ds_finepage.planning.problem import Problem
+
+HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_TOKENS, NEW_TOKENS = 64, 2, 500, 7, 4
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=160,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        eos_token_id=None,
+    ),
+    "tied gpt2": GPT2Config(  # has parameters outside of leaf modules too
+        n_embd=HIDDEN,
+        n_layer=NUM_LAYERS,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+}
+MODULES = {
+    "accelerate": "accelerate_arms",
+    "accelerate-map": "accelerate_arms",
+    "group-offload": "group_offload_arm",
+}
+every_model = pytest.mark.parametrize("model_name", CONFIGS)
+every_arm = pytest.mark.parametrize("arm", MODULES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write a checkpoint of each model."""
+    torch.manual_seed(0)
+    found = {}
+    for name, config in CONFIGS.items():
+        found[name] = tmp_path_factory.mktemp("model")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.generation_config.pad_token_id = 0
+        model.save_pretrained(found[name])
+    return found
+
+
+def request_of(folder: Path, arm: str, share: float = 0.6, **changes: Any) -> RunRequest:
+    """Ask for a run under a budget of a share of the weights, and something for activations."""
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    request = RunRequest(
+        arm=arm,
+        model_dir=str(folder),
+        ds_config={},
+        device="cpu",
+        budget_bytes=int(share * weight_bytes) + 300_000,
+        batch=1,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NEW_TOKENS,
+        repeats=1,
+        settings={},
+        observes=False,
+    )
+    return replace(request, **changes)
+
+
+def load(request: RunRequest) -> Engine:
+    if request.arm == "group-offload":
+        pytest.importorskip("diffusers")
+    module = import_module(f"ds_finepage.compare.{MODULES[request.arm]}")
+    engine: Engine = module.load(request)
+    return engine
+
+
+def generate(model: Any) -> torch.Tensor:
+    ids = torch.randint(VOCABULARY, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        cache_implementation="static",
+        disable_compile=True,
+    )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@contextmanager
+def copied_by_forward(engine: Engine) -> Iterator[list[tuple[int | None, int | None]]]:
+    """Collect the bytes of each forward."""
+    found: list[tuple[int | None, int | None]] = []
+    owner = type(engine.model)
+
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        engine.begin_forward()
+        result = torch.nn.Module.__call__(model, *args, **kwargs)
+        found.append(engine.copied())
+        return result
+
+    owner.__call__ = watched
+    try:
+        yield found
+    finally:
+        del owner.__call__
+
+
+@cache
+def captured(name: str, phase: str) -> TaskGraph:
+    seq = PROMPT_TOKENS + (0 if phase == "prefill" else NEW_TOKENS - 1)
+    return capture_config(CONFIGS[name], phase=phase, batch=1, seq=seq, dtype="float32")
+
+
+def simulated(engine: Engine, arm: str, graph: TaskGraph) -> MemGraph:
+    problem = Problem(graph, ample_arena_bytes(graph, 64), 64)
+    if arm == "accelerate":
+        return check(plan_accelerate(problem))
+    if arm == "accelerate-map":
+        num_modules = engine.settings["modules_on_device"]
+        assert isinstance(num_modules, int) and 0 < num_modules < len(map_modules(graph))
+        return check(plan_accelerate_map_with(problem, num_modules))
+    return check(plan_group_offload(problem))
+
+
+@every_model
+@every_arm
+def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
+    folders: dict[str, Path], arm: str, model_name: str
+) -> None:
+    request = request_of(folders[model_name], arm)
+    engine = load(request)
+    expected = generate(engine.model)
+    with DeviceMeter(engine.device) as meter, engine.counting():
+        engine.place()
+        with copied_by_forward(engine) as counted:
+            assert torch.equal(generate(engine.model), expected)
+    assert torch.equal(generate(engine.model), expected)  # by their own hooks alone
+    assert 0 < meter.peak_bytes <= request.budget_bytes
+    prefill, *_, decode = counted
+    for phase, found in (("prefill", prefill), ("decode", decode)):
+        memgraph = simulated(engine, arm, captured(model_name, phase))
+        assert found == (memgraph.reloaded_bytes, memgraph.offloaded_bytes)
+    engine.close()
+
+
+@every_model
+@every_arm
+def test_everything_is_as_before_at_the_end(
+    folders: dict[str, Path], arm: str, model_name: str
+) -> None:
+    engine = load(request_of(folders[model_name], arm))
+    model, setter = engine.model, hooks.set_module_tensor_to_device
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    expected = generate(model)
+    attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    with engine.counting():
+        assert hooks.set_module_tensor_to_device is not setter or arm == "group-offload"
+        engine.place()
+        generate(model)
+    assert hooks.set_module_tensor_to_device is setter
+    engine.close()
+    after = dict(model.named_parameters())  # tied ones once, as before
+    assert list(after) == list(weights)
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == attributes
+    assert torch.equal(generate(model), expected)
+
+
+@every_arm
+def test_outside_of_counting_a_fetch_is_an_alias_and_counts_nothing(
+    folders: dict[str, Path], arm: str
+) -> None:
+    engine = load(request_of(folders["llama"], arm, settings={"modules_on_device": 0}))
+    masters = {w.data_ptr() for w in engine.model.parameters()}
+    engine.place()
+    used = []
+    head = engine.model.lm_head
+    linear = torch.nn.functional.linear
+
+    def seen(data: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        used.append(weight.data_ptr())
+        return linear(data, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", seen)
+        engine.begin_forward()
+        generate(engine.model)
+    assert used and set(used) <= masters and head is engine.model.lm_head
+    assert engine.copied() == (0, 0)
+    engine.close()
+
+
+@every_model
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_a_device_map_may_keep_nothing_or_everything(
+    folders: dict[str, Path], model_name: str, keeps_all: bool
+) -> None:
+    request = request_of(folders[model_name], "accelerate-map", share=2)
+    if not keeps_all:
+        request = replace(request, settings={"modules_on_device": 0})
+    engine = load(request)
+    num_modules = len(map_modules(captured(model_name, "prefill")))
+    assert engine.settings["modules_on_device"] == (num_modules if keeps_all else 0)
+    expected = generate(engine.model)
+    with engine.counting():
+        engine.place()
+        with copied_by_forward(engine) as counted:
+            assert torch.equal(generate(engine.model), expected)
+    assert all(bool(nbytes) is not keeps_all for nbytes, _ in counted)
+    engine.close()
+
+
+def test_fewer_modules_stay_where_the_prefill_needs_more(folders: dict[str, Path]) -> None:
+    request = replace(request_of(folders["llama"], "accelerate-map", share=1.5), batch=4)
+    found = [modules_that_fit(replace(request, prompt_tokens=n)) for n in (4, 40)]
+    assert found[0] > found[1] > 0
+
+
+def test_weights_beside_those_of_submodules_have_no_place() -> None:
+    class Beside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+            self.inner.extra = torch.nn.Linear(2, 2)
+
+    model = torch.nn.Sequential()
+    model.add_module("first", Beside())
+    with pytest.raises(ConfigError, match="first.inner has weights or buffers beside those of"):
+        modules_to_place(model)
+    with pytest.raises(ConfigError, match="the model itself has weights"):
+        modules_to_place(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [({}, False), ({"offload_param": {"device": "cpu", "pin_memory": True}}, True)],
+)
+def test_the_ds_config_says_whether_weights_are_pinned(zero: Any, expected: bool) -> None:
+    assert pins_weights({"zero_optimization": zero}) is expected

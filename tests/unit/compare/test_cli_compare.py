@@ -1,0 +1,235 @@
+"""The options of ``ds-finepage compare``, its folder and its exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.cli import compare as command
+from ds_finepage.cli import main
+from ds_finepage.reporting.results import RESULTS_FILE, CompareSettings, Results, save_results
+from tests.unit.compare.runs import results, run
+
+OURS = run("finepage", 20, 30, tokens_equal=True)
+OPTIONS = ("--model", "llama-7b", "--layers", "2", "--prompt", "8", "--new", "5", "--repeats", "1")
+
+
+class Compared:
+    """Stands for the comparison itself.
+
+    Attributes:
+        starts: What each call started from.
+        runs: What each call finds.
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[Results] = []
+        self.folders: list[Path] = []
+        self.runs: tuple[Any, ...] = (OURS,)
+        self.error: BaseException | None = None
+
+    def __call__(self, settings: CompareSettings, folder: Path, start: Results) -> Results:
+        assert start.settings == settings
+        self.starts.append(start)
+        self.folders.append(folder)
+        found = start
+        for each in self.runs:
+            found = found.with_run(each)
+        save_results(found, folder)
+        if self.error is not None:
+            raise self.error
+        return found
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
+    made = Compared()
+    monkeypatch.setattr(command, "compare", made)
+    monkeypatch.setattr(command, "device_type", lambda: "cpu")
+    return made
+
+
+def call(*options: str | Path) -> int:
+    return main(["compare", *OPTIONS, *map(str, options)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--new", "3"), "--new: 3 is too few. Write at least 4"),
+        (("--prompt", "1"), "--prompt: 1 is too few. Write at least 2"),
+        (("--repeats", "0"), "--repeats: 0 is too few"),
+        (("--batch", "1,x"), "--batch: 'x' is not a whole number of 1 or more"),
+        (("--arms", "zeros"), "unknown arm 'zeros'. Did you mean 'zero'"),
+        (("--hardware", "t5"), "t5"),
+        (("--device-budget", "50%"), "--device-budget: '50%' is ambiguous"),
+        (("--layers", "0"), "--layers: 0 cannot be used"),
+        (("--model", "."), "--layers: 2 cannot be used"),
+        (("--ds-config", "no.json"), "cannot read no.json"),
+        (("--resume",), "--resume goes on in a folder. Name it by --out"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused(
+    compared: Compared, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*options) == 2
+    assert message in capsys.readouterr().err
+    assert compared.starts == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not for ZeRO-Inference"),
+        ('{"zero_optimization": {"stage": 2}}', "is not for ZeRO-Inference"),
+        ('{"zero_optimization": {"stage": 3}}', "is not for ZeRO-Inference"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, '
+            '"finepage": {"plicy": "x"}}',
+            "unknown key 'plicy'",
+        ),
+    ],
+)
+def test_a_ds_config_that_cannot_be_used_is_refused(
+    compared: Compared, tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert call("--ds-config", path) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_ds_config_is_the_users_or_that_of_the_examples(compared: Compared) -> None:
+    example = Path(__file__).parents[3] / "configs" / "finepage_cpu.json"
+    call("--ds-config", example)
+    call()
+    given, default = (json.loads(s.settings.ds_config) for s in compared.starts if s.settings)
+    assert given == json.loads(example.read_text())
+    assert default == {k: v for k, v in given.items() if k != "finepage"}
+    call("--ds-config", example, "--device-budget", "6GiB")
+    budgets = [s.settings.device_budget for s in compared.starts if s.settings]
+    assert budgets == ["40%weights", "50%weights", str(6 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "message"),
+    [
+        (OURS, 0, ""),
+        (run("zero", peak_bytes=5000, tokens_equal=True), 0, ""),
+        (run("zero", tokens_equal=False), 1, "the tokens of zero differ"),
+        (run("finepage", peak_bytes=1001), 1, "finepage had 1001 bytes on the device"),
+    ],
+)
+def test_the_exit_status_judges_the_results(
+    compared: Compared,
+    found: Any,
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compared.runs = (found,)
+    assert call() == status
+    assert message in capsys.readouterr().err
+
+
+def test_the_tables_the_winner_and_what_they_mean_are_printed(
+    compared: Compared, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--batch", "1,8") == 0
+    out = capsys.readouterr().out
+    assert "Bytes, counted: batch 1" in out and "Time, modelled for t4: batch 1" in out
+    assert "Batch 1, prefill: finepage is fastest" in out
+    assert "do not compare engines by them" in out
+
+
+def test_json_is_all_of_the_output(compared: Compared, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][0]["arm"] == "finepage" and found["device"] == "cpu"
+    assert set(found["versions"]) >= {"torch", "deepspeed", "transformers"}
+
+
+def test_the_command_repeats_the_comparison(compared: Compared, tmp_path: Path) -> None:
+    call("--arms", "zero,finepage", "--out", tmp_path / "kept")
+    words = shlex.split(compared.starts[0].command)
+    assert words[:2] == ["ds-finepage", "compare"]
+    assert main(words[1:]) == 2  # the folder has results
+    assert main([*words[1:], "--resume"]) == 0
+    assert compared.starts[1].settings == compared.starts[0].settings
+
+
+# Folders.
+
+
+def test_without_a_folder_nothing_is_kept(compared: Compared) -> None:
+    call()
+    assert compared.folders[0].name.startswith("ds-finepage-compare-")
+    assert not compared.folders[0].exists()
+
+
+def test_a_folder_with_other_things_is_not_used(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "letter.txt").touch()
+    assert call("--out", tmp_path) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+    assert call("--out", tmp_path / "letter.txt" / "below") == 2
+    assert "cannot make" in capsys.readouterr().err
+
+
+def test_results_are_not_overwritten_but_resumed(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = run("static", reason="needs a package", peak_bytes=None)
+    too_large = run("zero", reason="out of memory", peak_bytes=None, out_of_memory=True)
+    compared.runs = (OURS, failed, too_large)
+    assert call("--out", tmp_path) == 0
+    assert call("--out", tmp_path) == 2
+    assert "has results. Go on with --resume" in capsys.readouterr().err
+    assert call("--out", tmp_path, "--resume") == 0
+    assert [r.arm for r in compared.starts[1].runs] == ["finepage", "zero"]
+
+
+def test_a_resumed_comparison_has_the_same_settings(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("--out", tmp_path)
+    assert call("--out", tmp_path, "--resume", "--new", "9", "--hardware", "v100-16gb") == 2
+    error = capsys.readouterr().err
+    assert "new_tokens was 5 and is 9; hardware was 't4' and is 'v100-16gb'" in error
+    assert len(compared.starts) == 1
+
+
+def test_results_of_another_version_are_refused(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("--out", tmp_path)
+    path = tmp_path / RESULTS_FILE
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+    assert call("--out", tmp_path, "--resume") == 2
+    assert "has format 99; this version of ds_finepage reads 1" in capsys.readouterr().err
+    assert '"format": 99' in path.read_text()
+
+
+def test_the_report_of_a_single_run_is_no_comparison(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_results(dataclasses.replace(results(), settings=None), tmp_path)
+    assert call("--out", tmp_path, "--resume") == 2
+    assert "is the report of a single run" in capsys.readouterr().err
+
+
+def test_an_interrupt_says_where_the_finished_runs_are(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared.error = KeyboardInterrupt()
+    assert call("--out", tmp_path) == 130
+    assert f"finished runs are in {tmp_path}; --resume goes on" in capsys.readouterr().err
+    assert call() == 130
+    assert "--resume" not in capsys.readouterr().err

@@ -1,0 +1,324 @@
+"""Runs come one after the other, are kept as soon as they are finished, and never run twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ds_finepage.compare import orchestrate
+from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.engine import RunRequest, load_request
+from ds_finepage.compare.orchestrate import (
+    Checkpoint,
+    Comparison,
+    checkpoint_in,
+    last_line,
+    modelled_dtype,
+    run_process,
+)
+from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.reporting.results import (
+    LOG_FILE,
+    PhaseFigures,
+    Results,
+    load_results,
+    run_folder,
+)
+from tests.unit.compare.runs import DS_CONFIG, results, run
+
+TOKENS = [[[1, 2, 3]], [[1, 2, 3]]]
+
+
+class FakeModeller:
+    """Models every policy alike; a budget of less than 10% is too small."""
+
+    budget_bytes, weight_bytes = 1000, 2000
+    large: tuple[str, ...] = ("zero", "finepage")  # policies that need more than 5% of the weights
+
+    def __init__(self, model: str, *, device_budget: str, **options: Any) -> None:
+        self.options = {"model": model, **options}
+        self.is_small = device_budget == "5%weights"
+
+    def settings(self, policy: str) -> dict[str, int]:
+        return {"stage3_max_live_parameters": 7} if policy == "zero" else {}
+
+    def figures(self, policy: str, settings: Any) -> tuple[PhaseFigures, PhaseFigures]:
+        if self.is_small and policy in self.large:
+            raise PlanInfeasibleError(f"{policy} has no room", min_budget_bytes=len(policy))
+        prefill = PhaseFigures(modelled_ns=len(policy), lower_bound_bytes=3)
+        return prefill, PhaseFigures(modelled_ns=2 * len(policy))
+
+
+class Fake:
+    """Stands for the processes of the arms.
+
+    Attributes:
+        requests: Of all workers so far.
+        tokens: By arm, where they are not ``TOKENS``.
+        act: Called with the name of each arm before it writes anything.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.requests: list[RunRequest] = []
+        self.tokens: dict[str, Any] = {}
+        self.act: Callable[[str], None] = lambda name: None
+        self.writes = True
+
+    def run_process(self, arguments: Sequence[str], log: Path) -> int:
+        log.write_text("loading\nKilled by something\n")
+        request = load_request(Path(arguments[-2]))
+        self.requests.append(request)
+        self.act(request.arm)
+        if not self.writes:
+            return -9
+        folder = Path(arguments[-1])
+        phase = PhaseFigures(h2d_bytes=5, wall_ns=9)
+        found = run(request.arm, batch=request.batch, prefill=phase, decode=phase)
+        (folder / RUN_FILE).write_bytes(RUNS.dump_json(found))
+        (folder / TOKENS_FILE).write_text(json.dumps(self.tokens.get(request.arm, TOKENS)))
+        return 0
+
+    def comparison(self, start: Results | None = None, **changes: Any) -> Comparison:
+        start = start or results(**changes)
+        assert start.settings is not None
+        return Comparison(
+            start.settings,
+            self.folder,
+            Console(file=io.StringIO()),
+            device="cpu",
+            start=start,
+            make_modeller=FakeModeller,
+        )
+
+    @property
+    def arms(self) -> list[tuple[str, int]]:
+        return [(request.arm, request.batch) for request in self.requests]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+    made = Fake(tmp_path)
+    monkeypatch.setattr(orchestrate, "run_process", made.run_process)
+    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: Checkpoint(tmp_path / "model", 99))
+    monkeypatch.setattr(orchestrate, "modelled_dtype", lambda *args: "bfloat16")
+    return made
+
+
+def test_every_arm_runs_once_with_the_same_request(fake: Fake) -> None:
+    found = fake.comparison(batches=(1, 2)).run()
+    order = [(arm, batch) for batch in (1, 2) for arm in ("plain", "zero", "finepage")]
+    assert fake.arms == order == [(r.arm, r.batch) for r in found.runs]
+    assert found == load_results(fake.folder)
+    plain, zero, ours, *_ = fake.requests
+    assert plain.prompt_ids == zero.prompt_ids and len(plain.prompt_ids[0]) == 8
+    assert zero.settings == {"stage3_max_live_parameters": 7} and ours.settings == {}
+    same = dataclasses.replace(zero, arm="finepage", settings={}, observes=True)
+    assert ours == same
+    assert ours.ds_config == DS_CONFIG and ours.budget_bytes == 1000
+    assert len(fake.requests[-1].prompt_ids) == 2
+
+
+def test_a_run_gets_the_figures_of_the_simulator(fake: Fake) -> None:
+    ours = fake.comparison().run().runs[-1]
+    assert ours.weight_bytes == 2000 and ours.tokens_equal is True
+    assert (ours.prefill.modelled_ns, ours.decode.modelled_ns) == (8, 16)
+    assert (ours.prefill.h2d_bytes, ours.prefill.wall_ns) == (5, 9)
+    assert ours.prefill.lower_bound_bytes == 3 and ours.decode.lower_bound_bytes is None
+
+
+def test_tokens_are_compared_with_those_of_plain_transformers(fake: Fake) -> None:
+    fake.tokens = {"zero": [[[1, 2, 3]], [[1, 2, 4]]]}
+    found = fake.comparison().run()
+    assert [r.tokens_equal for r in found.runs] == [True, False, True]
+    fake.tokens = {"plain": [[[5]], [[5]]]}
+    found = fake.comparison().run()
+    assert [r.tokens_equal for r in found.runs] == [True, False, False]
+    assert all(r.notes == () for r in found.runs)
+
+
+def test_without_plain_the_first_arm_takes_its_place(fake: Fake) -> None:
+    fake.tokens = {"finepage": [[[5]]]}
+    found = fake.comparison(arms=("zero", "finepage")).run()
+    assert [r.tokens_equal for r in found.runs] == [True, False]
+    assert found.runs[-1].notes == ("its tokens were compared with those of zero",)
+
+
+def test_a_process_that_dies_is_a_row_and_the_next_arm_runs(fake: Fake) -> None:
+    def act(name: str) -> None:
+        fake.writes = name != "zero"
+
+    fake.act = act
+    _, zero, ours = fake.comparison().run().runs
+    assert zero.reason == "the process ended with status -9: Killed by something"
+    assert zero.tokens_equal is None and ours.tokens_equal is True
+
+
+def test_an_arm_that_is_not_installed_is_a_row(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = dataclasses.replace(ARMS["zero"], package="no_such", install="pip install it")
+    monkeypatch.setitem(ARMS, "zero", gone)
+    _, zero, _ = fake.comparison().run().runs
+    assert zero.reason == "needs the package no_such: pip install it"
+    assert [name for name, _ in fake.arms] == ["plain", "finepage"]
+
+
+def test_finished_runs_are_kept_when_the_user_interrupts(fake: Fake) -> None:
+    def act(name: str) -> None:
+        if name == "finepage":
+            raise KeyboardInterrupt
+
+    fake.act = act
+    with pytest.raises(KeyboardInterrupt):
+        fake.comparison().run()
+    kept = load_results(fake.folder)
+    assert [r.arm for r in kept.runs] == ["plain", "zero"]
+    fake.act = lambda name: None
+    fake.requests.clear()
+    found = fake.comparison(kept).run()
+    assert [name for name, _ in fake.arms] == ["finepage"]
+    assert [r.arm for r in found.runs] == ["plain", "zero", "finepage"]
+    assert found.runs[:2] == kept.runs and found.runs[-1].tokens_equal is True
+
+
+def test_a_finished_comparison_asks_nothing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fake.comparison().run()
+    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: pytest.fail("it asks for a model"))
+    assert fake.comparison(found).run() == found
+
+
+def test_a_full_disk_loses_nothing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if len(fake.requests) == 2:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="cannot write .*results.json: .*No space left"):
+        fake.comparison().run()
+    assert [r.arm for r in load_results(fake.folder).runs] == ["plain"]
+
+
+def test_a_budget_below_every_arms_least_is_refused_before_any_run(fake: Fake) -> None:
+    with pytest.raises(PlanInfeasibleError, match="zero needs 4 B .* Raise --device-budget") as e:
+        fake.comparison(device_budget="5%weights").run()
+    assert e.value.min_budget_bytes == 4
+    assert "with batch 1 no arm can hold the device budget of 1000 B (1000 bytes)" in str(e.value)
+    assert fake.requests == []
+
+
+def test_an_arm_that_cannot_hold_the_budget_is_modelled_without_one(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeModeller, "large", ("zero",))
+    _, zero, ours = fake.comparison(device_budget="5%weights").run().runs
+    assert zero.prefill.modelled_ns == 4
+    assert zero.notes == ("modelled without a budget: zero has no room",)
+    assert ours.notes == ()
+
+
+def test_files_of_an_earlier_try_are_gone(fake: Fake) -> None:
+    folder = run_folder(fake.folder, "zero_b1")
+    folder.mkdir(parents=True)
+    (folder / RUN_FILE).write_text("old")
+    fake.writes = False
+    assert fake.comparison(arms=("zero",)).run().runs[0].reason is not None
+    assert sorted(path.name for path in folder.iterdir()) == [LOG_FILE, "request.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(fake: Fake) -> None:
+    (fake.folder / "runs").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot make .*runs"):
+        fake.comparison().run()
+
+
+# Checkpoints.
+
+
+CONFIG = {"model_type": "llama", "vocab_size": 77, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read model config"):
+        checkpoint_in(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ConfigError, match=r"has no weights \(\*.safetensors.*llama-7b"):
+        checkpoint_in(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert checkpoint_in(tmp_path) == Checkpoint(tmp_path, 77)
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "hardware", "expected"),
+    [
+        ({"bf16": {"enabled": True}}, "a100-80gb", "bfloat16"),
+        ({"bf16": {"enabled": True}}, "t4", "float16"),  # which is as large, and fast there
+        ({"bf16": {"enabled": False}}, "t4", "float32"),
+    ],
+)
+def test_the_dtype_that_runs_is_modelled(
+    tmp_path: Path, ds_config: Any, hardware: str, expected: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert modelled_dtype(tmp_path, ds_config, hardware) == expected
+
+
+# Processes.
+
+
+def test_the_output_of_a_process_is_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    code = "import os, sys; print('one'); print(os.environ['DS_FINEPAGE_CACHE']); sys.exit(3)"
+    assert run_process(["-c", code], log) == 3
+    assert log.read_text() == "one\n0\n" and last_line(log) == "0"
+    log.write_text("")
+    assert last_line(log) == "no output"
+    with pytest.raises(ConfigError, match="cannot write"):
+        run_process(["-c", ""], tmp_path / "no" / "log.txt")
+
+
+def test_an_interrupt_kills_the_process_and_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log.txt"
+    code = (
+        "import subprocess, sys; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    started: list[int] = []
+    wait = orchestrate.subprocess.Popen.wait
+
+    def interrupted(self: Any, timeout: float | None = None) -> int:
+        if started:
+            return wait(self, timeout)
+        while not log.read_text().strip():
+            time.sleep(0.001)
+        started.append(int(log.read_text()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(orchestrate.subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_process(["-c", code], log)
+    while is_alive(started[0]):  # the system reaps it in its own time
+        time.sleep(0.001)
+
+
+def is_alive(process: int) -> bool:
+    """Tell whether a process still runs; one that nobody has reaped yet does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
