@@ -139,13 +139,13 @@ def fastest(results: Results) -> list[str]:
 
 
 def best_other(results: Results, ours: Run) -> str:
-    """Return the policy of the fastest other arm with the same batch that the planner knows."""
+    """Return the policy of the fastest other system with the same batch, if it can be planned."""
     modelled = is_modelled(results)
     timed = [
         (ns, ARMS[run.arm].policy)
         for run in results.runs
         if run.batch == ours.batch and run.arm in ARMS and run.reason is None
-        if ARMS[run.arm].policy in RUNNABLE and ARMS[run.arm].policy not in (OURS, PAGING)
+        if ARMS[run.arm].policy in RUNNABLE and not ARMS[run.arm].is_ours
         if (ns := time_of(run.decode, modelled=modelled)) is not None
     ]
     return min(timed, default=(0, BASELINE))[1]
@@ -167,13 +167,17 @@ def beside(
         memgraph: The plan.
         policies: The other policies.
         profile: The machine.
-        keep_times: Use the measured times of the ops, which are of that machine.
+        keep_times: It is the machine that ran the plan: use the plan and its measured times of ops.
+            For another machine its policy plans again.
     """
-    if not keep_times:
+    found = []
+    if keep_times:
+        timeline = simulate(memgraph, profile, entry_missing=memgraph.lost)
+        found = [SimulatedPass(policy=memgraph.policy, memgraph=memgraph, timeline=timeline)]
+    else:
         tasks = tuple(replace(task, time_ns=None) for task in memgraph.graph.tasks)
         memgraph = replace(memgraph, graph=replace(memgraph.graph, tasks=tasks))
-    timeline = simulate(memgraph, profile, entry_missing=memgraph.lost)
-    found = [SimulatedPass(policy=memgraph.policy, memgraph=memgraph, timeline=timeline)]
+        policies = [memgraph.policy, *policies]
     for policy in policies:
         settings = PlanSettings(
             policy=policy, split=False, alignment=memgraph.alignment, profile=profile

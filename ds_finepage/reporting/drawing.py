@@ -53,6 +53,7 @@ LANE_LABELS = {Lane.COMPUTE: "compute", Lane.H2D: "to the device", Lane.D2H: "to
 LINES = (VERMILION, BLUE, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
 MARKERS = "osD^vP*X"
 STALL_COLOUR = "#F7D9C8"
+FAINT = "#CFCFCF"
 
 
 def require_packages(purpose: str, *names: str) -> None:
@@ -226,19 +227,21 @@ def draw_arms(
         title: Stands above.
     """
     figure, all_axes = _figure(title, 1, columns=2, height=1.3 + 0.36 * len(arms), share="y")
-    best_ns = min((ns for _, _, ns, _ in arms if ns is not None), default=None)
+    best_ns = min((ns for _, _, ns, remark in arms if ns and not remark), default=None)
     at = list(range(len(arms)))
     of_columns = ([copied for _, copied, _, _ in arms], [ns for _, _, ns, _ in arms])
     for column, (axes, values) in enumerate(zip(all_axes, of_columns, strict=True)):
         largest = max([1.0, *(value for value in values if value is not None)])
         unit, unit_name = (_byte_unit, _time_unit)[column](int(largest))
         form = (format_bytes, format_ns)[column]
-        colours = [VERMILION if ns is not None and ns == best_ns else SKY for _, _, ns, _ in arms]
+        colours = [
+            FAINT if remark else VERMILION if ns == best_ns else SKY for _, _, ns, remark in arms
+        ]
         axes.barh(at, [(value or 0) / unit for value in values], color=colours, height=0.7)
         for row, value in enumerate(values):
             text = "" if value is None else form(int(value))
             if column == 1 and arms[row][3]:
-                text = arms[row][3]
+                text = f"{text}, {arms[row][3]}" if text else arms[row][3]
             axes.annotate(f" {text}", ((value or 0) / unit, row), va="center", fontsize=8)
         bound = bounds[column]
         if bound is not None:
@@ -251,7 +254,7 @@ def draw_arms(
                 fontsize=8,
                 annotation_clip=False,
             )
-        axes.set_xlim(0, largest / unit * 1.3)
+        axes.set_xlim(0, largest / unit * (1.3, 1.6)[column])
         axes.set_xlabel(f"{names[column]} in {unit_name}")
         axes.grid(axis="y", visible=False)
     all_axes[0].set_yticks(at, [arm[0] for arm in arms])

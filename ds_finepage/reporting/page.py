@@ -19,6 +19,7 @@ from ds_finepage.reporting.pictures import (
 )
 from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run
 
+OURS = "finepage"
 PAGE_FILE, FIGURES_FOLDER = "report.html", "figures"
 TEMPLATE = Path(__file__).with_name("templates") / "report.html"
 
@@ -30,6 +31,7 @@ class Section:
     title: str
     sentences: tuple[str, ...]
     pictures: tuple[Picture, ...]
+    is_open: bool = True  # the reader need not ask for it
 
 
 def write_report(
@@ -87,7 +89,7 @@ def make_sections(
         if pictures:
             title = f"All engines, batch {batch}"
             sections.append(Section(title=title, sentences=(), pictures=pictures))
-    for run in results.runs:
+    for run in sorted(results.runs, key=lambda run: run.arm != OURS):
         others = findings.passes.get(run.name, {})
         for found in sorted(filter(_is_first, passes.get(run.name, [])), key=_order):
             title = f"{run.arm}, batch {run.batch}: {_TITLES.get(found.name, found.name)}"
@@ -97,7 +99,11 @@ def make_sections(
             pictures = tuple(
                 pictures_of_pass(run, found, others.get(found.name, ()), findings.hardware)
             )
-            sections.append(Section(title=title, sentences=sentences, pictures=pictures))
+            sections.append(
+                Section(
+                    title=title, sentences=sentences, pictures=pictures, is_open=run.arm == OURS
+                )
+            )
     return sections
 
 
@@ -153,7 +159,7 @@ def _page(results: Results, sections: Sequence[Section], findings: Findings) -> 
 def _title(results: Results) -> str:
     if results.settings is None:
         return "A run of ds_finepage"
-    return f"{results.settings.model}: every engine under one budget"
+    return f"{Path(results.settings.model).name}: every engine under one budget"
 
 
 def _facts(results: Results) -> str:

@@ -54,8 +54,9 @@ def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterato
         arms.append((run.arm, run.decode.h2d_bytes, None if run.reason else ns, _why_not(run)))
     if len(arms) < 2 or all(ns is None for _, _, ns, _ in arms):
         return
-    least_bytes = [b for run in runs if (b := run.decode.lower_bound_bytes) is not None]
-    least_ns = [ns for run in runs if (ns := run.decode.lower_bound_ns) is not None]
+    within = [run.decode for run in runs if not _why_not(run)]
+    least_bytes = [b for step in within if (b := step.lower_bound_bytes) is not None]
+    least_ns = [ns for step in within if (ns := step.lower_bound_ns) is not None]
     kind = "modelled" if modelled else "measured"
     title = f"Why: the bytes that a decode step copies, and its time (batch {batch})"
     yield Picture(
@@ -64,8 +65,9 @@ def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterato
         sentence=(
             "Left: the bytes that each engine copies to the device in a decode step. Right: the "
             f"time of that step, {kind}. Shorter is better, and the fastest engine that keeps to "
-            "the budget is red. Copies take most of the time, so an engine that copies less is "
-            "faster; no plan of one batch at a time gets below the dashed lines."
+            "the budget is red; grey ones do not keep to it. Where copies take most of the time, "
+            "an engine that copies less is faster. No plan of one batch at a time gets below the "
+            "dashed lines."
         ),
         png=drawing.png(
             drawing.draw_arms(
@@ -167,8 +169,8 @@ def _lanes(found: ObservedPass, name: str, where: str) -> Iterator[Picture]:
     title = f"The lanes over time ({where})"
     last = rows[-1][1]
     sentence = (
-        "Green: the device computes. Pale: it waits for a copy. Blue: the link copies weights to "
-        f"the device. The pass takes {format_ns(last.total_ns)}, {rows[-1][0]}, and waits "
+        "Green: the device computes. Pale: it waits for a copy, or for the host to issue work. "
+        f"Blue: the link copies weights to the device. The pass takes {format_ns(last.total_ns)}, {rows[-1][0]}, and waits "
         f"{format_ns(last.stall_ns)} of it."
     )
     if found.measured is not None and found.measured.total_ns:

@@ -25,7 +25,7 @@ from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.reporting.drawing import require_packages
 from ds_finepage.reporting.findings import PROFILE_FILE
-from ds_finepage.reporting.page import write_report
+from ds_finepage.reporting.page import OURS, write_report
 from ds_finepage.reporting.results import (
     DECODE,
     PREFILL,
@@ -45,7 +45,6 @@ from ds_finepage.runtime.stats import Stats
 logger = logging.getLogger(__name__)
 
 KEY = "finepage.report"
-ARM = "finepage"
 PACKAGES = ("accelerate", "deepspeed", "ds_finepage", "torch", "transformers")
 
 
@@ -164,7 +163,7 @@ def run_of(settings: RunSettings, passes: Sequence[ObservedPass], stats: Stats) 
     first = by_name.get(DECODE) or by_name.get(PREFILL) or passes[0]
     config = settings.config
     return Run(
-        arm=ARM,
+        arm=OURS,
         batch=sequences_of(first.memgraph.graph),
         budget_bytes=settings.budget_bytes,
         weight_bytes=stats.weight_bytes,
