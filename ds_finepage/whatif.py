@@ -29,6 +29,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.pipeline import (
     Needs,
     Planned,
@@ -37,6 +38,7 @@ from ds_finepage.planning.pipeline import (
     plan_checked,
 )
 from ds_finepage.planning.policies import policy_named
+from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,
@@ -106,11 +108,15 @@ class CapturedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A checked plan of a captured pass, its predicted times and its figures."""
+    """A checked plan of a captured pass, its predicted times and its figures.
+
+    ``zero`` has the settings of DeepSpeed that a policy ``zero*`` was planned with.
+    """
 
     memgraph: MemGraph
     timeline: Timeline
     figures: PlanFigures
+    zero: ZeroSettings | None = None
 
 
 def capture_model(
@@ -166,6 +172,7 @@ def plan_captured(
     policy: str = "finepage",
     split: bool = True,
     host_memory_bytes: int | None = None,
+    zero: ZeroSettings | None = None,
 ) -> PlannedModel:
     """Plan a captured pass under a budget, check the plan, and predict its time.
 
@@ -178,6 +185,7 @@ def plan_captured(
         policy: A key of ``POLICIES``.
         split: The policy may cut weights, if it can.
         host_memory_bytes: The machine's host memory; None if that is not known.
+        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
 
     Raises:
         ConfigError: Unknown policy.
@@ -185,7 +193,7 @@ def plan_captured(
             weights, the KV cache and the offloaded buffers.
     """
     settings = PlanSettings(
-        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile
+        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, zero=zero
     )
     forms = _forms(captured, policy, split)
     form, needs = _first_that_fits(forms, budget_bytes)
@@ -203,7 +211,24 @@ def plan_captured(
         _require_host_memory(figures, host_memory_bytes)
     least = min(needs.min_budget_bytes for _, needs in forms)
     figures = dataclasses.replace(figures, min_budget_bytes=least)
-    return PlannedModel(memgraph=planned.memgraph, timeline=planned.timeline, figures=figures)
+    return PlannedModel(
+        memgraph=planned.memgraph,
+        timeline=planned.timeline,
+        figures=figures,
+        zero=planned.settings.zero,
+    )
+
+
+def problem_of(captured: CapturedModel, *, budget_bytes: int, profile: HardwareProfile) -> Problem:
+    """Return the problem of a baseline, which leaves the pass and its KV cache as they are.
+
+    Args:
+        captured: The pass.
+        budget_bytes: The limit on all device bytes.
+        profile: The machine.
+    """
+    arena_bytes = budget_bytes - captured.needs.non_arena_bytes
+    return Problem(captured.graph, arena_bytes, Accelerator.alignment, profile)
 
 
 def form_that_fits(

@@ -46,7 +46,7 @@ class Fault(str, enum.Enum):
     NO_HOST_COPY = "no_host_copy"  # reloaded, but the host has no valid copy
     RELOAD_OVERWRITES = "reload_overwrites"  # reloaded over contents that are already there
     OFFLOAD_UNDEFINED = "offload_undefined"  # no task wrote it yet
-    WEIGHT_OFFLOADED = "weight_offloaded"  # a weight is clean: drop it
+    WEIGHT_OFFLOADED = "weight_offloaded"  # a weight is clean: drop it (not ``PUBLISHED``)
     ROUTE_WRONG = (
         "route_wrong"  # a routed reload reads another table than its task, or cannot be routed
     )

@@ -9,7 +9,7 @@ from ds_finepage.checker.faults import Fault
 from ds_finepage.checker.report import Report, placed, span
 from ds_finepage.checker.shape import title_of
 from ds_finepage.checker.state import INITIAL, UNDEFINED, Contents
-from ds_finepage.graph.memgraph import Extent, Node, NodeKind
+from ds_finepage.graph.memgraph import PUBLISHED, Extent, Node, NodeKind
 from ds_finepage.graph.taskgraph import BufferKind
 
 
@@ -71,7 +71,8 @@ class HostCopies:
     def offload(self, node: Node, contents: Contents) -> None:
         """Verify an OFFLOAD, which overwrites the host copy with some contents."""
         buffer, _ = placed(node)
-        if self._graph.buffers[buffer].kind is BufferKind.WEIGHT:
+        is_weight = self._graph.buffers[buffer].kind is BufferKind.WEIGHT
+        if is_weight and self._memgraph.policy != PUBLISHED:
             text = "copies a weight; the host has it already"
             self._report.wrong(Fault.WEIGHT_OFFLOADED, node.id, text)
         if not contents.is_defined:

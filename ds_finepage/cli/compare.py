@@ -187,18 +187,19 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
             "zero_optimization": {"stage": 3, "offload_param": offload},
         }
     try:
-        found = json.loads(read_file(path))
+        found: dict[str, Any] = json.loads(read_file(path))
     except ValueError as error:
         raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
-    zero = found.get("zero_optimization") if isinstance(found, dict) else None
-    offload = zero.get("offload_param") if isinstance(zero, dict) else None
-    if not isinstance(offload, dict) or zero.get("stage") != 3 or offload.get("device") != "cpu":
+    found = found if isinstance(found, dict) else {}
+    zero = found.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    target = zero.get("offload_param")
+    if zero.get("stage") != 3 or not isinstance(target, dict) or target.get("device") != "cpu":
         raise ConfigError(
             f"--ds-config: {path} is not for ZeRO-Inference. zero_optimization.stage must be 3 and "
             'zero_optimization.offload_param.device "cpu"; configs/finepage_cpu.json is an example.'
         )
     FinepageConfig.from_ds_config(section_of(found), policies=RUNNABLE)
-    assert isinstance(found, dict)
     return found
 
 

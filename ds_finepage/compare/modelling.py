@@ -11,10 +11,18 @@ from typing import Any
 
 from ds_finepage.config import DeviceBudget
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.liveness import ample_arena_bytes
+from ds_finepage.planning.policies import policy_named
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.results import PhaseFigures
-from ds_finepage.whatif import CapturedModel, budget_on, capture_model, plan_captured
+from ds_finepage.whatif import (
+    CapturedModel,
+    budget_on,
+    capture_model,
+    plan_captured,
+    problem_of,
+)
 
 RESIDENT = "resident"
 """Stands for an engine that keeps everything on the device, whatever the budget."""
@@ -59,8 +67,9 @@ class Modeller:
         self._profile = load_profile(hardware)
         self._split = split
         # The prefill makes the first token, and the cache never holds the last one.
-        self._num_steps = new_tokens - 1
-        lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + max(1, self._num_steps)}
+        self._num_steps = max(1, new_tokens - 1)
+        self._found: dict[str, ZeroSettings] = {}
+        lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + self._num_steps}
         self._prefill, self._decode = (
             capture_model(
                 model, phase=phase, batch=batch, seq=seq, profile=self._profile, dtype=dtype
@@ -89,9 +98,12 @@ class Modeller:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
-        prefill = self._plan(self._prefill, policy)
+        zero = self._zero(policy)
+        if zero is not None and settings:
+            zero = zero.with_keys(settings)
+        prefill = self._plan(self._prefill, policy, zero)
         follows = self._decode.on_host if prefill.kv_on_host else None
-        decode = self._plan(follows or self._decode, policy)
+        decode = self._plan(follows or self._decode, policy, zero)
         return _of(prefill), _of(decode)
 
     def settings(self, policy: str) -> dict[str, int]:
@@ -99,10 +111,30 @@ class Modeller:
 
         Args:
             policy: A key of ``POLICIES``. Others than ``zero*`` have none.
-        """
-        return {}
 
-    def _plan(self, captured: CapturedModel, policy: str) -> PlanFigures:
+        Raises:
+            ConfigError: Unknown policy.
+            PlanInfeasibleError: The budget is too small whatever the settings.
+        """
+        found = self._zero(policy)
+        return {} if found is None else found.keys
+
+    def _zero(self, policy: str) -> ZeroSettings | None:
+        """Return the settings of DeepSpeed; an engine has the same ones in both passes."""
+        if policy in ("", RESIDENT):
+            return None
+        choose = policy_named(policy).zero_settings
+        if choose is None:
+            return None
+        if policy not in self._found:
+            passes = [
+                (problem_of(c, budget_bytes=self.budget_bytes, profile=self._profile), num_runs)
+                for c, num_runs in ((self._prefill, 1), (self._decode, self._num_steps))
+            ]
+            self._found[policy] = choose(passes)
+        return self._found[policy]
+
+    def _plan(self, captured: CapturedModel, policy: str, zero: ZeroSettings | None) -> PlanFigures:
         budget_bytes = self.budget_bytes
         if policy in ("", RESIDENT):
             policy = "finepage"  # with room for everything, it copies nothing
@@ -116,6 +148,7 @@ class Modeller:
             profile=self._profile,
             policy=policy,
             split=self._split,
+            zero=zero,
         ).figures
 
 

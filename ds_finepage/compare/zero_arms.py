@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from ds_finepage.compare.counting import FetchCounter
 from ds_finepage.compare.engine import Engine, RunRequest

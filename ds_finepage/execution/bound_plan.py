@@ -116,8 +116,8 @@ class BoundPlan:
         if self._graph.is_handed(buffer):
             assert buffer.gather is not None
             return _reload_of_host_tensor(on_device, self.sources.of_host_tensor(buffer.gather))
-        if buffer.kind is BufferKind.WEIGHT:
-            on_host = self.sources.of_weight(buffer)
+        if buffer.kind is BufferKind.WEIGHT and node.kind is not NodeKind.OFFLOAD:
+            on_host = self.sources.of_weight(buffer)  # an offloaded copy has the same bytes
         else:
             on_host = self._pool.slice(self._slots[buffer.id], buffer.nbytes)
         route = self._memgraph.routed_reloads.get(node.id)

@@ -215,7 +215,7 @@ class Accelerator(Device):
     @property
     def pinned_bytes(self) -> int:
         """The pinned host memory of this process."""
-        stats = getattr(self._module, "host_memory_stats", dict)()
+        stats: dict[str, int] = getattr(self._module, "host_memory_stats", dict)()
         return int(stats.get("allocated_bytes.current", 0)) + sum(_registered_bytes)
 
     @property

@@ -44,6 +44,10 @@ LANE_OF: dict[NodeKind, Lane] = {
 """Nodes of other kinds take no time and run nowhere."""
 
 
+PUBLISHED = "horizon-published"
+"""The policy that copies weights to host memory although the host has them."""
+
+
 class EdgeKind(str, enum.Enum):
     """Why a node must wait for another. The first seven are the published ones."""
 

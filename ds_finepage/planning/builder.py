@@ -163,12 +163,13 @@ class MemGraphBuilder:
         state.holder, state.readers, state.touches = node, [], []
         state.host_copy, state.written = None, True
 
-    def evict(self, buffer: int, *, is_needed: bool = True) -> int:
+    def evict(self, buffer: int, *, is_needed: bool = True, copies_clean: bool = False) -> int:
         """Take a buffer's extent away; keep its contents in host memory if they are needed.
 
         Args:
             buffer: The victim.
             is_needed: False if the next use overwrites the contents.
+            copies_clean: Copy the contents even if a valid host copy exists.
 
         Returns:
             The node that vacates the bytes: a drop if a valid host copy exists (clean), if nothing
@@ -176,7 +177,8 @@ class MemGraphBuilder:
         """
         state = self.states[buffer]
         is_written = state.holder is not None or bool(state.touches)
-        if state.host_copy is not None or not is_written or not is_needed:
+        is_clean = state.host_copy is not None
+        if (is_clean and not copies_clean) or not is_written or not is_needed:
             return self.drop(buffer)
         node = self._add(NodeKind.OFFLOAD, buffer, extent=state.extent)
         # A buffer has one host slot: its old copy must be read before it is overwritten.

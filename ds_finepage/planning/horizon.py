@@ -19,11 +19,16 @@ Source: "Fine-Grained Paging Mechanism for Offloading-Reloading Tensor for LLM" 
    places (:meth:`HorizonPlanner._repack`). The published algorithm has no answer there.
 6. A weight stays after its last use until its bytes are needed, for the next pass uses it again.
 7. Workspaces of ops are counted outside the arena (``budget.non_arena_bytes``), not placed in it.
+
+Policy ``horizon-published`` takes 1 and 3 back, so it shows the worth of these two: it offloads
+whatever it evicts and needs again in the pass, and copies a weight to host memory that has it
+already. Rows of an embedding table and of a KV cache are dropped all the same. It keeps 2 and 4 to
+7, without which a pass might have no plan, or none that follows itself.
 """
 
 from __future__ import annotations
 
-from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.graph.memgraph import PUBLISHED, Extent, MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Task
 from ds_finepage.planning.blocks import BlockList
 from ds_finepage.planning.builder import MemGraphBuilder
@@ -55,6 +60,7 @@ class HorizonPlanner:
         policy: str,
         streamed: frozenset[int] = frozenset(),
         pinned: frozenset[int] = frozenset(),
+        copies_clean: bool = False,
     ) -> None:
         """Prepare a simulation.
 
@@ -64,6 +70,7 @@ class HorizonPlanner:
             streamed: Weights to drop after their last use in the pass. The others are kept until
                 their bytes are needed.
             pinned: Weights of ``entry`` that must never be evicted.
+            copies_clean: Offload evicted buffers even if their host copy still holds.
 
         Raises:
             PlanInfeasibleError: Some task's working set is larger than the arena.
@@ -76,6 +83,7 @@ class HorizonPlanner:
         self._position = [0] * len(graph.buffers)  # first use that is not simulated yet
         self._streamed = streamed
         self._pinned = pinned
+        self._copies_clean = copies_clean
         self._blocks = BlockList(arena_bytes)
         self._builder = MemGraphBuilder(graph, policy, arena_bytes, problem.alignment)
         for residency in problem.entry:
@@ -178,7 +186,11 @@ class HorizonPlanner:
         if upcoming != INFINITY:
             task = self._graph.tasks[int(upcoming)]
             is_needed = buffer in task.reads or buffer in task.touches
-        self._blocks.free(buffer, self._builder.evict(buffer, is_needed=is_needed))
+        is_whole = self._graph.buffers[buffer].gather is None
+        node = self._builder.evict(
+            buffer, is_needed=is_needed, copies_clean=self._copies_clean and is_whole
+        )
+        self._blocks.free(buffer, node)
 
     def _missing(self, task: Task) -> list[int]:
         states = self._builder.states
@@ -279,6 +291,11 @@ class HorizonPlanner:
 def plan_horizon(problem: Problem) -> MemGraph:
     """Plan by the published algorithm, variant ``working_set``."""
     return HorizonPlanner(problem, policy="horizon").plan_working_set()
+
+
+def plan_horizon_published(problem: Problem) -> MemGraph:
+    """Plan by variant ``working_set`` without two of the repairs; see the departures."""
+    return HorizonPlanner(problem, policy=PUBLISHED, copies_clean=True).plan_working_set()
 
 
 def plan_horizon_outputs(problem: Problem) -> MemGraph:

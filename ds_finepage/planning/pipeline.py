@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_finepage.checker.checker import check
@@ -13,12 +13,19 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.bounds import LowerBound, block_schedule_bound_ns, lower_bound
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
-from ds_finepage.planning.policies import CAN_SPLIT, plan_steady, with_tables_that_fit
+from ds_finepage.planning.policies import (
+    CAN_SPLIT,
+    plan_steady,
+    policy_named,
+    with_tables_that_fit,
+)
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.time_bound import alone_ns, least_time_ns
@@ -34,12 +41,14 @@ class PlanSettings:
             held against the lower bound of plans that cut.
         alignment: Of extents, in bytes.
         profile: The machine to plan for.
+        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
     """
 
     policy: str
     split: bool
     alignment: int
     profile: HardwareProfile
+    zero: ZeroSettings | None = None
 
     @property
     def cuts_weights(self) -> bool:
@@ -55,7 +64,7 @@ class Planned:
         graph: The captured pass. The plan's own taskgraph differs from it if the plan cuts weights,
             looks rows up, or runs cheap tasks again.
         memgraph: The plan.
-        settings: How it was planned.
+        settings: How it was planned, with the settings of DeepSpeed that a policy ``zero*`` chose.
     """
 
     graph: TaskGraph
@@ -140,6 +149,10 @@ def plan_checked(
         InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
     with _collector_off():
+        choose = policy_named(settings.policy).zero_settings
+        if choose is not None and settings.zero is None:
+            problem = Problem(graph, arena_bytes, settings.alignment, settings.profile)
+            settings = replace(settings, zero=choose([(problem, 1)]))
         memgraph = plan_steady(
             graph,
             arena_bytes=arena_bytes,
@@ -148,6 +161,7 @@ def plan_checked(
             profile=settings.profile,
             split=settings.split,
             shared=shared,
+            zero=settings.zero,
         )
         return Planned(graph, check(memgraph), settings)
 

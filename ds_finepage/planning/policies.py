@@ -15,13 +15,19 @@ from ds_finepage.planning.baselines.group_offload import plan_group_offload
 from ds_finepage.planning.baselines.lru import plan_lru
 from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
 from ds_finepage.planning.baselines.zero import (
-    plan_zero,
-    plan_zero_authors,
-    plan_zero_persistence,
+    ZeroSettings,
+    authors_settings,
+    leaf_settings,
+    plan_zero_with,
 )
+from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.stacking import SharedResident
-from ds_finepage.planning.horizon import plan_horizon, plan_horizon_outputs
+from ds_finepage.planning.horizon import (
+    plan_horizon,
+    plan_horizon_outputs,
+    plan_horizon_published,
+)
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -43,6 +49,8 @@ class Policy:
         is_cyclic: It pages, and chooses the residency that a pass finds and leaves.
         can_split: It can cut weights.
         is_runnable: Its plans are for one call at a time, so they can be executed.
+        zero_settings: Chooses the settings of DeepSpeed for passes of one model, given with the
+            number of times that each runs; None if it is no policy ``zero*``.
     """
 
     name: str
@@ -51,11 +59,21 @@ class Policy:
     is_cyclic: bool = False
     can_split: bool = False
     is_runnable: bool = True
+    zero_settings: Callable[[Sequence[tuple[Problem, int]]], ZeroSettings] | None = None
 
     @property
     def carries_residency(self) -> bool:
         """True if the policy takes the residency that it finds, and leaves another."""
         return self.pages and not self.is_cyclic
+
+
+def _zero(name: str, choose: Callable[[Sequence[tuple[Problem, int]]], ZeroSettings]) -> Policy:
+    """Return a policy of DeepSpeed with some settings."""
+
+    def plan(problem: Problem) -> MemGraph:
+        return plan_zero_with(problem, problem.zero or choose([(problem, 1)]), name)
+
+    return Policy(name=name, plan=plan, zero_settings=choose)
 
 
 POLICIES = {
@@ -64,9 +82,11 @@ POLICIES = {
         Policy(name="finepage", plan=plan_finepage, pages=True, is_cyclic=True, can_split=True),
         Policy(name="horizon", plan=plan_horizon, pages=True),
         Policy(name="horizon-outputs", plan=plan_horizon_outputs, pages=True),
-        Policy(name="zero", plan=plan_zero),
-        Policy(name="zero-authors", plan=plan_zero_authors),
-        Policy(name="zero-persistence", plan=plan_zero_persistence),
+        Policy(name="horizon-published", plan=plan_horizon_published, pages=True),
+        _zero("zero", lambda passes: ZeroSettings()),
+        _zero("zero-authors", lambda passes: authors_settings(passes[0][0].graph)),
+        _zero("zero-leaf", lambda passes: leaf_settings(passes[0][0].graph)),
+        _zero("zero-persistence", best_settings),
         Policy(name="accelerate", plan=plan_accelerate),
         Policy(name="accelerate-map", plan=plan_accelerate_map),
         Policy(name="group-offload", plan=plan_group_offload),
@@ -154,6 +174,7 @@ def plan_steady(
     profile: HardwareProfile | None = None,
     split: bool = False,
     shared: Sequence[SharedResident] = (),
+    zero: ZeroSettings | None = None,
 ) -> MemGraph:
     """Plan the pass that follows itself again and again.
 
@@ -169,6 +190,7 @@ def plan_steady(
         profile: The machine. Without one, the policy plans for few bytes.
         split: The policy may cut weights, if it can.
         shared: Weights that the alternating pass keeps in the same arena.
+        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
 
     Raises:
         ConfigError: Unknown policy.
@@ -179,5 +201,5 @@ def plan_steady(
         graph = with_tables_that_fit(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
         )
-    problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared)
+    problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared, zero=zero)
     return settle(chosen.plan, problem, MAX_STEADY_ROUNDS if chosen.carries_residency else 0)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Residency
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import extent_bytes, min_arena_bytes, require_feasible
+
+if TYPE_CHECKING:
+    from ds_finepage.planning.baselines.zero import ZeroSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class Problem:
         split: The policy may cut weights, if it can.
         entry: Weights that are resident when the pass begins, for policies that carry residency
             from pass to pass.
+        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
         shared: Weights that the alternating pass keeps in the same arena, highest offset first. A
             cyclic policy leaves them in place as far as there is room, and keeps nothing else that
             it would have to reload whenever the passes alternate.
@@ -37,6 +42,7 @@ class Problem:
     split: bool = False
     entry: tuple[Residency, ...] = ()
     shared: Sequence[SharedResident] = ()
+    zero: ZeroSettings | None = None
 
     def of(self, graph: TaskGraph) -> Problem:
         """Return the same problem for a rewritten pass."""

@@ -10,8 +10,9 @@ parameters are there, prefetched ones of the same fetch included. On entry to ea
 compute stream waits for all fetches so far. Two things are not simulated: the time of the hooks on
 the host, and bytes that the caching allocator holds back until the compute stream has used them.
 
-``zero`` has DeepSpeed's defaults, and ``zero-authors`` the settings of the authors' own benchmark.
-``zero-persistence`` adds as many persistent parameters as the arena has room for.
+``zero`` has DeepSpeed's defaults, ``zero-authors`` the settings of the authors' own benchmark, and
+``zero-leaf`` fetches each layer at once. ``zero-persistence`` has the settings that suit the arena
+best; :mod:`ds_finepage.planning.baselines.zero_search` finds them.
 
 Source: ``runtime/zero/partitioned_param_coordinator.py`` and ``parameter_offload.py`` of DeepSpeed
 0.19.8; ``inference/huggingface/zero_inference/run_model.py`` of DeepSpeedExamples.
@@ -21,14 +22,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Ref, TaskGraph
-from ds_finepage.planning.baselines.modules import module_calls
-from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
+from ds_finepage.planning.baselines.modules import layer_of, module_calls
+from ds_finepage.planning.baselines.script import Act, Script, Step, realize
 from ds_finepage.planning.problem import Problem
 
 MAX_PASSES = 8
@@ -37,16 +40,13 @@ MAX_PASSES = 8
 EVERY_PARAMETER = 10**12
 """A persistence threshold that is larger than any parameter."""
 
-FRAGMENTATION_STEPS = 10
-"""How often ``zero-persistence`` gives up a percent of the arena until the offsets fit."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSettings:
     """The ``stage3_*`` settings that decide about fetches, with DeepSpeed's defaults.
 
     They count *elements*, as DeepSpeed does. ``leaf_classes`` are modules that fetch the parameters
-    of all their submodules at once.
+    of all their submodules at once; a ds_config does not name them under ``zero_optimization``.
     """
 
     prefetch_bucket_size: int = 50_000_000
@@ -59,6 +59,28 @@ class ZeroSettings:
         "Qwen2MoeSparseMoeBlock",
         "Qwen3MoeSparseMoeBlock",
     )
+
+    @property
+    def keys(self) -> dict[str, int]:
+        """The settings as keys of ``zero_optimization`` in a ds_config."""
+        return {f"stage3_{name}": getattr(self, name) for name in _COUNTS}
+
+    def with_keys(self, keys: Mapping[str, Any]) -> ZeroSettings:
+        """Return these settings with some keys of ``zero_optimization``; others are left aside.
+
+        Raises:
+            ConfigError: A setting is not a whole number of elements.
+        """
+        found: dict[str, Any] = {}
+        for name in _COUNTS:
+            number = keys.get(f"stage3_{name}", getattr(self, name))
+            if isinstance(number, bool) or number != int(number) or number < 0:
+                raise ConfigError(f"zero_optimization.stage3_{name}: {number!r} is not a count.")
+            found[name] = int(number)
+        return dataclasses.replace(self, **found)
+
+
+_COUNTS = tuple(f.name for f in dataclasses.fields(ZeroSettings) if f.name != "leaf_classes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +104,19 @@ def authors_settings(graph: TaskGraph) -> ZeroSettings:
         param_persistence_threshold=hidden,
         max_live_parameters=2 * hidden * hidden,
     )
+
+
+def leaf_settings(graph: TaskGraph) -> ZeroSettings:
+    """Return DeepSpeed's defaults with every layer as a leaf module.
+
+    Layers are the modules whose path ends in its first number. A class that only one of them has is
+    no repeated block.
+    """
+    layers = {c.name: c.class_name for c in graph.calls if layer_of(c.name) == c.name}
+    counts = Counter(layers.values())
+    repeated = [name for name, count in counts.items() if name and count > 1]
+    defaults = ZeroSettings()
+    return dataclasses.replace(defaults, leaf_classes=(*defaults.leaf_classes, *repeated))
 
 
 def _hidden_size(graph: TaskGraph) -> int:
@@ -127,7 +162,7 @@ class _Coordinator:
     def __init__(self, graph: TaskGraph, settings: ZeroSettings) -> None:
         self._settings = settings
         self._sizes = {b.id: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
-        self._numel = _element_counts(graph)
+        self._numel = element_counts(graph)
         self._modules, self._events = _walk(graph, settings.leaf_classes)
         self._trace = [(p, step) for step, m in enumerate(self._modules) for p in m.own]
         self._persistent = self._mark_persistent()
@@ -256,7 +291,7 @@ class _Coordinator:
         return self._release_cache[key]
 
 
-def _element_counts(graph: TaskGraph) -> dict[int, int]:
+def element_counts(graph: TaskGraph) -> dict[int, int]:
     """Count the elements of every weight; a byte is one if the taskgraph has no dtype."""
     itemsize: dict[int, int] = {}
     for view in graph.tensors:
@@ -349,7 +384,22 @@ def simulate_coordinator(graph: TaskGraph, settings: ZeroSettings) -> ZeroPass:
     )
 
 
-# The policies.
+# The plan.
+
+
+def script_of(graph: TaskGraph, settings: ZeroSettings, policy: str) -> Script:
+    """Return the steps of a steady forward.
+
+    Args:
+        graph: The pass.
+        settings: The settings of DeepSpeed.
+        policy: Name to write into the memgraph.
+
+    Raises:
+        PlanInfeasibleError: The resident parameters change with every forward.
+    """
+    found = simulate_coordinator(graph, settings)
+    return Script(policy, found.resident, found.steps)
 
 
 def plan_zero_with(problem: Problem, settings: ZeroSettings, policy: str = "zero") -> MemGraph:
@@ -363,53 +413,4 @@ def plan_zero_with(problem: Problem, settings: ZeroSettings, policy: str = "zero
     Raises:
         PlanInfeasibleError: It holds more bytes at one time than the arena has.
     """
-    found = simulate_coordinator(problem.graph, settings)
-    return realize(problem, Script(policy, found.resident, found.steps))
-
-
-def plan_zero(problem: Problem) -> MemGraph:
-    """Plan ZeRO-Inference with its default settings."""
-    return plan_zero_with(problem, ZeroSettings())
-
-
-def plan_zero_authors(problem: Problem) -> MemGraph:
-    """Plan ZeRO-Inference with its authors' settings."""
-    return plan_zero_with(problem, authors_settings(problem.graph), "zero-authors")
-
-
-def plan_zero_persistence(problem: Problem) -> MemGraph:
-    """Plan ZeRO-Inference with as many persistent parameters as the arena has room for.
-
-    That is ``stage3_param_persistence_threshold`` above any parameter, and the largest
-    ``stage3_model_persistence_threshold`` that fits. DeepSpeed does not document this as a way to
-    use a budget, but a user of ZeRO-Inference can do no better with one.
-    """
-    numel = list(_element_counts(problem.graph).values())
-
-    def script_for(num_kept: int) -> Script:
-        settings = dataclasses.replace(
-            authors_settings(problem.graph),
-            param_persistence_threshold=EVERY_PARAMETER,
-            model_persistence_threshold=sum(numel[:num_kept]),
-        )
-        found = simulate_coordinator(problem.graph, settings)
-        return Script("zero-persistence", found.resident, found.steps)
-
-    def most_kept(room: int) -> int:
-        least, most = 0, len(numel)
-        while least < most:
-            middle = (least + most + 1) // 2
-            if live_bytes(problem, script_for(middle)) <= room:
-                least = middle
-            else:
-                most = middle - 1
-        return least
-
-    for percent in range(FRAGMENTATION_STEPS):
-        script = script_for(most_kept(problem.arena_bytes * (100 - percent) // 100))
-        try:
-            return realize(problem, script)
-        except PlanInfeasibleError:
-            if not script.entry:
-                raise
-    return realize(problem, script_for(0))
+    return realize(problem, script_of(problem.graph, settings, policy))
