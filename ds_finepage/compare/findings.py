@@ -30,7 +30,7 @@ from ds_finepage.units import format_bytes
 
 BASELINE, PAGING = "zero-persistence", "lru"
 CURVE_POLICIES = ("finepage", "horizon", "zero-persistence", "zero")
-LEAST_SHARE, MOST_SHARE = 0.2, 1.1
+LEAST_PERCENT, MOST_PERCENT = 20, 110
 """Of the weights: the budgets at the ends of the picture of budgets."""
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
@@ -213,20 +213,24 @@ def budget_lines(
     """
     found = {}
     for batch in dict.fromkeys(run.batch for run in results.runs):
-        modeller = modeller_of(folder, results, batch)
-        weight_bytes, compared = modeller.weight_bytes, modeller.budget_bytes
-        span = MOST_SHARE - LEAST_SHARE
-        shares = [LEAST_SHARE + span * i / max(1, num_budgets - 1) for i in range(num_budgets)]
-        budgets = sorted({compared, *(int(share * weight_bytes) for share in shares)})
         times: dict[str, list[tuple[int, int | None]]] = {p: [] for p in CURVE_POLICIES}
-        for budget_bytes in progress(budgets):
-            modeller.budget_bytes = budget_bytes
+        for budget in progress(budgets_of(results, num_budgets)):
+            modeller = modeller_of(folder, results, batch, budget)
             for policy in CURVE_POLICIES:
-                times[policy].append((budget_bytes, decode_ns(modeller, policy)))
+                times[policy].append((modeller.budget_bytes, decode_ns(modeller, policy)))
         found[batch] = tuple(
-            BudgetLine(policy=policy, points=tuple(points)) for policy, points in times.items()
+            BudgetLine(policy=policy, points=tuple(sorted(points)))
+            for policy, points in times.items()
         )
     return found
+
+
+def budgets_of(results: Results, num_budgets: int) -> list[str]:
+    """Return the budget of a comparison, and others, as a ds_config writes them."""
+    assert results.settings is not None
+    step = (MOST_PERCENT - LEAST_PERCENT) / max(1, num_budgets - 1)
+    percents = [LEAST_PERCENT + step * number for number in range(num_budgets)]
+    return [results.settings.device_budget, *(f"{percent:.3f}%weights" for percent in percents)]
 
 
 def decode_ns(modeller: Any, policy: str) -> int | None:
@@ -239,13 +243,14 @@ def decode_ns(modeller: Any, policy: str) -> int | None:
     return time_ns
 
 
-def modeller_of(folder: Path, results: Results, batch: int) -> Any:
+def modeller_of(folder: Path, results: Results, batch: int, device_budget: str) -> Any:
     """Capture the passes of a comparison again.
 
     Args:
         folder: The folder of the results.
         results: The results of a comparison.
         batch: Sequences in the batch.
+        device_budget: As in a ds_config.
 
     Raises:
         ConfigError: The model is not there any more.
@@ -265,7 +270,7 @@ def modeller_of(folder: Path, results: Results, batch: int) -> Any:
         batch=batch,
         prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens,
-        device_budget=settings.device_budget,
+        device_budget=device_budget,
         hardware=settings.hardware,
         dtype=modelled_dtype(model, ds_config, settings.hardware),
         split=bool(ds_config.get("finepage", {}).get("split")),

@@ -170,7 +170,8 @@ def _lanes(found: ObservedPass, name: str, where: str) -> Iterator[Picture]:
     last = rows[-1][1]
     sentence = (
         "Green: the device computes. Pale: it waits for a copy, or for the host to issue work. "
-        f"Blue: the link copies weights to the device. The pass takes {format_ns(last.total_ns)}, {rows[-1][0]}, and waits "
+        "Blue: the link copies weights to the device. "
+        f"The pass takes {format_ns(last.total_ns)}, {rows[-1][0]}, and waits "
         f"{format_ns(last.stall_ns)} of it."
     )
     if found.measured is not None and found.measured.total_ns:
