@@ -64,7 +64,7 @@ class Handle:
         self._report: ReportWriter | None = None
         if settings.config.report is not None:
             self.record()
-            self._report = ReportWriter(settings, self.observed, self._runner.stats)
+            self._report = ReportWriter(settings.config.report, self._runner, self.observed)
 
     @property
     def attached(self) -> bool:

@@ -39,6 +39,7 @@ from ds_finepage.reporting.results import (
     save_passes,
     save_results,
 )
+from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Stats
 
@@ -52,22 +53,19 @@ class ReportWriter:
     """Writes the folder of one attached model, once."""
 
     def __init__(
-        self,
-        settings: RunSettings,
-        observed: Callable[[], list[ObservedPass]],
-        stats: Callable[[], Stats],
+        self, name: str, runner: PlanRunner, observed: Callable[[], list[ObservedPass]]
     ) -> None:
         """Look whether the report can be written, and see to it that it is.
 
         Args:
-            settings: The settings of the run, with a report.
+            name: The folder, as the ds_config names it.
+            runner: Runs the model.
             observed: Returns the passes so far.
-            stats: Returns the counters so far.
         """
-        self._settings, self._observed, self._stats = settings, observed, stats
+        self._runner, self._observed = runner, observed
         self._folder: Path | None = None
         try:
-            self._folder = report_folder(settings.config.report or "")
+            self._folder = report_folder(name)
             require_packages(f"the page of {KEY}")
         except ConfigError as error:
             logger.warning("%s", error)
@@ -96,17 +94,18 @@ class ReportWriter:
                 folder,
             )
             return
-        run = run_of(self._settings, passes, self._stats())
+        settings = self._runner.settings
+        run = run_of(settings, passes, self._runner.stats())
         of_run = run_folder(folder, run.name)
         of_run.mkdir(parents=True, exist_ok=True)
         for suffix in ("plan", "predicted", "measured"):
             for path in of_run.glob(f"*.{suffix}.json"):
                 path.unlink()
         save_passes(passes, of_run)
-        codec.save(self._settings.profile, folder / PROFILE_FILE)
+        codec.save(settings.profile, folder / PROFILE_FILE)
         results = Results(
             settings=None,
-            device=device_of(self._settings.device).name,
+            device=device_of(settings.device).name,
             versions=versions(),
             date=datetime.date.today().isoformat(),
             command=shlex.join([Path(sys.executable).name, *sys.argv]),

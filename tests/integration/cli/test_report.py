@@ -14,7 +14,8 @@ from ds_finepage.graph import codec
 from ds_finepage.reporting import drawing
 from ds_finepage.reporting.page import PAGE_FILE
 from ds_finepage.reporting.results import RESULTS_FILE, run_folder, save_results
-from tests.unit.reporting.folders import RESULTS, make_folder, planned
+from tests.integration.cli.models import small_model
+from tests.unit.reporting.folders import RESULTS, SETTINGS, make_folder, planned
 
 COMMANDS = pytest.mark.parametrize("command", ["report", "trace"])
 
@@ -127,3 +128,14 @@ def test_options_that_cannot_be_used(
     assert main(["report", str(folder), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (folder / PAGE_FILE).exists()
+
+
+def test_the_picture_of_budgets_captures_the_model_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "png", lambda figure: b"picture")
+    settings = replace(SETTINGS, model=str(small_model(tmp_path)), device_budget="70%weights")
+    folder = make_folder(tmp_path / "results", replace(RESULTS, settings=settings))
+    assert main(["report", str(folder), "--points", "1"]) == 0
+    assert (folder / "figures" / "budgets_b1.png").exists()
+    assert "There is no picture" not in (folder / PAGE_FILE).read_text()
