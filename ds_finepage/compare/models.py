@@ -26,12 +26,14 @@ class Modelled:
         prefill: Modelled figures of a prefill.
         decode: Modelled figures of a steady decode step.
         refusal: Why the arm cannot hold the budget; its figures are then without one.
+        can_run: False if no settings of the arm hold the budget.
     """
 
     settings: dict[str, int]
     prefill: PhaseFigures = field(default_factory=PhaseFigures)
     decode: PhaseFigures = field(default_factory=PhaseFigures)
     refusal: PlanInfeasibleError | None = None
+    can_run: bool = True
 
 
 class Models:
@@ -63,7 +65,7 @@ class Models:
         try:
             settings = self._within.settings(arm.policy)
         except PlanInfeasibleError as error:
-            settings, refusal = {}, error.bare()
+            return Modelled(settings={}, refusal=error.bare(), can_run=False)
         try:
             prefill, decode = self._within.figures(arm.policy, settings)
         except PlanInfeasibleError as error:

@@ -210,6 +210,8 @@ class Comparison:
         empty = Run(arm=arm.name, batch=batch, budget_bytes=budget_bytes, settings={})
         if arm.missing is not None:
             return replace(empty, reason=arm.missing)
+        if not modelled.can_run:
+            return replace(empty, reason=str(modelled.refusal))
         folder = run_folder(self._folder, empty.name)
         make_empty(folder)
         settings = self._settings
@@ -280,7 +282,7 @@ def completed(run: Run, modelled: Modelled, weight_bytes: int) -> Run:
 
     notes = run.notes
     if modelled.refusal is not None and run.reason is None:
-        notes = (*notes, f"modelled without a budget: {modelled.refusal}")
+        notes = (*notes, "cannot hold the budget by its model, and is modelled without one")
     return replace(
         run,
         weight_bytes=weight_bytes,

@@ -43,6 +43,7 @@ class FakeModeller:
     """Models every policy alike; a budget of less than 10% is too small."""
 
     budget_bytes, weight_bytes = 1000, 2000
+    tuned: tuple[str, ...] = ()  # policies that search settings, and need more as well
     large: tuple[str, ...] = ("zero", "finepage")  # policies that need more than 5% of the weights
 
     def __init__(self, model: str, *, device_budget: str, **options: Any) -> None:
@@ -50,6 +51,8 @@ class FakeModeller:
         self.is_small = device_budget == "5%weights"
 
     def settings(self, policy: str) -> dict[str, int]:
+        if self.is_small and policy in self.tuned:
+            raise PlanInfeasibleError(f"no settings of {policy} have room")
         return {"stage3_max_live_parameters": 7} if policy == "zero" else {}
 
     def figures(self, policy: str, settings: Any) -> tuple[PhaseFigures, PhaseFigures]:
@@ -224,8 +227,18 @@ def test_an_arm_that_cannot_hold_the_budget_is_modelled_without_one(
     monkeypatch.setattr(FakeModeller, "large", ("zero",))
     _, zero, ours = fake.comparison(device_budget="5%weights").run().runs
     assert zero.prefill.modelled_ns == 4
-    assert zero.notes == ("modelled without a budget: zero has no room",)
+    assert zero.notes == ("cannot hold the budget by its model, and is modelled without one",)
     assert ours.notes == ()
+
+
+def test_an_arm_without_settings_that_hold_the_budget_does_not_run(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeModeller, "large", ())
+    monkeypatch.setattr(FakeModeller, "tuned", ("zero",))
+    _, zero, ours = fake.comparison(device_budget="5%weights").run().runs
+    assert zero.reason == "no settings of zero have room" and ours.reason is None
+    assert [name for name, _ in fake.arms] == ["plain", "finepage"]
 
 
 def test_files_of_an_earlier_try_are_gone(fake: Fake) -> None:

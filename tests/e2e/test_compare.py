@@ -1,0 +1,117 @@
+"""``ds-finepage compare --arms all`` on a small model, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint
+from ds_finepage.reporting.results import LOG_FILE, load_passes, load_results, run_folder
+
+SHAPE = LlamaShape(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=1024,
+)
+CODE = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+OPTIONS = ("--device-budget", "90%weights", "--prompt", "8", "--new", "5", "--repeats", "1")
+
+
+def command(model: Path, out: Path, *options: str) -> list[str]:
+    words = ["compare", "--model", str(model), "--out", str(out), *OPTIONS, *options]
+    return [sys.executable, "-c", CODE, *words]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, SHAPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> tuple[Path, dict[str, Any]]:
+    """Run every arm; return the folder, and the runs by arm."""
+    out = tmp_path_factory.mktemp("compared") / "out"
+    done = subprocess.run(
+        command(model, out, "--arms", "all", "--json"),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return out, {found["arm"]: found for found in json.loads(done.stdout)["runs"]}
+
+
+def test_every_arm_ran_with_the_same_tokens(compared: tuple[Path, dict[str, Any]]) -> None:
+    _, runs = compared
+    assert list(runs) == list(ARMS)
+    for name, arm in ARMS.items():
+        if arm.missing is None:
+            assert (name, runs[name]["reason"], runs[name]["tokens_equal"]) == (name, None, True)
+        else:
+            assert (name, runs[name]["reason"]) == (name, arm.missing)
+
+
+def test_stock_copies_what_is_simulated(compared: tuple[Path, dict[str, Any]]) -> None:
+    _, runs = compared
+    for name in (name for name in ARMS if name.startswith("zero")):
+        for phase in (runs[name]["prefill"], runs[name]["decode"]):
+            assert phase["h2d_bytes"] == phase["modelled_h2d_bytes"] > 0, name
+
+
+def test_ours_holds_the_budget_and_the_published_algorithm_copies_weights_back(
+    compared: tuple[Path, dict[str, Any]],
+) -> None:
+    out, runs = compared
+    for name, arm in ARMS.items():
+        if arm.observes:
+            assert runs[name]["peak_bytes"] <= runs[name]["budget_bytes"], name
+            passes = {found.name for found in load_passes(run_folder(out, f"{name}_b1"))}
+            assert {"prefill", "decode"} <= passes, name
+    assert runs["finepage"]["decode"]["d2h_bytes"] == 0
+    assert runs["horizon-published"]["decode"]["d2h_bytes"] > 0
+    assert (run_folder(out, "finepage_b1") / LOG_FILE).stat().st_size > 0
+
+
+def test_an_interrupt_keeps_what_is_finished_and_the_rest_can_follow(
+    model: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """As from a terminal: the whole process group gets the signal."""
+    out = tmp_path / "out"
+    words = command(model, out, "--arms", "plain,accelerate")
+    with subprocess.Popen(
+        words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "plain transformers" in line:
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        error = process.stderr.read()
+    assert process.returncode == 130
+    assert f"finished runs are in {out}; --resume goes on" in error
+    assert [found.arm for found in load_results(out).runs] == ["plain"]
+    done = subprocess.run(
+        [*words, "--resume"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plain transformers" not in done.stderr
+    assert [found.tokens_equal for found in load_results(out).runs] == [True, True]
