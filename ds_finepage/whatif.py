@@ -197,6 +197,8 @@ def plan_captured(
     )
     forms = _forms(captured, policy, split)
     form, needs = _first_that_fits(forms, budget_bytes)
+    if host_memory_bytes is not None:
+        _require_host_memory(form, form.host_bytes, host_memory_bytes)
     arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:
@@ -208,7 +210,7 @@ def plan_captured(
         raise
     figures = _figures(form, planned, needs, budget_bytes, time.process_time() - start)
     if host_memory_bytes is not None:
-        _require_host_memory(figures, host_memory_bytes)
+        _require_host_memory(form, figures.host_bytes, host_memory_bytes)
     least = min(needs.min_budget_bytes for _, needs in forms)
     figures = dataclasses.replace(figures, min_budget_bytes=least)
     return PlannedModel(
@@ -301,18 +303,23 @@ def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> N
         ) from None
 
 
-def _require_host_memory(figures: PlanFigures, host_memory_bytes: int) -> None:
-    """Refuse a plan that needs more host memory than the machine has.
+def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes: int) -> None:
+    """Refuse a pass that needs more host memory than the machine has.
+
+    Args:
+        form: The pass.
+        host_bytes: The host memory that it needs.
+        host_memory_bytes: The machine's host memory.
 
     Raises:
-        PlanInfeasibleError: It does.
+        PlanInfeasibleError: It needs more.
     """
-    if figures.host_bytes <= host_memory_bytes:
+    if host_bytes <= host_memory_bytes:
         return
-    place = "in host memory" if figures.kv_on_host else "on the device"
+    place = "in host memory" if form.kv_on_host else "on the device"
     raise PlanInfeasibleError(
-        f"weights, offloaded buffers and a KV cache of {format_bytes(figures.kv_bytes)} {place} "
-        f"need {format_bytes(figures.host_bytes)} ({figures.host_bytes} bytes) of host memory; "
+        f"weights, offloaded buffers and a KV cache of {format_bytes(form.kv_bytes)} {place} "
+        f"need {format_bytes(host_bytes)} ({host_bytes} bytes) of host memory; "
         f"--host-memory is {host_memory_bytes} bytes. Lower the batch or the length."
     )
 

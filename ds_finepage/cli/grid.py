@@ -19,15 +19,22 @@ import itertools
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 import ds_finepage
 from ds_finepage.cli import options, output
+from ds_finepage.cli.grid_rows import (
+    BASELINE,
+    Cell,
+    Result,
+    Results,
+    lines_below,
+    to_rows,
+    to_table,
+)
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.files import write_file
@@ -35,51 +42,12 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.policies import POLICIES
-from ds_finepage.units import format_ns
 
 if TYPE_CHECKING:
     from ds_finepage.reporting.figures import PlanFigures
     from ds_finepage.whatif import CapturedModel
 
-BASELINE = "zero"
-ON_HOST = "h"
-"""Marks a cell whose KV cache is in host memory."""
-
-DEFAULT_POLICIES = (BASELINE, "horizon", "finepage")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One combination of model, machine, shape and policy."""
-
-    model: str
-    hardware: str
-    batch: int
-    seq: int
-    policy: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """The figures of a cell. If it does not run they are None, and ``reason`` says why."""
-
-    runs: bool
-    reason: str | None = None
-    budget_bytes: int | None = None
-    weight_bytes: int | None = None
-    tokens_per_s: float | None = None
-    decode_ns: int | None = None
-    decode_bound_ns: int | None = None
-    decode_reloaded_bytes: int | None = None
-    first_token_ns: int | None = None
-    first_token_bound_ns: int | None = None
-    prefill_reloaded_bytes: int | None = None
-    prefill_kv_on_host: bool | None = None
-    decode_kv_on_host: bool | None = None
-    kv_copied_bytes: int | None = None  # by a decode step, in both directions
-
-
-Results = dict[Cell, Result]
+DEFAULT_POLICIES = (BASELINE, "zero-persistence", "static", "horizon", "finepage")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,8 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_rows(results), indent=2))
     else:
         output.show(to_table(results))
-        for number, reason in enumerate(reasons(results), start=1):
-            print(f"({number}) {reason}")
+        for line in lines_below(results):
+            print(line)
         if out is not None:
             print(f"cells: {out}")
     state.remove()  # after all output
@@ -311,6 +279,7 @@ class Planner:
 
         profile = self._profiles[cell.hardware]
         figures: dict[str, PlanFigures] = {}
+        settings: dict[str, dict[str, int] | None] = {}
         budget_bytes = None
         for phase in options.PHASES:
             try:
@@ -319,14 +288,16 @@ class Planner:
                     captured = captured.on_host or captured
                 weight_bytes = captured.graph.weight_bytes
                 budget_bytes = budget_on(self._budget, weight_bytes, profile)
-                figures[phase] = plan_captured(
+                planned = plan_captured(
                     captured,
                     budget_bytes=budget_bytes,
                     profile=profile,
                     policy=cell.policy,
                     split=self._split,
                     host_memory_bytes=self._host_memory_bytes,
-                ).figures
+                )
+                figures[phase] = planned.figures
+                settings[phase] = None if planned.zero is None else planned.zero.keys
             except (ConfigError, CaptureError, PlanInfeasibleError) as error:
                 return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
         prefill, decode = figures["prefill"], figures["decode"]
@@ -344,6 +315,8 @@ class Planner:
             prefill_kv_on_host=prefill.kv_on_host,
             decode_kv_on_host=decode.kv_on_host,
             kv_copied_bytes=decode.kv_copied_bytes,
+            prefill_settings=settings["prefill"],
+            decode_settings=settings["decode"],
         )
 
     def _capture(self, cell: Cell, phase: str) -> CapturedModel:
@@ -390,11 +363,6 @@ def fill(cells: list[Cell], state: State, planner: Planner) -> Results:
     return {cell: results[cell] for cell in cells}
 
 
-def to_rows(results: Results) -> list[dict[str, Any]]:
-    """Return the cells for JSON."""
-    return [{**asdict(cell), **asdict(result)} for cell, result in results.items()]
-
-
 def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the contents of a result file: the cells, the command and the versions."""
     given = {
@@ -414,46 +382,3 @@ def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, An
         },
         "cells": to_rows(results),
     }
-
-
-def reasons(results: Results) -> list[str]:
-    """List the reasons why cells do not run, each once."""
-    return list(dict.fromkeys(r.reason for r in results.values() if r.reason is not None))
-
-
-def to_table(results: Results) -> Table:
-    """Return the cells as a table: a row for each combination, a column for each policy."""
-    policies = list(dict.fromkeys(cell.policy for cell in results))
-    has_baseline = BASELINE in policies
-    moved = any(r.decode_kv_on_host for r in results.values())
-    table = Table(
-        title="predicted tokens a second"
-        + (f" (and times {BASELINE})" if has_baseline else "")
-        + ", time to the first token"
-        + (f" ({ON_HOST}: the KV cache is in host memory)" if moved else ""),
-        title_justify="left",
-    )
-    for heading in ("model", "hardware", "batch", "sequence"):
-        table.add_column(heading)
-    for policy in policies:
-        table.add_column(policy, justify="right")
-    rows: dict[tuple[Any, ...], dict[str, Result]] = {}
-    for cell, result in results.items():
-        key = (cell.model, cell.hardware, cell.batch, cell.seq)
-        rows.setdefault(key, {})[cell.policy] = result
-    numbers = {reason: number for number, reason in enumerate(reasons(results), start=1)}
-    for key, by_policy in rows.items():
-        baseline = by_policy.get(BASELINE)
-        row = [by_policy[policy] for policy in policies]
-        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in row]
-        table.add_row(*map(str, key), *texts)
-    return table
-
-
-def _text(result: Result, baseline: Result | None) -> str:
-    assert result.tokens_per_s is not None and result.first_token_ns is not None
-    ratio = ""
-    if baseline is not None and baseline is not result and baseline.tokens_per_s:
-        ratio = f" ({result.tokens_per_s / baseline.tokens_per_s:.2f} x)"
-    place = f" {ON_HOST}" if result.decode_kv_on_host else ""
-    return f"{result.tokens_per_s:.2f}{ratio}, {format_ns(result.first_token_ns)}{place}"

@@ -47,6 +47,7 @@ class Modeller:
         hardware: str,
         dtype: str | None = None,
         split: bool = False,
+        host_memory_bytes: int | None = None,
     ) -> None:
         """Capture both passes from the model's config.
 
@@ -59,13 +60,14 @@ class Modeller:
             hardware: A hardware profile, by name or path.
             dtype: Of weights and activations; by default the one that suits the machine.
             split: Policies may cut weights, if they can.
+            host_memory_bytes: Host memory of the machine; None if that is not known.
 
         Raises:
             ConfigError: An argument cannot be used.
             CaptureError: The forward cannot be written as a taskgraph.
         """
         self._profile = load_profile(hardware)
-        self._split = split
+        self._split, self._host_memory_bytes = split, host_memory_bytes
         # The prefill makes the first token, and the cache never holds the last one.
         self._num_steps = max(1, new_tokens - 1)
         self._found: dict[str, ZeroSettings] = {}
@@ -148,6 +150,7 @@ class Modeller:
             profile=self._profile,
             policy=policy,
             split=self._split,
+            host_memory_bytes=self._host_memory_bytes,
             zero=zero,
         ).figures
 

@@ -185,7 +185,7 @@ AROUND = (
     mutant(
         "host-memory-is-endless",
         "whatif.py",
-        "if figures.host_bytes <= host_memory_bytes:",
+        "if host_bytes <= host_memory_bytes:",
         "if True:",
         "integration/test_kv_forecast.py",
     ),

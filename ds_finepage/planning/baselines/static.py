@@ -5,7 +5,12 @@ streams: while one layer computes, the weights of the next are reloaded, never m
 ahead; those of the first layer are reloaded during the last. Weights are assigned whole, the last
 ones of a layer to the device.
 
-``static`` is the row order: one batch goes through all layers. ``static-zigzag`` lets several
+``static`` is the row order: one batch goes through all layers. It also tries the largest share that
+fits, in several forms: the first or the last weights of each layer stay, and the stretches before
+and after the layers take part, stream as a whole, or stay. The plan with the shortest predicted
+time is taken.
+
+``static-zigzag`` lets several
 batches go through a layer before it is replaced, so that one reload serves all of them. The pass is
 then unrolled: a plan's bytes and times are for ``graph.num_batches`` calls. The second share of the
 linear program says how many batches keep the activations between two layers on the device; those of
@@ -13,9 +18,9 @@ the others wait in host memory. KV caches stay on the device, and their bytes ar
 arena. With one batch both orders are the same.
 
 Source: "FlexGen" (arXiv 2303.06865), section 4 and its cost model, with the KV cache not paged.
-Kinder than its code in three ways: one wait joins two layers, not one wait a batch; the copy of a
+Kinder than its code in four ways: one wait joins two layers, not one wait a batch; the copy of a
 layer is spread over all batches of the layer before; bytes that rounding to whole weights leaves
-over in one layer go to the next.
+over in one layer go to the next; ``static`` tries several forms.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
@@ -34,10 +40,13 @@ from ds_finepage.planning.baselines.unroll import Unrolled, unroll
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.simulator import task_time_ns
+from ds_finepage.planning.simulator import simulate, task_time_ns
 
 NUM_BATCHES = (1, 2, 4, 8)
 """Numbers of alternating batches to choose from. More hide more copies, and need more KV cache."""
+
+FRAGMENTATION_STEPS = 10
+"""How often a form gives up two thousandths of its share until the offsets fit."""
 
 RESIDENT_BONUS = 1e-6
 """Seconds that keeping everything may cost against keeping nothing; decides between ties."""
@@ -52,6 +61,24 @@ class Shares:
     seconds: float  # of one pass of all batches
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Which weights stay for a share.
+
+    Attributes:
+        outer: What the stretches before and after the layers do.
+        takes_first: The first weights of a layer stay, not the last.
+    """
+
+    outer: Literal["take part", "stream", "stay"] = "take part"
+    takes_first: bool = False
+
+
+FORMS = tuple(
+    Form(outer, first) for first in (False, True) for outer in ("take part", "stream", "stay")
+)
+
+
 def plan_static(problem: Problem) -> MemGraph:
     """Plan with fixed shares, one batch at a time.
 
@@ -59,7 +86,7 @@ def plan_static(problem: Problem) -> MemGraph:
         PlanInfeasibleError: Even two layers' weights in turn are too much for the arena.
     """
     problem.require_feasible()
-    return _Static(problem, 1, "static").plan()
+    return Static(problem, 1, "static").searched()
 
 
 def plan_static_zigzag(problem: Problem) -> MemGraph:
@@ -72,17 +99,17 @@ def plan_static_zigzag(problem: Problem) -> MemGraph:
         PlanInfeasibleError: As for ``static``.
     """
     problem.require_feasible()
-    found = [_Static(problem, n, "static-zigzag") for n in NUM_BATCHES]
+    found = [Static(problem, n, "static-zigzag") for n in NUM_BATCHES]
     feasible = [s for s in found if s.shares is not None]
     for static in sorted(feasible, key=lambda s: (s.seconds_per_batch, s.num_batches)):
         try:
-            return static.plan()
+            return static.searched() if static.num_batches == 1 else static.plan()
         except PlanInfeasibleError:
             continue
-    return found[0].plan()
+    return found[0].searched()
 
 
-class _Static:
+class Static:
     """One number of batches: the linear program, then the schedule.
 
     A *stretch* is the tasks of a layer in program order. The tasks before the first layer are a
@@ -227,6 +254,33 @@ class _Static:
                 continue
         return self._realize(self._script(0, 0))
 
+    def searched(self) -> MemGraph:
+        """Write the plan of the linear program, or of a form that is faster."""
+        plans = [self.plan(), *filter(None, map(self._largest, FORMS))]
+        return min(plans, key=self._cost)
+
+    def _cost(self, memgraph: MemGraph) -> int:
+        if self._profile is None:
+            return memgraph.reloaded_bytes
+        return simulate(memgraph, self._profile).total_ns
+
+    def _largest(self, form: Form) -> MemGraph | None:
+        """Write the plan with the largest share that fits; None if no share does."""
+        least, most = 0, 1000
+        while least < most:
+            middle = (least + most + 1) // 2
+            script = self._script(middle, 0, form)
+            if live_bytes(self._unrolled_problem, script) <= self._problem.arena_bytes:
+                least = middle
+            else:
+                most = middle - 1
+        for permille in range(least, max(-1, least - 2 * FRAGMENTATION_STEPS), -2):
+            try:
+                return self._realize(self._script(permille, 0, form))
+            except PlanInfeasibleError:
+                continue
+        return None
+
     def _realize(self, script: Script) -> MemGraph:
         return realize(self._unrolled_problem, script, reserved_bytes=self._reserved_bytes)
 
@@ -237,16 +291,17 @@ class _Static:
         if self.num_batches == 1:
             waiting = 0
         for percent in range(-(-int(100_000 * self.shares.weights) // 1000), -1, -1):
-            yield self._script(percent, waiting)
+            yield self._script(10 * percent, waiting)
 
-    def _script(self, percent: int, num_waiting: int) -> Script:
+    def _script(self, permille: int, num_waiting: int, form: Form = FORMS[0]) -> Script:
         """Write the schedule with a share of the weights kept.
 
         Args:
-            percent: Share of each layer's weights to keep.
+            permille: Share of each layer's weights to keep.
             num_waiting: The last batches, whose activations wait in host memory.
+            form: Which weights stay.
         """
-        kept = _kept(self._graph, self._weights, percent)
+        kept = _kept(self._graph, self._weights, permille, form)
         streamed = [[b for b in layer if b not in kept] for layer in self._weights]
         n, num_layers = self.num_batches, len(streamed)
         steps: list[Step] = []
@@ -292,15 +347,19 @@ def _stretches(graph: TaskGraph) -> list[int]:
     return [0, *starts]
 
 
-def _kept(graph: TaskGraph, layers: list[list[int]], percent: int) -> set[int]:
-    """Choose weights to keep: the last ones of each layer, ``percent`` of the bytes in all."""
+def _kept(graph: TaskGraph, layers: list[list[int]], permille: int, form: Form) -> set[int]:
+    """Choose weights to keep: a share of each layer's bytes, in a form."""
     kept: set[int] = set()
-    due = 0  # bytes still to be kept, times 100
-    for layer in layers:
+    due = 0  # bytes still to be kept, times 1000
+    for number, layer in enumerate(layers):
         new = [b for b in layer if b not in kept]
-        due += percent * sum(graph.buffers[b].nbytes for b in new)
-        for buffer in reversed(new):
-            if due >= 100 * graph.buffers[buffer].nbytes:
-                due -= 100 * graph.buffers[buffer].nbytes
+        is_outer = number in (0, len(layers) - 1)
+        if is_outer and form.outer != "take part":
+            kept.update(new if form.outer == "stay" else ())
+            continue
+        due += permille * sum(graph.buffers[b].nbytes for b in new)
+        for buffer in new if form.takes_first else reversed(new):
+            if due >= 1000 * graph.buffers[buffer].nbytes:
+                due -= 1000 * graph.buffers[buffer].nbytes
                 kept.add(buffer)
     return kept

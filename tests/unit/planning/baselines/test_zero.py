@@ -15,11 +15,10 @@ from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,
     ZeroSettings,
     authors_settings,
-    plan_zero,
-    plan_zero_persistence,
     plan_zero_with,
     simulate_coordinator,
 )
+from ds_finepage.planning.policies import POLICIES
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
@@ -144,11 +143,11 @@ def test_a_leaf_module_fetches_for_all_below_it() -> None:
 
 def test_the_defaults_keep_all_of_a_small_model() -> None:
     graph = layered(3)
-    memgraph = check(plan_zero(Problem(graph, arena_bytes=100 * UNIT, alignment=UNIT)))
+    memgraph = check(POLICIES["zero"].plan(Problem(graph, arena_bytes=100 * UNIT, alignment=UNIT)))
     assert memgraph.policy == "zero"
     assert memgraph.reloaded_bytes == 0
     with pytest.raises(PlanInfeasibleError) as caught:
-        plan_zero(Problem(graph, arena_bytes=8 * UNIT, alignment=UNIT))
+        POLICIES["zero"].plan(Problem(graph, arena_bytes=8 * UNIT, alignment=UNIT))
     assert "policy 'zero' holds" in str(caught.value) and "(512 bytes)" in str(caught.value)
 
 
@@ -156,7 +155,7 @@ def test_the_defaults_keep_all_of_a_small_model() -> None:
 def test_the_persistence_knob_uses_the_arena_up(units: int) -> None:
     graph = layered(4)
     memgraph = check(
-        plan_zero_persistence(Problem(graph, arena_bytes=units * UNIT, alignment=UNIT))
+        POLICIES["zero-persistence"].plan(Problem(graph, arena_bytes=units * UNIT, alignment=UNIT))
     )
     assert memgraph.policy == "zero-persistence"
     # Two activations and what streams; there is no embedding op, so nothing is prefetched.

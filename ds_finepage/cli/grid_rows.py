@@ -1,0 +1,190 @@
+"""The cells of a grid: their figures, and the table and the rows that show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
+from ds_finepage.planning.policies import POLICIES
+from ds_finepage.units import format_ns
+
+BASELINE = "zero"
+ON_HOST = "h"
+"""Marks a cell whose KV cache is in host memory."""
+
+OURS = "finepage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One combination of model, machine, shape and policy."""
+
+    model: str
+    hardware: str
+    batch: int
+    seq: int
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The figures of a cell. If it does not run they are None, and ``reason`` says why."""
+
+    runs: bool
+    reason: str | None = None
+    budget_bytes: int | None = None
+    weight_bytes: int | None = None
+    tokens_per_s: float | None = None
+    decode_ns: int | None = None
+    decode_bound_ns: int | None = None
+    decode_reloaded_bytes: int | None = None
+    first_token_ns: int | None = None
+    first_token_bound_ns: int | None = None
+    prefill_reloaded_bytes: int | None = None
+    prefill_kv_on_host: bool | None = None
+    decode_kv_on_host: bool | None = None
+    kv_copied_bytes: int | None = None  # by a decode step, in both directions
+    prefill_settings: dict[str, int] | None = None  # of DeepSpeed, if the policy is its
+    decode_settings: dict[str, int] | None = None
+
+
+Results = dict[Cell, Result]
+
+
+Shape = tuple[str, str, int, int]
+"""Model, hardware, batch and sequence: a row of the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """The policies of one row, in one phase.
+
+    Attributes:
+        winner: The fastest policy; the first of those that are equal.
+        best_baseline: The fastest policy that stands for another system; None if none runs.
+        over_baselines: Its time over that of finepage; None if one of the two is missing.
+    """
+
+    winner: str
+    best_baseline: str | None
+    over_baselines: float | None
+
+
+def by_row(results: Results) -> dict[Shape, dict[str, Result]]:
+    """Return the results by row, then by policy."""
+    rows: dict[Shape, dict[str, Result]] = {}
+    for cell, result in results.items():
+        shape = (cell.model, cell.hardware, cell.batch, cell.seq)
+        rows.setdefault(shape, {})[cell.policy] = result
+    return rows
+
+
+def contest(by_policy: Mapping[str, Result], phase: str) -> Contest | None:
+    """Compare the policies of one row in one phase; None if none of them runs."""
+    times = {
+        policy: result.decode_ns if phase == "decode" else result.first_token_ns
+        for policy, result in by_policy.items()
+    }
+    known = {policy: ns for policy, ns in times.items() if ns}
+    if not known:
+        return None
+    baselines = [policy for policy in known if not POLICIES[policy].pages]
+    best = min(baselines, key=known.__getitem__, default=None)
+    ours = known.get(OURS)
+    return Contest(
+        winner=min(known, key=known.__getitem__),
+        best_baseline=best,
+        over_baselines=known[best] / ours if best and ours else None,
+    )
+
+
+def to_rows(results: Results) -> list[dict[str, Any]]:
+    """Return the cells for JSON, each with the outcome of its row."""
+    outcomes = {
+        shape: {
+            phase: asdict(found) if (found := contest(by_policy, phase)) else None
+            for phase in ("prefill", "decode")
+        }
+        for shape, by_policy in by_row(results).items()
+    }
+    return [
+        {
+            **asdict(cell),
+            **asdict(result),
+            "row": outcomes[cell.model, cell.hardware, cell.batch, cell.seq],
+        }
+        for cell, result in results.items()
+    ]
+
+
+def reasons(results: Results) -> list[str]:
+    """List the reasons why cells do not run, each once."""
+    return list(dict.fromkeys(r.reason for r in results.values() if r.reason is not None))
+
+
+def lines_below(results: Results) -> list[str]:
+    """List the reasons, and the settings of DeepSpeed that were found, for below the table."""
+    found = [f"({number}) {reason}" for number, reason in enumerate(reasons(results), start=1)]
+    for cell, result in results.items():
+        if cell.policy != SEARCHED:
+            continue
+        where = f"{cell.model}, {cell.hardware}, batch {cell.batch}, sequence {cell.seq}"
+        for phase, settings in (
+            ("prefill", result.prefill_settings),
+            ("decode", result.decode_settings),
+        ):
+            if settings is not None:
+                text = json.dumps(settings)
+                found.append(f"zero_optimization of {SEARCHED}, {where}, {phase}: {text}")
+    return found
+
+
+def to_table(results: Results) -> Table:
+    """Return the cells as a table: a row for each combination, a column for each policy."""
+    policies = list(dict.fromkeys(cell.policy for cell in results))
+    has_baseline = BASELINE in policies
+    moved = any(r.decode_kv_on_host for r in results.values())
+    table = Table(
+        title="predicted tokens a second"
+        + (f" (and times {BASELINE})" if has_baseline else "")
+        + ", time to the first token"
+        + (f" ({ON_HOST}: the KV cache is in host memory)" if moved else ""),
+        title_justify="left",
+    )
+    for heading in ("model", "hardware", "batch", "sequence"):
+        table.add_column(heading)
+    for policy in policies:
+        table.add_column(policy, justify="right")
+    for heading in ("fastest step", "fastest first token"):
+        table.add_column(heading)
+    numbers = {reason: number for number, reason in enumerate(reasons(results), start=1)}
+    for shape, by_policy in by_row(results).items():
+        baseline = by_policy.get(BASELINE)
+        row = [by_policy[policy] for policy in policies]
+        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in row]
+        outcomes = [_outcome(contest(by_policy, phase)) for phase in ("decode", "prefill")]
+        table.add_row(*map(str, shape), *texts, *outcomes)
+    return table
+
+
+def _outcome(found: Contest | None) -> str:
+    """Name the winner, and say how fast finepage is beside the best baseline."""
+    if found is None:
+        return ""
+    if found.over_baselines is None:
+        return found.winner
+    return f"{found.winner}; {OURS} {found.over_baselines:.2f} x {found.best_baseline}"
+
+
+def _text(result: Result, baseline: Result | None) -> str:
+    assert result.tokens_per_s is not None and result.first_token_ns is not None
+    ratio = ""
+    if baseline is not None and baseline is not result and baseline.tokens_per_s:
+        ratio = f" ({result.tokens_per_s / baseline.tokens_per_s:.2f} x)"
+    place = f" {ON_HOST}" if result.decode_kv_on_host else ""
+    return f"{result.tokens_per_s:.2f}{ratio}, {format_ns(result.first_token_ns)}{place}"
