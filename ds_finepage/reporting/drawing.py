@@ -371,7 +371,7 @@ def _budget_line(axes: Axes, budget_bytes: int | None, unit: int, peak_bytes: in
 
 
 def _within(spans: Sequence[tuple[int, int]], begin: int, width: int) -> list[tuple[int, int]]:
-    """Return the parts of spans that lie in a window, from its begin on; neighbours are joined."""
+    """Return the parts of spans that lie in a window, from its begin on; close ones are joined."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         start, end = max(start - begin, 0), min(end - begin, width)

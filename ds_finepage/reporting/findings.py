@@ -46,7 +46,7 @@ class BudgetLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a report says beyond the figures of its runs.
+    """The part of a report that is not in the figures of its runs.
 
     Attributes:
         is_modelled: Modelled times decide which run is fastest, and not measured ones.
