@@ -69,6 +69,19 @@ def test_a_trace_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*arguments, "--out", str(named)]) == 0 and named.read_text() == out.read_text()
 
 
+def test_a_written_plan_can_be_read_again(tmp_path: Path) -> None:
+    plan, trace, again = (tmp_path / name for name in ("plan.json", "trace.json", "again.json"))
+    model = str(small_model(tmp_path))
+    arguments = ["plan", "--model", model, "--seq", "64", "--hardware", "t4"]
+    arguments += ["--device-budget", "60%weights", "--out", str(plan), "--trace", str(trace)]
+    assert main(arguments) == 0
+    assert main(["show", str(plan)]) == 0
+    assert main(["trace", str(plan), "--hardware", "t4", "--out", str(again)]) == 0
+    first, second = (json.loads(path.read_text())["traceEvents"] for path in (trace, again))
+    assert [e for e in first if e["ph"] != "M"] == [e for e in second if e["ph"] != "M"]
+    assert {e["ph"] for e in first} == {"M", "X", "C"}
+
+
 @COMMANDS
 def test_a_folder_without_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
