@@ -114,7 +114,7 @@ def make_llama(shape: dict[str, int], device: torch.device) -> Any:
 
     config = transformers.LlamaConfig(
         **shape,
-        max_position_embeddings=4096,
+        max_position_embeddings=16384,
         bos_token_id=None,
         eos_token_id=None,  # so that no run stops early
         pad_token_id=None,

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -50,12 +50,14 @@ class Step:
         limit_s: Seconds after which it is killed.
         words: The script beside this file, and its own options.
         before: A command that runs the script, such as a sanitiser.
+        is_tiny: True for a step of rehearsals, False for one of other days, None for both.
     """
 
     name: str
     limit_s: int
     words: tuple[str, ...]
     before: tuple[str, ...] = ()
+    is_tiny: bool | None = None
 
 
 STEPS = (
@@ -68,8 +70,9 @@ STEPS = (
         words=("day_small.py",),
         before=(SANITIZER, "--tool", "racecheck", "--error-exitcode", "1"),
     ),
-    Step(name="engines, 1B", limit_s=75, words=("day_engines.py", "--model", "1B")),
-    Step(name="engines, 7B", limit_s=220, words=("day_engines.py", "--model", "7B")),
+    Step(name="engines, tiny", limit_s=60, words=("day_engines.py",), is_tiny=True),
+    Step(name="engines, 1B", limit_s=75, words=("day_engines.py", "--model", "1B"), is_tiny=False),
+    Step(name="engines, 7B", limit_s=220, words=("day_engines.py", "--model", "7B"), is_tiny=False),
     Step(name="enqueue", limit_s=40, words=("enqueue.py",)),
 )
 MOST_SECONDS = 9 * 60
@@ -90,16 +93,33 @@ class Outcome:
 
 @dataclass(slots=True)
 class Report:
-    """The outcomes so far, in files."""
+    """The outcomes so far, in files.
+
+    Attributes:
+        folder: Of the files.
+        name: The beginning of their names.
+        title: Of the report.
+        day: The date.
+        outcomes: Of all steps.
+        judge: Makes more rows from those of all steps.
+    """
 
     folder: Path
+    name: str
     title: str
     day: str
     outcomes: list[Outcome]
+    judge: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all steps, and then the rows that were made from them."""
+        found = [row for outcome in self.outcomes for row in outcome.rows]
+        return [*found, *self.judge(found)]
 
     def path(self, suffix: str) -> Path:
         """Return the path of one of the files."""
-        return self.folder / f"gpu_day_{self.day}.{suffix}"
+        return self.folder / f"{self.name}_{self.day}.{suffix}"
 
     def write(self) -> None:
         """Write both reports; a reader never finds a part of one."""
@@ -107,6 +127,7 @@ class Report:
             "title": self.title,
             "date": self.day,
             "steps": [asdict(outcome) for outcome in self.outcomes],
+            "judged": self.judge([row for o in self.outcomes for row in o.rows]),
         }
         for suffix, text in (
             ("json", json.dumps(document, indent=1) + "\n"),
@@ -127,14 +148,18 @@ def markdown_of(report: Report) -> str:
         for o in report.outcomes
     ]
     parts = [f"# {report.title}, {report.day}\n", table_of(steps)]
-    by_table: dict[str, list[dict[str, Any]]] = {}
-    for outcome in report.outcomes:
-        for row in outcome.rows:
-            cells = {key: value for key, value in row.items() if key != "table"}
-            by_table.setdefault(row["table"], []).append(cells)
-    for name, rows in by_table.items():
+    for name, rows in tables_of(report.rows).items():
         parts += [f"\n## {name.capitalize()}\n", table_of(rows)]
     return "\n".join(parts)
+
+
+def tables_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each table."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        cells = {key: value for key, value in row.items() if key != "table"}
+        found.setdefault(row["table"], []).append(cells)
+    return found
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
@@ -184,6 +209,7 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "DS_FINEPAGE_CACHE": "0",  # every day starts from nothing
         "TOKENIZERS_PARALLELISM": "false",
+        "GPU_DAY_FOLDER": str(options.out.resolve()),
     }
     if not options.device.startswith(("cuda", "xpu")):
         found |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -297,12 +323,28 @@ def is_wrong(row: dict[str, Any]) -> bool:
     )
 
 
-def run_day(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
-    """Run all steps, one after another."""
+def run_day(
+    options: argparse.Namespace,
+    steps: Sequence[Step],
+    *,
+    name: str = "gpu_day",
+    title: str = "A day",
+    judge: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = lambda _: [],
+) -> Report:
+    """Run all steps, one after another.
+
+    Args:
+        options: The options of the day.
+        steps: The steps.
+        name: The beginning of the names of its files.
+        title: The title of the report.
+        judge: Makes more rows from those of all steps.
+    """
     options.out.mkdir(parents=True, exist_ok=True)
-    title = f"A day on {options.device}" + (", rehearsed in tiny sizes" if options.tiny else "")
+    title += f" on {options.device}" + (", rehearsed in tiny sizes" if options.tiny else "")
     outcomes = [Outcome(step.name) for step in steps]
-    report = Report(options.out, title, datetime.date.today().isoformat(), outcomes)
+    day = datetime.date.today().isoformat()
+    report = Report(options.out, name, title, day, outcomes, judge)
     with report.path("log").open("w") as log:
         for step, outcome in zip(steps, outcomes, strict=True):
             log.write(f"\n===== {step.name}\n")
@@ -315,19 +357,20 @@ def run_day(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
     return report
 
 
-def steps_of(options: argparse.Namespace) -> list[Step]:
+def steps_of(options: argparse.Namespace, steps: Sequence[Step] = STEPS) -> list[Step]:
     """Return the steps that are wanted.
 
     A rehearsal has one model, time enough, and the sanitiser's small run without the sanitiser.
 
+    Args:
+        options: The options of the day.
+        steps: All steps.
+
     Raises:
         ValueError: There is no step of a name.
     """
-    steps = list(STEPS)
+    steps = [s for s in steps if s.is_tiny in (None, options.tiny)]
     if options.tiny:
-        engines = Step(name="engines, tiny", limit_s=60, words=("day_engines.py",))
-        steps = [s for s in steps if not s.name.startswith("engines")]
-        steps.insert(-1, engines)
         steps = [replace(s, limit_s=REHEARSAL * s.limit_s, before=()) for s in steps]
     names = [step.name for step in steps]
     wanted = [name.strip() for name in options.only.split(";")] if options.only else names
@@ -337,9 +380,19 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
     return [step for step in steps if step.name in wanted]
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parse(
+    words: Sequence[str] | None,
+    steps: Sequence[Step] = STEPS,
+    description: str | None = __doc__,
+) -> argparse.Namespace:
+    """Read the command line.
+
+    Args:
+        words: The arguments; None for those of the process.
+        steps: All steps.
+        description: Its first line is shown by ``--help``.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the report")
     parser.add_argument("--device", default="cuda", help="%(default)s by default")
     parser.add_argument(
@@ -349,7 +402,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="LIST", help="names of steps, with ; in between")
     options = parser.parse_args(words)
     try:
-        options.steps = steps_of(options)
+        options.steps = steps_of(options, steps)
     except ValueError as error:
         parser.error(str(error))
     return options

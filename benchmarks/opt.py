@@ -2,10 +2,10 @@
 
     python benchmarks/opt.py --out benchmarks/opt_2026-11-22.json
 
-A cell is a model, a length of the prompt and a policy. A generation is a prefill and 31 steps, all
-taken to be as long as the last one; its tokens a second are those of 32 new tokens of each sequence.
-The batch grows by powers of two, four at a time and then between, as long as that pays. Every time
-is simulated; nothing is run. Finished cells in the output file are kept.
+A cell is a model, a length of the prompt and a policy. A generation is a prefill and 31 steps, each
+as long as the last one; its tokens a second are those of 32 new tokens of each sequence. The batch
+grows by powers of two, four at a time and then between, as long as that pays. Every time is
+simulated; nothing is run. Finished cells in the output file are kept.
 """
 
 from __future__ import annotations

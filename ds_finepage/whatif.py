@@ -197,8 +197,8 @@ def plan_captured(
     )
     forms = _forms(captured, policy, split)
     form, needs = _first_that_fits(forms, budget_bytes)
-    if host_memory_bytes is not None:
-        _require_host_memory(form, form.host_bytes, host_memory_bytes)
+    if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
+        _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
     arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from tests.mutations.around import AROUND
 from tests.mutations.checking import CHECKING
+from tests.mutations.comparing import COMPARING
 from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
@@ -48,6 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *RUNTIME,
     *AROUND,
     *MOVING,
+    *COMPARING,
 )
 
 MOST_SURVIVORS = 0.05

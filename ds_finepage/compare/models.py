@@ -1,4 +1,4 @@
-"""What the simulator says of each arm before it runs: settings, modelled times, bounds."""
+"""Models each arm before it runs: its settings, times and bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AMPLE = "1000000%weights"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modelled:
-    """What the simulator says of one arm with one batch.
+    """The answers of the simulator for one arm with one batch.
 
     Attributes:
         settings: Keys of ``zero_optimization`` to run the arm with.

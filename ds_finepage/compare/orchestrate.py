@@ -16,12 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_finepage.capture.models import (
-    CONFIG_FILE,
-    default_dtype,
-    load_model_config,
-    model_names,
-)
+from ds_finepage.capture.models import default_dtype, load_model_config, model_names
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
 from ds_finepage.compare.engine import RunRequest, save_request
 from ds_finepage.compare.loading import dtype_of
@@ -134,15 +129,16 @@ class Comparison:
         name = self._settings.model
         if name not in model_names():
             return checkpoint_in(Path(name))
-        folder = self._folder / MODEL_FOLDER
-        if not (folder / CONFIG_FILE).exists():
+        folder, unfinished = self._folder / MODEL_FOLDER, self._folder / f"{MODEL_FOLDER}.part"
+        if not folder.exists():
             with self._step(f"making random weights for {name}"):
                 module = "ds_finepage.compare.checkpoint"
                 layers = str(self._settings.layers or 0)
                 log = self._folder / "model.log"
-                status = run_process(["-m", module, str(folder), name, layers], log)
+                status = run_process(["-m", module, str(unfinished), name, layers], log)
                 if status:
                     raise ConfigError(last_line(log).removeprefix("ds_finepage: "))
+                unfinished.rename(folder)
         return checkpoint_in(folder)
 
     # Batches.
@@ -165,9 +161,9 @@ class Comparison:
             found = modelled[arm.name]
             with self._step(f"batch {batch}: {arm.title}"):
                 run = self._run_arm(checkpoint, arm, batch, models.budget_bytes, found, prompts)
+                self._keep(self.results.with_run(completed(run, found, models.weight_bytes)))
             if run.reason is not None:
                 self._console.print(f"  did not run: {run.reason}", highlight=False, markup=False)
-            self._keep(self.results.with_run(completed(run, found, models.weight_bytes)))
 
     def _models(self, checkpoint: Checkpoint, batch: int) -> Models:
         settings = self._settings

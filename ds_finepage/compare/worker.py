@@ -55,7 +55,7 @@ USAGE = "usage: python -m ds_finepage.compare.worker REQUEST.json FOLDER"
 
 @dataclass(slots=True)
 class Counted:
-    """What the counted calls have shown.
+    """The figures of the counted calls.
 
     Attributes:
         load_ns: Time to load the model and to place it on the device.

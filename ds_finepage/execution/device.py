@@ -170,7 +170,7 @@ class Accelerator(Device):
         limit = getattr(self._module, "set_per_process_memory_fraction", None)
         if limit is not None:
             share = (nbytes + ALLOCATOR_SLACK_BYTES) / self.memory_info()[1]
-            limit(min(1.0, share), self.where)
+            limit(min(1.0, share), self.where.index or 0)
 
     # Streams.
 

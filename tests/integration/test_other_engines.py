@@ -170,7 +170,8 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
         with copied_by_forward(engine) as counted:
             assert torch.equal(generate(engine.model), expected)
     assert torch.equal(generate(engine.model), expected)  # by their own hooks alone
-    assert 0 < meter.peak_bytes <= request.budget_bytes
+    largest_bytes = max(weight.nbytes for weight in engine.model.parameters())
+    assert largest_bytes <= meter.peak_bytes <= request.budget_bytes
     prefill, *_, decode = counted
     for phase, found in (("prefill", prefill), ("decode", decode)):
         memgraph = simulated(engine, arm, captured(model_name, phase))

@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutant
 
 GENERATION = "unit/integrations/test_preflight.py"
 SEAM = "unit/integrations/test_seam.py"
+OTHERS = "integration/test_other_engines.py"
 INSTRUMENTS = "integration/cli/test_instruments.py"
 
 AROUND = (
@@ -216,5 +217,48 @@ AROUND = (
         "if best and best[-1].tokens_per_s > point.tokens_per_s:",
         "if False:",
         "unit/reporting/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
+    ),
+    # Engines of other packages.
+    mutant(
+        "a-fetch-of-accelerate-stays-an-alias",
+        "compare/accelerate_arms.py",
+        "fetched.data = fetched.data.clone()",
+        "pass",
+        OTHERS,
+    ),
+    mutant(
+        "a-map-is-made-for-the-decode-step-alone",
+        "compare/accelerate_arms.py",
+        "return min(found)",
+        "return found[-1]",
+        OTHERS,
+    ),
+    mutant(
+        "weights-stay-untied-after-accelerate",
+        "compare/accelerate_arms.py",
+        "self.model.tie_weights()",
+        "pass",
+        OTHERS,
+    ),
+    mutant(
+        "modules-that-stay-on-the-cpu-do-not-count",
+        "compare/accelerate_arms.py",
+        "parameter.data = parameter.data.clone()",
+        "pass",
+        OTHERS,
+    ),
+    mutant(
+        "a-group-keeps-its-copy",
+        "compare/group_offload_arm.py",
+        "tensor.data = self._masters.pop(tensor, tensor.data)",
+        "pass",
+        OTHERS,
+    ),
+    mutant(
+        "counting-goes-on",
+        "compare/group_offload_arm.py",
+        "            setattr(self._group, name, method)",
+        "            pass",
+        OTHERS,
     ),
 )

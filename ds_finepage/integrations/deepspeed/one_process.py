@@ -1,4 +1,4 @@
-"""What DeepSpeed needs in a process that no launcher has started."""
+"""Prepares a process that no launcher has started for DeepSpeed."""
 
 from __future__ import annotations
 

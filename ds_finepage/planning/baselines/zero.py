@@ -74,7 +74,8 @@ class ZeroSettings:
         found: dict[str, Any] = {}
         for name in _COUNTS:
             number = keys.get(f"stage3_{name}", getattr(self, name))
-            if isinstance(number, bool) or number != int(number) or number < 0:
+            is_count = type(number) in (int, float) and number >= 0 and number % 1 == 0
+            if not is_count:
                 raise ConfigError(f"zero_optimization.stage3_{name}: {number!r} is not a count.")
             found[name] = int(number)
         return dataclasses.replace(self, **found)

@@ -39,7 +39,7 @@ MAX_SIMULATIONS = 60
 FRAGMENTATION_STEPS = 10
 """How often settings give up a percent of the arena until the offsets fit."""
 
-WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 12.0)
+WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Limits on live parameters to try, in elements of the largest repeated weight."""
 
 
@@ -89,8 +89,8 @@ class _Search:
         largest = sizes[0] if sizes else 0
         self._try(_window(start, int(largest * share)) for share in WINDOWS)
         best = self._settings_or(start)
-        buckets = {1, sizes[-1] if sizes else 1, *sizes[:3]}
-        self._try(_with(best, prefetch_bucket_size=size) for size in sorted(buckets))
+        buckets = sorted({1, *sizes[:3]})
+        self._try(_with(best, prefetch_bucket_size=size) for size in buckets)
         best = self._settings_or(start)
         self._try(_with(best, param_persistence_threshold=size) for size in sizes[:3])
         best = self._settings_or(start)
@@ -150,9 +150,7 @@ class _Search:
             if room < 0:
                 high = count - 1
             else:
-                most, low = count, count + 1
-                if following == count:
-                    break
+                most, low = count, count + 1  # one more may fit, for it no longer streams
             count = following
         return most
 

@@ -259,6 +259,44 @@ def test_a_folder_that_cannot_be_made_is_an_error(fake: Fake) -> None:
 # Checkpoints.
 
 
+def test_a_shipped_name_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Fake(tmp_path)
+    calls: list[list[str]] = []
+
+    def make(arguments: Sequence[str], log: Path) -> int:
+        calls.append(list(arguments))
+        folder = Path(arguments[2])
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "model.safetensors").touch()
+        return 0
+
+    monkeypatch.setattr(orchestrate, "run_process", make)
+    for _ in range(2):
+        assert made.comparison()._checkpoint() == Checkpoint(tmp_path / "model", 77)
+    part = str(tmp_path / "model.part")
+    assert calls == [["-m", "ds_finepage.compare.checkpoint", part, "llama-7b", "2"]]
+
+
+def test_a_shipped_name_without_room_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: Sequence[str], log: Path) -> int:
+        log.write_text("loading\nds_finepage: it has no room\n")
+        return 1
+
+    monkeypatch.setattr(orchestrate, "run_process", fail)
+    with pytest.raises(ConfigError, match="^it has no room"):
+        Fake(tmp_path).comparison()._checkpoint()
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "pytorch_model.bin").touch()
+    found = Fake(tmp_path).comparison(model=str(tmp_path), layers=None)._checkpoint()
+    assert found == Checkpoint(tmp_path, 77)
+
+
 CONFIG = {"model_type": "llama", "vocab_size": 77, "hidden_size": 64, "num_attention_heads": 4}
 
 

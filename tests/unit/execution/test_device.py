@@ -232,3 +232,37 @@ def test_random_numbers_go_on_as_if_nothing_had_been_drawn(monkeypatch: pytest.M
     monkeypatch.setattr(torch.random, "fork_rng", lambda d, **kw: asked.append((d, kw)))
     fork_rng(["cpu", "xpu:1"])
     assert asked == [([torch.device("xpu:1")], {"device_type": "xpu"})]
+
+
+# --- limits and pinned memory -------------------------------------------------------------------
+
+
+def test_the_allocator_is_limited_to_the_budget_and_its_slack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[Any] = []
+    slack = device_module.ALLOCATOR_SLACK_BYTES
+    known = SimpleNamespace(set_per_process_memory_fraction=lambda *args: limits.append(args))
+    monkeypatch.setattr(Accelerator, "_module", known)
+    monkeypatch.setattr(Accelerator, "memory_info", lambda self: (0, 4 * slack))
+    device_of(CUDA).limit_memory(slack)
+    device_of(CUDA).limit_memory(9 * slack)
+    assert limits == [(0.5, 0), (1.0, 0)]
+    monkeypatch.setattr(Accelerator, "_module", SimpleNamespace())
+    device_of(CUDA).limit_memory(slack)
+    device_of("cpu").limit_memory(slack)
+    assert len(limits) == 2
+
+
+def test_pinned_memory_is_that_of_the_allocator_and_what_was_pinned_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_module, "_registered_bytes", [])
+    cudart = SimpleNamespace(cudaHostRegister=lambda address, nbytes, flags: 0)
+    stats = {"allocated_bytes.current": 100}
+    module = SimpleNamespace(cudart=lambda: cudart, host_memory_stats=lambda: stats)
+    monkeypatch.setattr(Accelerator, "_module", module)
+    Accelerator(CUDA)._register(torch.empty(7, dtype=torch.uint8))
+    assert device_of(CUDA).pinned_bytes == 107
+    monkeypatch.setattr(Accelerator, "_module", SimpleNamespace())
+    assert (device_of(CUDA).pinned_bytes, device_of("cpu").pinned_bytes) == (7, 0)

@@ -116,10 +116,12 @@ def test_a_plan_is_kept_for_what_was_asked_alone(what: str, tmp_path: Path) -> N
     assert other.alignment == (512 if what == "alignment" else 64)
     assert other.policy == asked["policy"]
     assert other == plan_pass(**OTHERS[what])
+    plan_ns = counters.plan_ns
+    assert plan_ns > 0
     # Both are found again, each for its own question.
     assert plan_pass(tmp_path, counters=counters) == first
     assert plan_pass(tmp_path, counters=counters, **OTHERS[what]) == other
-    assert counters.num_plans == 2
+    assert counters.num_plans == 2 and counters.plan_ns == plan_ns
 
 
 # --- plans that leave in place what another pass keeps ---------------------------------------

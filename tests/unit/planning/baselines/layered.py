@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.memgraph import EdgeKind, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import (
     Buffer,
     BufferKind,
@@ -77,6 +77,19 @@ def layered(
         ),
         outputs=(GraphOutput(tensor=before), GraphOutput(position=0)),
     )
+
+
+def awaited(memgraph: MemGraph) -> list[tuple[str, str]]:
+    """List each task that a reload waits for by a wait of the system, and that reload's weight."""
+    nodes, graph = memgraph.nodes, memgraph.graph
+    found = []
+    for edge in memgraph.edges:
+        before, after = nodes[edge.before], nodes[edge.after]
+        if edge.kind is EdgeKind.SYNC and after.kind is NodeKind.RELOAD:
+            assert before.task is not None and after.buffer is not None
+            weight = graph.buffers[after.buffer].name.removesuffix(".weight")
+            found.append((graph.tasks[before.task].label, weight))
+    return found
 
 
 def moved(memgraph: MemGraph, *kinds: NodeKind) -> list[str]:

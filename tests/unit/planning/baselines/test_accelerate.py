@@ -20,7 +20,7 @@ from ds_finepage.planning.baselines.accelerate import (
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
-from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
+from tests.unit.planning.baselines.layered import CARD, UNIT, awaited, layered, moved
 
 
 def problem(graph: TaskGraph, units: int = 100) -> Problem:
@@ -45,6 +45,14 @@ def test_a_module_fetches_just_before_it_runs_and_frees_just_after() -> None:
 def test_copies_and_tasks_take_turns_whatever_the_room() -> None:
     timeline = simulate(check(plan_accelerate(problem(layered(3, task_ns=100)))), CARD)
     assert timeline.total_ns == timeline.compute_ns + timeline.transfer_ns == 8 * 100 + 8 * UNIT
+
+
+def test_a_fetch_waits_for_all_tasks_so_far() -> None:
+    assert awaited(check(plan_accelerate(problem(layered(1))))) == [
+        ("embed", "layers.0.lin0"),
+        ("layers.0.lin0", "layers.0.lin1"),
+        ("layers.0.lin1", "head"),
+    ]
 
 
 def test_a_tied_weight_is_fetched_for_each_module_that_has_it() -> None:

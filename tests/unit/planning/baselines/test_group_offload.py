@@ -16,7 +16,7 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.group_offload import plan_group_offload
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
-from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
+from tests.unit.planning.baselines.layered import CARD, UNIT, awaited, layered, moved
 
 
 def planned(graph: TaskGraph, units: int = 100) -> MemGraph:
@@ -53,6 +53,12 @@ def test_a_copy_waits_until_the_group_before_the_last_is_done() -> None:
     first = spans[graph.tasks[0].where]
     assert spans["reload layers.0.lin0.weight"].end_ns < first.end_ns
     assert spans["reload layers.0.lin1.weight"].start_ns >= first.end_ns
+    assert awaited(memgraph) == [
+        ("embed", "layers.0.lin1"),
+        ("layers.0.lin0", "layers.1.lin0"),
+        ("layers.0.lin1", "layers.1.lin1"),
+        ("layers.1.lin0", "head"),
+    ]
 
 
 def test_nothing_is_kept_and_a_tied_weight_is_copied_twice() -> None:
