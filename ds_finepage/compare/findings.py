@@ -51,9 +51,8 @@ def find(
         folder: The folder of the results.
         results: The results.
         passes: Run name -> its observed passes.
-        hardware: The profile to simulate other policies with; by default that of the comparison, or
-            the one that was measured for the run.
-        num_budgets: Budgets to plan beside the one of the comparison; 0 leaves the picture out.
+        hardware: The profile to simulate other policies with; by default that of the results.
+        num_budgets: Budgets to plan beside the compared one; 0 leaves the picture out.
         progress: Goes through the budgets, and shows it.
 
     Raises:
@@ -61,26 +60,34 @@ def find(
         InvalidPlanError: The profile in the folder is damaged.
     """
     profile, is_measured = profile_of(folder, results, hardware)
-    modelled = results.settings is not None and is_modelled(results)
     remarks: list[str] = []
-    simulated: dict[str, dict[str, tuple[SimulatedPass, ...]]] = {}
-    if profile is not None:
-        for run in results.runs:
-            if run.arm == OURS and passes.get(run.name):
-                others = [best_other(results, run), PAGING]
-                simulated[run.name] = {
-                    found.name: beside(found.memgraph, others, profile, keep_times=is_measured)
-                    for found in passes[run.name]
-                    if found.name in (PREFILL, DECODE)
-                }
-    curves: dict[int, tuple[BudgetLine, ...]] = {}
+    simulated = {}
+    for run in results.runs:
+        if profile is None or run.arm != OURS or not passes.get(run.name):
+            continue
+        policies = [best_other(results, run), PAGING]
+        modeller = None
+        if results.settings is not None and hardware is None:
+            try:
+                modeller = modeller_of(folder, results, run.batch, results.settings.device_budget)
+            except FinepageError as error:
+                remarks.append(f"Other policies plan the passes of the run: {error}")
+        if modeller is not None:
+            simulated[run.name] = planned_by(modeller, [OURS, *policies])
+        else:
+            simulated[run.name] = {
+                found.name: beside(found.memgraph, policies, profile, keep_times=is_measured)
+                for found in passes[run.name]
+                if found.name in (PREFILL, DECODE)
+            }
+    curves = {}
     if num_budgets and results.settings is not None:
         try:
             curves = budget_lines(folder, results, num_budgets, progress)
         except FinepageError as error:
             remarks.append(f"There is no picture of other budgets: {error}")
     return Findings(
-        is_modelled=modelled,
+        is_modelled=results.settings is not None and is_modelled(results),
         sentences=sentences(results),
         fastest=frozenset(fastest(results)),
         hardware="" if profile is None else profile.name,
@@ -191,6 +198,28 @@ def beside(
                 SimulatedPass(policy=policy, memgraph=planned.memgraph, timeline=planned.timeline)
             )
     return tuple(found)
+
+
+def planned_by(modeller: Any, policies: Sequence[str]) -> dict[str, tuple[SimulatedPass, ...]]:
+    """Plan the prefill and the decode step by several policies, as the table of runs does.
+
+    Args:
+        modeller: Of the batch and the budget.
+        policies: The policies.
+    """
+    found: dict[str, list[SimulatedPass]] = {PREFILL: [], DECODE: []}
+    for policy in policies:
+        try:
+            planned = modeller.planned(policy, modeller.settings(policy))
+        except FinepageError as error:
+            for plans in found.values():
+                plans.append(SimulatedPass(policy=policy, reason=str(error)))
+            continue
+        for plans, each in zip(found.values(), planned, strict=True):
+            plans.append(
+                SimulatedPass(policy=policy, memgraph=each.memgraph, timeline=each.timeline)
+            )
+    return {name: tuple(plans) for name, plans in found.items()}
 
 
 # Other budgets.

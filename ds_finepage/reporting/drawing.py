@@ -27,6 +27,8 @@ MAGNIFIED_SHARE = 0.4
 
 WIDTH = 9.6  # inches
 
+MOST_LEVEL_LABELS = 10
+
 # The colours of Okabe and Ito, which people with any kind of colour vision can tell apart.
 BLUE, SKY, ORANGE, GREEN, VERMILION, PURPLE, YELLOW, GREY, INK = (
     "#0072B2",
@@ -203,7 +205,7 @@ def draw_layers(layers: Sequence[LayerBytes], title: str) -> Figure:
     step = max(1, -(-len(layers) // 36))
     shown = [i for i, x in enumerate(layers) if not x.label.isdecimal() or i % step == 0]
     axes.set_xticks(shown, [layers[i].label for i in shown])
-    rotates = any(not layers[i].label.isdecimal() for i in shown)
+    rotates = len(shown) > MOST_LEVEL_LABELS
     axes.tick_params(axis="x", labelrotation=90 if rotates else 0, length=0)
     axes.set_xlabel("layer")
     axes.set_ylabel(f"weights in {name}")

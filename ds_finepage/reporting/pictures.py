@@ -264,7 +264,7 @@ def _why_not(run: Run) -> str:
     if run.out_of_memory:
         return "out of memory"
     if run.reason is not None:
-        return _short(run.reason, 46)
+        return "did not run"
     if run.peak_bytes is None or run.budget_bytes is None:
         return ""
     return "above the budget" if run.peak_bytes > run.budget_bytes else ""

@@ -15,7 +15,15 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.findings import PROFILE_FILE
 from ds_finepage.reporting.results import PhaseFigures
-from tests.unit.reporting.folders import HARDWARE, MS, RESULTS, SETTINGS, made_run, observed
+from tests.unit.reporting.folders import (
+    HARDWARE,
+    MS,
+    RESULTS,
+    SETTINGS,
+    made_run,
+    observed,
+    planned,
+)
 
 PASSES = {"finepage_b1": [observed("prefill"), observed(), observed("decode_2")]}
 SINGLE = replace(RESULTS, settings=None)
@@ -43,9 +51,13 @@ def test_on_a_card_measured_times_decide(tmp_path: Path) -> None:
     assert not find(tmp_path, results, {}).is_modelled
 
 
-def test_our_pass_is_planned_by_the_best_other_system_and_by_demand_paging(tmp_path: Path) -> None:
+def test_the_pass_of_the_run_is_planned_by_the_best_other_system_and_by_demand_paging(
+    tmp_path: Path,
+) -> None:
     found = find(tmp_path, RESULTS, PASSES)
     assert found.hardware == HARDWARE
+    (remark,) = found.remarks
+    assert remark.startswith("Other policies plan the passes of the run: the model is neither in")
     by_pass = found.passes["finepage_b1"]
     assert set(by_pass) == {"prefill", "decode"}
     ours, other, paging = by_pass["decode"]
@@ -53,6 +65,35 @@ def test_our_pass_is_planned_by_the_best_other_system_and_by_demand_paging(tmp_p
     assert ours.timeline is not None and paging.timeline is not None
     assert 0 < ours.timeline.total_ns < paging.timeline.total_ns
     assert other.memgraph is None and "the arena has 320 B" in other.reason
+
+
+class FakePlanner:
+    """Plans the passes of another model than that of the folder."""
+
+    def settings(self, policy: str) -> dict[str, int]:
+        return {"of": len(policy)}
+
+    def planned(self, policy: str, settings: dict[str, int]) -> Any:
+        assert settings == {"of": len(policy)}
+        if policy == "zero-persistence":
+            raise PlanInfeasibleError("it has no room")
+        return planned(policy), planned("horizon")
+
+
+def test_policies_plan_the_captured_model_where_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        findings, "modeller_of", lambda f, r, b, budget: asked.append((b, budget)) or FakePlanner()
+    )
+    found = find(tmp_path, RESULTS, PASSES)
+    assert asked == [(1, "50%weights")] and found.remarks == ()
+    ours, other, paging = found.passes["finepage_b1"]["prefill"]
+    assert ours.memgraph == planned("finepage").memgraph
+    assert paging.timeline == planned("lru").timeline
+    assert (other.policy, other.reason) == ("zero-persistence", "it has no room")
+    assert found.passes["finepage_b1"]["decode"][0].memgraph == planned("horizon").memgraph
 
 
 def test_the_best_other_system_is_the_fastest_that_can_be_planned() -> None:
