@@ -64,6 +64,9 @@ PROMPTS = {2048: 4, 8192: 2}
 
 TINY_PERCENTS, TINY_PROMPTS = (50, 100), {24: 4}
 REPEATS = 3
+CLEANUP_S = 6
+"""To give weights back, and pinned memory to the system."""
+
 PROBE_SCRATCH_BYTES = 256 << 20
 NO_BUDGET = "none"
 EVERYTHING = 100
@@ -157,8 +160,8 @@ class LogitsWorker(Worker):
         return passes
 
 
-class Bench:
-    """The cells of one model.
+class Runner:
+    """Runs cells of one model, one at a time.
 
     Attributes:
         profile: The measured rates of the device.
@@ -318,7 +321,9 @@ class Bench:
         cells["remark"] = "; ".join(run.notes) or None
         return cells
 
-    # The arms.
+
+class Bench(Runner):
+    """All arms of one model."""
 
     def plain(self) -> None:
         """Run plain transformers, and take the weights back to host memory."""
@@ -332,7 +337,7 @@ class Bench:
         torch.save(self._expected, self._kept)
 
     def ours(self) -> None:
-        """Run ds_finepage by ``attach``."""
+        """Run ds_finepage by ``attach``, and give the model back."""
         engine = Attached(self.model, self.device, self.weight_bytes // 2)
         with mock.patch.object(finepage_arms, "load", engine.use):
             self.cells_of(OURS)
@@ -354,6 +359,8 @@ class Bench:
                 for prompt_tokens in self.prompts:
                     for arm in arms:
                         self.zero(arm, prompt_tokens, searches)
+        for search in searches.values():
+            search.cancel()
 
     def zero(self, arm: str, prompt_tokens: int, searches: Searches) -> None:
         """Run one arm of DeepSpeed.
@@ -465,7 +472,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--arms", choices=GROUPS, default="all")
     arguments = parser.parse_args()
-    until = time.perf_counter() + arguments.seconds
+    until = time.perf_counter() + arguments.seconds - CLEANUP_S
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(worker, "save_passes"),  # figures are all that is kept

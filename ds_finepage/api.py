@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "capture", "check", "plan", "plan_model", "simulate"]
 
-PROBE_SCRATCH_BYTES = 16 << 20
+PROBE_SCRATCH_BYTES = 64 << 20
 
 
 def capture(model: str, *, phase: str, batch: int, seq: int, hardware: str) -> TaskGraph:

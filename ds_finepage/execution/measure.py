@@ -41,10 +41,19 @@ from ds_finepage.execution.ops import (
     unused_results,
 )
 from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
-from ds_finepage.graph.taskgraph import JOIN, Ref, Task, TaskGraph
+from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 
 REPEAT_BELOW_NS = 2_000_000
 """Ops faster than this are timed again; the best of three counts."""
+
+WEIGHT_COLD_BYTES, COLD_BYTES = 8 << 20, 2 << 20
+"""Written before each timed run of an op on the CPU: for an op whose operands are mostly weights,
+and for others. In a pass a core's own caches have lost its weights since the last pass, and its
+code since the last op of its kind; in a row of equal runs they keep both. The second is the size of
+a core's own cache, the first is well beyond it. A model with fewer weights loses less."""
+
+LEAST_COLD_BYTES = 64 << 10
+"""A model with fewer weights stays in the caches."""
 
 NUM_REPEATS = 4
 """Runs that have to agree before an op is refused for giving something else in an arena."""
@@ -248,15 +257,20 @@ class OpMeter:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         num_runs = 0
 
-        def run(bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
+        def run(cold: torch.Tensor, bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
             nonlocal num_runs
             num_runs += 1
             with record_function(f"{_MARK}{num_runs}"):
-                return _time(bound, check), num_runs
+                return _time(bound, check, cold), num_runs
 
+        # Not from torch's allocator, because this is no memory of the run.
+        cold = torch.frombuffer(bytearray(WEIGHT_COLD_BYTES), dtype=torch.uint8)
         tiles, unused = Tiles(self._device.where), unused_results(graph)
         with profile(use_kineto=False, profile_memory=True) as profiler:
-            found = {s: _try(graph, task, tiles, unused, run) for s, task in tasks.items()}
+            found = {
+                s: _try(graph, t, tiles, unused, partial(run, cold[: _cold_bytes(graph, t)]))
+                for s, t in tasks.items()
+            }
         peaks = _peaks(profiler)
         for signature, cost in found.items():
             if cost.time_ns is not None:  # what stands for its workspace is the number of its run
@@ -336,12 +350,24 @@ def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
 _MARK = "ds_finepage measures run "  # and no name of an op begins so
 
 
-def _time(bound: BoundTask, check: Callable[[], None]) -> int:
+def _cold_bytes(graph: TaskGraph, task: Task) -> int:
+    """Return the bytes to write before an op is timed: a power of 2, or 0."""
+    if graph.weight_bytes < LEAST_COLD_BYTES:
+        return 0
+    operands = [graph.buffers[b] for b in task.buffers]
+    weights = sum(b.nbytes for b in operands if b.kind is BufferKind.WEIGHT)
+    is_cold = 2 * weights > sum(b.nbytes for b in operands)
+    most = min(WEIGHT_COLD_BYTES if is_cold else COLD_BYTES, graph.weight_bytes)
+    return 1 << (most.bit_length() - 1)
+
+
+def _time(bound: BoundTask, check: Callable[[], None], cold: torch.Tensor) -> int:
     best = None
     for _ in range(3):
-        start = time.perf_counter_ns()
+        cold.fill_(1)
+        start = time.thread_time_ns()  # other programs on the machine do not count
         bound.call(*bound.args, **bound.kwargs)
-        took = time.perf_counter_ns() - start
+        took = time.thread_time_ns() - start
         if best is None:
             check()  # what it looks at lies in host memory, or in the scratch that is there anyway
         best = took if best is None else min(best, took)
@@ -389,7 +415,10 @@ def _signatures(graph: TaskGraph) -> list[Any]:
 
 
 def _signature(graph: TaskGraph, task: Task, unused: frozenset[int]) -> Any:
-    """Return the key of an op's cost: overload, arguments, and tensors without their buffers."""
+    """Return the key of an op's cost: overload, arguments, and tensors without their buffers.
+
+    How cold its operands are is part of it.
+    """
     if task.op == JOIN:
         return (JOIN,)
 
@@ -402,4 +431,5 @@ def _signature(graph: TaskGraph, task: Task, unused: frozenset[int]) -> Any:
         return (type(value).__name__, value if value == value else "nan")
 
     results = tuple(None if r is None else (describe(Ref(r)), r in unused) for r in task.results)
-    return (task.op, describe(task.args), describe(task.kwargs), results)
+    cold_bytes = _cold_bytes(graph, task)
+    return (task.op, describe(task.args), describe(task.kwargs), results, cold_bytes)

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ds_finepage.execution.device import device_of
+from ds_finepage.execution.interplay import slowdowns, wait_seconds
+from ds_finepage.execution.lanes import SMALL_TRANSFER_BYTES
 from ds_finepage.graph.hardware import HardwareProfile
 
 MIB = 1 << 20
 IN_A_ROW = 64
 """Small ops and copies in one measurement, so that they wait for each other as in a pass."""
+
+LEAST_DETAILED_BYTES = MIB
+"""With less scratch, only the rates are measured. Plans of such a budget run in one lane."""
+
+COPY_BYTES = (128 << 10, 512 << 10, 2 * MIB, 8 * MIB)
+"""The sizes of copies whose rates are measured."""
+
+LEAST_COPIED_BYTES = 2 * MIB
+"""In one measurement, by as many copies as that takes."""
 
 
 def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwareProfile:
@@ -21,32 +33,35 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
     Small scratch makes for rough figures; the largest of a few repeats counts.
     """
     half = max(4096, scratch_bytes // 2)
-    names = device_of(device).rated_dtypes
+    known = device_of(device)
     with torch.inference_mode(False), torch.no_grad():
-        h2d, d2h, memory = _copy_rates(half, device)
-        flops = {name: _matmul_rate(getattr(torch, name), device, half) for name in names}
         op, copy = _small_op(device), _small_copy(device)
         launch = _seconds(op, device, in_a_row=IN_A_ROW)
         latency = _seconds(copy, device, in_a_row=IN_A_ROW)
         # On the CPU the host runs an op itself, so the op's own time has the host's in it.
         host_op, host_copy = (
             _seconds(run, device, in_a_row=IN_A_ROW, is_issued=True)
-            if device_of(device).is_accelerator
+            if known.is_accelerator
             else 0.0
             for run in (op, copy)
         )
+        links = _links(half, device, latency)
+        memory = _memory_rate(half, device)
+        flops = {
+            name: _matmul_rate(getattr(torch, name), device, half) for name in known.rated_dtypes
+        }
     return HardwareProfile(
-        name=device_of(device).name,
+        name=known.name,
         source=f"measured with {scratch_bytes} bytes of scratch",
-        capacity_bytes=device_of(device).memory_info()[1],
-        h2d_bytes_per_s=h2d,
-        d2h_bytes_per_s=d2h,
+        capacity_bytes=known.memory_info()[1],
         memory_bytes_per_s=memory,
         flops_per_s={**flops, "default": flops["float32"]},
         launch_ns=int(launch * 1e9),
         transfer_latency_ns=int(latency * 1e9),
         host_op_ns=int(host_op * 1e9),
         host_copy_ns=int(host_copy * 1e9),
+        one_lane_below_bytes=0 if known.is_accelerator else SMALL_TRANSFER_BYTES,
+        **links,
     )
 
 
@@ -61,15 +76,65 @@ def _small_copy(device: torch.device) -> Callable[[], object]:
     return lambda: on_device.copy_(host, non_blocking=True)
 
 
-def _copy_rates(nbytes: int, device: torch.device) -> tuple[float, float, float]:
-    """Return host-to-device, device-to-host and device memory rates in bytes a second."""
-    host = device_of(device).pinned(torch.empty(nbytes, dtype=torch.uint8))
-    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    h2d = nbytes / _seconds(lambda: on_device.copy_(host, non_blocking=True), device)
-    d2h = nbytes / _seconds(lambda: host.copy_(on_device, non_blocking=True), device)
-    source, target = on_device[: nbytes // 2], on_device[nbytes // 2 : nbytes // 2 * 2]
-    memory = 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
-    return h2d, d2h, memory
+def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
+    """Measure the links, and what ops and copies do to each other.
+
+    Args:
+        nbytes: Scratch on the device.
+        device: The device.
+        latency: Seconds of a copy beyond those of its bytes.
+
+    Returns:
+        Fields of the profile.
+    """
+    host = device_of(device).pinned(torch.ones(nbytes, dtype=torch.uint8))
+    on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    from_host, to_device = Walk(host), Walk(on_device)
+    sizes = [size for size in COPY_BYTES if nbytes >= max(size, LEAST_DETAILED_BYTES)] or [nbytes]
+    rates = []
+    for size in sizes:
+        took = _copy_seconds(to_device, from_host, size)
+        rates.append(size / max(took - latency, took / 2))
+    most = max(sizes)
+    found: dict[str, Any] = {
+        "h2d_bytes_per_s": max(rates),
+        "d2h_bytes_per_s": most / _copy_seconds(from_host, to_device, most),
+    }
+    if nbytes >= LEAST_DETAILED_BYTES:
+        shares = (rate / max(rates) for rate in rates)
+        found["copy_shares"] = tuple(zip(sizes, shares, strict=True))
+        found["op_slowdown"], found["copy_slowdown"] = slowdowns(on_device, host)
+        found["wait_ns"] = int(wait_seconds(on_device, host) * 1e9)
+    return found
+
+
+class Walk:
+    """Goes round some memory piece by piece, so that caches have lost the next one."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Start at the beginning."""
+        self._memory, self._at = memory, 0
+        self.device = memory.device
+
+    def next(self, nbytes: int) -> torch.Tensor:
+        """Return the next piece."""
+        begin = self._at if self._at + nbytes <= len(self._memory) else 0
+        self._at = begin + nbytes
+        return self._memory[begin : self._at]
+
+
+def _copy_seconds(target: Walk, source: Walk, nbytes: int) -> float:
+    device = source.device if device_of(source.device).is_accelerator else target.device
+
+    def copy() -> None:
+        target.next(nbytes).copy_(source.next(nbytes), non_blocking=True)
+
+    return _seconds(copy, device, repeats=3, in_a_row=max(1, LEAST_COPIED_BYTES // nbytes))
+
+
+def _memory_rate(nbytes: int, device: torch.device) -> float:
+    source, target = (torch.empty(nbytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
 
 
 def context_margin_bytes(device: torch.device) -> int:

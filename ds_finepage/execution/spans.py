@@ -20,7 +20,13 @@ from ds_finepage.graph.timeline import Span
 
 
 class SpanRecorder(Protocol):
-    """Records the spans of one plan, one pass at a time."""
+    """Records the spans of one plan, one pass at a time.
+
+    Attributes:
+        began_ns: When the last pass began, by the clock of the host.
+    """
+
+    began_ns: int
 
     def begin(self, steps: Sequence[Step], actions: Mapping[int, Action]) -> dict[int, Action]:
         """Begin a pass, and forget the last one.
@@ -42,14 +48,14 @@ class CpuSpanRecorder:
 
     def __init__(self) -> None:
         """Start without spans."""
-        self._origin_ns = 0
+        self.began_ns = 0
         self._spans: list[Span] = []
 
     def begin(self, steps: Sequence[Step], actions: Mapping[int, Action]) -> dict[int, Action]:
         """Begin a pass; :class:`SpanRecorder` describes the arguments."""
         self._spans = []
         timed = {step.node.id: self._timed(step, actions[step.node.id]) for step in steps}
-        self._origin_ns = time.perf_counter_ns()
+        self.began_ns = time.perf_counter_ns()
         return timed
 
     def _timed(self, step: Step, action: Action) -> Action:
@@ -59,7 +65,7 @@ class CpuSpanRecorder:
             start = clock()
             action()
             end = clock()
-            spans.append(Span(node, lane, start - self._origin_ns, end - self._origin_ns))
+            spans.append(Span(node, lane, start - self.began_ns, end - self.began_ns))
 
         return timed
 
@@ -74,6 +80,7 @@ class StreamSpanRecorder:
     def __init__(self, device: Accelerator) -> None:
         """Start without events; every pass uses them again."""
         self._device = device
+        self.began_ns = 0
         self._origin = self._new_event()
         self._events: dict[int, tuple[Any, Any]] = {}  # by node
         self._lanes: dict[int, Lane] = {}  # of the nodes of the last pass
@@ -85,6 +92,7 @@ class StreamSpanRecorder:
             self._events[node] = (self._new_event(), self._new_event())
         timed = {node: self._timed(node, actions[node]) for node in self._lanes}
         self._origin.record(self._device.current_stream())
+        self.began_ns = time.perf_counter_ns()
         return timed
 
     def _timed(self, node: int, action: Action) -> Action:

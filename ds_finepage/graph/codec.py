@@ -27,7 +27,7 @@ from pydantic_core import PydanticSerializationError
 from ds_finepage.errors import InvalidPlanError
 from ds_finepage.files import read_file, write_file
 from ds_finepage.graph.arguments import refs
-from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.hardware import DETAILS, HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
@@ -43,6 +43,7 @@ _STRICT = ConfigDict(
     ser_json_bytes="base64",
     val_json_bytes="base64",
 )
+_SLOWDOWNS = ("op_slowdown", "copy_slowdown")
 _ADVICE = "Write the file again with this version of ds_finepage"
 
 
@@ -55,12 +56,14 @@ class _Form:
         version: Raised with every change of the form. There is no reader for older versions.
         model: The fields of the file.
         rows: For each field that is a table: the fields of a row.
+        sparse: Fields that are not written where they have these values.
     """
 
     kind: str
     version: int
     model: type[BaseModel]
     rows: dict[str, frozenset[str]]
+    sparse: dict[str, Any]
 
 
 def _form(
@@ -70,6 +73,7 @@ def _form(
     *,
     without: str = "",
     optional: Collection[str] = (),
+    sparse: Collection[str] = (),
     **more: Any,
 ) -> _Form:
     """Derive a form from a dataclass.
@@ -79,8 +83,8 @@ def _form(
         kind: See `_Form`.
         version: See `_Form`.
         without: A field of the class that the file does not have.
-        optional: Fields that a file may lack; the class has defaults for them. An empty table among
-            them is not written.
+        optional: Fields that a file may lack; the class has defaults for them.
+        sparse: Optional fields that are not written where they have their default.
         more: Fields of the file that the class does not have, with their types.
     """
     hints = get_type_hints(cls, include_extras=True)
@@ -91,20 +95,25 @@ def _form(
         row = next(iter(get_args(hint)), None)
         if isinstance(row, type) and is_dataclass(row):
             rows[name] = frozenset(f.name for f in fields(row))
-    defaults = {f.name: f.default for f in fields(cls) if f.name in optional}
+    defaults = {f.name: f.default for f in fields(cls) if f.name in {*optional, *sparse}}
     columns: dict[str, Any] = {n: (hint, defaults.get(n, ...)) for n, hint in types.items()}
-    return _Form(kind, version, create_model(cls.__name__, __config__=_STRICT, **columns), rows)
+    model = create_model(cls.__name__, __config__=_STRICT, **columns)
+    return _Form(kind, version, model, rows, {name: defaults[name] for name in sparse})
 
 
 _MADE_FOR: dict[str, Any] = {"taskgraph": str, "fingerprint": str, "versions": Versions}
 _FORMS: dict[type[Encodable], _Form] = {
     TaskGraph: _form(  # without symbols: a file has one size
-        TaskGraph, "taskgraph", 2, without="symbols", optional=("experts",)
+        TaskGraph, "taskgraph", 2, without="symbols", sparse=("experts",)
     ),
     MemGraph: _form(MemGraph, "memgraph", 2, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),
     HardwareProfile: _form(
-        HardwareProfile, "hardware_profile", 1, optional=("host_op_ns", "host_copy_ns")
+        HardwareProfile,
+        "hardware_profile",
+        1,
+        optional=("host_op_ns", "host_copy_ns"),
+        sparse=DETAILS,
     ),
 }
 
@@ -146,11 +155,10 @@ def _text(obj: Encodable, *, exclude: Any = None, **more: Any) -> str:
     form = _FORMS[type(obj)]
     values = {f.name: getattr(obj, f.name) for f in fields(obj)} | more
     document = form.model.model_construct(None, kind=form.kind, format=form.version, **values)
-    columns = form.model.model_fields.items()
-    empty = {n: True for n, c in columns if not c.is_required() and values[n] == ()}
+    unset = {name: True for name, default in form.sparse.items() if values[name] == default}
     try:
         return (
-            document.model_dump_json(exclude={**(exclude or {}), **empty}, warnings="error") + "\n"
+            document.model_dump_json(exclude={**(exclude or {}), **unset}, warnings="error") + "\n"
         )
     except PydanticSerializationError as error:
         where = _task_at_fault(obj) if isinstance(obj, TaskGraph) else form.kind
@@ -169,10 +177,12 @@ def _task_at_fault(graph: TaskGraph) -> str:
 
 def _canonical(profile: HardwareProfile) -> HardwareProfile:
     """Return an equal profile whose rates are floats, in a fixed order."""
-    names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s")
+    names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", *_SLOWDOWNS)
     rates: dict[str, Any] = {name: float(getattr(profile, name)) for name in names}
+    rates["copy_shares"] = tuple((nbytes, float(share)) for nbytes, share in profile.copy_shares)
     flops = {name: float(rate) for name, rate in sorted(profile.flops_per_s.items())}
-    if not all(map(math.isfinite, [*rates.values(), *flops.values()])):
+    shares = [share for _, share in rates["copy_shares"]]
+    if not all(map(math.isfinite, [*(rates[n] for n in names), *shares, *flops.values()])):
         raise InvalidPlanError(f"hardware profile {profile.name!r}: a rate is not finite")
     return replace(profile, flops_per_s=flops, **rates)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """The figures of a machine that the simulator needs. Rates are per second, sizes in bytes."""
+    """The figures of a machine that the simulator needs. Rates are per second, sizes in bytes.
+
+    The figures of ``DETAILS`` may be missing; a machine is then as fast as its rates say. They only
+    add time, so bounds that leave them out hold.
+    """
 
     name: str
     source: str  # where the figures come from: datasheet, measurement
@@ -20,3 +25,24 @@ class HardwareProfile:
     transfer_latency_ns: int = 0  # time of one copy beyond that of its bytes
     host_op_ns: int = 0  # time that the host takes to start one op
     host_copy_ns: int = 0  # time that the host takes to start one copy
+    # (bytes of a copy, its share of the link's rate), by ascending bytes; linear in the logarithm
+    # of the bytes between them.
+    copy_shares: tuple[tuple[int, float], ...] = ()
+    op_slowdown: float = 1.0  # factor of the time of an op while a copy runs
+    copy_slowdown: float = 1.0  # factor of the time of a copy while an op runs
+    wait_ns: int = 0  # time until a lane goes on after it had to wait for another
+    one_lane_below_bytes: int = 0  # a pass runs in one lane if its mean copy is smaller
+
+    def without_details(self) -> HardwareProfile:
+        """Return the rates alone, for which plans are made."""
+        return replace(self, **DETAILS)
+
+
+DETAILS: dict[str, Any] = {
+    "copy_shares": (),
+    "op_slowdown": 1.0,
+    "copy_slowdown": 1.0,
+    "wait_ns": 0,
+    "one_lane_below_bytes": 0,
+}
+"""The measured figures that a profile may lack, and their values then."""

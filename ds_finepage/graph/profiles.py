@@ -79,8 +79,8 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
     """Return the profile if all its figures are usable.
 
     Raises:
-        ConfigError: A rate or size is not positive, a latency is negative, or the rate for
-            ``"default"`` is missing.
+        ConfigError: A rate or size is not positive, a latency is negative, something is faster than
+            its rate, or the rate for ``"default"`` is missing.
     """
     positive: dict[str, float] = {
         "capacity_bytes": profile.capacity_bytes,
@@ -92,9 +92,25 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
     for field, value in positive.items():
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{field} is {value}; it must be positive and finite")
-    for field in ("launch_ns", "transfer_latency_ns", *HOST_COSTS):
+    at_least_0 = (
+        "launch_ns",
+        "transfer_latency_ns",
+        *HOST_COSTS,
+        "wait_ns",
+        "one_lane_below_bytes",
+    )
+    for field in at_least_0:
         if getattr(profile, field) < 0:
             raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
+    for field in ("op_slowdown", "copy_slowdown"):
+        if not 1 <= getattr(profile, field) < math.inf:
+            raise ConfigError(f"{field} is {getattr(profile, field)}; it must be at least 1")
+    sizes = [nbytes for nbytes, _ in profile.copy_shares]
+    if sizes != sorted(set(sizes)) or min(sizes, default=1) < 1:
+        raise ConfigError(f"copy_shares has the bytes {sizes}; they must be positive and ascend")
+    for nbytes, share in profile.copy_shares:
+        if not 0 < share <= 1:
+            raise ConfigError(f"copy_shares says {share} for {nbytes} bytes; write a share up to 1")
     if DEFAULT_DTYPE not in profile.flops_per_s:
         raise ConfigError(
             f"flops_per_s has no {DEFAULT_DTYPE!r}, the rate for all other dtypes than "

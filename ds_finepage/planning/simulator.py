@@ -4,10 +4,15 @@ Three lanes run side by side, each its own nodes in the order of their ids. The 
 nodes of all lanes in that order and never waits. A node starts when the host has issued it, its
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, stored,
 alloc, drop) take no time: they are complete when the last of their predecessors is.
+
+A profile with details (``graph/hardware.py``) adds to that: small copies get a share of the link's
+rate, a lane that had to wait goes on a little later, ops and copies that overlap slow each other
+down (``overlap.py``), and a pass of small copies runs in one lane.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -17,6 +22,7 @@ from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
 from ds_finepage.graph.taskgraph import TO_HOST, Task, TaskGraph
 from ds_finepage.graph.timeline import Span, Timeline
+from ds_finepage.planning.overlap import NO_WORK, Overlap, Work, start_ns
 
 _NS_PER_S = 10**9
 
@@ -48,6 +54,7 @@ class Costs:
             ConfigError: A rate or size cannot be computed with.
         """
         require_usable(profile)
+        self._shares = profile.copy_shares
         self._launch_ns = profile.launch_ns
         self._latency_ns = profile.transfer_latency_ns
         self.host_ns = {
@@ -75,7 +82,24 @@ class Costs:
 
     def copy_ns(self, lane: Lane, nbytes: int, num_copies: int = 1) -> int:
         """Return the time of a copy on its link, or of several that one node makes."""
-        return self._latency_ns * num_copies + self.links[lane].ns(nbytes)
+        bytes_ns = self.links[lane].ns(nbytes)
+        if self._shares:
+            bytes_ns = math.ceil(bytes_ns / share_at(self._shares, nbytes // max(1, num_copies)))
+        return self._latency_ns * num_copies + bytes_ns
+
+
+def share_at(shares: Sequence[tuple[int, float]], nbytes: int) -> float:
+    """Return the share of a link's rate that a copy gets.
+
+    Args:
+        shares: See ``HardwareProfile.copy_shares``; not empty.
+        nbytes: The bytes of the copy.
+    """
+    after = next((i for i, (size, _) in enumerate(shares) if size >= nbytes), len(shares))
+    if after in (0, len(shares)):
+        return shares[min(after, len(shares) - 1)][1]
+    (small, low), (large, high) = shares[after - 1 : after + 1]
+    return low + (high - low) * math.log(nbytes / small) / math.log(large / small)
 
 
 def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
@@ -92,7 +116,11 @@ def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
 
 
 def simulate(
-    memgraph: MemGraph, profile: HardwareProfile, *, entry_missing: Collection[int] = ()
+    memgraph: MemGraph,
+    profile: HardwareProfile,
+    *,
+    entry_missing: Collection[int] = (),
+    begin_ns: int = 0,
 ) -> Timeline:
     """Predict a pass. Pure, and linear in nodes and edges.
 
@@ -103,55 +131,106 @@ def simulate(
         profile: The machine.
         entry_missing: Buffers of ``memgraph.entry`` that are not in the arena yet, as in the first
             pass: their resident nodes are copies on the h2d lane.
+        begin_ns: When the lanes begin: the time that a call takes before its pass.
 
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with, or
             ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
     """
     costs = Costs(profile)
-    missing = _resident(memgraph, entry_missing)
-    complete = [0] * len(memgraph.nodes)
-    lane_free = dict.fromkeys(Lane, 0)
-    compute_ns = 0
+    work = _work(memgraph, costs, _resident(memgraph, entry_missing), begin_ns)
     copied = {Lane.H2D: 0, Lane.D2H: 0}
-    host_ns = 0
-    spans: list[Span] = []
-    for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
-        ready = max((complete[b] for b in before), default=0)
-        loads_late = node.kind is NodeKind.RESIDENT and node.buffer in missing
-        lane = Lane.H2D if loads_late else LANE_OF.get(node.kind)
-        if lane is None:
-            complete[node.id] = ready
-            continue
-        if lane is Lane.COMPUTE:
-            assert node.task is not None
-            took, num_calls = costs.task_ns(memgraph.graph, memgraph.graph.tasks[node.task]), 1
-        else:
-            num_calls = memgraph.copies_at(node)
-            took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)
-            copied[lane] += memgraph.bytes_at(node)
-        host_ns += costs.host_ns[lane] * num_calls
-        start = max(ready, lane_free[lane], host_ns)
-        complete[node.id] = lane_free[lane] = start + took
-        compute_ns += took if lane is Lane.COMPUTE else 0
-        spans.append(Span(node.id, lane, start, start + took, _span_name(memgraph.graph, node)))
-
+    compute_ns = num_copies = extents_bytes = 0
+    for node, each in zip(memgraph.nodes, work, strict=True):
+        if each.lane is Lane.COMPUTE:
+            compute_ns += each.took_ns
+        elif each.lane is not None:
+            copied[each.lane] += memgraph.bytes_at(node)
+            extents_bytes += 0 if node.extent is None else node.extent.nbytes
+            num_copies += 1
+    in_one_lane = extents_bytes < profile.one_lane_below_bytes * num_copies
+    if not in_one_lane and max(profile.op_slowdown, profile.copy_slowdown) > 1:
+        overlap = Overlap(memgraph, work, profile, begin_ns)
+        overlap.run()
+        starts, complete = [round(t) for t in overlap.starts], [round(t) for t in overlap.ends]
+    else:
+        wait_ns = 0 if in_one_lane else profile.wait_ns
+        starts, complete = _in_order(
+            memgraph, work, wait_ns, begin_ns=begin_ns, in_one_lane=in_one_lane
+        )
+    spans = [
+        Span(n.id, w.lane, starts[n.id], complete[n.id], _span_name(memgraph.graph, n))
+        for n, w in zip(memgraph.nodes, work, strict=True)
+        if w.lane is not None
+    ]
     links_ns = (costs.links[lane].ns(n) for lane, n in copied.items())
     return _timeline(memgraph, spans, complete, lower_bound_ns=max(compute_ns, *links_ns))
 
 
-def measured_timeline(memgraph: MemGraph, spans: Sequence[Span]) -> Timeline:
+def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: int) -> list[Work]:
+    """Return what each node needs; buffers in ``missing`` are copied when the pass begins."""
+    graph, issued_ns = memgraph.graph, begin_ns
+    found = []
+    for node in memgraph.nodes:
+        loads_late = node.kind is NodeKind.RESIDENT and node.buffer in missing
+        lane = Lane.H2D if loads_late else LANE_OF.get(node.kind)
+        if lane is None:
+            found.append(NO_WORK)
+            continue
+        if lane is Lane.COMPUTE:
+            assert node.task is not None
+            took, num_calls = costs.task_ns(graph, graph.tasks[node.task]), 1
+        else:
+            num_calls = memgraph.copies_at(node)
+            took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)
+        issued_ns += costs.host_ns[lane] * num_calls
+        found.append(Work(lane, took, issued_ns))
+    return found
+
+
+def _in_order(
+    memgraph: MemGraph, work: Sequence[Work], wait_ns: int, *, begin_ns: int, in_one_lane: bool
+) -> tuple[list[int], list[int]]:
+    """Return when each node begins and is complete, where no lane slows another down."""
+    starts, complete = [0] * len(work), [0] * len(work)
+    lane_free = dict.fromkeys(Lane, begin_ns)
+    for node, before in enumerate(memgraph.predecessors):
+        ready = max((complete[b] for b in before), default=0)
+        lane = work[node].lane
+        if lane is None:
+            complete[node] = ready
+            continue
+        start = start_ns(ready, lane_free[lane], work[node].issued_ns, wait_ns)
+        starts[node], complete[node] = start, start + work[node].took_ns
+        if in_one_lane:
+            lane_free = dict.fromkeys(Lane, complete[node])
+        else:
+            lane_free[lane] = complete[node]
+    return starts, complete
+
+
+def measured_timeline(memgraph: MemGraph, spans: Sequence[Span], *, begin_ns: int = 0) -> Timeline:
     """Return the timeline of a pass that ran.
 
     Its ``lower_bound_ns`` is the time of its busiest lane.
 
     Args:
         memgraph: The plan.
-        spans: Of the nodes that took time, in the order of their ids.
+        spans: Of the nodes that took time, in the order of their ids; times since the lanes began.
+        begin_ns: When the lanes began.
     """
     nodes, graph = memgraph.nodes, memgraph.graph
-    named = [replace(span, name=_span_name(graph, nodes[span.node])) for span in spans]
-    ends = {span.node: span.end_ns for span in spans}
+    named = [
+        Span(
+            span.node,
+            span.lane,
+            begin_ns + span.start_ns,
+            begin_ns + span.end_ns,
+            _span_name(graph, nodes[span.node]),
+        )
+        for span in spans
+    ]
+    ends = {span.node: span.end_ns for span in named}
     complete: list[int] = []
     for node, before in zip(nodes, memgraph.predecessors, strict=True):
         ready = max((complete[b] for b in before), default=0)

@@ -89,6 +89,7 @@ class CallTaker:
             PlanInfeasibleError: There is no room; the error names a budget that is enough.
         """
         with self.lock:
+            self._runner.observer.begin_call()
             self._notice_changes()
             compiled = self._attachment.compiled(module)
             self.running.begin()

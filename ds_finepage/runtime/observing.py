@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -19,6 +21,9 @@ from ds_finepage.runtime.passes import Pass
 OTHER_PASS = "pass"
 """The name of a pass that reads no tokens."""
 
+MOST_BEGINS = 32
+"""Runs of a pass whose time before the lanes is remembered."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Observation:
@@ -27,6 +32,9 @@ class _Observation:
     memgraph: MemGraph
     recorder: SpanRecorder
     entry_missing: frozenset[int]
+    # From the call to the begin of the lanes, run by run. The first recorded run is left out:
+    # its call may have captured and planned.
+    begins_ns: tuple[int, ...]
 
 
 class Observer:
@@ -40,26 +48,39 @@ class Observer:
         """Start off, without passes."""
         self.is_on = False
         self._device = device
+        self._called_ns = 0
+        self._begins_ns: tuple[int, ...] | None = None  # of the pass that runs
         self._passes: dict[Pass, _Observation] = {}
 
     def forget(self) -> None:
         """Forget the passes so far."""
         self._passes.clear()
 
+    def begin_call(self) -> None:
+        """Note that a call of the model begins."""
+        if self.is_on:
+            self._called_ns = time.perf_counter_ns()
+
     def before_run(self, found: Pass, executor: Executor) -> None:
         """Let an executor record its next run, or not."""
         if not self.is_on:
             executor.recorder = None
             return
-        self._passes.pop(found, None)  # in case the run fails
+        before = self._passes.pop(found, None)  # in case the run fails
+        self._begins_ns = None if before is None else before.begins_ns[-MOST_BEGINS:]
         if executor.recorder is None:
             executor.recorder = make_span_recorder(self._device)
 
     def after_run(self, found: Pass, executor: Executor) -> None:
         """Keep what an executor has recorded of its last run."""
         if executor.recorder is not None:
+            begin_ns = max(0, executor.recorder.began_ns - self._called_ns)
+            before_ns = self._begins_ns
             self._passes[found] = _Observation(
-                executor.memgraph, executor.recorder, executor.entry_missing
+                executor.memgraph,
+                executor.recorder,
+                executor.entry_missing,
+                () if before_ns is None else (*before_ns, begin_ns),
             )
 
     def observed(self, profile: HardwareProfile) -> list[ObservedPass]:
@@ -72,13 +93,21 @@ class Observer:
         for each in self._passes.values():
             name = name_of(each.memgraph.graph)
             seen[name] += 1
-            predicted = simulate(each.memgraph, profile, entry_missing=each.entry_missing)
+            *before_ns, begin_ns = each.begins_ns or (0,)
+            predicted = simulate(
+                each.memgraph,
+                profile,
+                entry_missing=each.entry_missing,
+                begin_ns=round(statistics.median(before_ns or [begin_ns])),
+            )
             found.append(
                 ObservedPass(
                     name=name if seen[name] == 1 else f"{name}_{seen[name]}",
                     memgraph=each.memgraph,
                     predicted=predicted,
-                    measured=measured_timeline(each.memgraph, each.recorder.spans()),
+                    measured=measured_timeline(
+                        each.memgraph, each.recorder.spans(), begin_ns=begin_ns
+                    ),
                 )
             )
         return found

@@ -59,10 +59,10 @@ class RunSettings:
 
     @property
     def planning(self) -> PlanSettings:
-        """The part that the planner needs."""
+        """The part that the planner needs. Plans are made for the rates of the machine alone."""
         return PlanSettings(
             policy=self.config.policy,
             split=self.config.split and POLICIES[self.config.policy].can_split,
             alignment=device_of(self.device).alignment,
-            profile=self.profile,
+            profile=self.profile.without_details(),
         )

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import json
 import os
-import time
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -342,34 +342,24 @@ def test_the_output_of_a_process_is_in_its_log(tmp_path: Path) -> None:
 def test_an_interrupt_kills_the_process_and_what_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = tmp_path / "log.txt"
-    code = (
-        "import subprocess, sys; "
-        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']); "
-        "print(child.pid, flush=True); child.wait()"
-    )
-    started: list[int] = []
-    wait = orchestrate.subprocess.Popen.wait
+    started: list[Any] = []
+    killed: list[tuple[int, int]] = []
+    wait, kill = orchestrate.subprocess.Popen.wait, os.killpg
 
     def interrupted(self: Any, timeout: float | None = None) -> int:
         if started:
             return wait(self, timeout)
-        while not log.read_text().strip():
-            time.sleep(0.001)
-        started.append(int(log.read_text()))
+        started.append(self)
         raise KeyboardInterrupt
 
+    def killpg(group: int, number: int) -> None:
+        killed.append((group, number))
+        kill(group, number)
+
     monkeypatch.setattr(orchestrate.subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(os, "killpg", killpg)
     with pytest.raises(KeyboardInterrupt):
-        run_process(["-c", code], log)
-    while is_alive(started[0]):  # the system reaps it in its own time
-        time.sleep(0.001)
-
-
-def is_alive(process: int) -> bool:
-    """Tell whether a process still runs; one that nobody has reaped yet does not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+        run_process(["-c", "import signal; signal.pause()"], tmp_path / "log.txt")
+    (process,) = started
+    assert killed == [(process.pid, signal.SIGKILL)]  # it is the leader of its group
+    assert process.returncode == -signal.SIGKILL

@@ -188,11 +188,38 @@ def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
 ) -> None:
     calls: list[int] = []
     task = BoundTask(lambda: calls.append(1), [], {})
-    measure._time(task, lambda: None)
+    cold = torch.zeros(4, dtype=torch.uint8)
+    measure._time(task, lambda: None, cold)
     assert len(calls) == 3
     monkeypatch.setattr(measure, "REPEAT_BELOW_NS", -1)
-    measure._time(task, lambda: None)
+    measure._time(task, lambda: None, cold)
     assert len(calls) == 4
+
+
+def test_caches_lose_the_operands_before_each_timed_run() -> None:
+    cold = torch.zeros(4, dtype=torch.uint8)
+    seen: list[list[int]] = []
+
+    def call() -> None:
+        seen.append(cold.tolist())
+        cold.zero_()
+
+    measure._time(BoundTask(call, [], {}), lambda: None, cold)
+    assert seen == [[1] * 4] * 3
+
+
+def test_weights_are_colder_than_other_operands_and_small_models_lose_less() -> None:
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 1, 1 << 10), draft.tensor(ACTIVATION, 1, 1 << 12)
+    w = draft.tensor(WEIGHT, 1 << 10, 1 << 12, name="w")  # 16 MiB
+    draft.task("aten.mm.default", x, w, out=(y,))
+    draft.task("aten.neg.default", y, out=(draft.tensor(ACTIVATION, 1, 1 << 12),))
+    graph = draft.graph()
+    cold = [measure._cold_bytes(graph, task) for task in graph.tasks]
+    assert cold == [measure.WEIGHT_COLD_BYTES, measure.COLD_BYTES]
+    for n, expected in ((200, 1 << 17), (64, 0)):  # 160000 bytes, 16384 bytes
+        small = product(n).graph()
+        assert [measure._cold_bytes(small, task) for task in small.tasks] == [expected]
 
 
 def test_a_copy_to_host_memory_is_measured() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph import codec
-from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.hardware import DETAILS, HardwareProfile
 from ds_finepage.graph.profiles import (
     HOST_COSTS,
     load_profile,
@@ -72,6 +72,24 @@ def test_profile_of_a_file(tmp_path: Path) -> None:
     assert load_profile(without_suffix) == load_profile(str(without_suffix)) == mine
 
 
+def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) -> None:
+    plain = load_profile("t4")
+    assert not DETAILS.keys() & json.loads(codec.dumps(plain)).keys()
+    detailed = dataclasses.replace(
+        plain,
+        copy_shares=((65536, 0.5), (1 << 20, 1.0)),
+        op_slowdown=1.5,
+        copy_slowdown=2,
+        wait_ns=30,
+        one_lane_below_bytes=7,
+    )
+    path = tmp_path / "mine.json"
+    codec.save(detailed, path)
+    assert DETAILS.keys() < json.loads(path.read_text()).keys()
+    assert load_profile(path) == detailed
+    assert detailed.without_details() == plain
+
+
 def test_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read hardware profile .*none\.json"):
         load_profile(tmp_path / "none.json")
@@ -92,6 +110,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"transfer_latency_ns": -1}, "transfer_latency_ns is -1"),
     ({"host_op_ns": -1}, "host_op_ns is -1"),
     ({"host_copy_ns": -1}, "host_copy_ns is -1"),
+    ({"wait_ns": -1}, "wait_ns is -1"),
+    ({"one_lane_below_bytes": -1}, "one_lane_below_bytes is -1"),
+    ({"op_slowdown": 0.5}, r"op_slowdown is 0\.5; it must be at least 1"),
+    ({"copy_slowdown": 0.9}, r"copy_slowdown is 0\.9; it must be at least 1"),
+    ({"copy_shares": [[8, 1.5]]}, r"copy_shares says 1\.5 for 8 bytes"),
+    ({"copy_shares": [[8, 0.0]]}, r"copy_shares says 0\.0 for 8 bytes"),
+    ({"copy_shares": [[8, 0.5], [8, 0.6]]}, r"copy_shares has the bytes \[8, 8\]"),
+    ({"copy_shares": [[0, 0.5]]}, r"copy_shares has the bytes \[0\]"),
     ({"speed": 1}, "unknown: speed"),
     ({"kind": "taskgraph"}, "kind is 'taskgraph'"),
     ({"format": 2}, "format version 2"),
@@ -122,7 +148,9 @@ def test_without_the_host_s_time_predictions_leave_it_out(
     assert f"mine.json has no {field}: predictions leave out the host's time" in message
 
 
-NEEDED = [f.name for f in dataclasses.fields(HardwareProfile) if f.name not in HOST_COSTS]
+NEEDED = [
+    f.name for f in dataclasses.fields(HardwareProfile) if f.name not in {*HOST_COSTS, *DETAILS}
+]
 
 
 @pytest.mark.parametrize("field", NEEDED)

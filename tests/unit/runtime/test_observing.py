@@ -31,7 +31,7 @@ def test_nothing_is_recorded_unless_asked_for(rig: Rig) -> None:
 def test_a_recorded_pass_is_predicted_and_measured(rig: Rig) -> None:
     paged(rig)
     rig.handle.record()
-    assert rig.same() and rig.same()
+    assert rig.same()
     (found,) = rig.handle.observed()
     ((memgraph, predicted),) = rig.handle.plans()
     assert (found.name, found.memgraph, found.predicted) == ("pass", memgraph, predicted)
@@ -43,6 +43,25 @@ def test_a_recorded_pass_is_predicted_and_measured(rig: Rig) -> None:
         (s.node, s.lane, s.name) for s in predicted.spans
     ]
     assert found.measured.peak_bytes <= memgraph.arena_bytes
+
+
+def test_timelines_begin_with_the_call(rig: Rig) -> None:
+    """The host's time before the lanes is predicted by that of the runs before."""
+    paged(rig)
+    rig.handle.record()
+    assert rig.same()
+    (first,) = rig.handle.observed()
+    for _ in range(3):
+        assert rig.same()
+    (found,) = rig.handle.observed()
+    assert first.measured is not None and found.measured is not None
+    begins = rig.handle._runner.observer._passes[rig.handle._runner.table.passes[0]].begins_ns
+    assert len(begins) == 3 and min(begins) > 0
+    predicted_ns = sum(begins[:2]) // 2
+    assert found.measured.spans[0].start_ns >= begins[2]
+    start_ns = first.predicted.spans[0].start_ns
+    assert abs(found.predicted.spans[0].start_ns - start_ns - predicted_ns) <= 1
+    assert found.predicted.compute_ns == first.predicted.compute_ns
 
 
 def test_a_first_run_is_predicted_with_the_reloads_of_its_entry(rig: Rig) -> None:
