@@ -124,8 +124,8 @@ def _on_streams(device: Accelerator, op: Run, copy: Run) -> SideBySide:
 def wait_seconds(on_device: torch.Tensor, host: torch.Tensor) -> float:
     """Measure how long a lane takes to go on after it had to wait for another.
 
-    Two lanes take turns: a copy, and then nothing on the compute lane. Of an accelerator it is 0:
-    the host cannot issue short work fast enough for its streams to wait for each other.
+    Two lanes take turns: a copy, and then nothing on the compute lane. It counts as 0 for an
+    accelerator, whose streams would wait for the host instead.
 
     Args:
         on_device: Scratch on the device, 1-d uint8.

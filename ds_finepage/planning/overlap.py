@@ -16,7 +16,7 @@ from ds_finepage.graph.memgraph import Lane, MemGraph
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one node needs: its lane, its time alone, and when the host has issued it.
+    """The lane of one node, its time alone, and when the host has issued it.
 
     ``lane`` is None for a node that takes no time.
     """

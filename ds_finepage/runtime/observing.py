@@ -93,12 +93,12 @@ class Observer:
         for each in self._passes.values():
             name = name_of(each.memgraph.graph)
             seen[name] += 1
-            *before_ns, begin_ns = each.begins_ns or (0,)
+            begins_ns = each.begins_ns or (0,)
             predicted = simulate(
                 each.memgraph,
                 profile,
                 entry_missing=each.entry_missing,
-                begin_ns=round(statistics.median(before_ns or [begin_ns])),
+                begin_ns=statistics.median_low(begins_ns),
             )
             found.append(
                 ObservedPass(
@@ -106,7 +106,7 @@ class Observer:
                     memgraph=each.memgraph,
                     predicted=predicted,
                     measured=measured_timeline(
-                        each.memgraph, each.recorder.spans(), begin_ns=begin_ns
+                        each.memgraph, each.recorder.spans(), begin_ns=begins_ns[-1]
                     ),
                 )
             )

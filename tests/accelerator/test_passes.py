@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from ds_finepage.config import DebugConfig
+from ds_finepage.execution.probe import probe
 from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.execution.routed import RouteRead
 from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.profiles import require_usable
 from ds_finepage.runtime.device_memory import DeviceState
 from tests.accelerator.subjects import AMPLE, Subject, subject
 from tests.integration.families import logits, token_ids
@@ -131,6 +133,13 @@ def test_a_recorded_pass_never_waits_and_has_spans_of_every_step(llama: Subject,
     slow = [s for s in decode.spans if s.lane is Lane.H2D]
     assert all(s.end_ns - s.start_ns >= 2_000_000 for s in slow)
     llama.handle.record(False)
+
+
+def test_a_probe_measures_overlaps_on_streams(device: torch.device) -> None:
+    found = require_usable(probe(device, scratch_bytes=4 << 20))
+    assert len(found.copy_shares) == 3
+    assert found.op_slowdown >= 1 and found.copy_slowdown >= 1
+    assert (found.wait_ns, found.one_lane_below_bytes) == (0, 0)
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -5,13 +5,15 @@ from __future__ import annotations
 from tests.mutations.mutant import mutant
 
 OBSERVING = "unit/runtime/test_observing.py"
+SIMULATOR = "unit/planning/test_simulator.py"
+PROBE = "unit/execution/test_probe.py"
 
 MEASURING = (
     mutant(
         "a-first-run-is-predicted-as-a-steady-one",
         "runtime/observing.py",
-        "simulate(each.memgraph, profile, entry_missing=each.entry_missing)",
-        "simulate(each.memgraph, profile)",
+        "entry_missing=each.entry_missing,\n                begin_ns",
+        "begin_ns",
         OBSERVING,
     ),
     mutant(
@@ -34,5 +36,83 @@ MEASURING = (
         "        self._spans = []\n        timed",
         "        timed",
         "unit/execution/test_executor_hooks.py",
+    ),
+    # What a machine does beside its rates.
+    mutant(
+        "small-copies-are-as-fast-as-large-ones",
+        "planning/simulator.py",
+        "        if self._shares:\n",
+        "        if False:\n",
+        SIMULATOR,
+    ),
+    mutant(
+        "a-lane-goes-on-at-once-after-a-wait",
+        "planning/overlap.py",
+        "else ready_ns + wait_ns",
+        "else ready_ns",
+        SIMULATOR,
+    ),
+    mutant(
+        "copies-run-as-fast-beside-ops",
+        "planning/overlap.py",
+        "{lane: profile.copy_slowdown for lane in Lane}",
+        "{lane: 1.0 for lane in Lane}",
+        SIMULATOR,
+    ),
+    mutant(
+        "copies-slow-down-copies",
+        "planning/overlap.py",
+        "overlaps = others if lane is Lane.COMPUTE else others & {Lane.COMPUTE}",
+        "overlaps = others",
+        SIMULATOR,
+    ),
+    mutant(
+        "small-copies-run-beside-ops",
+        "planning/simulator.py",
+        "in_one_lane = extents_bytes < profile.one_lane_below_bytes * num_copies",
+        "in_one_lane = False",
+        SIMULATOR,
+    ),
+    mutant(
+        "details-decide-plans",
+        "runtime/settings.py",
+        "profile=self.profile.without_details(),",
+        "profile=self.profile,",
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "details-of-a-plain-profile-are-written",
+        "graph/codec.py",
+        "if values[name] == default}",
+        "if values[name] == ()}",
+        "unit/graph/test_profiles.py",
+    ),
+    mutant(
+        "ops-are-measured-with-warm-caches",
+        "execution/measure.py",
+        "        cold.fill_(1)\n",
+        "",
+        "unit/execution/test_measure.py",
+    ),
+    mutant(
+        "rates-count-the-latency-twice",
+        "execution/probe.py",
+        "size / max(took - latency, took / 2)",
+        "size / took",
+        PROBE,
+    ),
+    mutant(
+        "one-interrupted-measurement-counts",
+        "execution/interplay.py",
+        "(min(seconds) for seconds in zip(*both, strict=True))",
+        "(max(seconds) for seconds in zip(*both, strict=True))",
+        PROBE,
+    ),
+    mutant(
+        "calls-take-no-time-before-their-lanes",
+        "runtime/observing.py",
+        "begin_ns=statistics.median_low(begins_ns),",
+        "begin_ns=0,",
+        OBSERVING,
     ),
 )

@@ -33,15 +33,15 @@ PREDICTING = (
     mutant(
         "the-host-takes-no-time",
         "planning/simulator.py",
-        "host_ns += costs.host_ns[lane] * num_calls",
-        "host_ns += 0",
+        "issued_ns += costs.host_ns[lane] * num_calls",
+        "issued_ns += 0",
         f"{UNIT}/test_simulator.py",
     ),
     mutant(
         "a-copy-has-no-latency",
         "planning/simulator.py",
-        "return self._latency_ns * num_copies + self.links",
-        "return self.links",
+        "return self._latency_ns * num_copies + bytes_ns",
+        "return bytes_ns",
         f"{UNIT}/test_simulator.py",
     ),
     mutant(
@@ -89,7 +89,7 @@ PREDICTING = (
     mutant(
         "lanes-run-side-by-side-with-themselves",
         "planning/simulator.py",
-        "start = max(ready, lane_free[lane], host_ns)",
+        "start = start_ns(ready, lane_free[lane], work[node].issued_ns, wait_ns)",
         "start = ready",
         f"{UNIT}/test_simulator.py",
     ),

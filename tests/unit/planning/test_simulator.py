@@ -27,7 +27,7 @@ from ds_finepage.graph.memgraph import (
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, Buffer, BufferKind, Task, TaskGraph, TensorView
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.simulator import Costs, measured_timeline, simulate, task_time_ns
 
 PLAIN = HardwareProfile(
     name="plain",
@@ -248,6 +248,100 @@ def test_empty_memgraph() -> None:
     assert simulate(empty, PLAIN) == Timeline((), 0, 0, 0, 0, 0, 0)
 
 
+# --- details of a machine --------------------------------------------------------------------
+
+
+def test_a_small_copy_gets_a_share_of_the_link() -> None:
+    """A third of the rate up to 16 bytes, all of it from 256 bytes, and two thirds in between."""
+    profile = dataclasses.replace(
+        PLAIN, copy_shares=((16, 1 / 3), (256, 1.0)), transfer_latency_ns=5
+    )
+    sketch = Sketch(weights=[8, 16, 64, 256, 1000], flops=[])
+    offset = 0
+    for buffer, nbytes in enumerate([8, 16, 64, 256, 1000]):
+        sketch.place(NodeKind.RELOAD, buffer, offset)
+        offset += nbytes
+    timeline = simulate(sketch.memgraph(), profile)
+    took = [span.end_ns - span.start_ns for span in timeline.spans]
+    assert took == [5 + 24, 5 + 48, 5 + 96, 5 + 256, 5 + 1000]
+    assert timeline.lower_bound_ns == 8 + 16 + 64 + 256 + 1000  # at the best rate
+
+
+def test_several_copies_of_one_node_get_the_share_of_one() -> None:
+    costs = Costs(dataclasses.replace(PLAIN, copy_shares=((10, 0.5), (20, 1.0))))
+    assert costs.copy_ns(Lane.H2D, 20) == 20
+    assert costs.copy_ns(Lane.H2D, 20, num_copies=2) == 40
+
+
+def test_a_lane_goes_on_late_after_it_had_to_wait() -> None:
+    profile = dataclasses.replace(PLAIN, wait_ns=7)
+    timeline = simulate(streaming([100, 100, 100], 60, [0, 60, 0]), profile)
+    # The first task waits for its reload at 60. The last reload waits for that task, until 167; the
+    # other tasks find their weights there.
+    assert times(timeline) == {
+        1: (0, 60),
+        2: (67, 167),
+        5: (60, 120),
+        6: (167, 267),
+        9: (174, 234),
+        10: (267, 367),
+    }
+
+
+def test_a_pass_of_small_copies_runs_in_one_lane() -> None:
+    plan = streaming([100, 100, 100], 60, [0, 60, 120])
+    profile = dataclasses.replace(PLAIN, one_lane_below_bytes=61, wait_ns=7, op_slowdown=9.0)
+    assert simulate(plan, profile).total_ns == 3 * 160
+    wide = dataclasses.replace(PLAIN, one_lane_below_bytes=60)
+    assert simulate(plan, wide) == simulate(plan, PLAIN)
+
+
+def test_ops_and_copies_that_overlap_slow_each_other_down() -> None:
+    """An op takes twice as long while a copy runs, and a copy three times while an op does."""
+    profile = dataclasses.replace(PLAIN, op_slowdown=2.0, copy_slowdown=3.0)
+    timeline = simulate(streaming([100, 100, 100], 60, [0, 60, 120]), profile)
+    # Alone: the first copy until 60. Then the first task beside the second copy: it has done 90 of
+    # 100 when that is through, at 240 (60 + 180), and ends at 260 beside the third copy, which has
+    # 53 1/3 left by then. The second task ends beside it too; the third one is alone in the end.
+    assert times(timeline) == {
+        1: (0, 60),
+        2: (60, 260),
+        5: (60, 240),
+        6: (260, 440),
+        9: (240, 420),
+        10: (440, 540),
+    }
+    assert timeline.compute_ns == 200 + 180 + 100
+    assert timeline.lower_bound_ns == 300
+
+
+def test_copies_do_not_slow_down_copies() -> None:
+    profile = dataclasses.replace(PLAIN, op_slowdown=2.0, copy_slowdown=3.0)
+    sketch = Sketch(weights=[50], activations=(40,), flops=[])
+    sketch.place(NodeKind.RELOAD, 0, 0)
+    sketch.place(NodeKind.OFFLOAD, 1, 50)
+    assert times(simulate(sketch.memgraph(), profile)) == {0: (0, 50), 1: (0, 40)}
+
+
+@pytest.mark.parametrize("op_slowdown", (1.0, 2.0))
+def test_a_pass_begins_when_its_call_lets_it(op_slowdown: float) -> None:
+    plan = streaming([100, 100], 60, [0, 60])
+    profile = dataclasses.replace(PLAIN, host_op_ns=3, op_slowdown=op_slowdown)
+    early, late = simulate(plan, profile), simulate(plan, profile, begin_ns=1000)
+    assert times(late) == {n: (s + 1000, e + 1000) for n, (s, e) in times(early).items()}
+    assert late.stall_ns == early.stall_ns + 1000 and late.compute_ns == early.compute_ns
+
+
+def test_a_measured_timeline_is_summed_up_like_a_predicted_one() -> None:
+    plan = streaming([100, 100, 100], 60, [0, 60, 0])
+    predicted = simulate(plan, PLAIN)
+    bare = [dataclasses.replace(span, name="") for span in predicted.spans]
+    measured = measured_timeline(plan, bare)
+    assert measured == dataclasses.replace(predicted, lower_bound_ns=300)
+    late = measured_timeline(plan, bare, begin_ns=5)
+    assert late.total_ns == measured.total_ns + 5 and late.spans[0].start_ns == 5
+
+
 # --- times of tasks --------------------------------------------------------------------------
 
 ROOFLINE = dataclasses.replace(
@@ -303,6 +397,15 @@ def test_unusable_profiles_are_refused() -> None:
 # --- laws ------------------------------------------------------------------------------------
 
 
+DETAILED = dataclasses.replace(
+    PLAIN,
+    copy_shares=((10, 0.2), (100, 0.9)),
+    op_slowdown=1.3,
+    copy_slowdown=1.7,
+    wait_ns=11,
+)
+
+
 def random_memgraph(seed: int, num_nodes: int = 60) -> MemGraph:
     """Any nodes, any forward edges: the laws below hold for all of them."""
     draw = random.Random(seed)
@@ -320,10 +423,11 @@ def random_memgraph(seed: int, num_nodes: int = 60) -> MemGraph:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("name", ["plain", "t4", "h200"])
+@pytest.mark.parametrize("name", ["plain", "t4", "h200", "detailed"])
 def test_laws(seed: int, name: str) -> None:
     memgraph = random_memgraph(seed)
-    profile = PLAIN if name == "plain" else load_profile(name)
+    profile = DETAILED if name == "detailed" else PLAIN if name == "plain" else load_profile(name)
+    assert simulate(memgraph, PLAIN).total_ns <= simulate(memgraph, DETAILED).total_ns
     timeline = simulate(memgraph, profile)
     assert timeline == simulate(memgraph, profile)
 
@@ -346,7 +450,9 @@ def test_laws(seed: int, name: str) -> None:
     assert timeline.transfer_ns == max(busy(Lane.H2D), busy(Lane.D2H))
     assert timeline.total_ns == max(ends.values())
     assert timeline.stall_ns == max(s.end_ns for s in lanes[Lane.COMPUTE]) - timeline.compute_ns
-    assert timeline.total_ns >= timeline.lower_bound_ns >= timeline.compute_ns
+    assert timeline.total_ns >= timeline.lower_bound_ns
+    alone_ns = simulate(memgraph, profile.without_details()).compute_ns
+    assert timeline.lower_bound_ns >= alone_ns and timeline.compute_ns >= alone_ns
 
 
 def test_ten_thousand_nodes_in_no_time() -> None:
