@@ -54,6 +54,7 @@ setup(
         "ds_finepage": ["py.typed"],
         "ds_finepage.capture": ["models/*.json"],
         "ds_finepage.graph": ["profiles/*.json"],
+        "ds_finepage.reporting": ["templates/*.html"],
     },
     install_requires=[
         "accelerate>=1.1",
@@ -69,12 +70,14 @@ setup(
     ],
     extras_require={
         "group-offload": ["diffusers>=0.33"],
-        "plot": ["matplotlib"],
         "quant": ["torchao>=0.18"],
+        "report": ["jinja2", "matplotlib"],
         "test": [
             "diffusers>=0.33",
             "expecttest",  # which PyTorch's own list of ops imports
             "hypothesis",
+            "jinja2",
+            "matplotlib",
             "mypy",
             "peft",
             "pytest",

@@ -285,6 +285,9 @@ class FinepageConfig(_Settings):
     plan_dir: Annotated[str, Field(pattern=r"\S")] | None = (
         None  # folder in which captured taskgraphs and plans are kept as JSON
     )
+    report: Annotated[str, Field(pattern=r"\S")] | None = (
+        None  # folder that gets the figures, timelines and pictures of the run
+    )
 
     @field_validator("policy")
     @classmethod

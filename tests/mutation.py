@@ -35,6 +35,7 @@ from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.planning import PLANNING
 from tests.mutations.predicting import PREDICTING
+from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
 
@@ -42,6 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
     *PREDICTING,
     *MEASURING,
+    *REPORTING,
     *CHECKING,
     *RUNNING,
     *RUNTIME,

@@ -17,7 +17,7 @@ from typing import Any
 import ds_finepage
 from ds_finepage.errors import FinepageError
 
-COMMANDS = ("demo", "compare", "plan", "show", "check", "curve", "grid", "probe")
+COMMANDS = ("demo", "compare", "plan", "show", "check", "curve", "grid", "probe", "report", "trace")
 INTERRUPTED = 130
 LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 """The logging level for each number of ``-v``."""

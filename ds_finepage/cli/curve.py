@@ -28,6 +28,7 @@ from ds_finepage.reporting.curve import (
     at_least_as_good,
     round_speeds,
 )
+from ds_finepage.reporting.drawing import require_packages
 from ds_finepage.reporting.figures import NS_PER_S
 from ds_finepage.units import GIB
 
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     speeds = speeds_of(arguments.tokens_per_s)
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
     if arguments.plot is not None:
-        require_matplotlib()
+        require_packages("--plot", "matplotlib")
         picture_kind(arguments.plot)
         options.require_writable(arguments.plot, force=arguments.force)
 
@@ -238,20 +239,6 @@ def speeds_of(text: str | None) -> list[float] | None:
             raise ConfigError(f"--tokens-per-s: {part!r} is not a number above 0.")
         speeds.append(speed)
     return speeds
-
-
-def require_matplotlib() -> None:
-    """Refuse to draw without matplotlib.
-
-    Raises:
-        ConfigError: Matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed. Run: pip install 'ds_finepage[plot]'"
-        ) from error
 
 
 def picture_kind(path: Path) -> str:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_host_memory(parser)
     output.add_json(parser)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'show'"
+        "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'show' and 'trace'"
     )
     parser.add_argument(
         "--trace",
@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         codec.save_plan(planned.memgraph, arguments.out)
     if arguments.trace is not None:
-        write_file(arguments.trace, chrome_trace_json({"predicted": planned.timeline}))
+        trace = chrome_trace_json({"predicted": planned.timeline}, {"predicted": planned.memgraph})
+        write_file(arguments.trace, trace)
     if arguments.json:
         print(json.dumps(planned.figures.to_dict(), indent=2))
         return 0

@@ -71,6 +71,7 @@ def load(request: RunRequest) -> FinepageEngine:
         "enabled": True,
         "device_budget": request.budget_bytes,
         "policy": ARMS[request.arm].policy,
+        "report": None,  # it would record the timed calls
     }
     ds_config = {**request.ds_config, SECTION: section}
     made = FinepageEngine(load_under_deepspeed(request, ds_config), deepspeed_device(), ds_config)

@@ -18,6 +18,7 @@ from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.results import PhaseFigures
 from ds_finepage.whatif import (
     CapturedModel,
+    PlannedModel,
     budget_on,
     capture_model,
     plan_captured,
@@ -100,13 +101,24 @@ class Modeller:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
+        prefill, decode = self.planned(policy, settings)
+        return _of(prefill.figures), _of(decode.figures)
+
+    def planned(
+        self, policy: str, settings: Mapping[str, Any] | None = None
+    ) -> tuple[PlannedModel, PlannedModel]:
+        """Plan the prefill and the decode step; the arguments are those of :meth:`figures`.
+
+        Raises:
+            ConfigError: Unknown policy.
+            PlanInfeasibleError: The budget is too small for the policy; the error says why.
+        """
         zero = self._zero(policy)
         if zero is not None and settings:
             zero = zero.with_keys(settings)
         prefill = self._plan(self._prefill, policy, zero)
-        follows = self._decode.on_host if prefill.kv_on_host else None
-        decode = self._plan(follows or self._decode, policy, zero)
-        return _of(prefill), _of(decode)
+        follows = self._decode.on_host if prefill.figures.kv_on_host else None
+        return prefill, self._plan(follows or self._decode, policy, zero)
 
     def settings(self, policy: str) -> dict[str, int]:
         """Return the keys of ``zero_optimization`` with which DeepSpeed does as a policy says.
@@ -136,7 +148,9 @@ class Modeller:
             self._found[policy] = choose(passes)
         return self._found[policy]
 
-    def _plan(self, captured: CapturedModel, policy: str, zero: ZeroSettings | None) -> PlanFigures:
+    def _plan(
+        self, captured: CapturedModel, policy: str, zero: ZeroSettings | None
+    ) -> PlannedModel:
         budget_bytes = self.budget_bytes
         if policy in ("", RESIDENT):
             policy = "finepage"  # with room for everything, it copies nothing
@@ -152,7 +166,7 @@ class Modeller:
             split=self._split,
             host_memory_bytes=self._host_memory_bytes,
             zero=zero,
-        ).figures
+        )
 
 
 def _of(figures: PlanFigures) -> PhaseFigures:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.reporting.memory import MemorySeries, memory_over_time
 
 _THREADS = {lane: thread for thread, lane in enumerate(Lane, start=1)}
 
 
-def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+def chrome_trace(
+    timelines: Mapping[str, Timeline], plans: Mapping[str, MemGraph] | None = None
+) -> dict[str, Any]:
     """Return a trace of one or more timelines: each is a process, and its lanes are threads.
 
     Args:
         timelines: Timelines by their names in the trace.
+        plans: The plans of some of them, by the same names. A process with a plan has a counter of
+            its device memory, by kind.
     """
+    plans = plans or {}
     events: list[dict[str, Any]] = []
     for process, (title, timeline) in enumerate(timelines.items(), start=1):
         events.append(_metadata("process_name", process, 0, name=title))
@@ -38,14 +44,30 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
             }
             for span in timeline.spans
         )
+        if title in plans:
+            events.extend(_memory(process, memory_over_time(plans[title], timeline)))
     return {"displayTimeUnit": "ns", "traceEvents": events}
 
 
-def chrome_trace_json(timelines: Mapping[str, Timeline]) -> str:
+def chrome_trace_json(
+    timelines: Mapping[str, Timeline], plans: Mapping[str, MemGraph] | None = None
+) -> str:
     """Return `chrome_trace` as text, one event a line."""
-    trace = chrome_trace(timelines)
+    trace = chrome_trace(timelines, plans)
     events = ",\n".join(json.dumps(event, allow_nan=False) for event in trace["traceEvents"])
     return f'{{"displayTimeUnit": "ns", "traceEvents": [\n{events}\n]}}\n'
+
+
+def _memory(process: int, series: MemorySeries) -> Iterator[dict[str, Any]]:
+    for number, at_ns in enumerate(series.at):
+        nbytes = {kind.value: values[number] for kind, values in series.nbytes.items()}
+        yield {
+            "ph": "C",
+            "name": "device memory in bytes",
+            "pid": process,
+            "ts": at_ns / 1000,
+            "args": nbytes,
+        }
 
 
 def _metadata(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:

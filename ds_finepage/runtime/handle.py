@@ -23,6 +23,7 @@ from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.plan_runner import PlanRunner
+from ds_finepage.runtime.report_writer import ReportWriter
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Stats
 
@@ -64,6 +65,10 @@ class Handle:
             self._memory.close()
             raise
         self._attached = True
+        self._report: ReportWriter | None = None
+        if settings.config.report is not None:
+            self.record()
+            self._report = ReportWriter(settings.config.report, self._runner, self.observed)
 
     @property
     def attached(self) -> bool:
@@ -174,6 +179,8 @@ class Handle:
             if not self._attached or sys.is_finalizing():
                 return
             self._calls.running.refuse("detach")
+            if self._report is not None:
+                self._report.write()
             self._attached = False
             self._memory.close()
             self._calls.remove()

@@ -52,10 +52,10 @@ def test_the_wheel_has_every_file_of_the_package(wheel: zipfile.ZipFile) -> None
     expected = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "ds_finepage").rglob("*")
-        if path.suffix in (".py", ".json") or path.name == "py.typed"
+        if path.suffix in (".py", ".json", ".html") or path.name == "py.typed"
     }
     found = set(wheel.namelist())
-    assert {name.rpartition(".")[2] for name in expected} == {"py", "json", "typed"}
+    assert {name.rpartition(".")[2] for name in expected} == {"py", "json", "html", "typed"}
     assert expected - found == set()
     assert "ds_finepage/examples/generate.py" in found
     assert any(name.endswith("/LICENSE") and ".dist-info/" in name for name in found)
@@ -73,7 +73,7 @@ def test_the_metadata_says_who_what_and_under_which_terms(wheel: zipfile.ZipFile
     requirements = [r for r in found.get_all("Requires-Dist", []) if "extra" not in r]
     needed = {re.split(r"\W", r)[0] for r in requirements}
     assert needed >= {"deepspeed", "pydantic", "torch", "transformers", "wrapt"}
-    assert {"plot", "test", "trained"} <= set(found.get_all("Provides-Extra", []))
+    assert {"report", "test", "trained"} <= set(found.get_all("Provides-Extra", []))
 
 
 def test_the_packaged_files_import(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

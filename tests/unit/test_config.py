@@ -232,6 +232,7 @@ def test_a_whole_section_is_read() -> None:
         "policy": "horizon",
         "debug": True,
         "plan_dir": "plans",
+        "report": "results",
     }
     assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
         enabled=True,
@@ -239,6 +240,7 @@ def test_a_whole_section_is_read() -> None:
         policy="horizon",
         debug=DebugConfig(poison_vacated=True, lane_delay_seed=0),
         plan_dir="plans",
+        report="results",
     )
 
 
@@ -256,7 +258,7 @@ def test_a_config_cannot_be_changed() -> None:
 def test_a_misspelt_key_is_refused(key: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{key}'. Did you mean '{meant}'?") as error:
         read({key: True})
-    for known in ("enabled", "device_budget", "policy", "debug", "plan_dir"):
+    for known in ("enabled", "device_budget", "policy", "debug", "plan_dir", "report"):
         assert known in str(error.value)
 
 
@@ -290,6 +292,8 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"policy": "zzz"}, "unknown policy 'zzz'. Known: finepage, horizon, horizon-outputs"),
         ({"plan_dir": 3}, r"finepage\.plan_dir: 3 is not a text"),
         ({"plan_dir": " "}, "is not a text"),
+        ({"report": True}, r"finepage\.report: True is not a text"),
+        ({"report": ""}, "is not a text"),
     ],
 )
 def test_bad_values_are_refused(section: dict[str, Any], message: str) -> None:

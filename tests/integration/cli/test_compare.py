@@ -279,3 +279,29 @@ def test_a_shipped_name_becomes_a_checkpoint_of_fewer_layers(
 def test_a_shipped_model_without_room_in_host_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layers of llama-3.1-405b have .* Give fewer --layers"):
         make_shipped(tmp_path, "llama-3.1-405b", 0)
+
+
+def test_a_report_of_the_users_ds_config_does_not_slow_the_timed_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        finepage_arms, "load_under_deepspeed", lambda request, config: given.append(config)
+    )
+    monkeypatch.setattr(finepage_arms, "deepspeed_device", lambda: torch.device("cpu"))
+    request = RunRequest(
+        arm="finepage",
+        model_dir="",
+        ds_config={"finepage": {"report": "folder", "split": True}},
+        device="cpu",
+        budget_bytes=1,
+        batch=1,
+        prompt_tokens=2,
+        new_tokens=4,
+        repeats=1,
+        settings={},
+        observes=True,
+    )
+    finepage_arms.load(request)
+    (config,) = given
+    assert config["finepage"]["report"] is None and config["finepage"]["split"]

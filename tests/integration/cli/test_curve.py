@@ -81,7 +81,6 @@ def test_budgets_beyond_the_card_are_marked(
 def test_a_picture(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
     path = tmp_path / "curve.png"
     assert main([*arguments, "--plot", str(path)]) == 0
     assert str(path) in capsys.readouterr().out
@@ -99,7 +98,7 @@ def test_a_picture_without_the_library(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "curve.png"
     assert main([*arguments, "--plot", str(path)]) == 2
-    assert "pip install 'ds_finepage[plot]'" in capsys.readouterr().err
+    assert "pip install 'ds_finepage[report]'" in capsys.readouterr().err
     assert not path.exists()
 
 

@@ -1,0 +1,431 @@
+"""Pictures by matplotlib, which is imported when the first one is drawn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.timeline import Timeline
+from ds_finepage.reporting.findings import BudgetLine
+from ds_finepage.reporting.layers import LayerBytes
+from ds_finepage.reporting.memory import MemoryKind, MemorySeries, stalls
+from ds_finepage.units import GIB, KIB, MIB, format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+EXTRA = "report"
+PACKAGES = ("jinja2", "matplotlib")
+DPI = 130
+MAGNIFIED_SHARE = 0.4
+"""If less than this share of the memory changes, it is drawn in larger scale as well."""
+
+WIDTH = 9.6  # inches
+
+MOST_LEVEL_LABELS = 10
+
+# The colours of Okabe and Ito, which people with any kind of colour vision can tell apart.
+BLUE, SKY, ORANGE, GREEN, VERMILION, PURPLE, YELLOW, GREY, INK = (
+    "#0072B2",
+    "#56B4E9",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#F0E442",
+    "#9A9A9A",
+    "#222222",
+)
+KIND_COLOURS = {
+    MemoryKind.RESIDENT: BLUE,
+    MemoryKind.STREAMED: SKY,
+    MemoryKind.KV: ORANGE,
+    MemoryKind.ACTIVATION: GREEN,
+    MemoryKind.WORKSPACE: PURPLE,
+    MemoryKind.OTHER: GREY,
+}
+LANE_COLOURS = {Lane.COMPUTE: GREEN, Lane.H2D: BLUE, Lane.D2H: PURPLE}
+LANES = tuple(reversed(Lane))  # from below
+LANE_LABELS = {Lane.COMPUTE: "compute", Lane.H2D: "to the device", Lane.D2H: "to the host"}
+LINES = (VERMILION, BLUE, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
+MARKERS = "osD^vP*X"
+STALL_COLOUR = "#F7D9C8"
+FAINT = "#CFCFCF"
+
+
+def require_packages(purpose: str, *names: str) -> None:
+    """Refuse to go on without the packages of the extra "report".
+
+    Args:
+        purpose: The option or command that needs them.
+        *names: The packages that it needs; by default all.
+
+    Raises:
+        ConfigError: One of them is not installed.
+    """
+    missing = [name for name in names or PACKAGES if not _is_installed(name)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"{purpose} needs {' and '.join(missing)}, which {verb} not installed. "
+            f"Run: pip install 'ds_finepage[{EXTRA}]'"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # it stands for None in sys.modules
+        return False
+
+
+def png(figure: Figure) -> bytes:
+    """Return a picture as a file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()
+
+
+def draw_memory(series: MemorySeries, budget_bytes: int | None, title: str) -> Figure:
+    """Draw the device memory at each task, by kind, with the budget.
+
+    If most of it are resident weights, a second part shows the bytes above them in larger scale.
+
+    Args:
+        series: The bytes at each task.
+        budget_bytes: The limit on all device bytes; None draws none.
+        title: Stands above.
+    """
+    most_bytes = max(series.peak_bytes, budget_bytes or 0, 1)
+    floor_bytes = min(series.nbytes[MemoryKind.RESIDENT], default=0)
+    is_flat = most_bytes - floor_bytes < most_bytes * MAGNIFIED_SHARE
+    figure, all_axes = _figure(title, 1 + is_flat, height=3.6 + 2.4 * is_flat)
+    unit, name = _byte_unit(most_bytes)
+    for axes in all_axes:
+        _stack(axes, [float(x) for x in series.at], series, unit)
+        _budget_line(axes, budget_bytes, unit, series.peak_bytes)
+        axes.set_ylabel(f"device memory in {name}")
+    if is_flat:
+        margin = (most_bytes - floor_bytes) / unit * 0.2
+        all_axes[1].set_ylim(floor_bytes / unit - margin, most_bytes / unit + margin)
+        _caption(all_axes[1], "the same above the resident weights, in larger scale")
+    all_axes[-1].set_xlabel("op, in program order")
+    _legend(all_axes[0])
+    return figure
+
+
+def draw_memory_over_time(
+    rows: Sequence[tuple[str, MemorySeries | None, str]], budget_bytes: int | None, title: str
+) -> Figure:
+    """Draw the device memory over time for several policies, one below the other.
+
+    Args:
+        rows: The name of each, its bytes over time, and a remark, such as why there is no plan.
+        budget_bytes: The limit on all device bytes; None draws none.
+        title: Stands above.
+    """
+    figure, all_axes = _figure(title, len(rows), height=1.0 + 2.1 * len(rows))
+    known = [series for _, series, _ in rows if series is not None]
+    unit, name = _byte_unit(max([budget_bytes or 0, *(s.peak_bytes for s in known)]))
+    last_ns = max((s.at[-1] for s in known), default=1)
+    time_unit, time_name = _time_unit(last_ns)
+    for axes, (label, series, remark) in zip(all_axes, rows, strict=True):
+        _caption(axes, f"{label}: {remark}" if remark else label)
+        axes.set_ylabel(name)
+        axes.set_xlim(0, last_ns / time_unit)
+        if series is None:
+            axes.set_yticks([])
+            continue
+        _stack(axes, [x / time_unit for x in series.at], series, unit)
+        _budget_line(axes, budget_bytes, unit, max(s.peak_bytes for s in known))
+        axes.axvline(series.at[-1] / time_unit, color=INK, linewidth=1)
+        axes.set_xlim(0, last_ns / time_unit * 1.01)
+    all_axes[-1].set_xlabel(f"time in {time_name}")
+    first = next((a for a, row in zip(all_axes, rows, strict=True) if row[1] is not None), None)
+    if first is not None:
+        handles, labels = first.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def draw_lanes(
+    rows: Sequence[tuple[str, Timeline, int]], title: str, width_ns: int | None = None
+) -> Figure:
+    """Draw the lanes of timelines over the same time, with the stalls of the compute lane.
+
+    Args:
+        rows: The name of each timeline, the timeline, and where to begin in it, in nanoseconds.
+        title: Stands above.
+        width_ns: How much of it to draw; None draws all.
+    """
+    figure, all_axes = _figure(title, len(rows), height=0.9 + 1.45 * len(rows))
+    width = width_ns or max([1, *(timeline.total_ns for _, timeline, _ in rows)])
+    unit, name = _time_unit(width)
+    for axes, (label, timeline, begin) in zip(all_axes, rows, strict=True):
+        waits = f"{format_ns(timeline.total_ns)}, waits {_share(timeline.stall_ns, timeline)}"
+        _caption(axes, f"{label}: {waits}" if width_ns is None else label)
+        for row, lane in enumerate(LANES):
+            spans = [(s.start_ns, s.end_ns) for s in timeline.spans if s.lane is lane]
+            _bars(axes, row, _within(spans, begin, width), unit, color=LANE_COLOURS[lane])
+        waiting = _within(stalls(timeline), begin, width)
+        _bars(axes, LANES.index(Lane.COMPUTE), waiting, unit, color=STALL_COLOUR)
+        axes.axvline((timeline.total_ns - begin) / unit, color=INK, linewidth=1)
+        axes.set_yticks(range(len(LANES)), [LANE_LABELS[lane] for lane in LANES])
+        axes.set_ylim(-0.6, len(LANES) - 0.4)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlim(0, width / unit * 1.005)
+        axes.grid(axis="y", visible=False)
+    all_axes[-1].set_xlabel(f"time in {name}")
+    _lane_legend(figure)
+    return figure
+
+
+def draw_layers(layers: Sequence[LayerBytes], title: str) -> Figure:
+    """Draw the bytes of each layer that stay on the device, and those that each pass reloads.
+
+    Args:
+        layers: The layers, in the order of their first use.
+        title: Stands above.
+    """
+    figure, (axes,) = _figure(title, 1, height=3.4)
+    unit, name = _byte_unit(max([1, *(x.resident_bytes + x.missing_bytes for x in layers)]))
+    at = list(range(len(layers)))
+    kept = [layer.resident_bytes / unit for layer in layers]
+    missing = [layer.missing_bytes / unit for layer in layers]
+    axes.bar(at, kept, color=BLUE, label="stays on the device", width=0.8)
+    axes.bar(at, missing, bottom=kept, color=SKY, hatch="///", label="missing", width=0.8)
+    for container in axes.containers[1]:
+        container.set_edgecolor("white")
+        container.set_linewidth(0)
+    step = max(1, -(-len(layers) // 36))
+    shown = [i for i, x in enumerate(layers) if not x.label.isdecimal() or i % step == 0]
+    axes.set_xticks(shown, [layers[i].label for i in shown])
+    rotates = len(shown) > MOST_LEVEL_LABELS
+    axes.tick_params(axis="x", labelrotation=90 if rotates else 0, length=0)
+    axes.set_xlabel("layer")
+    axes.set_ylabel(f"weights in {name}")
+    axes.grid(axis="x", visible=False)
+    _legend(axes)
+    return figure
+
+
+def draw_arms(
+    arms: Sequence[tuple[str, float | None, float | None, str]],
+    bounds: tuple[float | None, float | None],
+    names: tuple[str, str],
+    title: str,
+) -> Figure:
+    """Draw the bytes that each arm copies a step, beside the time of the step.
+
+    Args:
+        arms: The name of each arm, its bytes, its nanoseconds, and a remark where it did not run.
+        bounds: The least bytes and the least time of any plan; None draws none.
+        names: Labels of the two axes, which get their units.
+        title: Stands above.
+    """
+    figure, all_axes = _figure(title, 1, columns=2, height=1.3 + 0.36 * len(arms), share="y")
+    best_ns = min((ns for _, _, ns, remark in arms if ns and not remark), default=None)
+    at = list(range(len(arms)))
+    of_columns = ([copied for _, copied, _, _ in arms], [ns for _, _, ns, _ in arms])
+    for column, (axes, values) in enumerate(zip(all_axes, of_columns, strict=True)):
+        largest = max([1.0, *(value for value in values if value is not None)])
+        unit, unit_name = (_byte_unit, _time_unit)[column](int(largest))
+        form = (format_bytes, format_ns)[column]
+        colours = [
+            FAINT if remark else VERMILION if ns == best_ns else SKY for _, _, ns, remark in arms
+        ]
+        axes.barh(at, [(value or 0) / unit for value in values], color=colours, height=0.7)
+        for row, value in enumerate(values):
+            text = "" if value is None else form(int(value))
+            if column == 1 and arms[row][3]:
+                text = f"{text}, {arms[row][3]}" if text else arms[row][3]
+            axes.annotate(f" {text}", ((value or 0) / unit, row), va="center", fontsize=8)
+        bound = bounds[column]
+        if bound is not None:
+            axes.axvline(bound / unit, color=INK, linestyle="--", linewidth=1)
+            axes.annotate(
+                "least possible ",
+                (bound / unit, -0.75),
+                ha="left" if bound < largest / 2 else "right",
+                va="bottom",
+                fontsize=8,
+                annotation_clip=False,
+            )
+        axes.set_xlim(0, largest / unit * (1.3, 1.6)[column])
+        axes.set_xlabel(f"{names[column]} in {unit_name}")
+        axes.grid(axis="y", visible=False)
+    all_axes[0].set_yticks(at, [arm[0] for arm in arms])
+    all_axes[0].invert_yaxis()
+    return figure
+
+
+def draw_budgets(
+    lines: Sequence[BudgetLine],
+    compared: Sequence[int],
+    measured: Sequence[tuple[str, int, int]],
+    title: str,
+) -> Figure:
+    """Draw the time of a decode step against the budget.
+
+    Args:
+        lines: A line for each policy.
+        compared: Budgets to mark, in bytes.
+        measured: Name, budget in bytes and nanoseconds of arms; a cross each.
+        title: Stands above.
+    """
+    figure, (axes,) = _figure(title, 1, height=4.2)
+    budgets = [b for line in lines for b, _ in line.points] + list(compared)
+    times = [ns for line in lines for _, ns in line.points if ns is not None]
+    unit, name = _byte_unit(max(budgets, default=1))
+    time_unit, time_name = _time_unit(max([1, *times, *(ns for *_, ns in measured)]))
+    for number, line in enumerate(lines):
+        points = [
+            (b / unit, float("nan") if ns is None else ns / time_unit) for b, ns in line.points
+        ]
+        style: Mapping[str, Any] = {"linewidth": 2.4 if line.policy == "finepage" else 1.4}
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            color=LINES[number % len(LINES)],
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=5,
+            label=line.policy,
+            **style,
+        )
+    for budget in compared:
+        axes.axvline(budget / unit, color=INK, linestyle="--", linewidth=1)
+        text = f" compared: {format_bytes(budget)}"
+        axes.annotate(
+            text,
+            (budget / unit, 1.0),
+            xycoords=axes.get_xaxis_transform(),
+            va="bottom",
+            ha="center",
+            fontsize=8,
+        )
+    for arm, budget, ns in measured:
+        axes.plot([budget / unit], [ns / time_unit], "x", color=INK, markersize=7)
+        axes.annotate(f"  {arm}, measured", (budget / unit, ns / time_unit), fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"device budget in {name}")
+    axes.set_ylabel(f"decode step in {time_name}")
+    _legend(axes)
+    return figure
+
+
+# Parts of pictures.
+
+
+def _figure(
+    title: str, rows: int, *, height: float, columns: int = 1, share: str = "x"
+) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+    found = figure.subplots(
+        rows, columns, squeeze=False, sharex=share == "x", sharey=share == "y"
+    ).flatten()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
+    for axes in found:
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8.5)
+        axes.xaxis.label.set_size(9.5)
+        axes.yaxis.label.set_size(9.5)
+    return figure, list(found)
+
+
+def _stack(axes: Axes, at: Sequence[float], series: MemorySeries, unit: int) -> None:
+    """Draw the kinds that have bytes, one upon the other, each value until the next position."""
+    kinds = [kind for kind in MemoryKind if any(series.nbytes[kind])]
+    below = [0.0] * len(at)
+    for kind in kinds:
+        top = [low + nbytes / unit for low, nbytes in zip(below, series.nbytes[kind], strict=True)]
+        axes.fill_between(
+            at,
+            below,
+            top,
+            step="post",
+            color=KIND_COLOURS[kind],
+            linewidth=0,
+            label=kind.value,
+        )
+        below = top
+    axes.set_xlim(at[0] if at else 0, max(at[-1] if at else 1, 1e-9))
+
+
+def _budget_line(axes: Axes, budget_bytes: int | None, unit: int, peak_bytes: int) -> None:
+    axes.set_ylim(0, max(budget_bytes or 0, peak_bytes, 1) / unit * 1.14)
+    if budget_bytes is not None:
+        line = axes.axhline(budget_bytes / unit, color=INK, linestyle="--", linewidth=1.3)
+        line.set_label("budget")
+        right = axes.get_yaxis_transform()
+        text = f"budget {format_bytes(budget_bytes)} "
+        axes.annotate(
+            text, (1, budget_bytes / unit), xycoords=right, ha="right", va="bottom", fontsize=8
+        )
+
+
+def _within(spans: Sequence[tuple[int, int]], begin: int, width: int) -> list[tuple[int, int]]:
+    """Return the parts of spans that lie in a window, from its begin on; close ones are joined."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        start, end = max(start - begin, 0), min(end - begin, width)
+        if found and start - found[-1][1] <= width // 20_000 and end > start:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def _bars(axes: Axes, row: int, spans: Sequence[tuple[int, int]], unit: int, *, color: str) -> None:
+    bars = [(start / unit, (end - start) / unit) for start, end in spans]
+    # Without snapping, many thin bars look as dense as they are.
+    axes.broken_barh(bars, (row - 0.4, 0.8), color=color, linewidth=0, snap=False)
+
+
+def _lane_legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(color=LANE_COLOURS[Lane.COMPUTE], label="computes"),
+        Patch(color=STALL_COLOUR, label="waits"),
+        Patch(color=LANE_COLOURS[Lane.H2D], label="copies to the device"),
+        Patch(color=LANE_COLOURS[Lane.D2H], label="copies to the host"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+
+
+def _legend(axes: Axes) -> None:
+    """Put the legend to the right, in the order in which things are stacked."""
+    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = handles[::-1], labels[::-1]
+    axes.legend(
+        handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8.5
+    )
+
+
+def _caption(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=9.5, color=INK)
+
+
+def _share(ns: int, timeline: Timeline) -> str:
+    return f"{ns / timeline.total_ns:.0%}" if timeline.total_ns else "0%"
+
+
+def _byte_unit(most: int) -> tuple[int, str]:
+    return next(
+        ((u, n) for u, n in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if most >= u), (1, "B")
+    )
+
+
+def _time_unit(most: int) -> tuple[int, str]:
+    return next(
+        ((u, n) for u, n in ((10**9, "s"), (10**6, "ms"), (10**3, "us")) if most >= u), (1, "ns")
+    )

@@ -1,0 +1,206 @@
+"""The report of a result folder: one HTML page that opens without a network, and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.files import write_file
+from ds_finepage.reporting.columns import used_groups
+from ds_finepage.reporting.findings import Findings
+from ds_finepage.reporting.pictures import (
+    Picture,
+    picture_of_arms,
+    picture_of_budgets,
+    pictures_of_pass,
+)
+from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run
+
+OURS = "finepage"
+PAGE_FILE, FIGURES_FOLDER = "report.html", "figures"
+TEMPLATE = Path(__file__).with_name("templates") / "report.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Pictures under one heading."""
+
+    title: str
+    sentences: tuple[str, ...]
+    pictures: tuple[Picture, ...]
+    is_open: bool = True  # the reader need not ask for it
+
+
+def write_report(
+    folder: Path,
+    results: Results,
+    passes: dict[str, list[ObservedPass]],
+    findings: Findings | None = None,
+) -> Path:
+    """Write ``report.html`` and the pictures of a result folder; return the page.
+
+    Everything is drawn before the first file is written, and each file is replaced at once. So
+    after an error the earlier report is still there.
+
+    Args:
+        folder: The folder.
+        results: Its results.
+        passes: Run name -> its observed passes.
+        findings: What follows beyond the figures; None leaves that out.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    findings = findings or Findings()
+    sections = make_sections(results, passes, findings)
+    page = render(results, sections, findings)
+    pictures = [picture for section in sections for picture in section.pictures]
+    path = folder / PAGE_FILE
+    write_file(path, page)
+    figures = folder / FIGURES_FOLDER
+    try:
+        figures.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {figures}: {error}") from error
+    for picture in pictures:
+        write_file(figures / f"{picture.name}.png", picture.png)
+    return path
+
+
+def make_sections(
+    results: Results, passes: dict[str, list[ObservedPass]], findings: Findings
+) -> list[Section]:
+    """Draw the pictures of a folder.
+
+    Args:
+        results: Its results.
+        passes: Run name -> its observed passes.
+        findings: What follows beyond the figures.
+    """
+    sections = []
+    for batch in dict.fromkeys(run.batch for run in results.runs):
+        pictures = (
+            *picture_of_arms(results, batch, findings),
+            *picture_of_budgets(results, batch, findings),
+        )
+        if pictures:
+            title = f"All engines, batch {batch}"
+            sections.append(Section(title=title, sentences=(), pictures=pictures))
+    for run in sorted(results.runs, key=lambda run: run.arm != OURS):
+        others = findings.passes.get(run.name, {})
+        for found in sorted(filter(_is_first, passes.get(run.name, [])), key=_order):
+            title = f"{run.arm}, batch {run.batch}: {_TITLES.get(found.name, found.name)}"
+            sentences = (
+                f"{len(found.memgraph.graph.tasks)} ops, planned by {found.memgraph.policy}.",
+            )
+            pictures = tuple(
+                pictures_of_pass(run, found, others.get(found.name, ()), findings.hardware)
+            )
+            sections.append(
+                Section(
+                    title=title, sentences=sentences, pictures=pictures, is_open=run.arm == OURS
+                )
+            )
+    return sections
+
+
+_TITLES = {PREFILL: "prefill", DECODE: "a decode step"}
+
+
+def _is_first(found: ObservedPass) -> bool:
+    """Tell whether a pass is the first of its kind: a cache that grows has a "decode_2" as well."""
+    return not found.name.rpartition("_")[2].isdecimal()
+
+
+def _order(found: ObservedPass) -> tuple[int, str]:
+    return (DECODE, PREFILL).index(found.name) if found.name in _TITLES else 2, found.name
+
+
+def render(results: Results, sections: Sequence[Section], findings: Findings) -> str:
+    """Return the page.
+
+    Args:
+        results: The results.
+        sections: The pictures.
+        findings: What follows beyond the figures.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(page=_page(results, sections, findings))
+
+
+def _page(results: Results, sections: Sequence[Section], findings: Findings) -> dict[str, Any]:
+    notes = [(run.name, note) for run in results.runs for note in run.notes]
+    notes += [(run.name, f"did not run: {run.reason}") for run in results.runs if run.reason]
+    return {
+        "title": _title(results),
+        "facts": _facts(results),
+        "verdicts": findings.sentences,
+        "remarks": _remarks(results, sections, findings),
+        "sections": sections,
+        "tables": _tables(results.runs, findings.fastest),
+        "notes": notes,
+        "machine": [
+            ("device", results.device),
+            ("date", results.date),
+            *((name, version) for name, version in results.versions.items()),
+        ],
+        "command": results.command,
+    }
+
+
+def _title(results: Results) -> str:
+    if results.settings is None:
+        return "A run of ds_finepage"
+    return f"{Path(results.settings.model).name}: every engine under one budget"
+
+
+def _facts(results: Results) -> str:
+    facts = [results.device, results.date]
+    if (settings := results.settings) is not None:
+        layers = "" if settings.layers is None else f", {settings.layers} layers"
+        facts = [
+            f"budget {settings.device_budget}{layers}",
+            f"{settings.prompt_tokens} tokens of prompt, {settings.new_tokens} new ones",
+            *facts,
+        ]
+    return " · ".join(facts)
+
+
+def _remarks(results: Results, sections: Sequence[Section], findings: Findings) -> list[str]:
+    remarks = []
+    if results.settings is not None and findings.is_modelled:
+        remarks.append(
+            "This ran on the CPU, where a fetch of the other engines is an alias and no copy. So "
+            f"bytes are counted, and the times that decide are modelled for "
+            f"{results.settings.hardware}. Measured times stand in columns of their own."
+        )
+    if not results.runs:
+        remarks.append("No run is finished yet.")
+    elif not any(section.pictures for section in sections):
+        remarks.append("No run has kept the plan of a pass, so there is no picture of one.")
+    return [*remarks, *findings.remarks]
+
+
+def _tables(runs: Sequence[Run], best: frozenset[str]) -> list[dict[str, Any]]:
+    def kind(run: Run) -> str:
+        return "best" if run.name in best else "failed" if run.reason else ""
+
+    return [
+        {
+            "title": group,
+            "headings": [heading for heading, _ in columns],
+            "rows": [
+                {"name": run.name, "kind": kind(run), "cells": [show(run) for _, show in columns]}
+                for run in runs
+            ],
+        }
+        for group, columns in used_groups(runs).items()
+    ]

@@ -1,0 +1,270 @@
+"""The pictures of a report, each with a sentence that says how to read it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.timeline import Timeline
+from ds_finepage.reporting import drawing
+from ds_finepage.reporting.findings import Findings, SimulatedPass
+from ds_finepage.reporting.layers import bytes_by_layer
+from ds_finepage.reporting.memory import MemoryKind, memory_by_task, memory_over_time
+from ds_finepage.reporting.results import ObservedPass, Results, Run
+from ds_finepage.units import format_bytes, format_ns
+
+MANY_TASKS = 200
+"""A pass with more tasks than that gets a second picture of its lanes, from close by."""
+
+CLOSE_SHARE = 1 / 40
+"""The share of a pass that this picture shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One picture.
+
+    Attributes:
+        name: The name of its file, without the suffix.
+        title: Stands above it.
+        sentence: Says how to read it.
+        png: The picture.
+    """
+
+    name: str
+    title: str
+    sentence: str
+    png: bytes
+
+    @property
+    def base64(self) -> str:
+        """The picture as text."""
+        return base64.b64encode(self.png).decode("ascii")
+
+
+def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
+    """Draw the bytes and the time of a decode step of each arm; nothing for a single run."""
+    modelled = findings.is_modelled
+    runs = [run for run in results.runs if run.batch == batch]
+    arms = []
+    for run in runs:
+        ns = run.decode.modelled_ns if modelled else run.decode.wall_ns
+        arms.append((run.arm, run.decode.h2d_bytes, None if run.reason else ns, _why_not(run)))
+    if len(arms) < 2 or all(ns is None for _, _, ns, _ in arms):
+        return
+    within = [run.decode for run in runs if not _why_not(run)]
+    least_bytes = [b for step in within if (b := step.lower_bound_bytes) is not None]
+    least_ns = [ns for step in within if (ns := step.lower_bound_ns) is not None]
+    kind = "modelled" if modelled else "measured"
+    title = f"Why: the bytes that a decode step copies, and its time (batch {batch})"
+    yield Picture(
+        name=f"arms_b{batch}",
+        title=title,
+        sentence=(
+            "Left: the bytes that each engine copies to the device in a decode step. Right: the "
+            f"time of that step, {kind}. Shorter is better, and the fastest engine that keeps to "
+            "the budget is red; grey ones do not keep to it. Where copies take most of the time, "
+            "an engine that copies less is faster. No plan of one batch at a time gets below the "
+            "dashed lines."
+        ),
+        png=drawing.png(
+            drawing.draw_arms(
+                arms,
+                (min(least_bytes, default=None), min(least_ns, default=None) if modelled else None),
+                ("copied to the device", f"decode step, {kind},"),
+                title,
+            )
+        ),
+    )
+
+
+def picture_of_budgets(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
+    """Draw the time of a decode step under several budgets; nothing where none was planned."""
+    lines = findings.curves.get(batch, ())
+    if not any(ns is not None for line in lines for _, ns in line.points):
+        return
+    runs = [run for run in results.runs if run.batch == batch]
+    budgets = dict.fromkeys(run.budget_bytes for run in runs if run.budget_bytes is not None)
+    measured = [
+        (run.arm, run.budget_bytes, run.decode.wall_ns)
+        for run in runs
+        if not findings.is_modelled and run.reason is None
+        if run.budget_bytes is not None and run.decode.wall_ns is not None
+    ]
+    title = f"Time of a decode step against the budget (batch {batch})"
+    yield Picture(
+        name=f"budgets_b{batch}",
+        title=title,
+        sentence=(
+            f"Each line is one policy, simulated on {findings.hardware} under several budgets. "
+            "Lower is better. A line begins at the smallest of these budgets under which the "
+            "policy can run. The dashed line is the budget of this comparison."
+        ),
+        png=drawing.png(drawing.draw_budgets(lines, list(budgets), measured, title)),
+    )
+
+
+def pictures_of_pass(
+    run: Run, found: ObservedPass, others: Sequence[SimulatedPass], hardware: str
+) -> Iterator[Picture]:
+    """Draw one pass of a run.
+
+    Args:
+        run: The run.
+        found: The pass.
+        others: The same pass by its own policy and by others, simulated.
+        hardware: The machine that ``others`` are simulated on.
+    """
+    name, where = f"{run.name}_{found.name}", f"{run.arm}, batch {run.batch}, {found.name}"
+    yield _memory(run, found, name, where)
+    yield from _lanes(found, name, where)
+    layers = bytes_by_layer(found.memgraph)
+    if layers:
+        title = f"Weights of each layer ({where})"
+        missing = sum(layer.missing_bytes for layer in layers)
+        yield Picture(
+            name=f"{name}_layers",
+            title=title,
+            sentence=(
+                "The dark part of a bar stays on the device from pass to pass. The light part is "
+                f"missing, and each pass copies it: {format_bytes(missing)} in all."
+            ),
+            png=drawing.png(drawing.draw_layers(layers, title)),
+        )
+    if len(others) > 1:
+        yield from _beside(run, others, name, where, hardware)
+
+
+def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
+    series = memory_by_task(found.memgraph)
+    title = f"Device memory at each op ({where})"
+    resident = format_bytes(max(series.nbytes[MemoryKind.RESIDENT], default=0))
+    sentence = (
+        f"The bytes on the device at each op, by their kind. {resident} of the weights stay there; "
+        "the others stream through the part above them. "
+    )
+    if run.budget_bytes is not None:
+        crossed = series.peak_bytes > run.budget_bytes
+        verb = "cross" if crossed else "never cross"
+        sentence += (
+            f"They {verb} the dashed line, the budget; the free part below it is room for tensors "
+            "of the calling program and for gaps between buffers. "
+        )
+    if not any(series.nbytes[MemoryKind.KV]):
+        sentence += "A KV cache that grows is one of the inputs and outputs."
+    return Picture(
+        name=f"{name}_memory",
+        title=title,
+        sentence=sentence.strip(),
+        png=drawing.png(drawing.draw_memory(series, run.budget_bytes, title)),
+    )
+
+
+def _lanes(found: ObservedPass, name: str, where: str) -> Iterator[Picture]:
+    rows = [("predicted", found.predicted)]
+    if found.measured is not None:
+        rows.append(("measured", found.measured))
+    title = f"The lanes over time ({where})"
+    last = rows[-1][1]
+    sentence = (
+        "Green: the device computes. Pale: it waits for a copy, or for the host to issue work. "
+        "Blue: the link copies weights to the device. "
+        f"The pass takes {format_ns(last.total_ns)}, {rows[-1][0]}, and waits "
+        f"{format_ns(last.stall_ns)} of it."
+    )
+    if found.measured is not None and found.measured.total_ns:
+        error = found.predicted.total_ns / found.measured.total_ns - 1
+        sentence += f" The prediction is {abs(error):.1%} {'above' if error > 0 else 'below'} that."
+    yield Picture(
+        name=f"{name}_lanes",
+        title=title,
+        sentence=sentence,
+        png=drawing.png(drawing.draw_lanes([(n, t, 0) for n, t in rows], title)),
+    )
+    yield from _close(
+        [(label, found.memgraph, timeline) for label, timeline in rows], f"{name}_close", where
+    )
+
+
+def _close(
+    rows: Sequence[tuple[str, MemGraph, Timeline]], name: str, where: str
+) -> Iterator[Picture]:
+    """Draw a part of the lanes in the middle of a pass, from the same task on in each timeline."""
+    tasks = len(rows[0][1].graph.tasks)
+    if tasks < MANY_TASKS:
+        return
+    width_ns = max(1, int(rows[0][2].total_ns * CLOSE_SHARE))
+    begins = [_begin_of(memgraph, timeline, tasks // 2) for _, memgraph, timeline in rows]
+    title = f"The lanes from close by, from op {tasks // 2} on ({where})"
+    drawn = [(label, t, begin) for (label, _, t), begin in zip(rows, begins, strict=True)]
+    yield Picture(
+        name=name,
+        title=title,
+        sentence=(
+            f"A part in the middle of the same pass, {format_ns(width_ns)} long. Gaps in the blue "
+            "lane are time that the link loses."
+        ),
+        png=drawing.png(drawing.draw_lanes(drawn, title, width_ns)),
+    )
+
+
+def _begin_of(memgraph: MemGraph, timeline: Timeline, task: int) -> int:
+    starts = (s.start_ns for s in timeline.spans if memgraph.nodes[s.node].task == task)
+    return next(starts, timeline.total_ns // 2)
+
+
+def _beside(
+    run: Run, others: Sequence[SimulatedPass], name: str, where: str, hardware: str
+) -> Iterator[Picture]:
+    """Draw the memory and the lanes of several policies for one pass."""
+    planned = [
+        (other, other.memgraph, other.timeline)
+        for other in others
+        if other.memgraph is not None and other.timeline is not None
+    ]
+    memory = [
+        (other.policy, memory_over_time(memgraph, timeline), format_ns(timeline.total_ns))
+        for other, memgraph, timeline in planned
+    ]
+    reasons = [(o.policy, None, f"no plan. {_short(o.reason)}") for o in others if o.reason]
+    title = f"Device memory over time, beside other policies ({where})"
+    yield Picture(
+        name=f"{name}_policies",
+        title=title,
+        sentence=(
+            f"The same ops under the same budget by several policies, simulated on {hardware}. "
+            "Dark blue weights stay, light blue ones are copied again in every pass. Demand paging "
+            "(lru) evicts most weights just before they come round again."
+        ),
+        png=drawing.png(
+            drawing.draw_memory_over_time([*memory, *reasons], run.budget_bytes, title)
+        ),
+    )
+    if len(planned) > 1:
+        title = f"The lanes beside other policies ({where})"
+        rows = [(other.policy, timeline, 0) for other, _, timeline in planned]
+        yield Picture(
+            name=f"{name}_policies_lanes",
+            title=title,
+            sentence=(
+                f"The same passes, simulated on {hardware}: the shorter the blue lane and the "
+                "fewer its gaps, the faster the pass."
+            ),
+            png=drawing.png(drawing.draw_lanes(rows, title)),
+        )
+
+
+def _short(reason: str, most: int = 110) -> str:
+    return reason if len(reason) <= most else reason[: most - 3].rstrip() + "..."
+
+
+def _why_not(run: Run) -> str:
+    if run.out_of_memory:
+        return "out of memory"
+    if run.reason is not None:
+        return "did not run"
+    if run.peak_bytes is None or run.budget_bytes is None:
+        return ""
+    return "above the budget" if run.peak_bytes > run.budget_bytes else ""

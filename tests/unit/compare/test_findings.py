@@ -1,0 +1,169 @@
+"""The findings of a report: winners, the same pass by other policies, other budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.compare import findings
+from ds_finepage.compare.findings import beside, best_other, budget_lines, find, profile_of
+from ds_finepage.errors import ConfigError, InvalidPlanError, PlanInfeasibleError
+from ds_finepage.graph import codec
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.reporting.findings import PROFILE_FILE
+from ds_finepage.reporting.results import PhaseFigures
+from tests.unit.reporting.folders import (
+    HARDWARE,
+    MS,
+    RESULTS,
+    SETTINGS,
+    made_run,
+    observed,
+    planned,
+)
+
+PASSES = {"finepage_b1": [observed("prefill"), observed(), observed("decode_2")]}
+SINGLE = replace(RESULTS, settings=None)
+
+
+def test_the_winner_and_the_reason_are_named(tmp_path: Path) -> None:
+    found = find(tmp_path, RESULTS, {})
+    assert found.is_modelled and found.fastest == {"finepage_b1"}
+    assert any("Batch 1, decode step: finepage is fastest" in s for s in found.sentences)
+    assert (
+        "Why: a decode step of finepage copies 300 B to the device, and one of zero-persistence "
+        "500 B." in found.sentences
+    )
+
+
+def test_a_winner_that_is_not_ours_is_named(tmp_path: Path) -> None:
+    runs = (made_run("static", 100, 1), *RESULTS.runs)
+    found = find(tmp_path, replace(RESULTS, runs=runs), {})
+    assert found.fastest == {"static_b1"}
+    assert not any(sentence.startswith("Why") for sentence in found.sentences)
+
+
+def test_on_a_card_measured_times_decide(tmp_path: Path) -> None:
+    results = replace(RESULTS, device="a card")
+    assert not find(tmp_path, results, {}).is_modelled
+
+
+def test_the_pass_of_the_run_is_planned_by_the_best_other_system_and_by_demand_paging(
+    tmp_path: Path,
+) -> None:
+    found = find(tmp_path, RESULTS, PASSES)
+    assert found.hardware == HARDWARE
+    (remark,) = found.remarks
+    assert remark.startswith("Other policies plan the passes of the run: the model is neither in")
+    by_pass = found.passes["finepage_b1"]
+    assert set(by_pass) == {"prefill", "decode"}
+    ours, other, paging = by_pass["decode"]
+    assert [p.policy for p in by_pass["decode"]] == ["finepage", "zero-persistence", "lru"]
+    assert ours.timeline is not None and paging.timeline is not None
+    assert 0 < ours.timeline.total_ns < paging.timeline.total_ns
+    assert other.memgraph is None and "the arena has 320 B" in other.reason
+
+
+class FakePlanner:
+    """Plans the passes of another model than that of the folder."""
+
+    def settings(self, policy: str) -> dict[str, int]:
+        return {"of": len(policy)}
+
+    def planned(self, policy: str, settings: dict[str, int]) -> Any:
+        assert settings == {"of": len(policy)}
+        if policy == "zero-persistence":
+            raise PlanInfeasibleError("it has no room")
+        return planned(policy), planned("horizon")
+
+
+def test_policies_plan_the_captured_model_where_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        findings, "modeller_of", lambda f, r, b, budget: asked.append((b, budget)) or FakePlanner()
+    )
+    found = find(tmp_path, RESULTS, PASSES)
+    assert asked == [(1, "50%weights")] and found.remarks == ()
+    ours, other, paging = found.passes["finepage_b1"]["prefill"]
+    assert ours.memgraph == planned("finepage").memgraph
+    assert paging.timeline == planned("lru").timeline
+    assert (other.policy, other.reason) == ("zero-persistence", "it has no room")
+    assert found.passes["finepage_b1"]["decode"][0].memgraph == planned("horizon").memgraph
+
+
+def test_the_best_other_system_is_the_fastest_that_can_be_planned() -> None:
+    ours = RESULTS.runs[2]
+    slow, fast, horizon = (
+        made_run(arm, 1, ms) for arm, ms in (("zero", 9), ("static", 4), ("finepage-horizon", 1))
+    )
+    assert best_other(replace(RESULTS, runs=(slow, fast, horizon, ours)), ours) == "static"
+    assert best_other(replace(RESULTS, runs=(ours,)), ours) == "zero-persistence"
+
+
+def test_measured_times_of_ops_hold_for_their_own_machine_only() -> None:
+    memgraph = observed().memgraph
+    tasks = tuple(replace(task, time_ns=MS) for task in memgraph.graph.tasks)
+    memgraph = replace(memgraph, graph=replace(memgraph.graph, tasks=tasks))
+    profile = load_profile(HARDWARE)
+    (kept,) = beside(memgraph, [], profile, keep_times=True)
+    (modelled,) = beside(memgraph, [], profile, keep_times=False)
+    assert kept.timeline is not None and modelled.timeline is not None
+    assert kept.memgraph is memgraph and kept.timeline.compute_ns == 9 * MS
+    assert modelled.timeline.compute_ns < MS
+
+
+def test_the_profile_of_a_single_run_is_in_its_folder(tmp_path: Path) -> None:
+    assert profile_of(tmp_path, SINGLE, None) == (None, False)
+    assert find(tmp_path, SINGLE, PASSES).passes == {}
+    profile = replace(load_profile(HARDWARE), name="here")
+    codec.save(profile, tmp_path / PROFILE_FILE)
+    assert profile_of(tmp_path, SINGLE, None) == (profile, True)
+    assert profile_of(tmp_path, SINGLE, "t4") == (load_profile("t4"), False)
+    assert find(tmp_path, SINGLE, PASSES).hardware == "here"
+    (tmp_path / PROFILE_FILE).write_text("{")
+    with pytest.raises(InvalidPlanError, match="profile.json"):
+        find(tmp_path, SINGLE, PASSES)
+
+
+class FakeModeller:
+    """Takes as many milliseconds as the budget lacks of 100% of the weights."""
+
+    def __init__(self, budget: str) -> None:
+        self.percent = float(budget.removesuffix("%weights"))
+        self.budget_bytes = int(self.percent * 10)
+
+    def settings(self, policy: str) -> dict[str, int]:
+        return {"of": int(self.percent)} if policy == "zero-persistence" else {}
+
+    def figures(self, policy: str, settings: dict[str, int]) -> Any:
+        if policy == "zero" and self.percent < 100:
+            raise PlanInfeasibleError("too small")
+        slower = settings.get("of", 0)  # searched for this budget
+        return None, PhaseFigures(modelled_ns=int(200 - self.percent) + slower)
+
+
+def test_each_policy_is_planned_under_several_budgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings, "modeller_of", lambda f, r, b, budget: FakeModeller(budget))
+    lines = {line.policy: line.points for line in budget_lines(tmp_path, RESULTS, 2, iter)[1]}
+    assert lines == {
+        "finepage": ((200, 180), (500, 150), (1100, 90)),
+        "horizon": ((200, 180), (500, 150), (1100, 90)),
+        "zero-persistence": ((200, 200), (500, 200), (1100, 200)),
+        "zero": ((200, None), (500, None), (1100, 90)),
+    }
+
+
+def test_a_model_that_is_gone_leaves_out_a_picture_and_nothing_else(tmp_path: Path) -> None:
+    found = find(tmp_path, RESULTS, {}, num_budgets=3)
+    assert found.curves == {} and found.sentences
+    (remark,) = found.remarks
+    assert "There is no picture of other budgets: the model is neither in llama-7b" in remark
+    with pytest.raises(ConfigError, match="the model is neither in"):
+        findings.modeller_of(tmp_path, RESULTS, 1, SETTINGS.device_budget)
