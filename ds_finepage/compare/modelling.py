@@ -92,7 +92,7 @@ class Modeller:
             policy: A key of ``POLICIES``, or "" or "resident" for an engine that keeps everything
                 on the device.
             settings: Keys of ``zero_optimization`` in a ds_config, which a policy ``zero*`` takes
-                instead of its own. Other keys, and other policies, leave them aside.
+                instead of its own. Other keys are ignored, and so are all for other policies.
 
         Returns:
             Modelled time, modelled bytes to the device, and both lower bounds of a steady pass.

@@ -167,7 +167,7 @@ def test_weights_of_two_types_and_odd_layouts() -> None:
 
 def test_replanning_goes_on_under_another_policy_and_budget(attached: Any) -> None:
     model, plain, plain_tokens, handle = attached
-    for policy in ("horizon", "horizon-outputs", "finepage"):
+    for policy in ("horizon", "horizon-outputs", "horizon-published", "finepage"):
         for budget in (handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes):
             handle.replan(policy=policy, budget_bytes=budget)
             assert handle.stats.budget_bytes == budget

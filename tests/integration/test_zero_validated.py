@@ -23,14 +23,17 @@ from transformers import (
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.checker.checker import check
+from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,
     ZeroSettings,
     authors_settings,
+    leaf_settings,
     plan_zero_with,
     simulate_coordinator,
 )
+from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import one_process_deepspeed
@@ -151,16 +154,21 @@ def deepspeed() -> Iterator[Any]:
 
 @pytest.fixture
 def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """``start(model name, settings)`` returns a model that stock ZeRO runs, and its counter."""
+    """``start(model name, settings, leaves)``: a model that stock ZeRO runs, and its counter."""
     from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import set_z3_leaf_modules
 
     engines = []
 
-    def make(name: str, settings: dict[str, int]) -> tuple[Any, Counter]:
+    def make(
+        name: str, settings: dict[str, int], leaves: tuple[str, ...] = ()
+    ) -> tuple[Any, Counter]:
         # It counts over all models of a process, and would stop at the threshold of one.
         monkeypatch.setattr(Init, "num_persisted_elements", 0)
         model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32).eval()
-        zero = {f"stage3_{key}": value for key, value in settings.items()}
+        zero: dict[str, Any] = {f"stage3_{key}": value for key, value in settings.items()}
+        if leaves:
+            set_z3_leaf_modules(model, list(leaves[-1:]))
         offload = {"device": "cpu", "pin_memory": False}
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -197,6 +205,43 @@ def test_a_steady_forward_gathers_what_is_simulated(
     graph = captured(model_name, "prefill", PROMPT_LENGTH)
     simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
     assert counter.gathered_bytes == simulated.gathered_bytes
+    assert counter.peak_live_bytes == simulated.peak_live_bytes
+
+
+@pytest.mark.parametrize("setting", ["neither prefetch nor persistence", "a larger bucket"])
+@pytest.mark.parametrize("model_name", ["llama", "opt"])
+def test_layers_as_leaf_modules_gather_what_is_simulated(
+    start: Callable[..., Any], model_name: str, setting: str
+) -> None:
+    graph = captured(model_name, "prefill", PROMPT_LENGTH)
+    leaves = leaf_settings(graph).leaf_classes
+    assert leaves[:-1] == ZeroSettings().leaf_classes
+    model, counter = start(model_name, SETTINGS[setting], leaves)
+    with torch.no_grad():
+        for _ in range(NUM_FORWARDS):
+            counter.begin()
+            model(prompt())
+    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting], leaf_classes=leaves))
+    assert counter.gathered_bytes == simulated.gathered_bytes
+    assert counter.peak_live_bytes == simulated.peak_live_bytes
+    module_by_module = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
+    assert simulated.peak_live_bytes != module_by_module.peak_live_bytes
+
+
+def test_the_settings_that_are_searched_gather_what_is_simulated(
+    start: Callable[..., Any],
+) -> None:
+    graph = captured("llama", "prefill", PROMPT_LENGTH)
+    profile = load_profile("v100-16gb")
+    settings = best_settings([(Problem(graph, graph.weight_bytes * 2 // 3, 64, profile), 1)])
+    copied = {key.removeprefix("stage3_"): number for key, number in settings.keys.items()}
+    model, counter = start("llama", copied)
+    with torch.no_grad():
+        for _ in range(NUM_FORWARDS):
+            counter.begin()
+            model(prompt())
+    simulated = simulate_coordinator(graph, settings)
+    assert 0 < counter.gathered_bytes == simulated.gathered_bytes
     assert counter.peak_live_bytes == simulated.peak_live_bytes
 
 

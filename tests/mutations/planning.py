@@ -164,7 +164,7 @@ PLANNING = (
     mutant(
         "garbage-is-offloaded",
         "planning/builder.py",
-        "if state.host_copy is not None or not is_written or not is_needed:",
+        "if (is_clean and not copies_clean) or not is_written or not is_needed:",
         "if state.host_copy is not None:",
         f"{UNIT}/test_builder.py",
     ),

@@ -66,7 +66,7 @@ class ZeroSettings:
         return {f"stage3_{name}": getattr(self, name) for name in _COUNTS}
 
     def with_keys(self, keys: Mapping[str, Any]) -> ZeroSettings:
-        """Return these settings with some keys of ``zero_optimization``; others are left aside.
+        """Return these settings with some keys of ``zero_optimization``; others are ignored.
 
         Raises:
             ConfigError: A setting is not a whole number of elements.

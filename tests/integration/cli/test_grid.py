@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ds_finepage.cli import grid, main
+from ds_finepage.cli import grid, grid_rows, main
+from ds_finepage.cli.grid_rows import to_rows
 from tests.integration.cli.models import card, small_model
 
 
@@ -234,3 +235,53 @@ def test_bad_options(
     assert main([*arguments, "--out", str(out), *changes]) == 2
     assert words in capsys.readouterr().err
     assert not out.exists()
+
+
+def shown(**times: tuple[int, int]) -> grid_rows.Results:
+    """Make one row: the times of a first token and of a step, by policy."""
+    results = {}
+    for name, (first, step) in times.items():
+        cell = grid_rows.Cell(model="m", hardware="h", batch=1, seq=1, policy=name)
+        results[cell] = grid_rows.Result(
+            runs=True, tokens_per_s=1e9 / step, first_token_ns=first, decode_ns=step
+        )
+    return results
+
+
+def test_each_row_names_its_winner_and_finepage_over_the_best_baseline() -> None:
+    """A policy that pages as finepage does is no baseline."""
+    results = shown(zero=(90, 90), static=(10, 30), horizon=(5, 5), finepage=(11, 20))
+    row = to_rows(results)[0]["row"]
+    assert row["prefill"] == {
+        "winner": "horizon",
+        "best_baseline": "static",
+        "over_baselines": 10 / 11,
+    }
+    assert row["decode"]["winner"] == "horizon" and row["decode"]["over_baselines"] == 1.5
+    table = grid_rows.to_table(shown(zero=(90, 90), static=(10, 30), finepage=(11, 20)))
+    texts = [list(column.cells)[0] for column in table.columns]
+    assert texts[-2:] == ["finepage; finepage 1.50 x static", "static; finepage 0.91 x static"]
+
+
+def test_a_row_without_finepage_or_without_baselines_has_a_winner_only() -> None:
+    for results in (shown(zero=(2, 2)), shown(finepage=(2, 2))):
+        table = grid_rows.to_table(results)
+        assert list(table.columns[-1].cells) == [next(iter(results)).policy]
+        assert to_rows(results)[0]["row"]["decode"]["over_baselines"] is None
+
+
+def test_the_settings_found_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default policies have the best baselines among them."""
+    model, hardware = small_model(tmp_path), card(tmp_path)
+    command = ["grid", "--models", str(model), "--hardware", str(hardware), "--seq", "32"]
+    command += ["--device-budget", "80%weights"]
+    assert main(command) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("zero_optimization")]
+    found = [json.loads(line[line.index("{") :]) for line in lines]
+    by_policy = {cell["policy"]: cell for cell in cells(capsys, command)}
+    assert list(by_policy) == ["zero", "zero-persistence", "static", "horizon", "finepage"]
+    searched = by_policy["zero-persistence"]
+    assert found == [searched["prefill_settings"], searched["decode_settings"]]
+    assert found[0]["stage3_model_persistence_threshold"] > 0
+    assert by_policy["static"]["prefill_settings"] is None
+    assert searched["row"]["decode"]["best_baseline"] in ("zero-persistence", "static")

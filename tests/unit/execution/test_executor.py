@@ -99,6 +99,35 @@ def test_a_tight_arena_offloads_and_brings_back() -> None:
     assert memgraph.offloaded_bytes > 0 and memgraph.host_bytes > 0
 
 
+def test_a_weight_that_is_copied_to_the_host_leaves_its_master_alone(
+    rig: Callable[..., Rig],
+) -> None:
+    draft = Draft()
+    x = h = draft.tensor(INPUT, N, N)
+    weights = {f"w{i}": torch.randn(N, N) / 3 for i in range(3)}
+    tensors = {name: draft.tensor(WEIGHT, N, N, name=name) for name in weights}
+    order = ["w0", "w1", "w2", "w0", "w1"]
+    for name in order:
+        y = draft.tensor(ACTIVATION, N, N)
+        draft.task("aten.mm.default", h, tensors[name], out=(y,))
+        h = y
+    out = draft.tensor(OUTPUT, N, N)
+    draft.task("aten.neg.default", h, out=(out,))
+    graph = draft.graph((x,), (out,))
+    masters = {name: byte_view(w.clone()) for name, w in weights.items()}
+    arena_bytes = min_arena_bytes(graph, 64)
+    made = rig(graph, masters=masters, arena_bytes=arena_bytes, policy="horizon-published")
+    before = {name: master._version for name, master in masters.items()}
+    given = torch.randn(N, N)
+    expected = given
+    for name in order:
+        expected = expected @ weights[name]
+    for _ in range(2):
+        assert torch.equal(made(given)[0], -expected)
+    assert made.executor.counters.offloaded_bytes == made.memgraph.offloaded_bytes > 0
+    assert {name: master._version for name, master in masters.items()} == before
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_every_mode_gives_the_same(rig: Callable[..., Rig], mode: Callable[[], Any]) -> None:
     graph, weights = deep()

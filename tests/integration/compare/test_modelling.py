@@ -1,0 +1,131 @@
+"""Modelled times of a small model: one set of figures for each policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.compare.modelling import RESIDENT, Modeller
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.planning.baselines.zero import ZeroSettings
+from ds_finepage.planning.policies import POLICIES
+from ds_finepage.reporting.results import PhaseFigures
+from tests.integration.cli.models import card, small_model
+
+OTHERS = [p for p in POLICIES if p != "zero" and p != "zero-leaf"]
+SMALL = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    card(folder, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)  # so copies take longest
+    return small_model(folder, num_hidden_layers=6, vocab_size=300)
+
+
+def modeller(folder: Path, device_budget: str = "70%weights", **changes: Any) -> Modeller:
+    shape = {"batch": 1, "prompt_tokens": 16, "new_tokens": 8, **changes}
+    hardware = str(folder.parent / "little.json")
+    return Modeller(str(folder), device_budget=device_budget, hardware=hardware, **shape)
+
+
+@pytest.fixture(scope="module")
+def tight(folder: Path) -> Modeller:
+    return modeller(folder)
+
+
+def numbers(figures: PhaseFigures) -> tuple[int, int, int, int]:
+    found = (
+        figures.modelled_ns,
+        figures.modelled_h2d_bytes,
+        figures.lower_bound_ns,
+        figures.lower_bound_bytes,
+    )
+    assert None not in found
+    return tuple(int(n or 0) for n in found)  # type: ignore[return-value]
+
+
+def test_the_budget_is_a_share_of_the_weights(tight: Modeller) -> None:
+    layer = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
+    assert tight.weight_bytes == 2 * (6 * layer + 2 * 300 * 256 + 256)
+    assert tight.budget_bytes == int(0.7 * tight.weight_bytes)
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_every_policy_has_figures_above_its_bounds(tight: Modeller, policy: str) -> None:
+    for figures in tight.figures(policy):
+        ns, nbytes, bound_ns, bound_bytes = numbers(figures)
+        assert bound_bytes > 0 < ns
+        if policy != "static-zigzag":  # several batches share what is reloaded
+            assert bound_bytes <= nbytes and bound_ns <= ns
+        assert figures.wall_ns is figures.h2d_bytes is figures.predicted_ns is None
+
+
+@pytest.mark.parametrize("policy", ["", RESIDENT])
+def test_an_engine_with_everything_on_the_device_copies_nothing(
+    tight: Modeller, policy: str
+) -> None:
+    for figures, paged in zip(tight.figures(policy), tight.figures("finepage"), strict=True):
+        ns, nbytes, _, bound_bytes = numbers(figures)
+        assert nbytes == bound_bytes == 0
+        assert 0 < ns < numbers(paged)[0]
+    assert tight.settings(policy) == {}
+
+
+def test_settings_that_are_copied_give_the_same_figures(tight: Modeller) -> None:
+    keys = tight.settings("zero-persistence")
+    assert sorted(keys) == [
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_model_persistence_threshold",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+    ]
+    assert tight.figures("zero", keys) == tight.figures("zero-persistence")
+    assert tight.settings("zero") == ZeroSettings().keys
+    assert tight.settings("finepage") == tight.settings("static") == {}
+
+
+def test_settings_of_the_user_take_the_place_of_the_defaults(tight: Modeller) -> None:
+    """Without prefetch and persistence everything comes in again, one module after the other."""
+    with pytest.raises(PlanInfeasibleError, match="policy 'zero' holds"):
+        tight.figures("zero")
+    for figures in tight.figures("zero", SMALL):
+        assert figures.modelled_h2d_bytes == tight.weight_bytes
+    ahead = {**SMALL, "stage3_prefetch_bucket_size": 70_000}
+    leaves = tight.figures("zero-leaf", ahead)
+    assert leaves[0].modelled_h2d_bytes == tight.weight_bytes
+    assert leaves != tight.figures("zero", ahead)
+
+
+def test_the_dtype_of_a_run_can_be_named(folder: Path, tight: Modeller) -> None:
+    assert modeller(folder, dtype="float32").weight_bytes == 2 * tight.weight_bytes
+
+
+def test_one_new_token_has_a_step_too(folder: Path) -> None:
+    _, decode = modeller(folder, new_tokens=1).figures("static")
+    assert decode.modelled_ns
+
+
+def test_host_memory_is_watched_if_its_size_is_known(folder: Path) -> None:
+    small = modeller(folder, host_memory_bytes=1 << 20)
+    for policy in ("finepage", "zero-persistence"):
+        with pytest.raises(PlanInfeasibleError, match="of host memory"):
+            small.figures(policy)
+
+
+def test_a_budget_below_every_working_set_is_refused(folder: Path) -> None:
+    tiny = modeller(folder, "1%weights")
+    for policy in ("finepage", "zero-persistence", "static", "horizon-published"):
+        with pytest.raises(PlanInfeasibleError):
+            tiny.figures(policy)
+    with pytest.raises(PlanInfeasibleError):
+        tiny.settings("zero-persistence")
+
+
+def test_an_unknown_policy_is_refused(tight: Modeller) -> None:
+    for ask in (tight.figures, tight.settings):
+        with pytest.raises(ConfigError, match="unknown policy 'zeros'"):
+            ask("zeros")
