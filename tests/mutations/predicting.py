@@ -226,8 +226,8 @@ PREDICTING = (
     mutant(
         "a-decode-step-is-modelled-with-its-own-settings",
         "compare/modelling.py",
-        "decode = self._plan(follows or self._decode, policy, zero)",
-        "decode = self._plan(follows or self._decode, policy, None)",
+        "return prefill, self._plan(follows or self._decode, policy, zero)",
+        "return prefill, self._plan(follows or self._decode, policy, None)",
         "integration/compare/test_modelling.py",
     ),
     mutant(
