@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ds_finepage._compat.torch import is_traceable_wrapper_subclass
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.watch import data_of
 
