@@ -38,7 +38,7 @@ def slowdowns(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float
         host: Host memory, 1-d uint8.
     """
     device = device_of(on_device.device)
-    half = len(on_device) // 2
+    half = len(on_device) // 2 // (4 * ROW) * (4 * ROW)  # whole rows of float32
     matrices = on_device[:half].zero_().view(torch.float32).view(-1, ROW)
     rows = min(len(matrices), PIECE_BYTES // (4 * ROW))
     vector, out = (torch.zeros(n, device=on_device.device) for n in (ROW, rows))

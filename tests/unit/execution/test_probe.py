@@ -24,6 +24,14 @@ def test_a_probe_finds_every_detail() -> None:
     assert found.one_lane_below_bytes == SMALL_TRANSFER_BYTES
 
 
+def test_scratch_of_any_size_will_do() -> None:
+    nbytes = (9 << 20) + 3  # as a share of a budget may be
+    found = interplay.slowdowns(
+        torch.zeros(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    )
+    assert min(found) >= 1
+
+
 def test_little_scratch_gives_rates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attaching a small model stays fast, and its passes run in one lane."""
     for name in ("slowdowns", "wait_seconds"):
