@@ -23,6 +23,7 @@ from ds_finepage._compat.torch import (
     TorchDispatchMode,
     _disable_current_modes,
     has_free_unbacked_symbols,
+    is_traceable_wrapper_subclass,
     tree_leaves,
 )
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
@@ -230,6 +231,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one op on its fake arguments and write it down if it computes."""
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+            return NotImplemented  # the subclass runs ops on its inner tensors, and they come here
         args = with_known_shapes(func, args)
         result = func(*args, **kwargs)
         if self._fix_layout is not None:

@@ -198,6 +198,7 @@ def num_tensors() -> int:
 
 
 def test_memory_does_not_grow_over_many_calls() -> None:
+    torch._dynamo.reset()  # graphs of earlier tests are freed now, and not in between
     model = make_model("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     handle = attach(model, device_budget="64MiB", device="cpu")
     for length in (20, 30, 60):

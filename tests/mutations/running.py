@@ -95,6 +95,13 @@ RUNNING = (
         "",
         SUBCLASSES,
     ),
+    mutant(
+        "ops-of-a-subclass-are-recorded-whole",
+        "capture/recorder.py",
+        "        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):",
+        "        if False:",
+        "integration/test_taken_apart.py",
+    ),
     # Caches.
     mutant(
         "rows-of-a-refused-forward-stay",

@@ -32,9 +32,10 @@ modest = settings(
 )
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
 every_paging_policy = pytest.mark.parametrize("policy", sorted(PAGING))
-# ZeRO brings everything in again in every pass, whatever the room.
+# These systems bring everything in again in every pass, whatever the room.
+KEEP_NOTHING = ("zero", "zero-authors", "zero-leaf", "accelerate", "group-offload")
 every_keeping_policy = pytest.mark.parametrize(
-    "policy", [p for p in sorted(POLICIES) if p not in ("zero", "zero-authors", "zero-leaf")]
+    "policy", [p for p in sorted(POLICIES) if p not in KEEP_NOTHING]
 )
 alignments = st.sampled_from([1, 64, 256])
 
