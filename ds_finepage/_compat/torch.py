@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode_temporarily,
     is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
 )
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._sympy.interp import sympy_interp
@@ -82,6 +83,7 @@ __all__ = [
     "graph_break",
     "has_free_unbacked_symbols",
     "is_traceable_wrapper_subclass",
+    "is_traceable_wrapper_subclass_type",
     "maybe_mark_dynamic",
     "peek_interpreter_stack",
     "skip_code",

@@ -23,7 +23,7 @@ from ds_finepage._compat.torch import (
     TorchDispatchMode,
     _disable_current_modes,
     has_free_unbacked_symbols,
-    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
     tree_leaves,
 )
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one op on its fake arguments and write it down if it computes."""
         kwargs = kwargs or {}
-        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the subclass runs ops on its inner tensors, and they come here
         args = with_known_shapes(func, args)
         result = func(*args, **kwargs)

@@ -22,7 +22,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from ds_finepage.reporting.results import (
     RESULTS_FILE,
     CompareSettings,
     Results,
+    installed_versions,
     load_results,
 )
 
@@ -301,16 +301,10 @@ def new_results(settings: CompareSettings, command: str) -> Results:
         settings: The user's decisions.
         command: The command that repeats the comparison.
     """
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return Results(
         settings=settings,
         device=device_name(),
-        versions=versions,
+        versions=installed_versions(PACKAGES),
         date=datetime.date.today().isoformat(),
         command=command,
     )

@@ -10,8 +10,7 @@ does not do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ds_finepage import _compat
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.compare.engine import Engine, RunRequest
-from ds_finepage.compare.hooks import drop_own_forwards
+from ds_finepage.compare.hooks import HookedEngine, drop_own_forwards
 from ds_finepage.compare.loading import dtype_of, load_model
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import Accelerator, device_of
@@ -56,13 +55,12 @@ def load(request: RunRequest) -> Engine:
     return engine
 
 
-class AccelerateEngine(Engine):
+class AccelerateEngine(HookedEngine):
     """A model under ``cpu_offload``."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         """Take a model whose weights are in host memory."""
-        super().__init__(model, device)
-        self._counter = FetchCounter()
+        super().__init__(model, device, AccelerateCounter())
 
     def pin(self) -> None:
         """Move the weights to pinned host memory."""
@@ -73,20 +71,6 @@ class AccelerateEngine(Engine):
     def place(self) -> None:
         """Install Accelerate's hooks."""
         cpu_offload(self.model, str(self.device))
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Inside, a fetch is a copy and counts."""
-        with self._counter:
-            yield
-
-    def begin_forward(self) -> None:
-        """Start to count again."""
-        self._counter.nbytes = 0
-
-    def copied(self) -> tuple[int | None, int | None]:
-        """Return the bytes of all fetches since then. Nothing is copied back."""
-        return self._counter.nbytes, 0
 
     def close(self) -> None:
         """Take the hooks off; the weights are in host memory again, and tied."""
@@ -167,7 +151,7 @@ class DeviceMapEngine(AccelerateEngine):
         return meter.peak_bytes <= request.budget_bytes
 
 
-class FetchCounter:
+class AccelerateCounter:
     """Wraps the one function of Accelerate by which its hooks fetch, and counts the bytes."""
 
     def __init__(self) -> None:

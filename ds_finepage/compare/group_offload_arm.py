@@ -6,8 +6,7 @@ group is there at a time; what it frees is dropped, as it is with a stream, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +16,7 @@ from diffusers.hooks.hooks import HookRegistry
 
 from ds_finepage import _compat
 from ds_finepage.compare.engine import Engine, RunRequest
-from ds_finepage.compare.hooks import drop_own_forwards
+from ds_finepage.compare.hooks import HookedEngine, drop_own_forwards
 from ds_finepage.compare.loading import load_model
 from ds_finepage.execution.device import device_of
 
@@ -29,13 +28,12 @@ def load(request: RunRequest) -> Engine:
     return GroupOffloadEngine(load_model(request), torch.device(request.device))
 
 
-class GroupOffloadEngine(Engine):
+class GroupOffloadEngine(HookedEngine):
     """A model under ``apply_group_offloading``."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         """Take a model whose weights are in host memory."""
-        super().__init__(model, device)
-        self._counter = GroupCounter()
+        super().__init__(model, device, GroupCounter())
         self._use_stream = device_of(device).is_accelerator
         self.settings |= {"offload_type": LEVEL, "use_stream": self._use_stream}
         if not self._use_stream:
@@ -50,20 +48,6 @@ class GroupOffloadEngine(Engine):
         apply_group_offloading(
             self.model, self.device, offload_type=LEVEL, use_stream=self._use_stream
         )
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Inside, a fetch is a copy and counts."""
-        with self._counter:
-            yield
-
-    def begin_forward(self) -> None:
-        """Start to count again."""
-        self._counter.nbytes = 0
-
-    def copied(self) -> tuple[int | None, int | None]:
-        """Return the bytes of all fetches since then. Nothing is copied back."""
-        return self._counter.nbytes, 0
 
     def close(self) -> None:
         """Take the hooks off; the weights are in host memory."""

@@ -11,8 +11,10 @@ RUN is ``Run.name``. PASS is "prefill", "decode", or another name of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -170,6 +172,15 @@ class Results:
         """Return the results with one more run; it replaces one of the same name."""
         others = tuple(r for r in self.runs if r.name != run.name)
         return replace(self, runs=(*others, run))
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed, by name."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 _ADAPTER = TypeAdapter(Results)

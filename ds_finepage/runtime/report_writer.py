@@ -15,7 +15,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from ds_finepage.errors import ConfigError, FinepageError
@@ -34,6 +33,7 @@ from ds_finepage.reporting.results import (
     PhaseFigures,
     Results,
     Run,
+    installed_versions,
     load_results,
     run_folder,
     save_passes,
@@ -106,7 +106,7 @@ class ReportWriter:
         results = Results(
             settings=None,
             device=device_of(settings.device).name,
-            versions=versions(),
+            versions=installed_versions(PACKAGES),
             date=datetime.date.today().isoformat(),
             command=shlex.join([Path(sys.executable).name, *sys.argv]),
             runs=(run,),
@@ -206,14 +206,3 @@ def sequences_of(graph: TaskGraph) -> int:
         if is_input and view.dtype in ("int64", "int32") and len(view.shape) == 2:
             return view.shape[0]
     return 1
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run depends on."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

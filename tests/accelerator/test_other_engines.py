@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,11 @@ from ds_finepage.compare import accelerate_arms
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.execution.meter import DeviceMeter
 from tests.accelerator.subjects import plain_on
+from tests.integration.engines import load_arm
 from tests.integration.families import make_model, token_ids
 
 NUM_TOKENS, BATCH, PROMPT_TOKENS = 4, 2, 12
-MODULES = {
-    "accelerate": "accelerate_arms",
-    "accelerate-map": "accelerate_arms",
-    "group-offload": "group_offload_arm",
-}
+ENGINES = ("accelerate", "accelerate-map", "group-offload")
 PINNED = {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}}}
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
@@ -73,26 +69,18 @@ def request_of(model_dir: Path, arm: str, device: torch.device, budget_bytes: in
     )
 
 
-def load(request: RunRequest) -> Engine:
-    if request.arm == "group-offload":
-        pytest.importorskip("diffusers")
-    module = import_module(f"ds_finepage.compare.{MODULES[request.arm]}")
-    engine: Engine = module.load(request)
-    return engine
-
-
 def weight_bytes_of(model: Any) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("arm", MODULES)
+@pytest.mark.parametrize("arm", ENGINES)
 def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
     device: torch.device, plain: Any, model_dir: Path, arm: str
 ) -> None:
     expected = generate(plain.to(plain_on(device)), plain_on(device))
     weight_bytes = weight_bytes_of(plain)
     request = request_of(model_dir, arm, device, weight_bytes * 9 // 10)
-    engine = load(request)
+    engine = load_arm(request)
     with DeviceMeter(device) as meter, engine.counting():
         engine.place()
         assert torch.equal(generate(engine.model, device), expected)
@@ -114,13 +102,13 @@ def test_a_map_that_takes_more_than_was_estimated_keeps_fewer_modules(
     device: torch.device, plain: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = request_of(model_dir, "accelerate-map", device, weight_bytes_of(plain) * 9 // 10)
-    fitting = load(request).settings["modules_on_device"]
+    fitting = load_arm(request).settings["modules_on_device"]
     monkeypatch.setattr(accelerate_arms, "modules_that_fit", lambda _: 100)
-    assert load(request).settings["modules_on_device"] in (fitting, int(fitting) + 1)
+    assert load_arm(request).settings["modules_on_device"] in (fitting, int(fitting) + 1)
     few = dataclasses.replace(request, budget_bytes=1)
-    assert load(few).settings["modules_on_device"] == 0
+    assert load_arm(few).settings["modules_on_device"] == 0
     asked = dataclasses.replace(request, settings={"modules_on_device": 2})
-    assert load(asked).settings["modules_on_device"] == 2
+    assert load_arm(asked).settings["modules_on_device"] == 2
 
 
 def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
@@ -137,7 +125,7 @@ def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
     place = accelerate_arms.DeviceMapEngine.place
     monkeypatch.setattr(accelerate_arms.DeviceMapEngine, "place", fails_once)
     monkeypatch.setattr(accelerate_arms, "modules_that_fit", lambda _: 2)
-    engine = load(request_of(model_dir, "accelerate-map", device, 1 << 40))
+    engine = load_arm(request_of(model_dir, "accelerate-map", device, 1 << 40))
     assert tries == [2, 1] and engine.settings["modules_on_device"] == 1
 
 
@@ -146,6 +134,6 @@ def test_weights_are_pinned_if_the_ds_config_says_so(
     device: torch.device, model_dir: Path, pins: bool
 ) -> None:
     request = request_of(model_dir, "accelerate", device, 1)
-    engine = load(dataclasses.replace(request, ds_config=PINNED if pins else {}))
+    engine = load_arm(dataclasses.replace(request, ds_config=PINNED if pins else {}))
     assert all(p.is_pinned() is pins for p in engine.model.parameters())
     assert bool(engine.notes) is pins

@@ -7,24 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_finepage.cli import main
+from ds_finepage.cli.demo import TINY
 from ds_finepage.compare.arms import ARMS
-from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint
+from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.reporting.results import LOG_FILE, load_passes, load_results, run_folder
 
-SHAPE = LlamaShape(
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=1024,
-)
+SHAPE = replace(TINY, num_hidden_layers=2)
 CODE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"

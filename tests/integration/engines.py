@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
+from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.run import ONE_PROCESS, UNUSED_OP
 
 
@@ -26,3 +29,9 @@ def one_process_deepspeed() -> Iterator[Any]:
         if deepspeed.comm.is_initialized():
             deepspeed.comm.destroy_process_group()
             deepspeed.comm.comm.cdb = None
+
+
+def load_arm(request: RunRequest) -> Engine:
+    """Return the engine of an arm of a comparison."""
+    engine: Engine = import_module(ARMS[request.arm].module).load(request)
+    return engine

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from ds_finepage.planning.baselines.accelerate import (
 from ds_finepage.planning.baselines.group_offload import plan_group_offload
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
+from tests.integration.engines import load_arm
 
 HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_TOKENS, NEW_TOKENS = 64, 2, 500, 7, 4
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -58,13 +58,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         eos_token_id=None,
     ),
 }
-MODULES = {
-    "accelerate": "accelerate_arms",
-    "accelerate-map": "accelerate_arms",
-    "group-offload": "group_offload_arm",
-}
+ENGINES = ("accelerate", "accelerate-map", "group-offload")
 every_model = pytest.mark.parametrize("model_name", CONFIGS)
-every_arm = pytest.mark.parametrize("arm", MODULES)
+every_arm = pytest.mark.parametrize("arm", ENGINES)
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +93,6 @@ def request_of(folder: Path, arm: str, share: float = 0.6, **changes: Any) -> Ru
         observes=False,
     )
     return replace(request, **changes)
-
-
-def load(request: RunRequest) -> Engine:
-    if request.arm == "group-offload":
-        pytest.importorskip("diffusers")
-    module = import_module(f"ds_finepage.compare.{MODULES[request.arm]}")
-    engine: Engine = module.load(request)
-    return engine
 
 
 def generate(model: Any) -> torch.Tensor:
@@ -163,7 +151,7 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
     folders: dict[str, Path], arm: str, model_name: str
 ) -> None:
     request = request_of(folders[model_name], arm)
-    engine = load(request)
+    engine = load_arm(request)
     expected = generate(engine.model)
     with DeviceMeter(engine.device) as meter, engine.counting():
         engine.place()
@@ -184,7 +172,7 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
 def test_everything_is_as_before_at_the_end(
     folders: dict[str, Path], arm: str, model_name: str
 ) -> None:
-    engine = load(request_of(folders[model_name], arm))
+    engine = load_arm(request_of(folders[model_name], arm))
     model, setter = engine.model, hooks.set_module_tensor_to_device
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     expected = generate(model)
@@ -206,7 +194,7 @@ def test_everything_is_as_before_at_the_end(
 def test_outside_of_counting_a_fetch_is_an_alias_and_counts_nothing(
     folders: dict[str, Path], arm: str
 ) -> None:
-    engine = load(request_of(folders["llama"], arm, settings={"modules_on_device": 0}))
+    engine = load_arm(request_of(folders["llama"], arm, settings={"modules_on_device": 0}))
     masters = {w.data_ptr() for w in engine.model.parameters()}
     engine.place()
     used = []
@@ -234,7 +222,7 @@ def test_a_device_map_may_keep_nothing_or_everything(
     request = request_of(folders[model_name], "accelerate-map", share=2)
     if not keeps_all:
         request = replace(request, settings={"modules_on_device": 0})
-    engine = load(request)
+    engine = load_arm(request)
     num_modules = len(map_modules(captured(model_name, "prefill")))
     assert engine.settings["modules_on_device"] == (num_modules if keeps_all else 0)
     expected = generate(engine.model)

@@ -169,7 +169,6 @@ def test_the_seams_find_the_names_of_transformers() -> None:
 
 def test_the_arms_find_the_names_of_accelerate_and_diffusers() -> None:
     assert hasattr(import_module("accelerate.hooks"), _compat.ACCELERATE_SET)
-    pytest.importorskip("diffusers")
     from diffusers.hooks import HookRegistry
 
     group = getattr(import_module(_compat.GROUP_OFFLOADING), _compat.GROUP)

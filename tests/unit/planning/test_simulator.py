@@ -453,6 +453,8 @@ def test_laws(seed: int, name: str) -> None:
     assert timeline.total_ns >= timeline.lower_bound_ns
     alone_ns = simulate(memgraph, profile.without_details()).compute_ns
     assert timeline.lower_bound_ns >= alone_ns and timeline.compute_ns >= alone_ns
+    if profile == profile.without_details():
+        assert timeline.compute_ns == alone_ns
 
 
 def test_ten_thousand_nodes_in_no_time() -> None:
