@@ -7,6 +7,10 @@ pass is predicted with the rates that were measured when the model was attached 
 of its ops, measured one by one. Wall time is that of the whole call of the model. All figures are
 medians in milliseconds, over runs with nothing else on the machine; "load" is what else there was.
 
+The speed of a shared machine drifts by a third within a minute. So predicted and measured are
+compared side by side: each round attaches the model anew, measures rates and ops, and runs at once.
+The error is the median of the errors of the rounds; beside it are the smallest and the largest.
+
 Columns after the error say what it consists of, each as predicted / measured: the time of the call
 before the lanes begin, the ops on the compute lane, the copies on the h2d lane, and the waits of
 the compute lane for copies. Only measured are the host's time between tasks that wait for nothing,
@@ -141,7 +145,7 @@ def generation(model: Any, prompt: int, steps: int) -> Iterator[tuple[str, int]]
 
 
 def measure(
-    name: str, shares: list[int], *, prompt: int, steps: int, repeats: int
+    name: str, shares: list[int], *, prompt: int, steps: int, repeats: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Measure a model under each budget.
 
@@ -150,29 +154,50 @@ def measure(
         shares: Budgets, in percent of the weights.
         prompt: Tokens of the prompt.
         steps: Decode steps of a generation.
-        repeats: Generations whose figures count, after two that do not.
+        repeats: Generations of a round whose figures count, after two that do not.
+        rounds: How often the model is attached under each budget.
 
     Yields:
         A row for each phase and budget.
     """
     torch._dynamo.reset()
     model = make_model(name)
-    handle = attach(model, device_budget=f"{shares[-1]}%weights", device="cpu")
-    weight_bytes = handle.stats.weight_bytes
     for share in shares:
-        handle.replan(budget_bytes=weight_bytes * share // 100)
-        handle.record()
-        runs: dict[str, list[Figures]] = defaultdict(list)
-        for repeat in range(repeats + 2):
-            for step, (phase, wall_ns) in enumerate(generation(model, prompt, steps)):
-                found = figures_of(handle, phase, wall_ns)
-                if found is not None and repeat >= 2 and (step == 0 or step > WARM_STEPS):
-                    runs[phase].append(found)
-        for phase, figures in runs.items():
-            medians = {n: statistics.median(f[n] for f in figures) for n in figures[0]}
-            error = medians["predicted"] / medians["measured"] - 1
-            yield {"model": name, "phase": phase, "share": share, "error": error, **medians}
-    handle.detach()
+        found: dict[str, list[Figures]] = defaultdict(list)
+        for _ in range(rounds):
+            handle = attach(model, device_budget=f"{share}%weights", device="cpu")
+            handle.record()
+            for phase, medians in one_round(handle, model, prompt, steps, repeats).items():
+                found[phase].append(medians)
+            handle.detach()
+        for phase, figures in found.items():
+            errors = sorted(f["predicted"] / f["measured"] - 1 for f in figures)
+            yield {
+                "model": name,
+                "phase": phase,
+                "share": share,
+                "error": statistics.median(errors),
+                "errors": errors,
+                **medians_of(figures),
+            }
+
+
+def one_round(
+    handle: Handle, model: Any, prompt: int, steps: int, repeats: int
+) -> dict[str, Figures]:
+    """Run generations; return the medians of each phase that ran by plan."""
+    runs: dict[str, list[Figures]] = defaultdict(list)
+    for repeat in range(repeats + 2):
+        for step, (phase, wall_ns) in enumerate(generation(model, prompt, steps)):
+            found = figures_of(handle, phase, wall_ns)
+            if found is not None and repeat >= 2 and (step == 0 or step > WARM_STEPS):
+                runs[phase].append(found)
+    return {phase: medians_of(figures) for phase, figures in runs.items()}
+
+
+def medians_of(figures: list[Figures]) -> Figures:
+    """Return the median of each figure."""
+    return {name: statistics.median(f[name] for f in figures) for name in figures[0]}
 
 
 PAIRS = ("before", "compute", "h2d", "waits")
@@ -187,7 +212,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['share']}%",
         f"{row['measured']:.2f}",
         f"{row['predicted']:.2f}",
-        f"{row['error']:+.1%}",
+        f"{row['error']:+.1%} ({row['errors'][0]:+.0%} to {row['errors'][-1]:+.0%})",
         *(f"{row[f'{n}_predicted']:.2f} / {row[f'{n}_measured']:.2f}" for n in PAIRS),
         f"{row['host_gaps']:.2f}",
         f"{row['after']:.2f}",
@@ -214,7 +239,8 @@ def main(say: Callable[[str], None] = print) -> int:
     parser.add_argument("--shares", default="40,60,80", help="budgets, in percent of the weights")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="generations of a round")
+    parser.add_argument("--rounds", type=int, default=5, help="measured anew in each")
     parser.add_argument("--threads", type=int, default=1, help="threads of an op")
     parser.add_argument("--most", type=float, default=0.15, help="largest error that is well")
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
@@ -238,6 +264,7 @@ def main(say: Callable[[str], None] = print) -> int:
             prompt=arguments.prompt,
             steps=arguments.steps,
             repeats=arguments.repeats,
+            rounds=arguments.rounds,
         ):
             say(" | ".join(cells(row)))
             rows.append(row)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ import torch
 from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.execution.program import LANES, Program, Step
+from ds_finepage.execution.spans import CpuSpanRecorder
 from ds_finepage.graph.memgraph import Extent, Lane, Node, NodeKind
 
 PIECE_BYTES = 1 << 20
@@ -21,7 +25,7 @@ PIECE_BYTES = 1 << 20
 SECONDS, REPEATS = 2e-3, 3
 """Time of the ops alone, and of the copies alone, in one measurement; the shortest counts."""
 
-NUM_WAITS = 16
+NUM_WAITS, NUM_STEPS = 16, 32
 ROW = 1024
 
 Run = Callable[[int], None]
@@ -37,16 +41,9 @@ def slowdowns(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float
         on_device: Scratch on the device, 1-d uint8; more than two pieces.
         host: Host memory, 1-d uint8.
     """
-    device = device_of(on_device.device)
-    half = len(on_device) // 2 // (4 * ROW) * (4 * ROW)  # whole rows of float32
-    matrices = on_device[:half].zero_().view(torch.float32).view(-1, ROW)
-    rows = min(len(matrices), PIECE_BYTES // (4 * ROW))
-    vector, out = (torch.zeros(n, device=on_device.device) for n in (ROW, rows))
+    device, op = device_of(on_device.device), _piecewise_product(on_device)
+    half = _half(on_device)
     nbytes = min(half, PIECE_BYTES)
-
-    def op(number: int) -> None:
-        first = number * rows % (len(matrices) - rows + 1)
-        torch.mv(matrices[first : first + rows], vector, out=out)
 
     def copy(number: int) -> None:
         target = half + number * nbytes % (half - nbytes + 1)
@@ -55,6 +52,24 @@ def slowdowns(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float
 
     side_by_side = _on_streams(device, op, copy) if isinstance(device, Accelerator) else None
     return _factors(side_by_side or _on_threads(op, copy))
+
+
+def _half(memory: torch.Tensor) -> int:
+    """Return the bytes of whole rows of float32 in the first half of some memory."""
+    return len(memory) // 2 // (4 * ROW) * (4 * ROW)
+
+
+def _piecewise_product(on_device: torch.Tensor) -> Run:
+    """Return an op that reads one piece of the first half of some memory."""
+    matrices = on_device[: _half(on_device)].zero_().view(torch.float32).view(-1, ROW)
+    rows = min(len(matrices), PIECE_BYTES // (4 * ROW))
+    vector, out = (torch.zeros(n, device=on_device.device) for n in (ROW, rows))
+
+    def op(number: int) -> None:
+        first = number * rows % (len(matrices) - rows + 1)
+        torch.mv(matrices[first : first + rows], vector, out=out)
+
+    return op
 
 
 SideBySide = Callable[[int, int], tuple[float, float]]
@@ -148,6 +163,35 @@ def wait_seconds(on_device: torch.Tensor, host: torch.Tensor) -> float:
     finally:
         lanes.close()
     return max(0.0, min(runs) - copies) / (2 * NUM_WAITS)
+
+
+def step_seconds(on_device: torch.Tensor) -> float:
+    """Measure how long a lane takes from the end of an op to the begin of the next.
+
+    The ops go through much memory, so that the code between them is no longer in the caches. It
+    counts as 0 for an accelerator, whose streams hold the next op when one ends.
+
+    Args:
+        on_device: Scratch on the device, 1-d uint8; more than two pieces.
+    """
+    if device_of(on_device.device).is_accelerator:
+        return 0.0
+    op = _piecewise_product(on_device)
+    nodes = [Node(i, NodeKind.COMPUTE, task=0) for i in range(NUM_STEPS)]
+    steps = tuple(Step(n, Lane.COMPUTE, n.id + 1, (), signals=False) for n in nodes)
+    program = Program({lane: steps if lane is Lane.COMPUTE else () for lane in LANES}, steps)
+    recorder = CpuSpanRecorder()
+    with closing(CpuLanes()) as lanes:
+        gaps = [_gaps_ns(program, recorder, op, lanes) for _ in range(REPEATS)]
+    return statistics.median(gaps) / (NUM_STEPS - 1) / 1e9
+
+
+def _gaps_ns(program: Program, recorder: CpuSpanRecorder, op: Run, lanes: CpuLanes) -> int:
+    """Run an op in every step of a program of one lane; return the time between the steps."""
+    actions = {step.node.id: partial(op, step.node.id) for step in program.merged}
+    lanes.run(program, recorder.begin(program.merged, actions))
+    spans = recorder.spans()
+    return spans[-1].end_ns - spans[0].start_ns - sum(s.end_ns - s.start_ns for s in spans)
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_finepage.execution.device import device_of
-from ds_finepage.execution.interplay import slowdowns, wait_seconds
+from ds_finepage.execution.interplay import slowdowns, step_seconds, wait_seconds
 from ds_finepage.execution.lanes import SMALL_TRANSFER_BYTES
 from ds_finepage.graph.hardware import HardwareProfile
 
@@ -105,6 +105,7 @@ def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
         found["copy_shares"] = tuple(zip(sizes, shares, strict=True))
         found["op_slowdown"], found["copy_slowdown"] = slowdowns(on_device, host)
         found["wait_ns"] = int(wait_seconds(on_device, host) * 1e9)
+        found["step_ns"] = int(step_seconds(on_device) * 1e9)
     return found
 
 

@@ -31,6 +31,7 @@ class HardwareProfile:
     op_slowdown: float = 1.0  # factor of the time of an op while a copy runs
     copy_slowdown: float = 1.0  # factor of the time of a copy while an op runs
     wait_ns: int = 0  # time until a lane goes on after it had to wait for another
+    step_ns: int = 0  # time of a lane between the end of a node and the begin of the next
     one_lane_below_bytes: int = 0  # a pass runs in one lane if its mean copy is smaller
 
     def without_details(self) -> HardwareProfile:
@@ -43,6 +44,7 @@ DETAILS: dict[str, Any] = {
     "op_slowdown": 1.0,
     "copy_slowdown": 1.0,
     "wait_ns": 0,
+    "step_ns": 0,
     "one_lane_below_bytes": 0,
 }
 """The measured figures that a profile may lack, and their values then."""

@@ -97,6 +97,7 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
         "transfer_latency_ns",
         *HOST_COSTS,
         "wait_ns",
+        "step_ns",
         "one_lane_below_bytes",
     )
     for field in at_least_0:

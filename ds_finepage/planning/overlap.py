@@ -53,7 +53,7 @@ class Overlap:
         """
         self.starts = [0.0] * len(work)
         self.ends = [0.0] * len(work)
-        self._work, self._wait_ns = work, profile.wait_ns
+        self._work, self._wait_ns, self._step_ns = work, profile.wait_ns, profile.step_ns
         self._slowdown = {lane: profile.copy_slowdown for lane in Lane}
         self._slowdown[Lane.COMPUTE] = profile.op_slowdown
         self._num_open = [len(before) for before in memgraph.predecessors]
@@ -86,7 +86,7 @@ class Overlap:
             now = then
             for lane in [lane for lane, end in ends.items() if end == then]:
                 del self._left[lane]
-                self._free[lane] = then
+                self._free[lane] = then + self._step_ns
                 self._complete(self._queues[lane].pop(), then)
             for lane in [lane for lane, start in starts.items() if start == then]:
                 node = self._queues[lane][-1]

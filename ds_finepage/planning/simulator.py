@@ -6,8 +6,8 @@ lane is free and all its predecessors are complete. Nodes of the other kinds (re
 alloc, drop) take no time: they are complete when the last of their predecessors is.
 
 A profile with details (``graph/hardware.py``) adds to that: small copies get a share of the link's
-rate, a lane that had to wait goes on a little later, ops and copies that overlap slow each other
-down (``overlap.py``), and a pass of small copies runs in one lane.
+rate, a lane takes some time between two nodes and more if it had to wait, ops and copies that
+overlap slow each other down (``overlap.py``), and a pass of small copies runs in one lane.
 """
 
 from __future__ import annotations
@@ -154,10 +154,7 @@ def simulate(
         overlap.run()
         starts, complete = [round(t) for t in overlap.starts], [round(t) for t in overlap.ends]
     else:
-        wait_ns = 0 if in_one_lane else profile.wait_ns
-        starts, complete = _in_order(
-            memgraph, work, wait_ns, begin_ns=begin_ns, in_one_lane=in_one_lane
-        )
+        starts, complete = _in_order(memgraph, work, profile, begin_ns, in_one_lane=in_one_lane)
     spans = [
         Span(n.id, w.lane, starts[n.id], complete[n.id], _span_name(memgraph.graph, n))
         for n, w in zip(memgraph.nodes, work, strict=True)
@@ -189,10 +186,16 @@ def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: 
 
 
 def _in_order(
-    memgraph: MemGraph, work: Sequence[Work], wait_ns: int, *, begin_ns: int, in_one_lane: bool
+    memgraph: MemGraph,
+    work: Sequence[Work],
+    profile: HardwareProfile,
+    begin_ns: int,
+    *,
+    in_one_lane: bool,
 ) -> tuple[list[int], list[int]]:
     """Return when each node begins and is complete, where no lane slows another down."""
     starts, complete = [0] * len(work), [0] * len(work)
+    wait_ns = 0 if in_one_lane else profile.wait_ns
     lane_free = dict.fromkeys(Lane, begin_ns)
     for node, before in enumerate(memgraph.predecessors):
         ready = max((complete[b] for b in before), default=0)
@@ -203,9 +206,9 @@ def _in_order(
         start = start_ns(ready, lane_free[lane], work[node].issued_ns, wait_ns)
         starts[node], complete[node] = start, start + work[node].took_ns
         if in_one_lane:
-            lane_free = dict.fromkeys(Lane, complete[node])
+            lane_free = dict.fromkeys(Lane, complete[node] + profile.step_ns)
         else:
-            lane_free[lane] = complete[node]
+            lane_free[lane] = complete[node] + profile.step_ns
     return starts, complete
 
 

@@ -139,7 +139,7 @@ def test_a_probe_measures_overlaps_on_streams(device: torch.device) -> None:
     found = require_usable(probe(device, scratch_bytes=4 << 20))
     assert len(found.copy_shares) == 3
     assert found.op_slowdown >= 1 and found.copy_slowdown >= 1
-    assert (found.wait_ns, found.one_lane_below_bytes) == (0, 0)
+    assert (found.wait_ns, found.step_ns, found.one_lane_below_bytes) == (0, 0, 0)
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -53,6 +53,27 @@ MEASURING = (
         SIMULATOR,
     ),
     mutant(
+        "a-lane-goes-on-at-once-after-a-node",
+        "planning/simulator.py",
+        "            lane_free[lane] = complete[node] + profile.step_ns",
+        "            lane_free[lane] = complete[node]",
+        SIMULATOR,
+    ),
+    mutant(
+        "overlapping-lanes-go-on-at-once-after-a-node",
+        "planning/overlap.py",
+        "then + self._step_ns",
+        "then",
+        SIMULATOR,
+    ),
+    mutant(
+        "a-single-lane-goes-on-at-once-after-a-node",
+        "planning/simulator.py",
+        "dict.fromkeys(Lane, complete[node] + profile.step_ns)",
+        "dict.fromkeys(Lane, complete[node])",
+        SIMULATOR,
+    ),
+    mutant(
         "copies-run-as-fast-beside-ops",
         "planning/overlap.py",
         "{lane: profile.copy_slowdown for lane in Lane}",

@@ -9,8 +9,10 @@ import torch
 
 from ds_finepage.execution import interplay, probe
 from ds_finepage.execution.lanes import SMALL_TRANSFER_BYTES, CpuLanes
+from ds_finepage.execution.program import LANES, Program, Step
+from ds_finepage.execution.spans import CpuSpanRecorder
 from ds_finepage.graph.hardware import DETAILS
-from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.memgraph import Lane, Node, NodeKind
 from ds_finepage.graph.profiles import require_usable
 
 CPU = torch.device("cpu")
@@ -34,7 +36,7 @@ def test_scratch_of_any_size_will_do() -> None:
 
 def test_little_scratch_gives_rates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attaching a small model stays fast, and its passes run in one lane."""
-    for name in ("slowdowns", "wait_seconds"):
+    for name in ("slowdowns", "wait_seconds", "step_seconds"):
         monkeypatch.delattr(probe, name)
     found = require_usable(probe.probe(CPU, scratch_bytes=MIB))
     assert {n: getattr(found, n) for n in DETAILS} == {
@@ -50,12 +52,13 @@ def test_a_rate_is_net_of_the_latency_and_a_share_is_of_the_best(
     monkeypatch.setattr(probe, "_copy_seconds", lambda target, source, nbytes: took[nbytes])
     monkeypatch.setattr(probe, "slowdowns", lambda *memory: (1.5, 1.25))
     monkeypatch.setattr(probe, "wait_seconds", lambda *memory: 30e-6)
+    monkeypatch.setattr(probe, "step_seconds", lambda memory: 4e-6)
     found = probe._links(2 * MIB, CPU, 1e-6)
     assert found["h2d_bytes_per_s"] == pytest.approx(2 * MIB / 16e-6)
     assert found["d2h_bytes_per_s"] == pytest.approx(2 * MIB / 17e-6)
     assert [share for _, share in found["copy_shares"]] == pytest.approx([0.5, 0.5, 1.0])
     assert (found["op_slowdown"], found["copy_slowdown"]) == (1.5, 1.25)
-    assert found["wait_ns"] == 30_000
+    assert (found["wait_ns"], found["step_ns"]) == (30_000, 4_000)
 
 
 def test_a_walk_returns_to_its_beginning_where_a_piece_does_not_fit() -> None:
@@ -122,3 +125,22 @@ def test_a_wait_takes_the_time_beyond_the_copies(monkeypatch: pytest.MonkeyPatch
     assert interplay.wait_seconds(memory, memory) == pytest.approx(20e-6)
     times[1] = 7e-3
     assert interplay.wait_seconds(memory, memory) == 0.0
+
+
+def test_the_time_between_steps_is_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_gaps = interplay.NUM_STEPS - 1
+    gaps = iter([900_000, 4_000 * num_gaps, 0])
+    monkeypatch.setattr(interplay, "_gaps_ns", lambda *_: next(gaps))
+    assert interplay.step_seconds(torch.zeros(MIB, dtype=torch.uint8)) == pytest.approx(4e-6)
+
+
+def test_gaps_are_the_time_in_no_step(lanes: CpuLanes) -> None:
+    ran: list[int] = []
+    nodes = [Node(i, NodeKind.COMPUTE, task=0) for i in range(3)]
+    steps = tuple(Step(n, Lane.COMPUTE, n.id + 1, (), signals=False) for n in nodes)
+    program = Program({lane: steps if lane is Lane.COMPUTE else () for lane in LANES}, steps)
+    recorder = CpuSpanRecorder()
+    gaps_ns = interplay._gaps_ns(program, recorder, ran.append, lanes)
+    spans = recorder.spans()
+    between = [b.start_ns - a.end_ns for a, b in zip(spans, spans[1:], strict=False)]
+    assert ran == [0, 1, 2] and gaps_ns == sum(between) and min(between) >= 0

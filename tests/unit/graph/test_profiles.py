@@ -81,6 +81,7 @@ def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) 
         op_slowdown=1.5,
         copy_slowdown=2,
         wait_ns=30,
+        step_ns=4,
         one_lane_below_bytes=7,
     )
     path = tmp_path / "mine.json"
@@ -111,6 +112,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"host_op_ns": -1}, "host_op_ns is -1"),
     ({"host_copy_ns": -1}, "host_copy_ns is -1"),
     ({"wait_ns": -1}, "wait_ns is -1"),
+    ({"step_ns": -1}, "step_ns is -1"),
     ({"one_lane_below_bytes": -1}, "one_lane_below_bytes is -1"),
     ({"op_slowdown": 0.5}, r"op_slowdown is 0\.5; it must be at least 1"),
     ({"copy_slowdown": 0.9}, r"copy_slowdown is 0\.9; it must be at least 1"),

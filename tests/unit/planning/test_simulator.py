@@ -296,6 +296,28 @@ def test_a_pass_of_small_copies_runs_in_one_lane() -> None:
     assert simulate(plan, wide) == simulate(plan, PLAIN)
 
 
+@pytest.mark.parametrize(
+    ("details", "ends"),
+    [
+        # Copies begin at 0, 65 and 130; tasks at 60 and 165.
+        (
+            {},
+            {1: (0, 60), 2: (60, 160), 5: (65, 125), 6: (165, 265), 9: (130, 190), 10: (270, 370)},
+        ),
+        ({"one_lane_below_bytes": 61}, {1: (0, 60), 2: (65, 165), 5: (170, 230), 6: (235, 335)}),
+    ],
+)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_lane_takes_time_between_two_nodes(
+    details: dict[str, int], ends: dict[int, tuple[int, int]], overlaps: bool
+) -> None:
+    """Both ways to walk agree; a slowdown of one part in a million rounds to nothing."""
+    slowdown = 1 + 1e-6 if overlaps else 1.0
+    profile = dataclasses.replace(PLAIN, step_ns=5, op_slowdown=slowdown, **details)
+    found = times(simulate(streaming([100, 100, 100], 60, [0, 60, 120]), profile))
+    assert found | ends == found
+
+
 def test_ops_and_copies_that_overlap_slow_each_other_down() -> None:
     """An op takes twice as long while a copy runs, and a copy three times while an op does."""
     profile = dataclasses.replace(PLAIN, op_slowdown=2.0, copy_slowdown=3.0)
@@ -403,6 +425,7 @@ DETAILED = dataclasses.replace(
     op_slowdown=1.3,
     copy_slowdown=1.7,
     wait_ns=11,
+    step_ns=3,
 )
 
 
