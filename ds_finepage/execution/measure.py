@@ -46,11 +46,13 @@ from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 REPEAT_BELOW_NS = 2_000_000
 """Ops faster than this are timed again; the best of three counts."""
 
-WEIGHT_COLD_BYTES, COLD_BYTES = 8 << 20, 2 << 20
+WEIGHT_COLD_BYTES, COLD_BYTES = 64 << 20, 2 << 20
 """Written before each timed run of an op on the CPU: for an op whose operands are mostly weights,
 and for others. In a pass a core's own caches have lost its weights since the last pass, and its
 code since the last op of its kind; in a row of equal runs they keep both. The second is the size of
-a core's own cache, the first is well beyond it. A model with fewer weights loses less."""
+a core's own cache. The first is beyond the share of the last cache that one program gets on a
+server: after 8 MiB an op on weights took half of its time in a pass, after 64 MiB all of it. A
+model with fewer weights loses less."""
 
 LEAST_COLD_BYTES = 64 << 10
 """A model with fewer weights stays in the caches."""

@@ -210,8 +210,8 @@ def test_caches_lose_the_operands_before_each_timed_run() -> None:
 
 def test_weights_are_colder_than_other_operands_and_small_models_lose_less() -> None:
     draft = Draft()
-    x, y = draft.tensor(INPUT, 1, 1 << 10), draft.tensor(ACTIVATION, 1, 1 << 12)
-    w = draft.tensor(WEIGHT, 1 << 10, 1 << 12, name="w")  # 16 MiB
+    x, y = draft.tensor(INPUT, 1, 1 << 12), draft.tensor(ACTIVATION, 1, 1 << 12)
+    w = draft.tensor(WEIGHT, 1 << 12, 1 << 12, name="w")  # 64 MiB
     draft.task("aten.mm.default", x, w, out=(y,))
     draft.task("aten.neg.default", y, out=(draft.tensor(ACTIVATION, 1, 1 << 12),))
     graph = draft.graph()
