@@ -311,8 +311,8 @@ MOVING = (
     mutant(
         "data-of-buffers-is-not-watched",
         "execution/watch.py",
-        "_install(torch.nn.Parameter if isinstance(parameter, torch.nn.Parameter) else torch.Tensor)",
-        "_install(torch.nn.Parameter)",
+        "torch.nn.Parameter if isinstance(parameter, torch.nn.Parameter) else torch.Tensor",
+        "torch.nn.Parameter",
         LARGE_BUFFERS,
     ),
     mutant(
