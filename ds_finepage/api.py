@@ -11,6 +11,7 @@ and a machine that need not be there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from ds_finepage.execution.device import (
     require_device,
 )
 from ds_finepage.execution.disk_cache import open_plan_folder
+from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, probe
 from ds_finepage.execution.stores import TakeWeights, WeightTable
@@ -35,6 +37,8 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import RUNNABLE, policy_named
 from ds_finepage.planning.simulator import simulate
@@ -45,6 +49,8 @@ from ds_finepage.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
     from ds_finepage.whatif import PlannedModel
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["attach", "capture", "check", "plan", "plan_model", "simulate"]
 
@@ -160,12 +166,16 @@ def attach(
 ) -> Handle:
     """Run the forward passes of a module by plan, under a device budget, from now on.
 
+    With ``weights="int8"`` or ``"int4"`` the linear layers are packed first, in place, and stay so.
+    Results are then those of the quantised model.
+
     Args:
-        module: Any ``torch.nn.Module``; its parameters become host masters.
+        module: Any ``torch.nn.Module``; its parameters and large buffers become host
+            masters.
         config: The ``finepage`` section.
         device: Where to compute; by default the accelerator, if plans can run on it.
         profile: Rates to plan with; by default they are measured now.
-        take: Makes the host masters of parameters; DeepSpeed's are there already.
+        take: Makes the host masters of weights; DeepSpeed's are there already.
         around_call: Makes a context that holds while the module runs.
         **settings: Keys of the section, one by one.
 
@@ -173,18 +183,25 @@ def attach(
         The handle: counters, plans, hooks, ``detach()``.
 
     Raises:
-        ConfigError: A setting or the device cannot be used, or the budget is above the device.
+        ConfigError: A setting or the device cannot be used, the budget is above the device, or the
+            model cannot be packed.
         StoreError: A parameter has no data, or is a subclass that cannot be taken apart.
-        DeviceMemoryError: The device has no room for the budget; the module is as it was.
+        DeviceMemoryError: The device has no room for the budget; the module is as it was, or
+            packed.
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
+    if config.weights is not None:
+        _pack(module, PackedForm.parse(config.weights, config.weights_group))
     with ExitStack() as undo:
         apart = TakenApart(module)
         undo.callback(apart.restore)
-        weights = WeightTable(take(dict(module.named_parameters()), where), where)
+        parameters = take(dict(module.named_parameters()), where)
+        buffers = LargeBuffers(module, where)
+        large = take(buffers.find(weight.master for weight in parameters), where)
+        weights = WeightTable([*parameters, *large], where)
         budget_bytes = resolve_budget(config, weights.nbytes, where)
         scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
         try:
@@ -196,12 +213,29 @@ def attach(
                 plan_dir=plan_dir,
             )
             handle = Handle(
-                module, weights, run_settings, apart=apart, take=take, around_call=around_call
+                module,
+                weights,
+                run_settings,
+                apart=apart,
+                buffers=buffers,
+                take=take,
+                around_call=around_call,
             )
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
         undo.pop_all()
         return handle
+
+
+def _pack(module: torch.nn.Module, form: PackedForm) -> None:
+    pack_model(module, form)
+    logger.warning(
+        "the linear layers of %s are packed as %s in groups of %d: results are those of the "
+        "quantised model",
+        type(module).__name__,
+        form.name,
+        form.group,
+    )
 
 
 def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.device) -> int:
