@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="decode",
         help="prefill: all tokens at once; decode: one token (decode)",
     )
+    options.add_weights(parser)
     options.add_budget(parser, "auto")
     options.add_host_memory(parser)
     output.add_json(parser)
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan and its trace."""
     options.require_policies([arguments.policy])
+    weights = options.one_form_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
     profile = load_profile(arguments.hardware)
@@ -70,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         policy=arguments.policy,
         split=not arguments.no_split,
         host_memory_bytes=host_memory_bytes,
+        weights=weights,
+        weights_group=arguments.weights_group,
     )
     if planned.figures.budget_bytes > profile.capacity_bytes:
         print(
@@ -97,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         seq=arguments.seq,
         hardware=arguments.hardware,
+        **options.given_weights(arguments),
     )
     print(f"figures of other budgets: {following}")
     return 0
