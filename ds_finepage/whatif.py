@@ -34,6 +34,7 @@ from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
+from ds_finepage.packing.stock import pack_as_stock
 from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.pipeline import (
     Needs,
@@ -58,6 +59,9 @@ AUTO_MARGIN_BYTES = 512 << 20
 UNPACKED = "bf16"
 """Names weights of 16 bits: bfloat16, or float16 on a card that has none."""
 
+AS_STOCK = ", modelled as DeepSpeed packs"
+"""Follows the form where a policy ``zero*`` stands for DeepSpeed's own packing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel:
@@ -74,6 +78,8 @@ class CapturedModel:
             not packed.
         kv_on_host: The KV cache is in host memory, except layers with a sliding window.
         capture_on_host: Captures the same pass with its KV cache in host memory, if that is known.
+        capture_as_stock: Captures the same pass with weights packed as DeepSpeed packs them; None
+            if they are not packed.
     """
 
     model: str
@@ -85,6 +91,7 @@ class CapturedModel:
     weights: str | None = None
     kv_on_host: bool = False
     capture_on_host: Callable[[], CapturedModel] | None = None
+    capture_as_stock: Callable[[], CapturedModel] | None = None
 
     @cached_property
     def needs(self) -> Needs:
@@ -99,6 +106,11 @@ class CapturedModel:
         found = self.capture_on_host() if self.capture_on_host else None
         has_rows = found and any(b.kind is BufferKind.HOST for b in found.graph.buffers)
         return found if has_rows else None
+
+    @cached_property
+    def as_stock(self) -> CapturedModel:
+        """The same pass as DeepSpeed runs it, which packs a layer's weight into one parameter."""
+        return self.capture_as_stock() if self.capture_as_stock else self
 
     @property
     def kv_bytes(self) -> int:
@@ -163,9 +175,10 @@ def capture_model(
         config.dtype = torch.bfloat16
     dtype = dtype or default_dtype(config, profile)
 
-    def capture(*, kv_on_host: bool) -> CapturedModel:
+    def capture(*, kv_on_host: bool = False, as_stock: bool = False) -> CapturedModel:
         start = time.process_time()
         ops = host_ops if kv_on_host else None
+        pack = pack_as_stock if as_stock else pack_model
         graph = capture_config(
             config,
             phase=phase,
@@ -173,7 +186,7 @@ def capture_model(
             seq=seq,
             dtype=dtype,
             host_ops=ops,
-            prepare=None if form is None else partial(pack_model, form=form),
+            prepare=None if form is None else partial(pack, form=form),
         )
         graph = estimate_workspaces(graph)
         return CapturedModel(
@@ -183,12 +196,13 @@ def capture_model(
             seq=seq,
             graph=graph,
             capture_seconds=time.process_time() - start,
-            weights=None if form is None else f"{form.name}, group {form.group}",
+            weights=form and f"{form.name}, group {form.group}{AS_STOCK if as_stock else ''}",
             kv_on_host=kv_on_host,
             capture_on_host=None if kv_on_host else partial(capture, kv_on_host=True),
+            capture_as_stock=None if form is None or as_stock else partial(capture, as_stock=True),
         )
 
-    return capture(kv_on_host=False)
+    return capture()
 
 
 def packed_form(
@@ -278,13 +292,14 @@ def plan_captured(
 
 
 def problem_of(captured: CapturedModel, *, budget_bytes: int, profile: HardwareProfile) -> Problem:
-    """Return the problem of a baseline, which leaves the pass and its KV cache as they are.
+    """Return the problem of a policy ``zero*``, which leaves the KV cache where it is.
 
     Args:
         captured: The pass.
         budget_bytes: The limit on all device bytes.
         profile: The machine.
     """
+    captured = captured.as_stock
     arena_bytes = budget_bytes - captured.needs.non_arena_bytes
     return Problem(captured.graph, arena_bytes, Accelerator.alignment, profile)
 
@@ -319,6 +334,8 @@ def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
 def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[CapturedModel, Needs]]:
     """List a pass with its KV cache on the device, and in host memory if the policy moves it."""
     chosen = policy_named(policy)
+    if chosen.zero_settings is not None:
+        captured = captured.as_stock
     forms = [captured, captured.on_host] if chosen.pages else [captured]
     found = []
     for form in forms:

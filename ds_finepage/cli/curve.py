@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finepage.cli import options, output
+from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
@@ -88,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         form = f"{curve.weights}: " if len(curves) > 1 else ""
         for sentence in curve.in_words():
             print(f"{form}{sentence}")
+        if is_modelled_packing(arguments.policy, curve.weights):
+            print(packing_note(str(curve.weights)))
     if arguments.plot is not None:
         print(f"picture: {arguments.plot}")
     return 0

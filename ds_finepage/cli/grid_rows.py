@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ds_finepage.cli.options import UNPACKED
 from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import format_ns
@@ -138,6 +139,8 @@ def reasons(results: Results) -> list[str]:
 def lines_below(results: Results) -> list[str]:
     """List the reasons, and the settings of DeepSpeed that were found, for below the table."""
     found = [f"({number}) {reason}" for number, reason in enumerate(reasons(results), start=1)]
+    packed = [c.weights for c in results if is_modelled_packing(c.policy, c.weights)]
+    found += [packing_note(str(form)) for form in dict.fromkeys(packed)]
     for cell, result in results.items():
         if cell.policy != SEARCHED:
             continue
@@ -151,6 +154,23 @@ def lines_below(results: Results) -> list[str]:
                 text = json.dumps(settings)
                 found.append(f"zero_optimization of {SEARCHED}, {where}, {phase}: {text}")
     return found
+
+
+def is_modelled_packing(policy: str, weights: str | None) -> bool:
+    """Tell whether a policy stands for DeepSpeed's own packing of weights."""
+    return weights not in (None, UNPACKED) and POLICIES[policy].zero_settings is not None
+
+
+def packing_note(weights: str) -> str:
+    """Say what the packed weights of stock stand for.
+
+    Args:
+        weights: The form.
+    """
+    return (
+        f"zero*, {weights}: modelled after DeepSpeed's weight_quantization, which keeps a layer in "
+        "one packed parameter. The whole weights that it unpacks are not counted."
+    )
 
 
 def to_table(results: Results) -> Table:

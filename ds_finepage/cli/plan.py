@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from ds_finepage.cli import options, output
+from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget
 from ds_finepage.files import write_file
 from ds_finepage.graph import codec
@@ -91,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(planned.figures.to_dict(), indent=2))
         return 0
     output.show(planned.figures.to_table())
+    if is_modelled_packing(arguments.policy, weights):
+        print(packing_note(str(weights)))
     if arguments.out is not None:
         print(f"plan: {arguments.out}; ds-finepage show {shlex.quote(str(arguments.out))}")
     if arguments.trace is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,18 +33,21 @@ def form_of(ds_config: Mapping[str, Any]) -> PackedForm | None:
     return None if name is None else PackedForm.parse(name, section.get("weights_group", 64))
 
 
-def load_model(request: RunRequest) -> Any:
+def load_model(
+    request: RunRequest, pack: Callable[[torch.nn.Module, PackedForm], object] = pack_model
+) -> Any:
     """Load the checkpoint of a request into host memory, packed if the ds_config says so.
 
     Args:
         request: The run.
+        pack: Packs the model.
 
     Raises:
         ConfigError: The form does not suit the model.
     """
     model, form = load_unpacked(request), form_of(request.ds_config)
     if form is not None:
-        pack_model(model, form)
+        pack(model, form)
     return model
 
 

@@ -21,6 +21,7 @@ from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.compare.loading import form_of, load_model, load_unpacked
 from ds_finepage.config import SECTION
 from ds_finepage.integrations.deepspeed.one_process import prepare_one_process
+from ds_finepage.packing.stock import pack_as_stock
 
 ZERO = "zero_optimization"
 LEAF = "zero-leaf"
@@ -104,7 +105,7 @@ def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> A
 
 
 def load_for_stock(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
-    """Load the model into ZeRO's host partitions; packed weights are packed before.
+    """Load the model into ZeRO's host partitions, packed before as DeepSpeed itself packs.
 
     Args:
         request: The run.
@@ -116,7 +117,7 @@ def load_for_stock(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
     if form_of(request.ds_config) is None:
         return load_under_deepspeed(request, ds_config)
     prepare_one_process()
-    model = load_model(request)
+    model = load_model(request, pack_as_stock)
     deepspeed.zero.Init(module=model, config_dict_or_path=dict(ds_config))
     return model
 

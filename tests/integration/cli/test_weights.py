@@ -24,6 +24,14 @@ PACKED_BYTES = {
 }
 """Of the linear layers, with a scale and a minimum of 16 bits for each group of 64."""
 
+PARAMETERS_AS_STOCK = [
+    *2 * [500 * 256],
+    *5 * [256],
+    *8 * [256 * 256 * 9 // 32],
+    *6 * [256 * 512 * 9 // 32],
+]
+"""Elements of the parameters in int4, where a layer has one packed parameter of 16 bits."""
+
 FORMS = tuple(PACKED_BYTES)
 QUANTISED = {"quant_method": "torchao", "quant_type": "int8_weight_only"}
 
@@ -158,10 +166,11 @@ def test_a_curve_plans_all_forms_under_the_same_budgets(
     curves = found(capsys, *command)
     assert [curve["weights"] for curve in curves] == ["bf16", "int4"]
     plain, packed = ({p["budget_bytes"]: p for p in curve["points"]} for curve in curves)
-    assert set(plain) < set(packed)  # fewer budgets are enough for larger weights
-    for budget, point in plain.items():
-        assert point["tokens_per_s"] <= packed[budget]["tokens_per_s"]
-    assert min(packed) < min(plain)
+    both = sorted(plain.keys() & packed.keys())
+    assert len(both) >= 2 and max(plain) == max(packed) == both[-1]
+    for budget in both[:-1]:
+        assert plain[budget]["tokens_per_s"] < packed[budget]["tokens_per_s"]
+    assert plain.keys() != packed.keys()  # a budget that is too small for a form is left out
     picture = tmp_path / "curve.png"
     assert main([*command, "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
@@ -176,6 +185,34 @@ def test_a_curve_of_one_form_is_named_after_it(
     assert curve["weights"] == "int4" and len(curve["points"]) == 4
     assert main([*commands(model)["curve"], "--weights", "int4"]) == 0
     assert " in int4, batch 1" in capsys.readouterr().out
+
+
+# Stock with packed weights.
+
+
+def test_stock_is_modelled_with_its_own_packing(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fetches packed bytes, and its settings count elements of 16 bits."""
+    command = [*commands(model)["plan"], "--weights", "int4", "--device-budget", "200%weights"]
+    ours = found(capsys, *command)
+    stock = found(capsys, *command, "--policy", "zero")
+    assert stock["weights"] == "int4, group 64, modelled as DeepSpeed packs"
+    assert stock["weight_bytes"] == ours["weight_bytes"] == OTHER_BYTES + PACKED_BYTES["int4"]
+    kept = sum(2 * count for count in PARAMETERS_AS_STOCK if count <= 100_000)
+    assert stock["reloaded_bytes"] == stock["weight_bytes"] - kept
+
+
+def test_a_grid_says_that_stock_is_modelled(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "zero*, int4: modelled"
+    for policies, forms, expected in (
+        ("zero,finepage", "bf16,int4", 1),
+        ("finepage", "int4", 0),
+        ("zero", "bf16", 0),
+    ):
+        command = [*commands(model)["grid"], "--policies", policies, "--weights", forms]
+        assert main(command) == 0
+        assert capsys.readouterr().out.count(words) == expected
 
 
 # Caches that keep passes.
