@@ -146,15 +146,9 @@ def plan_model(
     policy_named(policy)  # refuses an unknown one
     budget = DeviceBudget.parse(device_budget, name="--device-budget")
     profile = load_profile(hardware)
-    captured = whatif.capture_model(
-        model,
-        phase=phase,
-        batch=batch,
-        seq=seq,
-        profile=profile,
-        weights=weights,
-        weights_group=weights_group,
-    )
+    shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
+    form: dict[str, Any] = {"weights": weights, "weights_group": weights_group}
+    captured = whatif.capture_model(model, **shape, profile=profile, **form)
     budget_bytes = whatif.budget_on(budget, captured.graph.weight_bytes, profile)
     return whatif.plan_captured(
         captured,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -174,29 +175,25 @@ def capture_model(
     if weights == UNPACKED:
         config.dtype = torch.bfloat16
     dtype = dtype or default_dtype(config, profile)
+    name = None if form is None else f"{form.name}, group {form.group}"
+    shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
 
     def capture(*, kv_on_host: bool = False, as_stock: bool = False) -> CapturedModel:
         start = time.process_time()
-        ops = host_ops if kv_on_host else None
         pack = pack_as_stock if as_stock else pack_model
         graph = capture_config(
             config,
-            phase=phase,
-            batch=batch,
-            seq=seq,
+            **shape,
             dtype=dtype,
-            host_ops=ops,
+            host_ops=host_ops if kv_on_host else None,
             prepare=None if form is None else partial(pack, form=form),
         )
-        graph = estimate_workspaces(graph)
         return CapturedModel(
             model=model,
-            phase=phase,
-            batch=batch,
-            seq=seq,
-            graph=graph,
+            **shape,
+            graph=estimate_workspaces(graph),
             capture_seconds=time.process_time() - start,
-            weights=form and f"{form.name}, group {form.group}{AS_STOCK if as_stock else ''}",
+            weights=f"{name}{AS_STOCK}" if as_stock else name,
             kv_on_host=kv_on_host,
             capture_on_host=None if kv_on_host else partial(capture, kv_on_host=True),
             capture_as_stock=None if form is None or as_stock else partial(capture, as_stock=True),

@@ -106,11 +106,11 @@ def capture_config(
 
     Returns:
         The taskgraph. Weights have their qualified names, tied ones are there once. Tasks have
-        ``flops`` and ``moved_bytes``, but neither ``time_ns`` nor ``workspace_bytes``.
+        ``flops`` and ``moved_bytes``, but no ``time_ns`` and no ``workspace_bytes``.
 
     Raises:
         ConfigError: An argument is out of range, ``seq`` is more than the model's positions, or
-            transformers cannot build the model. Also what ``prepare`` raises.
+            transformers cannot build or ``prepare`` cannot change the model.
         CaptureError: The model's forward fails, or cannot be written down.
     """
     _require_arguments(config, phase, batch, seq, dtype)
@@ -136,8 +136,7 @@ def capture_config(
             new_rows = cache.new_rows
         with _capture_errors(model), _labelled(model, recorder), _GroupedMm(), recorder:
             logits = model(**kwargs, use_cache=True).logits
-        returned = (logits, *new_rows)
-        outputs = tuple(GraphOutput(tensor=recorder.tensor_id(tensor)) for tensor in returned)
+        outputs = tuple(GraphOutput(tensor=recorder.tensor_id(t)) for t in (logits, *new_rows))
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
     return finish(recorder, name, inputs.used(), outputs, versions())
 
