@@ -63,37 +63,43 @@ def quantum(weight: Divisible) -> int:
 
 def divisible_weights(graph: TaskGraph) -> list[Divisible]:
     """Find the weights that can be cut, in the order of their use."""
-    found = []
     used = graph.uses
-    for task in graph.tasks:
-        at = _place_of_weight(task)
-        if at is None:
-            continue
-        weight = task.args[at]
-        (result,) = task.results
-        if not isinstance(weight, Ref) or result is None:
-            continue
-        view, out = graph.tensors[weight.tensor], graph.tensors[result]
-        buffer = graph.buffers[view.buffer]
-        itemsize = ITEMSIZE.get(view.dtype)
-        is_grouped = task.op in GROUPED_PRODUCTS
-        if buffer.kind is not BufferKind.WEIGHT or itemsize is None:
-            continue
-        if len(view.shape) != 2 + is_grouped or len(out.shape) != 2:
-            continue
-        *several, depth, rows = view.shape
-        num_matrices = several[0] if is_grouped else 1
-        is_whole = (
-            view.offset == 0
-            and view.stride == (*(depth * rows for _ in several), 1, depth)
-            and buffer.nbytes == num_matrices * depth * rows * itemsize
-            and used[buffer.id] == (task.index,)
-            and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
-        )
-        if is_whole and len(task.writes) == 1 and _has_columns(graph, task, out, rows):
-            row_bytes = num_matrices * depth * itemsize
-            found.append(Divisible(buffer.id, rows, row_bytes, task.index, num_matrices))
-    return found
+    found = (divisible_operand(graph, task) for task in graph.tasks)
+    return [
+        d
+        for d in found
+        if d is not None
+        and graph.buffers[d.buffer].kind is BufferKind.WEIGHT
+        and used[d.buffer] == (d.task,)
+    ]
+
+
+def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
+    """Return the matrix of a product if it can be cut by rows, whoever uses or makes it."""
+    at = _place_of_weight(task)
+    if at is None:
+        return None
+    weight = task.args[at]
+    (result,) = task.results
+    if not isinstance(weight, Ref) or result is None:
+        return None
+    view, out = graph.tensors[weight.tensor], graph.tensors[result]
+    buffer = graph.buffers[view.buffer]
+    itemsize = ITEMSIZE.get(view.dtype)
+    is_grouped = task.op in GROUPED_PRODUCTS
+    if itemsize is None or len(view.shape) != 2 + is_grouped or len(out.shape) != 2:
+        return None
+    *several, depth, rows = view.shape
+    num_matrices = several[0] if is_grouped else 1
+    is_whole = (
+        view.offset == 0
+        and view.stride == (*(depth * rows for _ in several), 1, depth)
+        and buffer.nbytes == num_matrices * depth * rows * itemsize
+        and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
+    )
+    if not is_whole or len(task.writes) != 1 or not _has_columns(graph, task, out, rows):
+        return None
+    return Divisible(buffer.id, rows, num_matrices * depth * itemsize, task.index, num_matrices)
 
 
 def _place_of_weight(task: Task) -> int | None:
