@@ -21,6 +21,7 @@ FLOORS = {
     "files": 0,
     "graph": 1,
     "checker": 2,
+    "packing": 2,
     "planning": 3,
     "capture": 3,
     "execution": 3,

@@ -1,0 +1,229 @@
+"""Packs a matrix into numbers of few bits, group by group, and unpacks it.
+
+A group is a run of weights in one row. It has a scale and a minimum, and each weight of it is
+``number * scale + minimum``. The numbers, scales and minima follow from the weight alone, whatever
+is packed beside it.
+
+[Note: how numbers lie]
+Numbers of 8 bits lie in order, a byte each. A byte holds two numbers of 4 bits. The low half is a
+number of the first half of its group. The high half is the number as far on in the second half. So
+unpacking writes runs of numbers, and rows of the packed matrix are slices of its tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ds_finepage.errors import ConfigError
+
+ELEMENTS_AT_ONCE = 1 << 20
+"""Weights that are packed together, in float32, so that packing a large matrix takes little."""
+
+SHRINKS = (1.0, 0.94, 0.88, 0.82)
+"""Ranges to begin with, as shares of the range of a group's weights; the rest is clipped."""
+
+NUM_FITS = 3
+"""How often scale and minimum are fitted to the numbers, and the numbers to them."""
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """How weights are packed.
+
+    Attributes:
+        bits: Of a number: 4 or 8.
+        group: Weights in a row that have a scale and a minimum of their own.
+    """
+
+    bits: int
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        """Refuse other forms.
+
+        Raises:
+            ConfigError: Other bits, or a group that is not even and positive.
+        """
+        if self.bits not in (4, 8):
+            raise ConfigError(f"weights cannot be packed into {self.bits} bits. Write 4 or 8.")
+        if self.group < 2 or self.group % 2:
+            raise ConfigError(
+                f"weights cannot be packed in groups of {self.group}. Write an even number, such "
+                "as 64."
+            )
+
+    @classmethod
+    def parse(cls, name: str, group: int = 64) -> PackedForm:
+        """Return the form with a name.
+
+        Args:
+            name: "int4" or "int8".
+            group: Weights in a group.
+
+        Raises:
+            ConfigError: There is no such form.
+        """
+        if name not in NAMES:
+            raise ConfigError(f"weights cannot be packed as {name!r}. Write {' or '.join(NAMES)}.")
+        return cls(NAMES[name], group)
+
+    @property
+    def name(self) -> str:
+        """The name without the group: "int4" or "int8"."""
+        return f"int{self.bits}"
+
+    @property
+    def top(self) -> int:
+        """The largest number."""
+        return int((1 << self.bits) - 1)
+
+    def require(self, shape: tuple[int, ...], name: str = "a weight") -> None:
+        """Refuse a shape that cannot be packed.
+
+        Args:
+            shape: Of the weight: (out, in).
+            name: Of the weight, for the message.
+
+        Raises:
+            ConfigError: It is not a matrix, or its rows are no whole number of groups.
+        """
+        if len(shape) != 2 or 0 in shape:
+            raise ConfigError(
+                f"{name} of shape {tuple(shape)} is not a matrix, so it cannot be packed."
+            )
+        if shape[1] % self.group:
+            raise ConfigError(
+                f"{name} has rows of {shape[1]}, which groups of {self.group} do not divide. "
+                f"Choose a group that divides {shape[1]}."
+            )
+
+
+NAMES = {"int4": 4, "int8": 8}
+"""Name of a form -> its bits."""
+
+
+class Packed(NamedTuple):
+    """A packed matrix.
+
+    Attributes:
+        numbers: uint8, (out, in * bits / 8); see [Note: how numbers lie].
+        scales: One a group, (out, in / group), of the weight's dtype.
+        minima: Likewise.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor
+
+
+def pack(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Packed:
+    """Pack a matrix.
+
+    Args:
+        weight: (out, in), of a floating dtype; on the meta device only shapes are made.
+        form: How to pack it.
+        name: Of the weight, for messages.
+
+    Raises:
+        ConfigError: The form does not suit the weight, or the weight is not finite.
+    """
+    form.require(tuple(weight.shape), name)
+    if not weight.is_floating_point():
+        raise ConfigError(f"{name} is {weight.dtype}, so it is packed already or has no fractions.")
+    num_rows, width = weight.shape
+    groups = (num_rows, width // form.group)
+    packed = Packed(
+        weight.new_empty(num_rows, width * form.bits // 8, dtype=torch.uint8),
+        weight.new_empty(groups),
+        weight.new_empty(groups),
+    )
+    if weight.is_meta:
+        return packed
+    step = max(1, ELEMENTS_AT_ONCE // width)
+    for begin in range(0, num_rows, step):
+        rows = weight[begin : begin + step].float().unflatten(1, (-1, form.group))
+        if not rows.isfinite().all():
+            raise ConfigError(f"{name} has values that are not finite, so it cannot be packed.")
+        numbers, scales, minima = _fit(rows, form.top, weight.dtype)
+        packed.numbers[begin : begin + step] = _joined(numbers, form).flatten(1)
+        packed.scales[begin : begin + step] = scales
+        packed.minima[begin : begin + step] = minima
+    return packed
+
+
+def unpack(packed: Packed, form: PackedForm, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix, (out, in), that a packed one stands for.
+
+    Args:
+        packed: The packed matrix.
+        form: How it is packed.
+        dtype: Of the result.
+    """
+    numbers = packed.numbers.unflatten(1, (packed.scales.shape[1], -1))
+    found = numbers.new_empty((*numbers.shape[:2], form.group), dtype=dtype)
+    if form.bits == 8:
+        found.copy_(numbers)
+    else:
+        half = form.group // 2
+        found[..., :half] = numbers & 15
+        found[..., half:] = numbers >> 4
+    scales, minima = packed.scales.unsqueeze(-1), packed.minima.unsqueeze(-1)
+    return torch.addcmul(minima, found, scales, out=found).flatten(1)
+
+
+def _joined(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
+    """Put numbers, (rows, groups, group) in float32, into bytes."""
+    whole = numbers.to(torch.uint8)
+    if form.bits == 8:
+        return whole
+    low, high = whole.chunk(2, dim=-1)
+    return low | (high << 4)
+
+
+def _fit(
+    rows: torch.Tensor, top: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find numbers, scales and minima with a small squared error for each group.
+
+    From each of several ranges, numbers and then the line through them are fitted to the weights,
+    a few times. The best of all that were seen counts, with scale and minimum rounded to the dtype
+    that they are kept in.
+
+    Args:
+        rows: Weights, (rows, groups, group) in float32.
+        top: The largest number.
+        dtype: Of scales and minima.
+    """
+    low, high = rows.aminmax(dim=-1, keepdim=True)
+    mean = rows.mean(-1, keepdim=True)
+    best, least = (rows, low, low), torch.full_like(low, torch.inf)
+    for shrink in SHRINKS:
+        margin = (high - low) * (1 - shrink) / 2
+        scale, minimum = (high - low) * shrink / top, low + margin
+        for _ in range(NUM_FITS):
+            scale = _rounded(scale.clamp(min=torch.finfo(dtype).tiny), dtype)
+            minimum = _rounded(minimum, dtype)
+            numbers = ((rows - minimum) / scale).round_().clamp_(0, top)
+            error = (numbers * scale).add_(minimum).sub_(rows).square_().sum(-1, keepdim=True)
+            is_better = error < least
+            least = torch.where(is_better, error, least)
+            best = (
+                torch.where(is_better, numbers, best[0]),
+                torch.where(is_better, scale, best[1]),
+                torch.where(is_better, minimum, best[2]),
+            )
+            middle = numbers.mean(-1, keepdim=True)
+            numbers -= middle
+            spread = numbers.square().sum(-1, keepdim=True)
+            slope = (numbers * (rows - mean)).sum(-1, keepdim=True) / spread
+            scale = torch.where(spread > 0, slope, scale)
+            minimum = mean - scale * middle
+    numbers, scales, minima = best
+    return numbers, scales.squeeze(-1), minima.squeeze(-1)
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values.to(dtype).float()

@@ -1,0 +1,135 @@
+"""Packs the linear layers of a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ds_finepage.errors import ConfigError
+from ds_finepage.packing.form import Packed, PackedForm
+from ds_finepage.packing.linear import PackedLinear, matrix_of
+
+Places = list[list[str]]
+"""The layers that have one weight, each with all of its names."""
+
+
+def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
+    """Pack the weight of every linear layer, in place and one at a time.
+
+    These stay as they are: the output embeddings, all else that transformers' quantisers leave out
+    by default, weights that another module has too, and subclasses of ``torch.nn.Linear``, because
+    their code may use the weight. A model that is packed in this form already stays as it is.
+
+    Args:
+        model: Any module; it may be on the meta device.
+        form: How to pack.
+
+    Returns:
+        The names of the layers that were packed, in the model's order.
+
+    Raises:
+        ConfigError: The form does not suit a weight, the model has no linear layer to pack, or it
+            is quantised already. Then no layer was replaced, except if a weight is not finite.
+    """
+    is_packed = _require_plain(model, form)
+    weights = _weights_to_pack(model)
+    if not weights and not is_packed:
+        raise ConfigError(
+            f"{type(model).__name__} has no linear layer whose weight can be packed. Leave out "
+            "finepage.weights."
+        )
+    for places in weights:
+        name = places[0][0]
+        form.require(tuple(matrix_of(model.get_submodule(name)).shape), f"{name}.weight")
+    for places in weights:
+        _replace(model, places, form)
+    return [name for places in weights for names in places for name in names[:1]]
+
+
+def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
+    """Put packed layers where those of one weight are; they share the packed one."""
+    packed: Packed | None = None
+    for names in places:
+        layer: Any = model.get_submodule(names[0])
+        if packed is None:
+            made = PackedLinear.from_linear(layer, form, f"{names[0]}.weight")
+            packed = Packed(made.numbers, made.scales, made.minima)
+        else:
+            made = PackedLinear(packed, form, layer.bias).train(layer.training)
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, made)
+
+
+def _weights_to_pack(model: torch.nn.Module) -> list[Places]:
+    """Find the layers to pack. Only names are kept, so that a layer that was replaced is freed."""
+    found: dict[int, dict[int, list[str]]] = {}  # by id of the weight and of the layer
+    others: set[int] = set()  # weights of modules that stay as they are
+    left_out = set(_left_out(model))
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and type(module) in _linear_types() and name not in left_out:
+            names = found.setdefault(id(module.weight), {}).setdefault(id(module), [])
+            names.append(name)
+        else:
+            others.update(map(id, module._parameters.values()))
+    return [list(layers.values()) for weight, layers in found.items() if weight not in others]
+
+
+def _linear_types() -> tuple[type[torch.nn.Module], ...]:
+    """Return the classes of layers that can be packed; transformers is not imported for it."""
+    layers = sys.modules.get("transformers.pytorch_utils")
+    return (torch.nn.Linear, layers.Conv1D) if layers else (torch.nn.Linear,)
+
+
+def _left_out(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the modules that transformers' quantisers leave out by default."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        is_inner = any(name.startswith(prefix) for prefix in outer)
+        if isinstance(module, PreTrainedModel) and not is_inner:
+            prefix = f"{name}." if name else ""
+            outer.append(prefix)
+            patterns = [*get_keys_to_not_convert(module), *(module._keep_in_fp32_modules or ())]
+            for inner, _ in module.named_modules(remove_duplicate=False):
+                if not should_convert_module(inner, patterns):
+                    yield prefix + inner
+
+
+def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
+    """Refuse a model that is quantised already; return whether it is packed in this very form.
+
+    Raises:
+        ConfigError: It is quantised in another way.
+    """
+    is_packed = False
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        by = None
+        if isinstance(module, PackedLinear):
+            is_packed = True
+            if module.form != form:
+                by = f"{name} is packed as {module.form}"
+        elif getattr(config, "quantization_config", None) is not None:
+            by = f"{name or type(module).__name__}.config has a quantization_config"
+        elif type(module) is torch.nn.Linear and not _is_plain(module.weight):
+            by = f"{name}.weight is a {type(module.weight).__name__} of {module.weight.dtype}"
+        if by is not None:
+            raise ConfigError(
+                f"the model is quantised already: {by}. Leave out finepage.weights, or load the "
+                "model as it was trained."
+            )
+    return is_packed
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and weight.is_floating_point()
