@@ -11,6 +11,7 @@ and a machine that need not be there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import RUNNABLE, policy_named
 from ds_finepage.planning.simulator import simulate
@@ -45,6 +48,8 @@ from ds_finepage.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
     from ds_finepage.whatif import PlannedModel
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["attach", "capture", "check", "plan", "plan_model", "simulate"]
 
@@ -160,6 +165,9 @@ def attach(
 ) -> Handle:
     """Run the forward passes of a module by plan, under a device budget, from now on.
 
+    With ``weights="int8"`` or ``"int4"`` the linear layers are packed first, in place, and stay so.
+    Results are then those of the quantised model.
+
     Args:
         module: Any ``torch.nn.Module``; its parameters become host masters.
         config: The ``finepage`` section.
@@ -173,14 +181,18 @@ def attach(
         The handle: counters, plans, hooks, ``detach()``.
 
     Raises:
-        ConfigError: A setting or the device cannot be used, or the budget is above the device.
+        ConfigError: A setting or the device cannot be used, the budget is above the device, or the
+            model cannot be packed.
         StoreError: A parameter has no data, or is a subclass that cannot be taken apart.
-        DeviceMemoryError: The device has no room for the budget; the module is as it was.
+        DeviceMemoryError: The device has no room for the budget; the module is as it was, or
+            packed.
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
+    if config.weights is not None:
+        _pack(module, PackedForm.parse(config.weights, config.weights_group))
     with ExitStack() as undo:
         apart = TakenApart(module)
         undo.callback(apart.restore)
@@ -202,6 +214,17 @@ def attach(
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
         undo.pop_all()
         return handle
+
+
+def _pack(module: torch.nn.Module, form: PackedForm) -> None:
+    pack_model(module, form)
+    logger.warning(
+        "the linear layers of %s are packed as %s in groups of %d: results are those of the "
+        "quantised model",
+        type(module).__name__,
+        form.name,
+        form.group,
+    )
 
 
 def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.device) -> int:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SECTION = "finepage"
 """The key of the section in a ds_config."""
+
+_DS_WEIGHTS = "weight_quantization"
 
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
@@ -232,6 +234,9 @@ _MESSAGES = {
     "bool_type": "is not a truth value. Write true or false.",
     "int_type": "is not a whole number.",
     "greater_than_equal": "is negative. Write 0 or more.",
+    "literal_error": 'is unknown. Write "int8" or "int4".',
+    "greater_than": "is not above 0.",
+    "multiple_of": "is odd. Write an even number.",
     "string_type": "is not a text. Write a name in quotes.",
     "string_pattern_mismatch": "is not a text. Write a name in quotes.",
 }
@@ -281,6 +286,10 @@ class FinepageConfig(_Settings):
     device_budget: Annotated[DeviceBudget, PlainValidator(DeviceBudget.parse)] = DeviceBudget()
     policy: str = "finepage"
     split: bool = False  # cut matrix products; results may then differ in the last bit
+    weights: Literal["int8", "int4"] | None = (
+        None  # pack linear layers' weights; results are those of the quantised model
+    )
+    weights_group: Annotated[int, Field(gt=0, multiple_of=2)] = 64  # weights that share a scale
     debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
     plan_dir: Annotated[str, Field(pattern=r"\S")] | None = (
         None  # folder in which captured taskgraphs and plans are kept as JSON
@@ -337,10 +346,17 @@ def section_of(ds_config: Mapping[str, Any]) -> object:
     """Find the ``finepage`` section of a whole ds_config; ``None`` where it has none.
 
     Raises:
-        ConfigError: There is none, but a key that is ``finepage`` misspelt.
+        ConfigError: There is none, but a key that is ``finepage`` misspelt; or both it and
+            DeepSpeed are to quantise weights.
     """
     if SECTION in ds_config:
-        return ds_config[SECTION]
+        section = ds_config[SECTION]
+        if isinstance(section, Mapping) and section.get("weights") and _DS_WEIGHTS in ds_config:
+            raise ConfigError(
+                f"ds_config: {SECTION}.weights and DeepSpeed's {_DS_WEIGHTS} both quantise the "
+                "weights. Leave one of them out."
+            )
+        return section
     for key in ds_config:
         # A strict cutoff: other programs keep keys of their own in a ds_config.
         hint = nearest(key, [SECTION], cutoff=0.85)

@@ -27,6 +27,9 @@ UNFILLED = frozenset({"aten.empty", "aten.new_empty", "aten.empty_like", "aten.e
 GROUPED_MM = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
 """Products of each row with the one matrix of the second argument that its group has."""
 
+PACKED_LINEAR = "ds_finepage.packed_linear"
+"""A product of the first argument with a packed weight; the second holds its numbers."""
+
 
 def _count_cpu_attention(
     query: torch.Tensor,
@@ -47,10 +50,15 @@ def _count_grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__:
     return 2 * rows.shape[-2] * rows.shape[-1] * matrices.shape[-1]
 
 
+def _count_packed_linear(x: torch.Tensor, numbers: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * numbers.shape[0]
+
+
 FLOP_COUNTS: dict[str, Callable[..., int]] = {
     **{str(packet): count for packet, count in flop_registry.items()},
     "aten._scaled_dot_product_flash_attention_for_cpu": _count_cpu_attention,
     **dict.fromkeys(GROUPED_MM, _count_grouped_mm),
+    PACKED_LINEAR: _count_packed_linear,
 }
 """How to count an op's arithmetic, by the name of its overload packet."""
 
@@ -75,7 +83,12 @@ def moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) ->
         others = sum(_bytes(t) for t in given if t is not matrices)
         return others + _bytes(matrices) * used // matrices.shape[0] + sum(map(_bytes, made))
     distinct = {id(t): t for t in given}.values()
-    return sum(map(_bytes, distinct)) + sum(map(_bytes, made))
+    moved = sum(map(_bytes, distinct)) + sum(map(_bytes, made))
+    if op == PACKED_LINEAR:
+        # Slices of the weight are unpacked into memory, scaled there, and read by the product.
+        x, num_out = given[0], given[1].shape[0]
+        moved += 4 * num_out * x.shape[-1] * x.element_size()
+    return moved
 
 
 def _bytes(tensor: torch.Tensor) -> int:

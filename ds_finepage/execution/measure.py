@@ -42,6 +42,7 @@ from ds_finepage.execution.ops import (
 )
 from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
+from ds_finepage.packing.op import PACKED_LINEAR, workspace_bytes
 
 REPEAT_BELOW_NS = 2_000_000
 """Ops faster than this are timed again; the best of three counts."""
@@ -94,19 +95,19 @@ def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
     """Return the taskgraph with ``workspace_bytes`` as far as they follow from the ops alone.
 
     Nothing is run: an op without an ``out=`` overload takes the bytes of its results once more,
-    until they are copied to their place. The workspace of a kernel itself is not counted, and every
-    ``out=`` overload counts as writing into place.
+    until they are copied to their place. The workspace of a kernel itself is not counted unless the
+    op is ours, and every ``out=`` overload counts as writing into place.
     """
     known: dict[Any, int] = {}
     tasks = []
     for task in graph.tasks:
         # The kind of argument decides whether there is an overload, not the tensors themselves.
         results = tuple(None if r is None else _result_bytes(graph, r) for r in task.results)
-        key = (task.op, results)
+        key = (task.op, results, _unpacked_bytes(graph, task))
         if key not in known:
             bound = bind(task, lambda _: None, patches=[], into_place=True)
             copies = bound.call is run_and_copy
-            known[key] = sum(filter(None, results)) if copies else 0
+            known[key] = key[2] + (sum(filter(None, results)) if copies else 0)
         tasks.append(dataclasses.replace(task, workspace_bytes=known[key]))
     return dataclasses.replace(graph, tasks=tuple(tasks))
 
@@ -114,6 +115,19 @@ def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
 def _result_bytes(graph: TaskGraph, tensor: int) -> int:
     view = graph.tensors[tensor]
     return math.prod(view.shape) * int(getattr(torch, view.dtype).itemsize)
+
+
+def _unpacked_bytes(graph: TaskGraph, task: Task) -> int:
+    """Return the bytes that a product with a packed weight takes to unpack a slice of it."""
+    if task.op != PACKED_LINEAR:
+        return 0
+    x, numbers, scales = (graph.tensors[ref.tensor] for ref in task.args[:3])
+    return workspace_bytes(
+        numbers.shape,
+        scales.shape,
+        group=task.args[6],
+        itemsize=getattr(torch, x.dtype).itemsize,
+    )
 
 
 class OpMeter:
@@ -214,7 +228,7 @@ class OpMeter:
     def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
         estimate = _unmeasured(graph, task)
         if self._is_modest and has_out_form(task) and not is_random(task):
-            return dataclasses.replace(estimate, workspace_bytes=0)
+            return dataclasses.replace(estimate, workspace_bytes=_unpacked_bytes(graph, task))
         return estimate
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
@@ -342,6 +356,7 @@ def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
 def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
     """Estimate an op that cannot be tried, such as one that refuses random numbers."""
     results = sum(_result_bytes(graph, r) for r in task.results if r is not None)
+    results += _unpacked_bytes(graph, task)
     has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
     fault = "writes to a tensor given as out= and could not be tried" if has_out else None
     return OpCost(time_ns=None, workspace_bytes=results, fault=fault)

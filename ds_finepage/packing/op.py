@@ -10,6 +10,7 @@ slice are the same bits, whether other slices are computed with it or not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +21,31 @@ SLICE_ROWS = 256
 """Rows of a weight, which are output features, that are unpacked together."""
 
 NAME = "ds_finepage::packed_linear"
+PACKED_LINEAR = "ds_finepage.packed_linear.default"
+"""The op as capture writes it down."""
+
 _ARGUMENTS = (
     "Tensor x, Tensor numbers, Tensor scales, Tensor minima, Tensor? bias, int bits, int group"
 )
 _LIBRARY = torch.library.Library("ds_finepage", "DEF")
 _LIBRARY.define(f"packed_linear({_ARGUMENTS}) -> Tensor")
 _LIBRARY.define(f"packed_linear.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)")
+
+
+def workspace_bytes(
+    numbers: Sequence[int], scales: Sequence[int], *, group: int, itemsize: int
+) -> int:
+    """Return the bytes that the op takes for itself: the largest slice, unpacked.
+
+    Args:
+        numbers: Shape of the numbers.
+        scales: Shape of the scales.
+        group: Weights that share a scale.
+        itemsize: Bytes of an unpacked weight.
+    """
+    width = scales[1] * group
+    halves = 0 if numbers[1] == width else numbers[1]  # numbers of 4 bits are taken apart first
+    return min(SLICE_ROWS, numbers[0]) * (width * itemsize + halves)
 
 
 @torch.no_grad()

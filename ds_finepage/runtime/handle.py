@@ -171,6 +171,8 @@ class Handle:
     def detach(self) -> None:
         """Give the model back as it was; a second call does nothing.
 
+        Layers that ``finepage.weights`` has packed stay packed.
+
         Raises:
             FinepageError: A call of the model is running.
         """

@@ -223,6 +223,7 @@ def test_no_section_is_stock() -> None:
     assert config.policy == "finepage"
     assert config.debug == DebugConfig()
     assert config.plan_dir is None
+    assert config.weights is None and config.weights_group == 64
 
 
 def test_a_whole_section_is_read() -> None:
@@ -233,6 +234,8 @@ def test_a_whole_section_is_read() -> None:
         "debug": True,
         "plan_dir": "plans",
         "report": "results",
+        "weights": "int4",
+        "weights_group": 32,
     }
     assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
         enabled=True,
@@ -241,6 +244,8 @@ def test_a_whole_section_is_read() -> None:
         debug=DebugConfig(poison_vacated=True, lane_delay_seed=0),
         plan_dir="plans",
         report="results",
+        weights="int4",
+        weights_group=32,
     )
 
 
@@ -294,6 +299,11 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"plan_dir": " "}, "is not a text"),
         ({"report": True}, r"finepage\.report: True is not a text"),
         ({"report": ""}, "is not a text"),
+        ({"weights": "int3"}, r"finepage\.weights: 'int3' is unknown. Write \"int8\" or \"int4\""),
+        ({"weights": 4}, r"finepage\.weights: 4 is unknown"),
+        ({"weights_group": "64"}, r"finepage\.weights_group: '64' is not a whole number"),
+        ({"weights_group": 0}, r"finepage\.weights_group: 0 is not above 0"),
+        ({"weights_group": 33}, r"finepage\.weights_group: 33 is odd"),
     ],
 )
 def test_bad_values_are_refused(section: dict[str, Any], message: str) -> None:
@@ -310,6 +320,14 @@ def test_the_section_is_found() -> None:
 
 def test_a_ds_config_without_the_section_has_none() -> None:
     assert section_of({"train_micro_batch_size_per_gpu": 1, "finetune": {}, "page": 1}) is None
+
+
+def test_deepspeeds_own_quantisation_beside_ours_is_refused() -> None:
+    theirs: dict[str, Any] = {"weight_quantization": {"post_init_quant": {}}}
+    with pytest.raises(ConfigError, match=r"finepage\.weights and DeepSpeed's weight_quantization"):
+        section_of({"finepage": {"weights": "int4"}, **theirs})
+    assert section_of({"finepage": {"enabled": True}, **theirs}) == {"enabled": True}
+    assert section_of(theirs) is None
 
 
 @pytest.mark.parametrize("key", ["finepge", "fine_page", "FinePage", "finepages"])
