@@ -192,7 +192,16 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
         [str(s["what"]), f"{s['found']:.4g}", str(s["target"]), "yes" if s["holds"] else "**no**"]
         for s in summary(cases)
     ]
-    own = ["model", "card", "form", "budget", "reloaded", "bytes / bound", "time / bound", "tokens/s"]
+    own = [
+        "model",
+        "card",
+        "form",
+        "budget",
+        "reloaded",
+        "bytes / bound",
+        "time / bound",
+        "tokens/s",
+    ]
     return "\n".join(
         [
             f"# What a budget buys where weights are packed, {date}",

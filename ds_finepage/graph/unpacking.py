@@ -15,9 +15,7 @@ _POINTWISE = (
     " minimum mul ne neg pow reciprocal relu remainder rsqrt rsub sigmoid silu sin sqrt sub tanh"
     " where _to_copy"
 )
-_SHIFTS = (
-    "__and__ __lshift__ __or__ __rshift__ bitwise_left_shift bitwise_right_shift bitwise_xor"
-)
+_SHIFTS = "__and__ __lshift__ __or__ __rshift__ bitwise_left_shift bitwise_right_shift bitwise_xor"
 POINTWISE_OPS = frozenset(f"aten.{name}" for name in _POINTWISE.split())
 """Ops whose every element follows from those at the same place, without overload."""
 
