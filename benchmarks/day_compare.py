@@ -460,9 +460,9 @@ def shared_model(model: Any) -> Iterator[None]:
     modules = {arm.module for arm in ARMS.values() if arm.missing is None}
     with ExitStack() as stack:
         for module in map(import_module, sorted(modules)):
-            if hasattr(module, "load_model"):
-                patch = mock.patch.object(module, "load_model", return_value=model)
-                stack.enter_context(patch)
+            for name in ("load_model", "load_unpacked"):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, return_value=model))
         yield
 
 

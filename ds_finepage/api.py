@@ -116,6 +116,8 @@ def plan_model(
     policy: str = "finepage",
     split: bool = True,
     host_memory_bytes: int | None = None,
+    weights: str | None = None,
+    weights_group: int = 64,
 ) -> PlannedModel:
     """Capture, plan, check and simulate a pass of a model on a machine, with all figures.
 
@@ -131,6 +133,9 @@ def plan_model(
         policy: A name in ``ds_finepage.planning.policies``.
         split: Let the policy cut weights where it can.
         host_memory_bytes: The machine's host memory; None if that is not known.
+        weights: "bf16", "int8" or "int4"; by default they are as the config says. A budget that is
+            a share of the weights is one of the packed weights.
+        weights_group: Numbers that share a scale in a packed form.
 
     Raises:
         ConfigError: An argument cannot be used.
@@ -142,7 +147,9 @@ def plan_model(
     policy_named(policy)  # refuses an unknown one
     budget = DeviceBudget.parse(device_budget, name="--device-budget")
     profile = load_profile(hardware)
-    captured = whatif.capture_model(model, phase=phase, batch=batch, seq=seq, profile=profile)
+    shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
+    form: dict[str, Any] = {"weights": weights, "weights_group": weights_group}
+    captured = whatif.capture_model(model, **shape, profile=profile, **form)
     budget_bytes = whatif.budget_on(budget, captured.graph.weight_bytes, profile)
     return whatif.plan_captured(
         captured,

@@ -17,11 +17,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
 
 from ds_finepage.capture.from_config import SOURCE_ROWS, capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config
 from ds_finepage.config import BudgetKind, DeviceBudget
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
 from ds_finepage.execution.device import Accelerator
 from ds_finepage.execution.measure import estimate_workspaces
@@ -29,6 +33,9 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
+from ds_finepage.packing.stock import pack_as_stock
 from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.pipeline import (
     Needs,
@@ -50,6 +57,12 @@ from ds_finepage.units import format_bytes
 AUTO_MARGIN_BYTES = 512 << 20
 """Bytes that a budget of "auto" leaves to driver and libraries on such a machine."""
 
+UNPACKED = "bf16"
+"""Names weights of 16 bits: bfloat16, or float16 on a card that has none."""
+
+AS_STOCK = ", modelled as DeepSpeed packs"
+"""Follows the form where a policy ``zero*`` stands for DeepSpeed's own packing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel:
@@ -62,8 +75,12 @@ class CapturedModel:
         seq: Tokens of a sequence that are in the KV cache after the pass.
         graph: The pass.
         capture_seconds: Processor time of the capture.
+        weights: The packed form of the weights in words, such as "int4, group 64"; None if they are
+            not packed.
         kv_on_host: The KV cache is in host memory, except layers with a sliding window.
         capture_on_host: Captures the same pass with its KV cache in host memory, if that is known.
+        capture_as_stock: Captures the same pass with weights packed as DeepSpeed packs them; None
+            if they are not packed.
     """
 
     model: str
@@ -72,8 +89,10 @@ class CapturedModel:
     seq: int
     graph: TaskGraph
     capture_seconds: float
+    weights: str | None = None
     kv_on_host: bool = False
     capture_on_host: Callable[[], CapturedModel] | None = None
+    capture_as_stock: Callable[[], CapturedModel] | None = None
 
     @cached_property
     def needs(self) -> Needs:
@@ -88,6 +107,11 @@ class CapturedModel:
         found = self.capture_on_host() if self.capture_on_host else None
         has_rows = found and any(b.kind is BufferKind.HOST for b in found.graph.buffers)
         return found if has_rows else None
+
+    @cached_property
+    def as_stock(self) -> CapturedModel:
+        """The same pass as DeepSpeed runs it, which packs a layer's weight into one parameter."""
+        return self.capture_as_stock() if self.capture_as_stock else self
 
     @property
     def kv_bytes(self) -> int:
@@ -127,6 +151,8 @@ def capture_model(
     seq: int,
     profile: HardwareProfile,
     dtype: str | None = None,
+    weights: str | None = None,
+    weights_group: int = 64,
 ) -> CapturedModel:
     """Capture a pass from a model's config.
 
@@ -137,31 +163,72 @@ def capture_model(
         seq: Tokens of a sequence that are in the KV cache after the pass.
         profile: The machine.
         dtype: Of weights and activations; by default the one that suits the machine.
+        weights: "bf16", "int8" or "int4"; by default they are as the config says.
+        weights_group: Numbers that share a scale in a packed form.
 
     Raises:
-        ConfigError: The model, the dtype or a size cannot be used.
+        ConfigError: The model, the dtype, the form of the weights or a size cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
     config = load_model_config(model)
+    form = packed_form(config, weights, weights_group)
+    if weights == UNPACKED:
+        config.dtype = torch.bfloat16
     dtype = dtype or default_dtype(config, profile)
+    name = None if form is None else f"{form.name}, group {form.group}"
+    shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
 
-    def capture(*, kv_on_host: bool) -> CapturedModel:
+    def capture(*, kv_on_host: bool = False, as_stock: bool = False) -> CapturedModel:
         start = time.process_time()
-        ops = host_ops if kv_on_host else None
-        graph = capture_config(config, phase=phase, batch=batch, seq=seq, dtype=dtype, host_ops=ops)
-        graph = estimate_workspaces(graph)
+        pack = pack_as_stock if as_stock else pack_model
+        graph = capture_config(
+            config,
+            **shape,
+            dtype=dtype,
+            host_ops=host_ops if kv_on_host else None,
+            prepare=None if form is None else partial(pack, form=form),
+        )
         return CapturedModel(
             model=model,
-            phase=phase,
-            batch=batch,
-            seq=seq,
-            graph=graph,
+            **shape,
+            graph=estimate_workspaces(graph),
             capture_seconds=time.process_time() - start,
+            weights=f"{name}{AS_STOCK}" if as_stock else name,
             kv_on_host=kv_on_host,
             capture_on_host=None if kv_on_host else partial(capture, kv_on_host=True),
+            capture_as_stock=None if form is None or as_stock else partial(capture, as_stock=True),
         )
 
-    return capture(kv_on_host=False)
+    return capture()
+
+
+def packed_form(
+    config: PretrainedConfig, weights: str | None, group: int = 64
+) -> PackedForm | None:
+    """Return the packed form that a user asks for; None if the weights are not to be packed.
+
+    Args:
+        config: The model's config.
+        weights: "bf16", "int8" or "int4"; None leaves the weights as they are.
+        group: Numbers that share a scale.
+
+    Raises:
+        ConfigError: Unknown form, a group that cannot be used, or a model that is quantised
+            already.
+    """
+    if weights is None:
+        return None
+    own = getattr(config, "quantization_config", None)
+    if own is not None:
+        method = own.get("quant_method") if isinstance(own, dict) else None
+        raise ConfigError(
+            f"weights: {weights!r} cannot be had, because the model is quantised already "
+            f"(quantization_config: {method or 'unknown method'}). Leave the option out, or give "
+            f"the model that was quantised."
+        )
+    if weights == UNPACKED:
+        return None
+    return PackedForm.parse(weights, group)
 
 
 def plan_captured(
@@ -222,13 +289,14 @@ def plan_captured(
 
 
 def problem_of(captured: CapturedModel, *, budget_bytes: int, profile: HardwareProfile) -> Problem:
-    """Return the problem of a baseline, which leaves the pass and its KV cache as they are.
+    """Return the problem of a policy ``zero*``, which leaves the KV cache where it is.
 
     Args:
         captured: The pass.
         budget_bytes: The limit on all device bytes.
         profile: The machine.
     """
+    captured = captured.as_stock
     arena_bytes = budget_bytes - captured.needs.non_arena_bytes
     return Problem(captured.graph, arena_bytes, Accelerator.alignment, profile)
 
@@ -263,6 +331,8 @@ def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
 def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[CapturedModel, Needs]]:
     """List a pass with its KV cache on the device, and in host memory if the policy moves it."""
     chosen = policy_named(policy)
+    if chosen.zero_settings is not None:
+        captured = captured.as_stock
     forms = [captured, captured.on_host] if chosen.pages else [captured]
     found = []
     for form in forms:
@@ -385,6 +455,7 @@ def _figures(
         plan_seconds=plan_seconds,
         layout_overhead=layout_overhead(memgraph),
         block_bound_ns=planned.block_bound_ns,
+        weights=captured.weights,
     )
 
 

@@ -6,6 +6,9 @@
 
 One key of the ds_config chooses the engine: ``finepage.enabled``. Without it DeepSpeed runs stock
 ZeRO-Inference.
+
+``--weights int4`` packs the weights of the model first, so that plain transformers or stock run the
+model that ds_finepage runs with the key ``finepage.weights``.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
 from ds_finepage.run import prepare_one_process
 
 
@@ -34,15 +39,17 @@ def main() -> None:
         prepare_one_process()  # sets what the launcher would set
         ds_config = json.loads(Path(args.deepspeed_config).read_text())
         # While this object is alive, from_pretrained loads into ZeRO's host partitions.
-        keep_alive = HfDeepSpeedConfig(ds_config)
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+        keep_alive = None if args.weights else HfDeepSpeedConfig(ds_config)
+        model = load(args)
+        if args.weights:
+            deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
         engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         del keep_alive
         if ds_config.get("finepage", {}).get("enabled"):
             ds_finepage.assert_active(engine)
         model = engine.module
     else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device)
+        model = load(args).to(device)
     model.eval()
 
     inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
@@ -65,6 +72,14 @@ def main() -> None:
         Path(args.json).write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
 
 
+def load(args: argparse.Namespace) -> PreTrainedModel:
+    """Load the model, and pack its weights if that is asked for."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    if args.weights:
+        pack_model(model, PackedForm.parse(args.weights, args.weights_group))
+    return model
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; ``--deepspeed`` and ``--deepspeed_config`` are DeepSpeed's own."""
     parser = argparse.ArgumentParser(
@@ -74,6 +89,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--calls", type=int, default=1, help="of generate; the first one plans")
+    parser.add_argument("--weights", choices=("int8", "int4"), help="pack the weights first")
+    parser.add_argument("--weights-group", type=int, default=64, help="that share a scale")
     parser.add_argument("--json", metavar="FILE", help="also write token ids and seconds to FILE")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()

@@ -51,6 +51,7 @@ from ds_finepage._compat.torch import (
     _pop_mode_temporarily,
 )
 from ds_finepage.capture.models import positions_of
+from ds_finepage.capture.preparing import prepare_shapes
 from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.capture.recording import versions
 from ds_finepage.errors import CaptureError, ConfigError
@@ -86,6 +87,7 @@ def capture_config(
     seq: int,
     dtype: str = "float16",
     host_ops: HostOps | None = None,
+    prepare: Callable[[torch.nn.Module], object] | None = None,
 ) -> TaskGraph:
     """Capture one pass of a language model, with or without an encoder.
 
@@ -100,14 +102,15 @@ def capture_config(
         host_ops: The ops that copy between host memory and the device. With them, layers without a
             window keep their rows in host memory, as
             :mod:`ds_finepage.integrations.transformers.host_cache` does.
+        prepare: Changes the model once it is built, for example packs its weights.
 
     Returns:
         The taskgraph. Weights have their qualified names, tied ones are there once. Tasks have
-        ``flops`` and ``moved_bytes``, but neither ``time_ns`` nor ``workspace_bytes``.
+        ``flops`` and ``moved_bytes``, but no ``time_ns`` and no ``workspace_bytes``.
 
     Raises:
         ConfigError: An argument is out of range, ``seq`` is more than the model's positions, or
-            transformers cannot build the model.
+            transformers cannot build or ``prepare`` cannot change the model.
         CaptureError: The model's forward fails, or cannot be written down.
     """
     _require_arguments(config, phase, batch, seq, dtype)
@@ -115,6 +118,7 @@ def capture_config(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.no_grad(), mode:
         model = _build(config, dtype)
+        prepare_shapes(model, prepare)
         inputs = _Inputs(recorder)
         for name, parameter in model.named_parameters():
             inputs.add(parameter, BufferKind.WEIGHT, name)
@@ -132,8 +136,7 @@ def capture_config(
             new_rows = cache.new_rows
         with _capture_errors(model), _labelled(model, recorder), _GroupedMm(), recorder:
             logits = model(**kwargs, use_cache=True).logits
-        returned = (logits, *new_rows)
-        outputs = tuple(GraphOutput(tensor=recorder.tensor_id(tensor)) for tensor in returned)
+        outputs = tuple(GraphOutput(tensor=recorder.tensor_id(t)) for t in (logits, *new_rows))
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
     return finish(recorder, name, inputs.used(), outputs, versions())
 

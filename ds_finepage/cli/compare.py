@@ -27,7 +27,14 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_finepage.cli.options import PROGRAM, counts_of, names_of
+from ds_finepage.cli.options import (
+    PROGRAM,
+    UNPACKED,
+    add_weights,
+    counts_of,
+    names_of,
+    one_form_of,
+)
 from ds_finepage.cli.output import add_json, show
 from ds_finepage.compare.arms import ALL, ARMS, arms_named
 from ds_finepage.compare.judge import problems_of
@@ -54,6 +61,9 @@ OTHER_HARDWARE = "h200"
 """The profiles that times are modelled for, by the device that runs; a budget must fit it."""
 
 BUDGET = "50%weights"
+PACKING = ("weights", "weights_group")
+"""Keys of the section that options set, too."""
+
 PACKAGES = ("accelerate", "deepspeed", "diffusers", "ds_finepage", "torch", "transformers")
 
 
@@ -81,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "%", "%%"
         ),
     )
+    add_weights(parser)
     parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
     parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
@@ -155,7 +166,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
             f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name; a "
             "checkpoint has the layers that it has."
         )
-    ds_config = read_ds_config(arguments.ds_config)
+    ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
     hardware = arguments.hardware or HARDWARE.get(device_type(), OTHER_HARDWARE)
     load_profile(hardware)
     budget = arguments.device_budget or ds_config.get(SECTION, {}).get("device_budget", BUDGET)
@@ -203,6 +214,30 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
     return found
 
 
+def with_weights(ds_config: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Write the form of the weights into a ds_config.
+
+    Args:
+        ds_config: The user's ds_config.
+        arguments: The options.
+
+    Raises:
+        ConfigError: The form cannot be used, or the ds_config computes in another dtype.
+    """
+    form = one_form_of(arguments)
+    if form is None:
+        return ds_config
+    section = {k: v for k, v in ds_config.get(SECTION, {}).items() if not k.startswith("weights")}
+    if form != UNPACKED:
+        section |= {"weights": form, "weights_group": arguments.weights_group}
+    elif not ds_config.get("bf16", {}).get("enabled"):
+        raise ConfigError(
+            "--weights: bf16 is not the dtype of the ds_config. Write bf16.enabled there, or leave "
+            "the option out."
+        )
+    return {**ds_config, SECTION: section}
+
+
 def device_type() -> str:
     """Return the kind of the device that runs."""
     import torch
@@ -221,7 +256,10 @@ def command_of(settings: CompareSettings, out: Path | None) -> str:
     words = [PROGRAM, "compare", "--model", settings.model]
     if settings.layers is not None:
         words += ["--layers", str(settings.layers)]
+    section = json.loads(settings.ds_config).get(SECTION, {})
+    packing = [(key.replace("_", "-"), section[key]) for key in PACKING if key in section]
     for option, value in (
+        *packing,
         ("device-budget", settings.device_budget),
         ("batch", ",".join(map(str, settings.batches))),
         ("prompt", settings.prompt_tokens),

@@ -2,7 +2,8 @@
 
 The price list of a model on a machine. Budgets go from the smallest that can run to the one under
 which all weights stay resident, even if the device has less memory. Under small budgets the KV
-cache is in host memory, as in a run.
+cache is in host memory, as in a run. Several forms of the weights are planned under the same
+budgets, and shown side by side.
 
 Exit status: 0; 2 for an option that cannot be used.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_finepage.cli import options, output
+from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
@@ -26,6 +29,7 @@ from ds_finepage.reporting.curve import (
     CurvePoint,
     Need,
     at_least_as_good,
+    price_table,
     round_speeds,
 )
 from ds_finepage.reporting.drawing import require_packages
@@ -44,6 +48,7 @@ MAX_ATTEMPTS = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     options.add_model(parser)
+    options.add_weights(parser, many=True)
     parser.add_argument("--points", type=int, default=12, help="budgets to plan (12)")
     parser.add_argument(
         "--tokens-per-s",
@@ -59,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan under many budgets, print the list, draw it."""
     options.require_policies([arguments.policy])
+    forms = options.weights_of(arguments)
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
     profile = load_profile(arguments.hardware)
@@ -69,38 +75,68 @@ def run(arguments: argparse.Namespace) -> int:
         picture_kind(arguments.plot)
         options.require_writable(arguments.plot, force=arguments.force)
 
+    planners = [planner_of(arguments, form, profile, host_memory_bytes) for form in forms]
+    budgets = common_budgets(planners, arguments.points) if len(forms) > 1 else None
+    curves = [make_curve(planner, arguments.points, speeds, budgets) for planner in planners]
+    if arguments.plot is not None:
+        draw(curves, arguments.plot)
+    if arguments.json:
+        found = [curve.to_dict() for curve in curves]
+        print(json.dumps(found if len(found) > 1 else found[0], indent=2))
+        return 0
+    output.show(price_table(curves) if len(curves) > 1 else curves[0].to_table())
+    for curve in curves:
+        form = f"{curve.weights}: " if len(curves) > 1 else ""
+        for sentence in curve.in_words():
+            print(f"{form}{sentence}")
+        if is_modelled_packing(arguments.policy, curve.weights):
+            print(packing_note(str(curve.weights)))
+    if arguments.plot is not None:
+        print(f"picture: {arguments.plot}")
+    return 0
+
+
+def planner_of(
+    arguments: argparse.Namespace,
+    form: str | None,
+    profile: HardwareProfile,
+    host_memory_bytes: int | None,
+) -> Planner:
+    """Capture both passes of the model.
+
+    Args:
+        arguments: The options.
+        form: The form of the weights; None leaves them as the model has them.
+        profile: The machine.
+        host_memory_bytes: Its host memory; None if that is not known.
+
+    Raises:
+        ConfigError: The model, its form or a size cannot be used.
+        CaptureError: The forward cannot be written as a taskgraph.
+    """
     from ds_finepage.whatif import capture_model  # imports torch: check the options first
 
-    passes = {
-        phase: capture_model(
+    prefill, decode = (
+        capture_model(
             arguments.model,
             phase=phase,
             batch=arguments.batch,
             seq=arguments.seq,
             profile=profile,
+            weights=form,
+            weights_group=arguments.weights_group,
         )
         for phase in options.PHASES
-    }
-    planner = Planner(
-        prefill=passes["prefill"],
-        decode=passes["decode"],
+    )
+    return Planner(
+        prefill=prefill,
+        decode=decode,
         profile=profile,
         policy=arguments.policy,
         split=not arguments.no_split,
         host_memory_bytes=host_memory_bytes,
+        weights=form,
     )
-    curve = make_curve(planner, arguments.points, speeds)
-    if arguments.plot is not None:
-        draw(curve, arguments.plot)
-    if arguments.json:
-        print(json.dumps(curve.to_dict(), indent=2))
-        return 0
-    output.show(curve.to_table())
-    for sentence in curve.in_words():
-        print(sentence)
-    if arguments.plot is not None:
-        print(f"picture: {arguments.plot}")
-    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +149,7 @@ class Planner:
     policy: str
     split: bool
     host_memory_bytes: int | None = None
+    weights: str | None = None
 
     def plan(self, captured: CapturedModel, budget_bytes: int) -> PlannedModel:
         """Plan one pass."""
@@ -153,16 +190,20 @@ class Planner:
             prefill_reloaded_bytes=prefill.reloaded_bytes,
         )
 
+    def ends(self) -> tuple[int, int]:
+        """Return the smallest budget that can run, and the one that pages nothing."""
+        from ds_finepage.whatif import least_budget_bytes
+
+        both = (self.prefill, self.decode)
+        least = max(least_budget_bytes(captured, policy=self.policy) for captured in both)
+        return least, max(captured.needs.needed_budget_bytes for captured in both)
+
     def points(self, num_points: int) -> list[CurvePoint]:
         """Plan from the smallest budget to the one that pages nothing.
 
         Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
         """
-        from ds_finepage.whatif import least_budget_bytes
-
-        both = (self.prefill, self.decode)
-        least = max(least_budget_bytes(captured, policy=self.policy) for captured in both)
-        most = max(captured.needs.needed_budget_bytes for captured in both)
+        least, most = self.ends()
         steps = max(1, num_points * 2 // 3 - 1)
         even = [least + (most - least) * i // steps for i in range(steps + 1)]
         points: list[CurvePoint] = []
@@ -177,6 +218,12 @@ class Planner:
                 points.append(self.point(budget))
                 points.sort(key=lambda p: p.budget_bytes)
         return points
+
+    def points_at(self, budgets: list[int]) -> list[CurvePoint]:
+        """Plan under some budgets; those that are too small are left out."""
+        least, _ = self.ends()
+        enough = [budget for budget in budgets if budget >= least]
+        return [self.point(budget) for budget in options.with_progress(enough)]
 
     def need(self, speed: float, points: tuple[CurvePoint, ...]) -> Need | None:
         """Find a budget that gives a speed; return None if no budget does.
@@ -201,9 +248,32 @@ class Planner:
         return Need(tokens_per_s=speed, budget_bytes=high.budget_bytes)
 
 
-def make_curve(planner: Planner, num_points: int, speeds: list[float] | None) -> Curve:
-    """Plan the points, then the budgets of some speeds."""
-    points = at_least_as_good(planner.points(num_points))
+def common_budgets(planners: Sequence[Planner], num_points: int) -> list[int]:
+    """Return budgets for all forms: evenly spread over what each one can use."""
+    steps = max(1, num_points // len(planners) - 1)
+    found = set()
+    for planner in planners:
+        least, most = planner.ends()
+        found |= {least + (most - least) * i // steps for i in range(steps + 1)}
+    return sorted(found)
+
+
+def make_curve(
+    planner: Planner,
+    num_points: int,
+    speeds: list[float] | None,
+    budgets: list[int] | None = None,
+) -> Curve:
+    """Plan the points, then the budgets of some speeds.
+
+    Args:
+        planner: Plans both passes.
+        num_points: Budgets to plan.
+        speeds: Tokens a second to find budgets for; None chooses round numbers.
+        budgets: The budgets; None chooses them.
+    """
+    found = planner.points(num_points) if budgets is None else planner.points_at(budgets)
+    points = at_least_as_good(found)
     if speeds is None:
         speeds = round_speeds(points[0].tokens_per_s, points[-1].tokens_per_s)
     needs = [planner.need(speed, points) for speed in speeds]
@@ -218,6 +288,7 @@ def make_curve(planner: Planner, num_points: int, speeds: list[float] | None) ->
         capacity_bytes=planner.profile.capacity_bytes,
         points=points,
         needs=tuple(need for need in needs if need is not None),
+        weights=planner.weights,
     )
 
 
@@ -253,33 +324,39 @@ def picture_kind(path: Path) -> str:
     return kind
 
 
-def draw(curve: Curve, path: Path) -> None:
-    """Draw both curves, one above the other, with their bounds, knees and the device's size."""
+def draw(curves: Sequence[Curve], path: Path) -> None:
+    """Draw speed above time to the first token, with bounds, knees and the device's size."""
     import io
 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 8), layout="constrained")
     speed, first = figure.subplots(2, sharex=True)
-    budgets = [p.budget_bytes / GIB for p in curve.points]
-    speed.plot(budgets, [p.tokens_per_s for p in curve.points], marker="o", label=curve.policy)
-    bounds = [p.tokens_per_s_bound for p in curve.points]
-    speed.plot(budgets, bounds, linestyle="--", color="gray", label="bound, one batch at a time")
-    for step in curve.steps[1:]:
-        speed.axvline(step.from_bytes / GIB, color="tab:orange", alpha=0.5)
+    for curve in curves:
+        budgets = [p.budget_bytes / GIB for p in curve.points]
+        label = " in ".join(filter(None, (curve.policy, curve.weights)))
+        speed.plot(budgets, [p.tokens_per_s for p in curve.points], marker="o", label=label)
+        bounds = [p.tokens_per_s_bound for p in curve.points]
+        speed.plot(budgets, bounds, linestyle="--", color="gray")
+        for step in curve.steps[1:]:
+            speed.axvline(step.from_bytes / GIB, color="tab:orange", alpha=0.5)
+        first.plot(budgets, [p.first_token_ns / NS_PER_S for p in curve.points], marker="o")
+        bounds = [p.first_token_bound_ns / NS_PER_S for p in curve.points]
+        first.plot(budgets, bounds, linestyle="--", color="gray")
+    speed.plot([], [], linestyle="--", color="gray", label="bound, one batch at a time")
     speed.set_ylabel("tokens a second")
-    first.plot(budgets, [p.first_token_ns / NS_PER_S for p in curve.points], marker="o")
-    bounds = [p.first_token_bound_ns / NS_PER_S for p in curve.points]
-    first.plot(budgets, bounds, linestyle="--", color="gray")
     first.set_ylabel("seconds to the first token")
     first.set_xlabel("device budget in GiB")
+    capacity_bytes = curves[0].capacity_bytes
+    largest_bytes = max(curve.points[-1].budget_bytes for curve in curves)
     for axes in (speed, first):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        if curve.capacity_bytes / GIB <= budgets[-1]:
-            axes.axvline(curve.capacity_bytes / GIB, color="tab:red", label="the device's memory")
+        if capacity_bytes <= largest_bytes:
+            axes.axvline(capacity_bytes / GIB, color="tab:red", label="the device's memory")
     speed.legend()
-    figure.suptitle(curve.title)
+    shown = curves[0] if len(curves) == 1 else replace(curves[0], weights=None)
+    figure.suptitle(shown.title)
     picture = io.BytesIO()
     figure.savefig(picture, format=picture_kind(path))
     write_file(path, picture.getvalue())

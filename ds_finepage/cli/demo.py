@@ -4,6 +4,7 @@ Makes a Llama checkpoint with a tokenizer (random weights from a fixed seed, not
 and runs examples/generate.py on it, each time in a process of its own: by plain transformers, for
 tokens to compare with; by stock ZeRO-Inference; and by ds_finepage under a budget. The ds_configs
 of the two engines differ in finepage.enabled alone. The demo uses the accelerator if there is one.
+With --weights int4 all three run the same packed model.
 
 Exit status: 0; 1 if tokens differ or the budget was exceeded; 2 for an option that cannot be used.
 """
@@ -31,6 +32,7 @@ from rich.table import Table
 
 import ds_finepage
 from ds_finepage.cli.instruments import Reading
+from ds_finepage.cli.options import UNPACKED, add_weights, one_form_of
 from ds_finepage.cli.output import add_json
 from ds_finepage.cli.output import show as show_table
 from ds_finepage.compare.checkpoint import LlamaShape
@@ -94,11 +96,12 @@ class EngineResult(Reading):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """The figures of both engines."""
+    """The figures of both engines; ``weights`` names the packed form of the weights, if any."""
 
     budget_bytes: int
     weight_bytes: int
     engines: dict[str, EngineResult]
+    weights: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return one object for ``--json``; figures that are None are left out."""
@@ -109,6 +112,7 @@ class DemoResult:
         return {
             "budget_bytes": self.budget_bytes,
             "weight_bytes": self.weight_bytes,
+            **({} if self.weights is None else {"weights": self.weights}),
             "engines": engines,
         }
 
@@ -138,6 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ds_finepage's device budget, as in finepage.device_budget (default: %(default)s)",
     )
     parser.add_argument("--policy", default="finepage", help="default: %(default)s")
+    add_weights(parser)
     parser.add_argument(
         "--new-tokens", type=int, default=32, metavar="N", help="default: %(default)s"
     )
@@ -149,14 +154,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ds-finepage demo``."""
-    settings = {"device_budget": arguments.budget, "policy": arguments.policy}
+    shape = TINY if arguments.tiny else LlamaShape()
+    settings = {
+        "device_budget": arguments.budget,
+        "policy": arguments.policy,
+        **packing_of(arguments, shape),
+    }
     FinepageConfig.from_dict(settings, policies=RUNNABLE)  # refuse before any work
     if arguments.new_tokens < MIN_NEW_TOKENS:
         raise ConfigError(
             f"--new-tokens: {arguments.new_tokens} is too few for a steady decode step. "
             f"Write at least {MIN_NEW_TOKENS}."
         )
-    shape = TINY if arguments.tiny else LlamaShape()
     with work_folder(arguments.keep) as folder:
         demo = Demo(folder, settings, arguments.new_tokens, Console(stderr=True))
         result = demo.run(shape)
@@ -170,6 +179,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.keep is not None and not arguments.json:
         print(f"\nBy hand:\n\n    {by_hand(arguments.keep)}")
     return 1 if problems else 0
+
+
+def packing_of(arguments: argparse.Namespace, shape: LlamaShape) -> dict[str, Any]:
+    """Return the keys of the section that pack the weights; none if they are not to be packed.
+
+    Args:
+        arguments: The options.
+        shape: The model.
+
+    Raises:
+        ConfigError: The form cannot be used, or does not suit the model.
+    """
+    form = one_form_of(arguments)
+    if form in (None, UNPACKED):
+        return {}
+    from ds_finepage.packing.form import PackedForm  # imports torch
+
+    for width in (shape.hidden_size, shape.intermediate_size):
+        PackedForm.parse(str(form), arguments.weights_group).require((1, width))
+    return {"weights": form, "weights_group": arguments.weights_group}
 
 
 @contextmanager
@@ -246,7 +275,7 @@ class Demo:
         pool = ThreadPoolExecutor(max_workers=2)  # these runs are not timed
         with self._step("plain transformers for reference; both engines with a memory meter"):
             try:
-                plain = pool.submit(self._generate, "plain")
+                plain = pool.submit(self._generate, "plain", self._engine_options("plain"))
                 metered = {name: pool.submit(self._meter, name) for name in ENGINES}
                 expected = plain.result()["tokens"]
                 readings = {name: future.result() for name, future in metered.items()}
@@ -266,7 +295,10 @@ class Demo:
         ours = engines["finepage"]
         assert ours.budget_bytes is not None
         return DemoResult(
-            budget_bytes=ours.budget_bytes, weight_bytes=ours.weight_bytes, engines=engines
+            budget_bytes=ours.budget_bytes,
+            weight_bytes=ours.weight_bytes,
+            engines=engines,
+            weights=self._settings.get("weights"),
         )
 
     def _write_config(self, name: str) -> None:
@@ -282,7 +314,14 @@ class Demo:
         (self._folder / f"{name}.json").write_text(json.dumps(ds_config, indent=2))
 
     def _engine_options(self, name: str) -> list[str | Path]:
-        return ["--deepspeed", "--deepspeed_config", self._folder / f"{name}.json"]
+        """Return the options of the example that choose an engine; ours packs by its key."""
+        found: list[str | Path] = []
+        if name in ENGINES:
+            found = ["--deepspeed", "--deepspeed_config", self._folder / f"{name}.json"]
+        if name != "finepage" and "weights" in self._settings:
+            found += ["--weights", self._settings["weights"]]
+            found += ["--weights-group", str(self._settings["weights_group"])]
+        return found
 
     def _meter(self, name: str) -> tuple[Reading, list[int]]:
         """Run the example under instruments; return the reading and the tokens."""
@@ -346,7 +385,8 @@ class Demo:
 def print_result(result: DemoResult) -> None:
     """Print the table."""
     stock, ours = (result.engines[name] for name in ENGINES)
-    table = Table(title=f"Llama, {format_bytes(result.weight_bytes)} of weights")
+    form = "" if result.weights is None else f" in {result.weights}"
+    table = Table(title=f"Llama, {format_bytes(result.weight_bytes)} of weights{form}")
     table.add_column("engine")
     for title in ENGINES.values():
         table.add_column(title, justify="right")

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="LIST",
             help=f"{text}, with commas in between" + (f" ({default})" if default else ""),
         )
+    options.add_weights(parser, many=True)
     options.add_budget(parser, "auto")
     options.add_host_memory(parser)
     options.add_split(parser)
@@ -96,16 +97,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan all cells that are not finished yet, print them, write them."""
     policies = options.names_of(arguments.policies, "--policies")
     options.require_policies(policies)
+    forms = options.weights_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     hardware = options.names_of(arguments.hardware, "--hardware")
     profiles = {name: load_profile(name) for name in hardware}
     models = options.names_of(arguments.models, "--models")
     cells = [
-        Cell(model=model, hardware=card, batch=batch, seq=seq, policy=policy)
-        for model, batch, seq, card, policy in itertools.product(
+        Cell(model=model, hardware=card, batch=batch, seq=seq, policy=policy, weights=weights)
+        for model, batch, seq, weights, card, policy in itertools.product(
             models,
             options.counts_of(arguments.batch, "--batch"),
             options.counts_of(arguments.seq, "--seq"),
+            forms,
             hardware,
             policies,
         )
@@ -117,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         budget=budget,
         split=not arguments.no_split,
         host_memory_bytes=options.host_memory_of(arguments.host_memory),
+        weights_group=arguments.weights_group,
     )
     state = State(
         arguments.state or default_state_file(planner.identity(models, cells)),
@@ -237,6 +241,7 @@ class Planner:
         budget: DeviceBudget,
         split: bool,
         host_memory_bytes: int | None = None,
+        weights_group: int = 64,
     ) -> None:
         """Store the settings that all cells share.
 
@@ -245,11 +250,13 @@ class Planner:
             budget: The limit on all device bytes.
             split: Policies may cut weights, if they can.
             host_memory_bytes: Host memory of each machine; None if that is not known.
+            weights_group: Weights that share a scale where they are packed.
         """
         self._profiles = profiles
         self._budget = budget
         self._split = split
         self._host_memory_bytes = host_memory_bytes
+        self._weights_group = weights_group
         self._captured: dict[Any, CapturedModel | Exception] = {}
 
     def identity(self, models: list[str], cells: list[Cell]) -> str:
@@ -266,8 +273,8 @@ class Planner:
         for profile in self._profiles.values():
             digest.update(codec.dumps(profile).encode())
         asked = [asdict(cell) for cell in cells]
-        settings = [str(self._budget), self._split, self._host_memory_bytes, asked]
-        digest.update(json.dumps(settings).encode())
+        settings = [str(self._budget), self._split, self._host_memory_bytes, self._weights_group]
+        digest.update(json.dumps([*settings, asked]).encode())
         package = Path(ds_finepage.__file__).parent
         for source in sorted(package.rglob("*.py")):
             digest.update(source.read_bytes())
@@ -328,11 +335,17 @@ class Planner:
         shape = (cell.model, cell.batch, cell.seq)
         if any(key[:3] != shape for key in self._captured):
             self._captured.clear()  # cells of one shape are adjacent
-        key = (*shape, phase, dtype)
+        key = (*shape, phase, dtype, cell.weights)
         if key not in self._captured:
             try:
                 self._captured[key] = capture_model(
-                    cell.model, phase=phase, batch=cell.batch, seq=cell.seq, profile=profile
+                    cell.model,
+                    phase=phase,
+                    batch=cell.batch,
+                    seq=cell.seq,
+                    profile=profile,
+                    weights=cell.weights,
+                    weights_group=self._weights_group,
                 )
             except (ConfigError, CaptureError) as error:
                 self._captured[key] = error
@@ -370,8 +383,7 @@ def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, An
         for name, value in vars(arguments).items()
         if name in ("models", "hardware", "batch", "seq", "policies", "device_budget")
     }
-    if arguments.host_memory is not None:
-        given["host_memory"] = arguments.host_memory
+    given |= {"host_memory": arguments.host_memory, **options.given_weights(arguments)}
     return {
         "date": datetime.date.today().isoformat(),
         "command": options.command_line("grid", **given)

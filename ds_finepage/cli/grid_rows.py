@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ds_finepage.cli.options import UNPACKED
 from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import format_ns
@@ -22,13 +23,17 @@ OURS = "finepage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One combination of model, machine, shape and policy."""
+    """One combination of model, machine, shape, policy and form of the weights.
+
+    ``weights`` is "bf16", "int8" or "int4"; None leaves them as the model has them.
+    """
 
     model: str
     hardware: str
     batch: int
     seq: int
     policy: str
+    weights: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +61,8 @@ class Result:
 Results = dict[Cell, Result]
 
 
-Shape = tuple[str, str, int, int]
-"""Model, hardware, batch and sequence: a row of the table."""
+Row = tuple[str, str, int, int, str | None]
+"""Model, hardware, batch, sequence and form of the weights: a row of the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +80,16 @@ class Contest:
     over_baselines: float | None
 
 
-def by_row(results: Results) -> dict[Shape, dict[str, Result]]:
+def row_of(cell: Cell) -> Row:
+    """Return the row of a cell."""
+    return cell.model, cell.hardware, cell.batch, cell.seq, cell.weights
+
+
+def by_row(results: Results) -> dict[Row, dict[str, Result]]:
     """Return the results by row, then by policy."""
-    rows: dict[Shape, dict[str, Result]] = {}
+    rows: dict[Row, dict[str, Result]] = {}
     for cell, result in results.items():
-        shape = (cell.model, cell.hardware, cell.batch, cell.seq)
-        rows.setdefault(shape, {})[cell.policy] = result
+        rows.setdefault(row_of(cell), {})[cell.policy] = result
     return rows
 
 
@@ -106,17 +115,17 @@ def contest(by_policy: Mapping[str, Result], phase: str) -> Contest | None:
 def to_rows(results: Results) -> list[dict[str, Any]]:
     """Return the cells for JSON, each with the outcome of its row."""
     outcomes = {
-        shape: {
+        row: {
             phase: asdict(found) if (found := contest(by_policy, phase)) else None
             for phase in ("prefill", "decode")
         }
-        for shape, by_policy in by_row(results).items()
+        for row, by_policy in by_row(results).items()
     }
     return [
         {
             **asdict(cell),
             **asdict(result),
-            "row": outcomes[cell.model, cell.hardware, cell.batch, cell.seq],
+            "row": outcomes[row_of(cell)],
         }
         for cell, result in results.items()
     ]
@@ -130,10 +139,13 @@ def reasons(results: Results) -> list[str]:
 def lines_below(results: Results) -> list[str]:
     """List the reasons, and the settings of DeepSpeed that were found, for below the table."""
     found = [f"({number}) {reason}" for number, reason in enumerate(reasons(results), start=1)]
+    packed = [c.weights for c in results if is_modelled_packing(c.policy, c.weights)]
+    found += [packing_note(str(form)) for form in dict.fromkeys(packed)]
     for cell, result in results.items():
         if cell.policy != SEARCHED:
             continue
         where = f"{cell.model}, {cell.hardware}, batch {cell.batch}, sequence {cell.seq}"
+        where += f", {cell.weights}" if cell.weights else ""
         for phase, settings in (
             ("prefill", result.prefill_settings),
             ("decode", result.decode_settings),
@@ -142,6 +154,23 @@ def lines_below(results: Results) -> list[str]:
                 text = json.dumps(settings)
                 found.append(f"zero_optimization of {SEARCHED}, {where}, {phase}: {text}")
     return found
+
+
+def is_modelled_packing(policy: str, weights: str | None) -> bool:
+    """Tell whether a policy stands for DeepSpeed's own packing of weights."""
+    return weights not in (None, UNPACKED) and POLICIES[policy].zero_settings is not None
+
+
+def packing_note(weights: str) -> str:
+    """Say what the packed weights of stock stand for.
+
+    Args:
+        weights: The form.
+    """
+    return (
+        f"zero*, {weights}: modelled after DeepSpeed's weight_quantization, which keeps a layer in "
+        "one packed parameter. The whole weights that it unpacks are not counted."
+    )
 
 
 def to_table(results: Results) -> Table:
@@ -156,19 +185,21 @@ def to_table(results: Results) -> Table:
         + (f" ({ON_HOST}: the KV cache is in host memory)" if moved else ""),
         title_justify="left",
     )
-    for heading in ("model", "hardware", "batch", "sequence"):
+    has_forms = any(cell.weights for cell in results)
+    for heading in ("model", "hardware", "batch", "sequence", *(["weights"] if has_forms else [])):
         table.add_column(heading)
     for policy in policies:
         table.add_column(policy, justify="right")
     for heading in ("fastest step", "fastest first token"):
         table.add_column(heading)
     numbers = {reason: number for number, reason in enumerate(reasons(results), start=1)}
-    for shape, by_policy in by_row(results).items():
+    for (*shape, weights), by_policy in by_row(results).items():
         baseline = by_policy.get(BASELINE)
         row = [by_policy[policy] for policy in policies]
         texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in row]
         outcomes = [_outcome(contest(by_policy, phase)) for phase in ("decode", "prefill")]
-        table.add_row(*map(str, shape), *texts, *outcomes)
+        forms = [str(weights)] if has_forms else []
+        table.add_row(*map(str, shape), *forms, *texts, *outcomes)
     return table
 
 

@@ -19,6 +19,9 @@ from ds_finepage.units import parse_bytes
 T = TypeVar("T")
 PROGRAM = "ds-finepage"
 PHASES = ("prefill", "decode")
+UNPACKED = "bf16"
+WEIGHTS = (UNPACKED, "int8", "int4")
+"""The forms of weights; all but the first are packed."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +56,61 @@ def add_split(parser: argparse.ArgumentParser) -> None:
         help="keep every weight whole; by default policies that can do so cut matrix products "
         "along their output features",
     )
+
+
+def add_weights(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
+    """Add the options for the form of the weights.
+
+    Args:
+        parser: The parser.
+        many: Several forms can be named.
+    """
+    forms = ", ".join(WEIGHTS)
+    parser.add_argument(
+        "--weights",
+        metavar="LIST" if many else "FORM",
+        help=f"form of the weights: {forms}; by default as the model is. Bytes, bounds and a "
+        "budget in percent of the weights are then those of this form"
+        + (". Several with commas in between" if many else ""),
+    )
+    parser.add_argument(
+        "--weights-group",
+        type=int,
+        default=64,
+        metavar="N",
+        help="weights that share a scale, in int8 and int4 (64)",
+    )
+
+
+def weights_of(arguments: argparse.Namespace) -> list[str | None]:
+    """Read the forms of the weights; one that is None stands for the model as it is.
+
+    Raises:
+        ConfigError: Unknown form, or a group that no form has.
+    """
+    if arguments.weights is None:
+        return [None]
+    names = names_of(arguments.weights, "--weights")
+    for name in names:
+        if name not in WEIGHTS:
+            raise ConfigError(f"--weights: unknown form {name!r}. {did_you_mean(name, WEIGHTS)}")
+    if names != [UNPACKED]:
+        from ds_finepage.packing.form import PackedForm  # imports torch: known forms only
+
+        PackedForm.parse(WEIGHTS[-1], arguments.weights_group)
+    return list(names)
+
+
+def one_form_of(arguments: argparse.Namespace) -> str | None:
+    """Read the form of the weights of a command that takes one.
+
+    Raises:
+        ConfigError: There are several, or the form cannot be used.
+    """
+    found, *others = weights_of(arguments)
+    if others:
+        raise ConfigError(f"--weights: {arguments.weights!r} names several forms. Write one.")
+    return found
 
 
 def add_budget(parser: argparse.ArgumentParser, default: str) -> None:
@@ -142,11 +200,18 @@ def counts_of(text: str, option: str) -> list[int]:
 
 
 def command_line(command: str, **options: Any) -> str:
-    """Write a command that a person can paste into a shell."""
+    """Write a command that a person can paste into a shell; options that are None are left out."""
     words = [PROGRAM, command]
     for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
+
+
+def given_weights(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options for the form of the weights, for a command line."""
+    group = None if arguments.weights in (None, UNPACKED) else arguments.weights_group
+    return {"weights": arguments.weights, "weights_group": group}
 
 
 def with_progress(items: Sequence[T]) -> Iterable[T]:

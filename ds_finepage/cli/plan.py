@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from ds_finepage.cli import options, output
+from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget
 from ds_finepage.files import write_file
 from ds_finepage.graph import codec
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="decode",
         help="prefill: all tokens at once; decode: one token (decode)",
     )
+    options.add_weights(parser)
     options.add_budget(parser, "auto")
     options.add_host_memory(parser)
     output.add_json(parser)
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan and its trace."""
     options.require_policies([arguments.policy])
+    weights = options.one_form_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
     profile = load_profile(arguments.hardware)
@@ -70,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         policy=arguments.policy,
         split=not arguments.no_split,
         host_memory_bytes=host_memory_bytes,
+        weights=weights,
+        weights_group=arguments.weights_group,
     )
     if planned.figures.budget_bytes > profile.capacity_bytes:
         print(
@@ -87,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(planned.figures.to_dict(), indent=2))
         return 0
     output.show(planned.figures.to_table())
+    if is_modelled_packing(arguments.policy, weights):
+        print(packing_note(str(weights)))
     if arguments.out is not None:
         print(f"plan: {arguments.out}; ds-finepage show {shlex.quote(str(arguments.out))}")
     if arguments.trace is not None:
@@ -97,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         seq=arguments.seq,
         hardware=arguments.hardware,
+        **options.given_weights(arguments),
     )
     print(f"figures of other budgets: {following}")
     return 0

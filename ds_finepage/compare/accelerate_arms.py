@@ -11,6 +11,7 @@ does not do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.compare.hooks import HookedEngine, drop_own_forwards
-from ds_finepage.compare.loading import dtype_of, load_model
+from ds_finepage.compare.loading import dtype_of, form_of, load_model
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.baselines.accelerate import MAP, map_module, most_modules
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -230,11 +232,19 @@ def modules_that_fit(request: RunRequest) -> int:
     """
     config = load_model_config(request.model_dir)
     dtype = str(dtype_of(request.ds_config)).removeprefix("torch.")
+    form = form_of(request.ds_config)
     last = request.prompt_tokens + max(1, request.new_tokens - 1)
     found = []
     for phase, seq in (("prefill", request.prompt_tokens), ("decode", last)):
         graph = estimate_workspaces(
-            capture_config(config, phase=phase, batch=request.batch, seq=seq, dtype=dtype)
+            capture_config(
+                config,
+                phase=phase,
+                batch=request.batch,
+                seq=seq,
+                dtype=dtype,
+                prepare=None if form is None else partial(pack_model, form=form),
+            )
         )
         room = request.budget_bytes - non_arena_bytes(graph, Accelerator.alignment)
         found.append(most_modules(Problem(graph, max(0, room), Accelerator.alignment)))

@@ -285,7 +285,7 @@ def modeller_of(folder: Path, results: Results, batch: int, device_budget: str) 
         ConfigError: The model is not there any more.
     """
     from ds_finepage.compare.modelling import Modeller  # imports torch
-    from ds_finepage.compare.orchestrate import MODEL_FOLDER, modelled_dtype
+    from ds_finepage.compare.orchestrate import MODEL_FOLDER, modelled_dtype, modelled_options
 
     settings = results.settings
     assert settings is not None
@@ -302,5 +302,5 @@ def modeller_of(folder: Path, results: Results, batch: int, device_budget: str) 
         device_budget=device_budget,
         hardware=settings.hardware,
         dtype=modelled_dtype(model, ds_config, settings.hardware),
-        split=bool(ds_config.get("finepage", {}).get("split")),
+        **modelled_options(ds_config),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from ds_finepage.compare.engine import RunRequest
+from ds_finepage.config import SECTION
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
 
 
 def dtype_of(ds_config: Mapping[str, Any]) -> torch.dtype:
@@ -19,13 +22,40 @@ def dtype_of(ds_config: Mapping[str, Any]) -> torch.dtype:
     return torch.float32
 
 
-def load_model(request: RunRequest, **options: Any) -> Any:
-    """Load the checkpoint of a request into host memory, without any engine.
+def form_of(ds_config: Mapping[str, Any]) -> PackedForm | None:
+    """Return the packed form that a ds_config asks for; None if it asks for none.
+
+    Raises:
+        ConfigError: There is no such form.
+    """
+    section = ds_config.get(SECTION, {})
+    name = section.get("weights")
+    return None if name is None else PackedForm.parse(name, section.get("weights_group", 64))
+
+
+def load_model(
+    request: RunRequest, pack: Callable[[torch.nn.Module, PackedForm], object] = pack_model
+) -> Any:
+    """Load the checkpoint of a request into host memory, packed if the ds_config says so.
 
     Args:
         request: The run.
-        **options: More arguments of ``from_pretrained``.
+        pack: Packs the model.
+
+    Raises:
+        ConfigError: The form does not suit the model.
+    """
+    model, form = load_unpacked(request), form_of(request.ds_config)
+    if form is not None:
+        pack(model, form)
+    return model
+
+
+def load_unpacked(request: RunRequest) -> Any:
+    """Load the checkpoint of a request as it is.
+
+    Args:
+        request: The run.
     """
     dtype = dtype_of(request.ds_config)
-    model = AutoModelForCausalLM.from_pretrained(request.model_dir, dtype=dtype, **options)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(request.model_dir, dtype=dtype).eval()

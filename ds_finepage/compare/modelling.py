@@ -49,6 +49,8 @@ class Modeller:
         dtype: str | None = None,
         split: bool = False,
         host_memory_bytes: int | None = None,
+        weights: str | None = None,
+        weights_group: int = 64,
     ) -> None:
         """Capture both passes from the model's config.
 
@@ -62,6 +64,8 @@ class Modeller:
             dtype: Of weights and activations; by default the one that suits the machine.
             split: Policies may cut weights, if they can.
             host_memory_bytes: Host memory of the machine; None if that is not known.
+            weights: "bf16", "int8" or "int4"; by default they are as the config says.
+            weights_group: Weights that share a scale in a packed form.
 
         Raises:
             ConfigError: An argument cannot be used.
@@ -75,7 +79,14 @@ class Modeller:
         lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + self._num_steps}
         self._prefill, self._decode = (
             capture_model(
-                model, phase=phase, batch=batch, seq=seq, profile=self._profile, dtype=dtype
+                model,
+                phase=phase,
+                batch=batch,
+                seq=seq,
+                profile=self._profile,
+                dtype=dtype,
+                weights=weights,
+                weights_group=weights_group,
             )
             for phase, seq in lengths.items()
         )

@@ -23,6 +23,7 @@ from ds_finepage.compare.loading import dtype_of
 from ds_finepage.compare.models import Modelled, Models, require_some_arm
 from ds_finepage.compare.prompts import Prompts, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
+from ds_finepage.config import SECTION
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.disk_cache import VARIABLE as CACHE_VARIABLE
 from ds_finepage.files import read_file
@@ -177,7 +178,7 @@ class Comparison:
                 device_budget=device_budget,
                 hardware=settings.hardware,
                 dtype=modelled_dtype(checkpoint.folder, self._ds_config, settings.hardware),
-                split=bool(self._ds_config.get("finepage", {}).get("split")),
+                **modelled_options(self._ds_config),
             )
 
         return Models(make, settings.device_budget)
@@ -317,6 +318,16 @@ def modelled_dtype(folder: Path, ds_config: Mapping[str, Any], hardware: str) ->
     config = load_model_config(str(folder))
     config.dtype = dtype_of(ds_config)
     return default_dtype(config, load_profile(hardware))
+
+
+def modelled_options(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a ds_config that a model of its run depends on, beside the budget."""
+    section = ds_config.get(SECTION, {})
+    return {
+        "split": bool(section.get("split")),
+        "weights": section.get("weights"),
+        "weights_group": section.get("weights_group", 64),
+    }
 
 
 def tokens_of(folder: Path) -> list[Any]:

@@ -18,9 +18,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from ds_finepage.compare.counting import FetchCounter
 from ds_finepage.compare.engine import Engine, RunRequest
-from ds_finepage.compare.loading import load_model
+from ds_finepage.compare.loading import form_of, load_model, load_unpacked
 from ds_finepage.config import SECTION
 from ds_finepage.integrations.deepspeed.one_process import prepare_one_process
+from ds_finepage.packing.stock import pack_as_stock
 
 ZERO = "zero_optimization"
 LEAF = "zero-leaf"
@@ -98,8 +99,26 @@ def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> A
     """
     prepare_one_process()
     keep_alive = HfDeepSpeedConfig(dict(ds_config))
-    model = load_model(request)
+    model = load_unpacked(request)
     del keep_alive
+    return model
+
+
+def load_for_stock(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
+    """Load the model into ZeRO's host partitions, packed before as DeepSpeed itself packs.
+
+    Args:
+        request: The run.
+        ds_config: The ds_config of the arm.
+
+    Raises:
+        ConfigError: The packed form does not suit the model.
+    """
+    if form_of(request.ds_config) is None:
+        return load_under_deepspeed(request, ds_config)
+    prepare_one_process()
+    model = load_model(request, pack_as_stock)
+    deepspeed.zero.Init(module=model, config_dict_or_path=dict(ds_config))
     return model
 
 
@@ -117,7 +136,7 @@ def with_settings(request: RunRequest) -> dict[str, Any]:
 def load(request: RunRequest) -> ZeroEngine:
     """Load the model for stock ZeRO-Inference."""
     ds_config = with_settings(request)
-    model = load_under_deepspeed(request, ds_config)
+    model = load_for_stock(request, ds_config)
     made = ZeroEngine(model, deepspeed_device(), ds_config)
     made.settings.update(request.settings)
     if request.arm == LEAF:

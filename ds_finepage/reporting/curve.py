@@ -72,7 +72,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The price list of one model on one machine; points are sorted by budget."""
+    """The price list of one model on one machine; points are sorted by budget.
+
+    ``weights`` names the form of the weights: "bf16", "int8" or "int4"; None if none was asked for.
+    """
 
     model: str
     batch: int
@@ -83,12 +86,14 @@ class Curve:
     capacity_bytes: int
     points: tuple[CurvePoint, ...]
     needs: tuple[Need, ...] = ()
+    weights: str | None = None
 
     @property
     def title(self) -> str:
-        """Model, shape, policy and machine."""
+        """Model, form of the weights if it was named, shape, policy and machine."""
+        form = f" in {self.weights}" if self.weights else ""
         return (
-            f"{self.model}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
+            f"{self.model}{form}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
             f"{self.hardware}"
         )
 
@@ -144,6 +149,30 @@ class Curve:
                 "" if point.fits else "more than the device has",
             )
         return table
+
+
+def price_table(curves: Sequence[Curve]) -> Table:
+    """Return the speeds that each budget buys in several forms of the weights.
+
+    Args:
+        curves: One for each form; the points of all are at the same budgets, and begin where the
+            form can run.
+    """
+    first = curves[0]
+    table = Table(title=replace(first, weights=None).title, title_justify="left")
+    table.add_column("budget", justify="right")
+    for curve in curves:
+        table.add_column(f"{curve.weights} tok/s", justify="right")
+        table.add_column("first token", justify="right")
+    found = [{point.budget_bytes: point for point in curve.points} for curve in curves]
+    for budget_bytes in sorted(set().union(*found)):
+        texts = [format_bytes(budget_bytes)]
+        for points in found:
+            point = points.get(budget_bytes)
+            texts.append("-" if point is None else f"{point.tokens_per_s:.2f}")
+            texts.append("-" if point is None else format_ns(point.first_token_ns))
+        table.add_row(*texts)
+    return table
 
 
 def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:

@@ -27,7 +27,8 @@ class PlanFigures:
     ``lower_bound_ns`` hold for schedules of one batch at a time under the same budget, with tasks
     in program order and the KV cache where it is, and include its copies. ``block_bound_ns`` is for
     a plan of several batches in turn: the least time per batch of a schedule that reloads each
-    weight once for all of them.
+    weight once for all of them. ``weights`` names the packed form of the weights, if they have one;
+    all bytes are then packed bytes.
     """
 
     model: str
@@ -59,6 +60,7 @@ class PlanFigures:
     plan_seconds: float
     layout_overhead: float
     block_bound_ns: int | None = None
+    weights: str | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -121,12 +123,17 @@ def _over(amount: int, bound: int) -> str:
     return f" ({amount / bound:.2f} x)" if bound else ""
 
 
+def _weights(figures: PlanFigures) -> str:
+    form = f" ({figures.weights})" if figures.weights else ""
+    return format_bytes(figures.weight_bytes) + form
+
+
 def _place(figures: PlanFigures) -> str:
     return "in host memory" if figures.kv_on_host else "on the device"
 
 
 _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
-    ("weights", lambda f: format_bytes(f.weight_bytes)),
+    ("weights", _weights),
     ("KV cache", lambda f: f"{format_bytes(f.kv_bytes)} {_place(f)}"),
     ("budget", lambda f: format_bytes(f.budget_bytes)),
     ("  least that can run", lambda f: format_bytes(f.min_budget_bytes)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_finepage.graph.memgraph import Extent
@@ -158,38 +158,58 @@ class Chooser:
             for b in weights.sizes
             if b not in weights.per_call
         }
-        kept: dict[int, SharedResident] = {}
+        kept: dict[int, list[SharedResident]] = {}
         need = sum(weights.sizes[b] for b in must)
-        for piece in weights.problem.shared:
-            buffer = names.get(piece.buffer.name)
-            if buffer is None or not self._can_keep(buffer, piece):
+        for pieces in self._units_of(weights.problem.shared):
+            buffer = names.get(pieces[0].buffer.name)
+            if buffer is None or not self._can_keep(buffer, pieces):
                 continue
             still = need - weights.sizes[buffer] if buffer in must else need
-            if piece.extent.offset - still < lower + ring.nbytes:
+            offset = min(piece.extent.offset for piece in pieces)
+            if offset - still < lower + ring.nbytes:
                 break
-            kept[buffer], need, top = piece, still, piece.extent.offset
+            kept[buffer], need, top = pieces, still, offset
         if top - need < lower + ring.nbytes:
             return None
         rows = {
-            b: kept[b].buffer.nbytes // weights.divisible[b].row_bytes if b in kept else 0
+            b: kept[b][0].buffer.nbytes // weights.divisible[b].parts[0][1] if b in kept else 0
             for b in weights.order
             if b in weights.divisible
         }
         cut, streamed = Slicer(weights).cut(rows, must | kept.keys(), ring)
-        extents = {s.buffer.key: s.extent for s in kept.values()}
+        extents = {s.buffer.key: s.extent for pieces in kept.values() for s in pieces}
         return Choice(
             cut,
             streamed,
             {b.id: extents[b.key] for b in cut.buffers if b.key in extents},
         )
 
-    def _can_keep(self, buffer: int, piece: SharedResident) -> bool:
-        """Tell whether this pass can keep the alternating pass's piece of a weight."""
-        whole = self._weights.problem.graph.buffers[buffer]
-        if piece.buffer.offset or piece.buffer.gather is not None or whole.gather is not None:
+    def _units_of(self, shared: Sequence[SharedResident]) -> Iterator[list[SharedResident]]:
+        """Yield shared residents one by one, those of a unit together where its last one comes."""
+        graph = self._weights.problem.graph
+        units = {
+            graph.buffers[b].name: [graph.buffers[part].name for part, _ in unit.parts]
+            for unit in self._weights.divisible.values()
+            for b, _ in unit.parts
+        }
+        seen: dict[str, SharedResident] = {}
+        for piece in shared:
+            names = units.get(piece.buffer.name, [piece.buffer.name])
+            seen[piece.buffer.name] = piece
+            if all(name in seen for name in names):
+                yield [seen.pop(name) for name in names]
+
+    def _can_keep(self, buffer: int, pieces: Sequence[SharedResident]) -> bool:
+        """Tell whether this pass can keep the alternating pass's pieces of a weight."""
+        graph, unit = self._weights.problem.graph, self._weights.divisible.get(buffer)
+        if any(p.buffer.offset or p.buffer.gather is not None for p in pieces):
             return False
-        if piece.buffer.nbytes == whole.nbytes:
-            return True
-        return buffer in self._weights.divisible and not piece.buffer.nbytes % (
-            quantum(self._weights.divisible[buffer]) * self._weights.divisible[buffer].row_bytes
-        )
+        if graph.buffers[buffer].gather is not None:
+            return False
+        if unit is None:
+            return pieces[0].buffer.nbytes == graph.buffers[buffer].nbytes
+        rows = {
+            p.buffer.nbytes / row_bytes
+            for p, (_, row_bytes) in zip(pieces, unit.parts, strict=True)
+        }
+        return len(rows) == 1 and (rows == {unit.num_rows} or not min(rows) % quantum(unit))

@@ -43,7 +43,8 @@ class WeightClasses:
     Attributes:
         problem: The pass and its arena.
         options: The heuristics.
-        sizes: Weight -> bytes of its extent.
+        sizes: Weight -> bytes of its extent. The scales and minima that are cut with packed numbers
+            count with the numbers, and are listed nowhere else.
         order: The weights that may be streamed, by use.
         divisible: The weights that can be cut.
         per_call: The weights that each call brings from host memory, so they are always streamed.
@@ -72,12 +73,15 @@ class WeightClasses:
             options: The heuristics.
         """
         graph = problem.graph
-        order = weights_by_first_use(graph, per_call=True)
+        divisible = {d.buffer: d for d in divisible_weights(graph)} if may_split else {}
+        cut_with = {b for d in divisible.values() for b, _ in d.beside}
+        order = [b for b in weights_by_first_use(graph, per_call=True) if b not in cut_with]
         per_call = frozenset(b for b in order if graph.buffers[b].gather is not None)
         sizes = problem.sizes(order)
+        for unit in divisible.values():
+            sizes[unit.buffer] = sum(problem.size(b) for b, _ in unit.parts)
         small = options.fixed_share * max(sizes.values(), default=0)
         times_used = graph.uses
-        divisible = {d.buffer: d for d in divisible_weights(graph)} if may_split else {}
         # Every slice of a product uses the bias, so a streamed bias would block the ring.
         beside = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
         streamable = [
@@ -132,6 +136,10 @@ class WeightClasses:
         """Return the bytes of the extent of ``nbytes``."""
         return extent_bytes(nbytes, self.problem.alignment)
 
+    def slice_bytes(self, weight: Divisible, num_rows: int) -> int:
+        """Return the bytes of the extents of a slice."""
+        return sum(self.aligned(num_rows * row_bytes) for _, row_bytes in weight.parts)
+
     @cached_property
     def most_whole_bytes(self) -> int:
         """Return the size of the largest weight that streams in one piece."""
@@ -144,7 +152,7 @@ class WeightClasses:
 
     def least_ring_bytes(self) -> int:
         """Return the shortest ring through which all streamable weights can go."""
-        slices = [quantum(d) * d.row_bytes for d in self.divisible.values()]
+        slices = [self.slice_bytes(d, quantum(d)) for d in self.divisible.values()]
         whole = {b for b in self.order if b not in self.divisible}
         together = [
             [self.sizes[b] for b in self.problem.graph.paged(task) if b in whole]
@@ -152,7 +160,7 @@ class WeightClasses:
         ]
         # If a task needs several weights, the ring may wrap between them; reserve twice their size.
         groups = [sum(sizes) * min(2, len(sizes)) for sizes in together]
-        return max([2 * self.aligned(max(slices, default=0)), *groups])
+        return max([2 * max(slices, default=self.aligned(0)), *groups])
 
     def grained_rings(self, room: int) -> Iterator[RingShape]:
         """Yield shapes of the ring for few large slices.

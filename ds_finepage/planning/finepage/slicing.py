@@ -68,14 +68,15 @@ class Slicer:
             starts.append(at)
             num_rows = min(weight.num_rows - at, max(unit, min(most, space)))
             at += num_rows
-            head += self._weights.aligned(num_rows * weight.row_bytes)
+            head += self._weights.slice_bytes(weight, num_rows)
         return starts or [0], head
 
     def _streamed(self, cut: TaskGraph, kept: set[int], kept_rows: dict[int, int]) -> list[int]:
         """List the weights and slices of the cut graph that stream, by use."""
         kept_bytes = {
-            self._weights.problem.graph.buffers[b].name: rows * self._weights.divisible[b].row_bytes
-            for b, rows in kept_rows.items()
+            self._weights.problem.graph.buffers[b].name: rows * row_bytes
+            for unit, rows in kept_rows.items()
+            for b, row_bytes in self._weights.divisible[unit].parts
         }
         may_stream = set(self._weights.order)
         found = []

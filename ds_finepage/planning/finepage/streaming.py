@@ -13,6 +13,7 @@ from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.split import packed_units
 
 
 def resident_plans(
@@ -102,8 +103,13 @@ def plan_streaming(
     kept = [b for b in weights_by_first_use(cut.graph) if b not in elsewhere]
     sizes = cut.sizes(kept)
     small = options.fixed_share * max(sizes.values(), default=0)
-    order = [b for b in kept if sizes[b] <= small]
-    order += spread_order([b for b in kept if sizes[b] > small])
+    units = packed_units(cut.graph)
+    behind = {b for unit in units.values() for b in unit}
+    first = [b for b in kept if b not in behind]
+    order = [b for b in first if sizes[b] <= small]
+    order += spread_order([b for b in first if sizes[b] > small])
+    # What belongs together lies together, so that another pass can keep all of it.
+    order = [b for lead in order for b in (lead, *units.get(lead, ())) if b in sizes]
     top = min((e.offset for e in choice.shared.values()), default=problem.top)
     return StreamPlanner(
         cut,

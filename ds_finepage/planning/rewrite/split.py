@@ -4,7 +4,9 @@ A weight is the unit of residency. A plan of whole weights can miss the lower bo
 of them, and its ring has to hold two of the largest. A matrix product can be cut along its output
 features: each slice of rows of the weight makes its own columns of the result. The values are those
 of the whole product, up to the order in which a library sums. A product of rows in groups is cut in
-the same way: each slice has the same rows of the matrices of all groups.
+the same way: each slice has the same rows of the matrices of all groups. A product with a packed
+weight is cut where the op begins a slice of its own, so its values stay the same bit by bit; its
+numbers, scales and minima are one unit, with the same rows in each slice.
 
 Sizes that differ from call to call stay formulas. Only sizes that are the same in every call are
 cut, and a slice begins at the same place in every row.
@@ -14,12 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+from ds_finepage.graph.packed import PACKED_LINEAR, SLICE_ROWS
 from ds_finepage.graph.routes import GROUPED_PRODUCTS
 from ds_finepage.graph.taskgraph import (
     ITEMSIZE,
     JOIN,
-    Buffer,
     BufferKind,
     ExpertMatrices,
     Length,
@@ -33,8 +36,14 @@ MATMULS = {
     "aten.mm.default": 1,
     "aten.addmm.default": 2,
     **dict.fromkeys(sorted(GROUPED_PRODUCTS), 1),
+    PACKED_LINEAR: 1,
 }
 """Ops that can be cut, with the position of the weight among their arguments."""
+
+BIASES = {"aten.addmm.default": 0, PACKED_LINEAR: 4}
+"""Those of them that may add a bias, with its position."""
+
+PACKED_ITEMSIZE = {**ITEMSIZE, "uint8": 1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,9 +53,11 @@ class Divisible:
     Attributes:
         buffer: The weight.
         num_rows: Its rows, the output features.
-        row_bytes: Bytes of one row, in all matrices.
+        row_bytes: Bytes of one row, in all matrices, and beside them.
         task: The one task that uses it.
         num_matrices: The matrices that the weight holds, one an expert.
+        beside: The weights that are cut at the same rows, with the bytes of a row of each: the
+            scales and minima of packed numbers.
     """
 
     buffer: int
@@ -54,46 +65,107 @@ class Divisible:
     row_bytes: int
     task: int
     num_matrices: int = 1
+    beside: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """All weights of the unit, with the bytes of a row of each; ``buffer`` is the first."""
+        own_bytes = self.row_bytes - sum(row_bytes for _, row_bytes in self.beside)
+        return ((self.buffer, own_bytes), *self.beside)
 
 
 def quantum(weight: Divisible) -> int:
     """Return the rows that are cut together, so that a slice is a good shape for a kernel."""
+    if weight.beside:
+        return SLICE_ROWS
     return 64 if weight.num_rows >= 1024 else 16 if weight.num_rows >= 128 else 1
 
 
 def divisible_weights(graph: TaskGraph) -> list[Divisible]:
     """Find the weights that can be cut, in the order of their use."""
-    found = []
     used = graph.uses
-    for task in graph.tasks:
-        at = _place_of_weight(task)
-        if at is None:
-            continue
-        weight = task.args[at]
-        (result,) = task.results
-        if not isinstance(weight, Ref) or result is None:
-            continue
-        view, out = graph.tensors[weight.tensor], graph.tensors[result]
-        buffer = graph.buffers[view.buffer]
-        itemsize = ITEMSIZE.get(view.dtype)
-        is_grouped = task.op in GROUPED_PRODUCTS
-        if buffer.kind is not BufferKind.WEIGHT or itemsize is None:
-            continue
-        if len(view.shape) != 2 + is_grouped or len(out.shape) != 2:
-            continue
-        *several, depth, rows = view.shape
-        num_matrices = several[0] if is_grouped else 1
-        is_whole = (
-            view.offset == 0
-            and view.stride == (*(depth * rows for _ in several), 1, depth)
-            and buffer.nbytes == num_matrices * depth * rows * itemsize
-            and used[buffer.id] == (task.index,)
-            and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
+    found = (divisible_operand(graph, task) for task in graph.tasks)
+    return [
+        d
+        for d in found
+        if d is not None
+        and all(
+            graph.buffers[b].kind is BufferKind.WEIGHT and used[b] == (d.task,) for b, _ in d.parts
         )
-        if is_whole and len(task.writes) == 1 and _has_columns(graph, task, out, rows):
-            row_bytes = num_matrices * depth * itemsize
-            found.append(Divisible(buffer.id, rows, row_bytes, task.index, num_matrices))
-    return found
+    ]
+
+
+def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
+    """Return the matrix of a product if it can be cut by rows, whoever uses or makes it."""
+    if task.op == PACKED_LINEAR:
+        return _packed_operand(graph, task)
+    at = _place_of_weight(task)
+    if at is None:
+        return None
+    weight = task.args[at]
+    (result,) = task.results
+    if not isinstance(weight, Ref) or result is None:
+        return None
+    view, out = graph.tensors[weight.tensor], graph.tensors[result]
+    buffer = graph.buffers[view.buffer]
+    itemsize = ITEMSIZE.get(view.dtype)
+    is_grouped = task.op in GROUPED_PRODUCTS
+    if itemsize is None or len(view.shape) != 2 + is_grouped or len(out.shape) != 2:
+        return None
+    *several, depth, rows = view.shape
+    num_matrices = several[0] if is_grouped else 1
+    is_whole = (
+        view.offset == 0
+        and view.stride == (*(depth * rows for _ in several), 1, depth)
+        and buffer.nbytes == num_matrices * depth * rows * itemsize
+        and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
+    )
+    if not is_whole or len(task.writes) != 1 or not _has_columns(graph, task, out, rows):
+        return None
+    return Divisible(buffer.id, rows, num_matrices * depth * itemsize, task.index, num_matrices)
+
+
+def _packed_operand(graph: TaskGraph, task: Task) -> Divisible | None:
+    """Return the packed matrix of a product if it can be cut by rows.
+
+    Each part must fill its buffer row by row, and the result its own.
+    """
+    (result,) = task.results
+    parts = task.args[1:4]
+    if result is None or len(task.writes) != 1 or not all(isinstance(p, Ref) for p in parts):
+        return None
+    views, out = [graph.tensors[p.tensor] for p in parts], graph.tensors[result]
+    num_rows, sizes = views[0].shape[0], [graph.buffers[v.buffer].nbytes for v in views]
+    is_whole = all(
+        len(v.shape) == 2
+        and v.shape[0] == num_rows
+        and v.offset == 0
+        and v.stride == (v.shape[1], 1)
+        and size == num_rows * v.shape[1] * PACKED_ITEMSIZE.get(v.dtype, 0)
+        and not varies(*v.shape, size)
+        for v, size in zip(views, sizes, strict=True)
+    )
+    if not is_whole or num_rows <= SLICE_ROWS or len({v.buffer for v in views}) < len(views):
+        return None
+    step, fills = 1, out.offset == 0 and not varies(out.shape[-1])
+    for size, stride in zip(reversed(out.shape), reversed(out.stride), strict=True):
+        fills = fills and (stride == step or size == 1)
+        step *= size
+    bias = graph.tensors[task.args[4].tensor] if isinstance(task.args[4], Ref) else None
+    if not fills or out.shape[-1] != num_rows or (bias and bias.shape != (num_rows,)):
+        return None
+    beside = tuple((v.buffer, n // num_rows) for v, n in zip(views[1:], sizes[1:], strict=True))
+    return Divisible(views[0].buffer, num_rows, sum(sizes) // num_rows, task.index, beside=beside)
+
+
+def packed_units(graph: TaskGraph) -> dict[int, tuple[int, ...]]:
+    """Return the scales and minima that belong to packed numbers, by the numbers' buffer."""
+    parts = [
+        [graph.tensors[a.tensor].buffer for a in task.args[1:4] if isinstance(a, Ref)]
+        for task in graph.tasks
+        if task.op == PACKED_LINEAR
+    ]
+    return {numbers: tuple(others) for numbers, *others in parts}
 
 
 def _place_of_weight(task: Task) -> int | None:
@@ -129,8 +201,10 @@ def varies(*sizes: int) -> bool:
     return any(isinstance(size, Length) for size in sizes)
 
 
-def _form_of_slice(view: TensorView, num_rows: int) -> dict[str, tuple[int, ...]]:
+def _form_of_slice(task: Task, view: TensorView, num_rows: int) -> dict[str, tuple[int, ...]]:
     """Return the shape and the strides of a slice of rows; its matrices lie side by side."""
+    if task.op == PACKED_LINEAR:
+        return {"shape": (num_rows, *view.shape[1:])}
     *several, depth, _ = view.shape
     stride = (*(depth * num_rows for _ in several), *view.stride[-2:])
     return {"shape": (*several, depth, num_rows), "stride": stride}
@@ -158,7 +232,7 @@ def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGrap
     if not cuts:
         return graph
     by_task = {d.task: d for d in divisible_weights(graph) if d.buffer in cuts}
-    writer = _Rewriter(graph)
+    writer = SliceWriter(graph)
     for task in graph.tasks:
         if task.index in by_task:
             writer.cut(task, by_task[task.index], cuts[by_task[task.index].buffer])
@@ -167,113 +241,137 @@ def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGrap
     return writer.finish()
 
 
-class _Rewriter:
+class SliceWriter:
     """Builds the new taskgraph; buffers and tensors keep their ids, new ones are appended."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        self._graph = graph
+        """Start without tasks.
+
+        Args:
+            graph: The pass to rewrite.
+        """
+        self.graph = graph
         self._buffers = list(graph.buffers)
         self._tensors = list(graph.tensors)
         self._tasks: list[Task] = []
         self._experts: list[ExpertMatrices] = []
 
-    def keep(self, task: Task) -> None:
-        self._tasks.append(dataclasses.replace(task, index=len(self._tasks)))
+    def keep(self, task: Task, **changes: object) -> None:
+        """Append a task, with changes."""
+        new = dataclasses.replace(task, index=len(self._tasks), **changes)  # type: ignore[arg-type]
+        self._tasks.append(new)
 
-    def _tensor(self, view: TensorView, **changes: object) -> int:
+    def tensor(self, view: TensorView, **changes: object) -> int:
+        """Append a tensor that differs from another one; return its id."""
         new = dataclasses.replace(view, id=len(self._tensors), **changes)  # type: ignore[arg-type]
         self._tensors.append(new)
         return new.id
 
+    def slice_of(self, buffer: int, row_bytes: int, start: int, end: int) -> int:
+        """Make the buffer of some rows; return its id.
+
+        The first slice takes the id of the whole, so that ids stay dense.
+
+        Args:
+            buffer: The whole.
+            row_bytes: Bytes of a row of it.
+            start: The first row.
+            end: Behind the last row.
+        """
+        whole = self.graph.buffers[buffer]
+        is_weight = whole.kind is BufferKind.WEIGHT
+        part = dataclasses.replace(
+            whole,
+            id=len(self._buffers) if start else buffer,
+            nbytes=(end - start) * row_bytes,
+            offset=whole.offset + start * row_bytes if is_weight else 0,
+        )
+        if start:
+            self._buffers.append(part)
+        else:
+            self._buffers[buffer] = part
+        return part.id
+
     def cut(self, task: Task, weight: Divisible, starts: Sequence[int]) -> None:
         """Replace a task by one task a slice and a join."""
-        graph = self._graph
-        whole = graph.buffers[weight.buffer]
-        at = MATMULS[task.op]
-        view = graph.tensors[task.args[at].tensor]
-        assert task.results[0] is not None
-        out = graph.tensors[task.results[0]]
-        ends = [*starts[1:], weight.num_rows]
+        whole = self.graph.buffers[weight.buffer]
         if weight.num_matrices > 1:
             matrix_bytes = whole.nbytes // weight.num_matrices
             self._experts.append(ExpertMatrices(whole.name, weight.num_matrices, matrix_bytes))
-        # The first slice takes the weight's own id, so that ids stay dense.
-        for start, end in zip(starts, ends, strict=True):
-            part = Buffer(
-                id=weight.buffer if start == 0 else len(self._buffers),
-                kind=BufferKind.WEIGHT,
-                nbytes=(end - start) * weight.row_bytes,
-                name=whole.name,
-                offset=whole.offset + start * weight.row_bytes,
-            )
-            if start == 0:
-                self._buffers[weight.buffer] = part
-            else:
-                self._buffers.append(part)
-            rows = self._tensor(view, buffer=part.id, **_form_of_slice(view, end - start))
-            columns = self._tensor(out, shape=(out.shape[0], end - start), offset=start)
-            args = list(task.args)
-            args[at] = Ref(rows)
-            if at == 2:  # the bias of addmm, cut like the columns
-                args[0] = self._cut_bias(args[0], start, end)
-            self._append_slice(task, weight, tuple(args), columns, part, end - start)
-        self._tasks.append(
-            Task(
-                index=len(self._tasks),
-                op=JOIN,
-                label=task.label,
-                reads=(out.buffer,),
-                time_ns=0,
-            )
+        for start, end in pairwise((*starts, weight.num_rows)):
+            parts = {b: self.slice_of(b, size, start, end) for b, size in weight.parts}
+            self.product(task, weight, parts, start, end)
+        self.join(task)
+
+    def product(
+        self, task: Task, weight: Divisible, parts: Mapping[int, int], start: int, end: int
+    ) -> None:
+        """Append the part of a product that makes some columns of its result.
+
+        Args:
+            task: The whole product.
+            weight: Its matrix.
+            parts: Weights of the unit -> the buffers that hold the rows.
+            start: The first row.
+            end: Behind the last row.
+        """
+        assert task.results[0] is not None
+        out = self.graph.tensors[task.results[0]]
+        columns = self.tensor(out, shape=(*out.shape[:-1], end - start), offset=start)
+        args = list(task.args)
+        for at, value in enumerate(args):
+            view = self.graph.tensors[value.tensor] if isinstance(value, Ref) else None
+            if view is not None and view.buffer in parts:
+                form = _form_of_slice(task, view, end - start)
+                args[at] = Ref(self.tensor(view, buffer=parts[view.buffer], **form))
+            elif view is not None and at == BIASES.get(task.op):
+                args[at] = self._cut_bias(value, start, end)
+
+        def share(amount: int) -> int:
+            return -(-amount * (end - start) // weight.num_rows)
+
+        self.keep(
+            task,
+            args=tuple(args),
+            results=(columns,),
+            reads=tuple(sorted({parts.get(b, b) for b in task.reads})),
+            writes=(),
+            touches=task.writes,
+            flops=share(task.flops),
+            moved_bytes=share(task.moved_bytes),
+            time_ns=None if task.time_ns is None else share(task.time_ns),
         )
 
     def _cut_bias(self, bias: Ref, start: int, end: int) -> Ref:
-        view = self._graph.tensors[bias.tensor]
+        view = self.graph.tensors[bias.tensor]
         step = view.stride[-1]
         return Ref(
-            self._tensor(
+            self.tensor(
                 view,
                 shape=(*view.shape[:-1], end - start),
                 offset=_behind(view.offset, start * step),
             )
         )
 
-    def _append_slice(
-        self,
-        task: Task,
-        weight: Divisible,
-        args: tuple[object, ...],
-        columns: int,
-        part: Buffer,
-        num_rows: int,
-    ) -> None:
-        def share(amount: int) -> int:
-            return -(-amount * num_rows // weight.num_rows)
-
-        (out,) = task.writes
+    def join(self, task: Task) -> None:
+        """Append the join of the regions that the slices of a task have written."""
         self._tasks.append(
             Task(
                 index=len(self._tasks),
-                op=task.op,
+                op=JOIN,
                 label=task.label,
-                args=args,
-                kwargs=task.kwargs,
-                results=(columns,),
-                reads=tuple(sorted({*task.reads} - {weight.buffer} | {part.id})),
-                touches=(out,),
-                workspace_bytes=task.workspace_bytes,
-                flops=share(task.flops),
-                moved_bytes=share(task.moved_bytes),
-                time_ns=None if task.time_ns is None else share(task.time_ns),
+                reads=task.writes,
+                time_ns=0,
             )
         )
 
     def finish(self) -> TaskGraph:
+        """Return the taskgraph."""
         return dataclasses.replace(
-            self._graph,
+            self.graph,
             buffers=tuple(self._buffers),
             tensors=tuple(self._tensors),
             tasks=tuple(self._tasks),
-            experts=(*self._graph.experts, *self._experts),
+            experts=(*self.graph.experts, *self._experts),
             calls=(),  # their tasks have other indices now
         )

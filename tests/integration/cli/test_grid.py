@@ -72,7 +72,8 @@ class Interrupted:
 def test_json_has_every_cell(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = cells(capsys, arguments)
     assert len(found) == 2 * 2 * 2
-    assert list(found[0])[:7] == ["model", "hardware", "batch", "seq", "policy", "runs", "reason"]
+    identity = ["model", "hardware", "batch", "seq", "policy", "weights"]
+    assert list(found[0])[:8] == [*identity, "runs", "reason"]
     for cell in found:
         fits = not (cell["model"].endswith("two") and cell["seq"] == 128)
         assert cell["runs"] == fits, cell

@@ -46,6 +46,7 @@ KEYS = [
     "plan_seconds",
     "layout_overhead",
     "block_bound_ns",
+    "weights",
 ]
 
 

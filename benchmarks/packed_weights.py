@@ -1,0 +1,260 @@
+"""Simulates what a budget buys where weights are packed: LLaMA-7B, 65B and Llama-2-70B.
+
+    python benchmarks/packed_weights.py --out benchmarks/packed_weights_2026-11-22
+
+Writes a .json and a .md with two tables of decode steps, batch 1. One has budgets in shares of the
+weights of each form, and holds bytes and time against their bounds. The other has equal budgets in
+bytes, and compares the speeds. Nothing is run: passes are captured from published dimensions, and
+times are predicted from the shipped hardware profiles. Exit status 1 if a figure misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.units import format_bytes
+from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
+
+MODELS = ("llama-7b", "llama-65b", "llama-2-70b")
+HARDWARE = ("v100-16gb", "t4")
+FORMS = ("bf16", "int8", "int4")
+PERCENTS = (10, 25, 50, 75, 90)
+SEQ = 2048
+
+MOST_BYTES = 1.03
+"""Target of the reloaded bytes over their bound, in the packed forms."""
+
+SPEED_UPS = {"int8": 1.9, "int4": 3.6}
+TARGET_OF = ("llama-65b", "v100-16gb")
+"""Target of the tokens a second over those of bf16 under an equal budget, and where it holds."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode step of one form under one budget.
+
+    ``of`` says what ``percent`` is a share of: the weights of its own form, or those of bf16.
+    Without a plan the figures are None.
+    """
+
+    model: str
+    hardware: str
+    form: str
+    of: str
+    percent: int
+    budget_bytes: int
+    weight_bytes: int
+    reloaded_bytes: int | None = None
+    bound_bytes: int | None = None
+    predicted_ns: int | None = None
+    bound_ns: int | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Predicted speed."""
+        return 1e9 / self.predicted_ns if self.predicted_ns else None
+
+
+def planned(captured: CapturedModel, case: Case) -> Case:
+    """Plan a case."""
+    profile = load_profile(case.hardware)
+    try:
+        figures = plan_captured(captured, budget_bytes=case.budget_bytes, profile=profile).figures
+    except PlanInfeasibleError:
+        return case
+    return replace(
+        case,
+        reloaded_bytes=figures.reloaded_bytes,
+        bound_bytes=figures.lower_bound_bytes,
+        predicted_ns=figures.predicted_ns,
+        bound_ns=figures.lower_bound_ns,
+    )
+
+
+def cases_of(model: str) -> Iterable[Case]:
+    """Plan all cases of a model."""
+    profile = load_profile(HARDWARE[0])  # all of them have the same dtype
+    unpacked_bytes = 0
+    for form in FORMS:
+        captured = capture_model(
+            model, phase="decode", batch=1, seq=SEQ, profile=profile, weights=form
+        )
+        weight_bytes = captured.graph.weight_bytes
+        unpacked_bytes = unpacked_bytes or weight_bytes
+        for of, whole in (("own weights", weight_bytes), ("bf16 weights", unpacked_bytes)):
+            for hardware in HARDWARE:
+                for percent in PERCENTS:
+                    budget = whole * percent // 100
+                    yield planned(
+                        captured, Case(model, hardware, form, of, percent, budget, weight_bytes)
+                    )
+
+
+# The summary.
+
+
+def over(found: int | None, bound: int | None) -> float:
+    """Return a figure over its bound; 1 if there is nothing to do."""
+    return found / bound if found and bound else 1.0
+
+
+def equal_budgets(cases: Sequence[Case]) -> dict[tuple[str, str, int], dict[str, Case]]:
+    """Return the cases of equal budgets: by model, card and share of bf16, then by form."""
+    found: dict[tuple[str, str, int], dict[str, Case]] = {}
+    for case in cases:
+        if case.of == "bf16 weights":
+            key = (case.model, case.hardware, case.percent)
+            found.setdefault(key, {})[case.form] = case
+    return found
+
+
+def speed_up(by_form: dict[str, Case], form: str) -> float | None:
+    """Return the speed of a form over that of bf16."""
+    mine, other = by_form[form].tokens_per_s, by_form["bf16"].tokens_per_s
+    return mine / other if mine and other else None
+
+
+def summary(cases: Sequence[Case]) -> list[dict[str, float | str | bool]]:
+    """Hold the worst figures against their targets."""
+    found: list[dict[str, float | str | bool]] = []
+    for form in SPEED_UPS:
+        ratios = [over(c.reloaded_bytes, c.bound_bytes) for c in cases if c.form == form]
+        if ratios:
+            what = f"bytes / bound, {form}, worst"
+            found.append({"what": what, "found": max(ratios), "target": f"<= {MOST_BYTES}"})
+            found[-1]["holds"] = max(ratios) <= MOST_BYTES
+    for form, least in SPEED_UPS.items():
+        ups = [
+            up
+            for (model, hardware, _), by_form in equal_budgets(cases).items()
+            if (model, hardware) == TARGET_OF and (up := speed_up(by_form, form))
+        ]
+        if ups:
+            what = f"tokens/s over bf16, {form}, {' on '.join(TARGET_OF)}, least"
+            found.append({"what": what, "found": min(ups), "target": f">= {least}"})
+            found[-1]["holds"] = min(ups) >= least
+    return found
+
+
+# The page.
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def own_rows(cases: Sequence[Case]) -> Iterable[list[str]]:
+    """Yield a row for each budget that is a share of the form's own weights."""
+    for case in cases:
+        if case.of == "own weights":
+            yield [
+                case.model,
+                case.hardware,
+                case.form,
+                f"{case.percent}% of {format_bytes(case.weight_bytes)}",
+                "no plan" if case.reloaded_bytes is None else format_bytes(case.reloaded_bytes),
+                f"{over(case.reloaded_bytes, case.bound_bytes):.4f}",
+                f"{over(case.predicted_ns, case.bound_ns):.4f}",
+                f"{case.tokens_per_s or 0:.3f}",
+            ]
+
+
+def equal_rows(cases: Sequence[Case]) -> Iterable[list[str]]:
+    """Yield a row for each budget in bytes, with all forms."""
+    for (model, hardware, percent), by_form in equal_budgets(cases).items():
+        budget = by_form["bf16"].budget_bytes
+        beyond = " *" if budget > load_profile(hardware).capacity_bytes else ""
+        row = [model, hardware, f"{format_bytes(budget)}{beyond}", f"{percent}%"]
+        for form, case in by_form.items():
+            up = speed_up(by_form, form)
+            times = "" if form == "bf16" or up is None else f" ({up:.2f} x)"
+            row.append(f"{case.tokens_per_s:.3f}{times}" if case.tokens_per_s else "no plan")
+            row.append("-" if case.reloaded_bytes is None else format_bytes(case.reloaded_bytes))
+        yield row
+
+
+def page(cases: Sequence[Case], date: str, command: str) -> str:
+    """Return the page with all tables."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    forms = [heading for form in FORMS for heading in (f"{form} tokens/s", "reloaded")]
+    rows = [
+        [str(s["what"]), f"{s['found']:.4g}", str(s["target"]), "yes" if s["holds"] else "**no**"]
+        for s in summary(cases)
+    ]
+    own = [
+        "model",
+        "card",
+        "form",
+        "budget",
+        "reloaded",
+        "bytes / bound",
+        "time / bound",
+        "tokens/s",
+    ]
+    return "\n".join(
+        [
+            f"# What a budget buys where weights are packed, {date}",
+            "",
+            f"    {command}",
+            "",
+            f"Decode steps of policy `finepage` with `split`, batch 1, {SEQ:,} tokens in the KV "
+            "cache. Linear layers are packed in groups of 64, with a scale and a minimum of 16 "
+            "bits each; embeddings and the output layer are not packed. `bf16` stands for 16 bits: "
+            "both cards compute in float16. Nothing was run: times are predicted from the shipped "
+            f"profiles. The bounds count packed bytes. {versions}.",
+            "",
+            *table(["figure", "found", "target", "holds"], rows),
+            "",
+            "## Equal budgets in bytes",
+            "",
+            "Budgets are shares of the weights in bf16. A star marks one that is more than the "
+            "card has: a card of its speed with more memory would do that.",
+            "",
+            *table(["model", "card", "budget", "of bf16", *forms], equal_rows(cases)),
+            "",
+            "## Shares of the packed weights",
+            "",
+            *table(own, own_rows(cases)),
+            "",
+        ]
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Plan all cases; write and print them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="files without their endings")
+    parser.add_argument("--models", default=",".join(MODELS))
+    options = parser.parse_args(arguments)
+    cases: list[Case] = []
+    for model in options.models.split(","):
+        for case in cases_of(model):
+            cases.append(case)
+            print(f"\r{len(cases)} cases", end="", file=sys.stderr, flush=True)
+    command = shlex.join(["python", "benchmarks/packed_weights.py", *arguments])
+    text = page(cases, options.out.name[-10:], command)
+    document = {
+        "command": command,
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "summary": summary(cases),
+        "cases": [asdict(case) for case in cases],
+    }
+    options.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(text)
+    print(text)
+    return 0 if all(each["holds"] for each in summary(cases)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,317 @@
+"""``--weights`` of the commands that plan: packed bytes everywhere, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage import api, whatif
+from ds_finepage.capture.models import load_model_config
+from ds_finepage.cli import grid, main
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph.profiles import load_profile
+from tests.integration.cli.models import LLAMA, NUM_PARAMETERS, card, small_model
+
+LINEAR_PARAMETERS = 2 * (4 * 256 * 256 + 3 * 256 * 512)
+OTHER_BYTES = 2 * (NUM_PARAMETERS - LINEAR_PARAMETERS)
+PACKED_BYTES = {
+    "bf16": 2 * LINEAR_PARAMETERS,
+    "int8": LINEAR_PARAMETERS + LINEAR_PARAMETERS // 64 * 4,
+    "int4": LINEAR_PARAMETERS // 2 + LINEAR_PARAMETERS // 64 * 4,
+}
+"""Of the linear layers, with a scale and a minimum of 16 bits for each group of 64."""
+
+PARAMETERS_AS_STOCK = [
+    *2 * [500 * 256],
+    *5 * [256],
+    *8 * [256 * 256 * 9 // 32],
+    *6 * [256 * 512 * 9 // 32],
+]
+"""Elements of the parameters in int4, where a layer has one packed parameter of 16 bits."""
+
+FORMS = tuple(PACKED_BYTES)
+QUANTISED = {"quant_method": "torchao", "quant_type": "int8_weight_only"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(small_model(tmp_path))
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def commands(model: str) -> dict[str, list[str]]:
+    shape = ["--seq", "64", "--hardware", "t4"]
+    return {
+        "plan": ["plan", "--model", model, *shape],
+        "curve": ["curve", "--model", model, *shape, "--points", "4"],
+        "grid": ["grid", "--models", model, *shape, "--policies", "finepage"],
+        "compare": ["compare", "--model", model, "--prompt", "8"],
+        "demo": ["demo", "--tiny"],
+    }
+
+
+# Packed bytes count.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_bounds_and_budget_are_those_of_the_form(
+    model: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*commands(model)["plan"], "--device-budget", "60%weights", "--weights", form]
+    figures = found(capsys, *command)
+    weight_bytes = OTHER_BYTES + PACKED_BYTES[form]
+    assert figures["weight_bytes"] == weight_bytes
+    assert figures["budget_bytes"] == weight_bytes * 6 // 10
+    assert figures["peak_bytes"] <= figures["budget_bytes"]
+    assert 0 < figures["lower_bound_bytes"] <= figures["reloaded_bytes"] < weight_bytes
+    assert figures["weights"] == (None if form == "bf16" else f"{form}, group 64")
+
+
+def test_sixteen_bits_are_those_that_suit_the_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(small_model(tmp_path, torch_dtype="float32"))
+    as_it_is = found(capsys, *commands(model)["plan"])
+    assert as_it_is["weight_bytes"] == 4 * NUM_PARAMETERS
+    assert found(capsys, *commands(model)["plan"], "--weights", "bf16")["weight_bytes"] == (
+        2 * NUM_PARAMETERS
+    )
+
+
+def test_the_group_is_counted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*commands(model)["plan"], "--weights", "int4", "--weights-group", "32"]
+    figures = found(capsys, *command)
+    packed = LINEAR_PARAMETERS // 2 + LINEAR_PARAMETERS // 32 * 4
+    assert figures["weight_bytes"] == OTHER_BYTES + packed
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "(int4, group 32)" in out and "--weights int4 --weights-group 32" in out
+
+
+def test_tied_weights_stay_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(small_model(tmp_path, tie_word_embeddings=True))
+    figures = found(capsys, *commands(model)["plan"], "--weights", "int8")
+    assert figures["weight_bytes"] == OTHER_BYTES - 2 * 500 * 256 + PACKED_BYTES["int8"]
+
+
+def test_a_kv_cache_in_host_memory_leaves_the_weights_packed(model: str) -> None:
+    captured = whatif.capture_model(
+        model, phase="decode", batch=1, seq=64, profile=load_profile("t4"), weights="int4"
+    )
+    assert captured.on_host is not None
+    assert captured.on_host.graph.weight_bytes == captured.graph.weight_bytes
+    assert captured.on_host.weights == captured.weights == "int4, group 64"
+
+
+def test_the_function_plans_packed_weights_too(model: str) -> None:
+    planned = api.plan_model(
+        model,
+        phase="decode",
+        batch=1,
+        seq=64,
+        device_budget="60%weights",
+        hardware="t4",
+        weights="int8",
+        weights_group=128,
+    )
+    assert planned.figures.weights == "int8, group 128"
+
+
+# Several forms in one table.
+
+
+def test_a_grid_has_a_row_for_each_form(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*commands(model)["grid"], "--device-budget", "2MiB", "--weights", ",".join(FORMS)]
+    cells = found(capsys, *command)
+    assert [cell["weights"] for cell in cells] == list(FORMS)
+    for cell, form in zip(cells, FORMS, strict=True):
+        assert cell["weight_bytes"] == OTHER_BYTES + PACKED_BYTES[form]
+        assert cell["budget_bytes"] == 2 << 20
+        assert cell["row"]["decode"]["winner"] == "finepage"
+    reloaded = [cell["decode_reloaded_bytes"] for cell in cells]
+    assert reloaded == sorted(reloaded, reverse=True) and reloaded[0] > 2 * reloaded[2]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "weights" in out and all(form in out for form in FORMS)
+
+
+def test_a_grid_without_forms_has_no_column_for_them(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(commands(model)["grid"]) == 0
+    assert "weights" not in capsys.readouterr().out
+    assert [cell["weights"] for cell in found(capsys, *commands(model)["grid"])] == [None]
+
+
+def test_the_file_of_a_grid_names_the_forms(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    forms = ["--weights", "int8,int4", "--weights-group", "32"]
+    assert main([*commands(model)["grid"], *forms, "--out", str(out)]) == 0
+    command = json.loads(out.read_text())["command"]
+    assert command.endswith("--weights int8,int4 --weights-group 32")
+
+
+def test_a_curve_plans_all_forms_under_the_same_budgets(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = card(tmp_path, "slow", h2d_bytes_per_s=1e9)
+    command = [*commands(model)["curve"], "--hardware", str(slow), "--weights", "bf16,int4"]
+    curves = found(capsys, *command)
+    assert [curve["weights"] for curve in curves] == ["bf16", "int4"]
+    plain, packed = ({p["budget_bytes"]: p for p in curve["points"]} for curve in curves)
+    both = sorted(plain.keys() & packed.keys())
+    assert len(both) >= 2 and max(plain) == max(packed) == both[-1]
+    for budget in both[:-1]:
+        assert plain[budget]["tokens_per_s"] < packed[budget]["tokens_per_s"]
+    assert plain.keys() != packed.keys()  # a budget that is too small for a form is left out
+    picture = tmp_path / "curve.png"
+    assert main([*command, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "bf16 tok/s" in out and "int4 tok/s" in out and "int4: +" in out and " - " in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_of_one_form_is_named_after_it(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = found(capsys, *commands(model)["curve"], "--weights", "int4")
+    assert curve["weights"] == "int4" and len(curve["points"]) == 4
+    assert main([*commands(model)["curve"], "--weights", "int4"]) == 0
+    assert " in int4, batch 1" in capsys.readouterr().out
+
+
+# Stock with packed weights.
+
+
+def test_stock_is_modelled_with_its_own_packing(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fetches packed bytes, and its settings count elements of 16 bits."""
+    command = [*commands(model)["plan"], "--weights", "int4", "--device-budget", "200%weights"]
+    ours = found(capsys, *command)
+    stock = found(capsys, *command, "--policy", "zero")
+    assert stock["weights"] == "int4, group 64, modelled as DeepSpeed packs"
+    assert stock["weight_bytes"] == ours["weight_bytes"] == OTHER_BYTES + PACKED_BYTES["int4"]
+    kept = sum(2 * count for count in PARAMETERS_AS_STOCK if count <= 100_000)
+    assert stock["reloaded_bytes"] == stock["weight_bytes"] - kept
+
+
+def test_a_grid_says_that_stock_is_modelled(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "zero*, int4: modelled"
+    for policies, forms, expected in (
+        ("zero,finepage", "bf16,int4", 1),
+        ("finepage", "int4", 0),
+        ("zero", "bf16", 0),
+    ):
+        command = [*commands(model)["grid"], "--policies", policies, "--weights", forms]
+        assert main(command) == 0
+        assert capsys.readouterr().out.count(words) == expected
+
+
+# Caches that keep passes.
+
+
+def test_cells_of_another_form_are_captured_again(model: str) -> None:
+    planner = grid.Planner(
+        profiles={"t4": load_profile("t4")}, budget=whatif.DeviceBudget(), split=True
+    )
+    results = [
+        planner.plan(
+            grid.Cell(model=model, hardware="t4", batch=1, seq=64, policy="finepage", weights=form)
+        )
+        for form in (None, *FORMS, None)
+    ]
+    sizes = [result.weight_bytes for result in results]
+    assert sizes[0] == sizes[-1] == sizes[1] == 2 * NUM_PARAMETERS
+    assert sizes[2:4] == [OTHER_BYTES + PACKED_BYTES[form] for form in ("int8", "int4")]
+
+
+def test_finished_cells_of_another_group_are_not_taken(model: str) -> None:
+    cells = [grid.Cell(model=model, hardware="t4", batch=1, seq=64, policy="zero", weights="int4")]
+
+    def identity(**changes: Any) -> str:
+        given = {"profiles": {}, "budget": whatif.DeviceBudget(), "split": True, **changes}
+        return grid.Planner(**given).identity([model], cells)
+
+    assert identity(weights_group=64) == identity() != identity(weights_group=32)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("name", ["plan", "curve", "grid", "compare", "demo"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--weights", "int3"], ["unknown form 'int3'", "Did you mean 'int", "bf16, int8, int4"]),
+        (["--weights", "int4", "--weights-group", "7"], ["groups of 7", "even number"]),
+        (["--weights", "int8", "--weights-group", "0"], ["groups of 0", "even number"]),
+        (["--weights", "int4", "--weights-group", "48"], ["groups of 48 do not divide"]),
+        (["--weights", ","], ["--weights", "names nothing"]),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_refused(
+    name: str,
+    options: list[str],
+    words: list[str],
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (Path(model) / "model.safetensors").touch()
+    status = main([*commands(model)[name], *options])
+    captured = capsys.readouterr()
+    if name == "grid" and "48" in options:  # a cell that does not run
+        assert status == 0 and "groups of 48" in captured.out
+        return
+    assert status == 2, captured.err
+    assert all(word in captured.err for word in words), captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("name", ["plan", "curve", "compare"])
+def test_a_model_that_is_quantised_already_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(tmp_path, quantization_config=QUANTISED)
+    (model / "model.safetensors").touch()
+    assert main([*commands(str(model))[name], "--weights", "int4"]) == 2
+    assert "quantised already (quantization_config: torchao)" in capsys.readouterr().err
+
+
+def test_a_grid_says_that_a_model_is_quantised_already(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(tmp_path, quantization_config=QUANTISED)
+    assert main([*commands(str(model))["grid"], "--weights", "int4"]) == 0
+    assert "quantised already" in capsys.readouterr().out
+
+
+def test_a_quantised_model_is_not_even_asked_for_sixteen_bits(tmp_path: Path) -> None:
+    config = load_model_config(str(small_model(tmp_path, quantization_config=QUANTISED)))
+    with pytest.raises(ConfigError, match="'bf16' cannot be had"):
+        whatif.packed_form(config, "bf16")
+    assert whatif.packed_form(config, None) is None
+
+
+@pytest.mark.parametrize("name", ["plan", "compare", "demo"])
+def test_one_form_where_one_is_taken(
+    name: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*commands(model)[name], "--weights", "int8,int4"]) == 2
+    assert "names several forms. Write one" in capsys.readouterr().err
+
+
+def test_the_small_model_has_the_sizes_of_these_tests() -> None:
+    assert (LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["vocab_size"]) == (
+        256,
+        512,
+        500,
+    )

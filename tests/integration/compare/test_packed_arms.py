@@ -1,0 +1,184 @@
+"""Every engine of the comparison runs the same packed model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ds_finepage.compare.accelerate_arms import modules_that_fit
+from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint
+from ds_finepage.compare.engine import RunRequest
+from ds_finepage.compare.modelling import Modeller
+from ds_finepage.compare.models import Models
+from ds_finepage.compare.orchestrate import completed, modelled_options
+from ds_finepage.compare.prompts import make_prompts
+from ds_finepage.compare.worker import Worker
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
+from ds_finepage.reporting.results import Run
+from tests.integration.engines import one_process_deepspeed
+
+SHAPE = LlamaShape(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=300,
+)
+PROMPT, NEW, BUDGET = 6, 5, "60%weights"
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+}
+PACKED = {**DS_CONFIG, "finepage": {"weights": "int4", "weights_group": 64}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> Iterator[Any]:
+    with one_process_deepspeed() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, SHAPE)
+    return folder
+
+
+def models_of(checkpoint: Path, ds_config: dict[str, Any]) -> Models:
+    def make(device_budget: str) -> Modeller:
+        return Modeller(
+            str(checkpoint),
+            batch=1,
+            prompt_tokens=PROMPT,
+            new_tokens=NEW,
+            device_budget=device_budget,
+            hardware="t4",
+            **modelled_options(ds_config),
+        )
+
+    return Models(make, BUDGET)
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Path) -> Models:
+    return models_of(checkpoint, PACKED)
+
+
+@pytest.fixture
+def request_of(
+    checkpoint: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunRequest]:
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    monkeypatch.setattr(Init, "num_persisted_elements", 0)  # it counts over all models
+
+    def make(arm: str, **changes: Any) -> RunRequest:
+        given: dict[str, Any] = {
+            "arm": arm,
+            "model_dir": str(checkpoint),
+            "ds_config": PACKED,
+            "device": "cpu",
+            "budget_bytes": models.budget_bytes,
+            "batch": 1,
+            "prompt_tokens": PROMPT,
+            "new_tokens": NEW,
+            "repeats": 1,
+            "settings": models.of(ARMS[arm]).settings,
+            "observes": True,
+            "prompt_ids": make_prompts(
+                checkpoint, vocab_size=SHAPE.vocab_size, batch=1, prompt_tokens=PROMPT
+            ),
+            **changes,
+        }
+        return RunRequest(**given)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """The tokens of the packed model in plain transformers; those of the other model differ."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    packed = copy.deepcopy(model)
+    pack_model(packed, PackedForm(4))
+    ids = torch.tensor(
+        make_prompts(checkpoint, vocab_size=SHAPE.vocab_size, batch=1, prompt_tokens=PROMPT)
+    )
+    found = []
+    for each in (packed, model):
+        with torch.no_grad():
+            made = each.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW,
+                do_sample=False,
+                cache_implementation="static",
+                disable_compile=True,
+            )
+        found.append(made.tolist())
+    assert found[0] != found[1]
+    tokens: list[list[int]] = found[0]
+    return tokens
+
+
+def ran(request: RunRequest, folder: Path) -> tuple[Run, list[Any]]:
+    made = Worker(request)
+    return made.run(folder), made.tokens
+
+
+@pytest.mark.parametrize("arm", [name for name in ARMS if not ARMS[name].observes])
+def test_other_systems_run_the_packed_model(
+    arm: str,
+    request_of: Callable[..., RunRequest],
+    models: Models,
+    expected: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    if ARMS[arm].missing is not None:
+        pytest.skip(ARMS[arm].missing or "")
+    found, tokens = ran(request_of(arm), tmp_path)
+    assert tokens == [expected] * 3
+    modelled = models.of(ARMS[arm])
+    found = completed(found, modelled, models.weight_bytes)
+    for phase in (found.prefill, found.decode):
+        if arm != "plain":
+            assert phase.h2d_bytes == phase.modelled_h2d_bytes, arm
+        assert (phase.h2d_bytes or 0) <= models.weight_bytes
+
+
+def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(
+    request_of: Callable[..., RunRequest],
+    checkpoint: Path,
+    models: Models,
+    expected: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    whole = models_of(checkpoint, DS_CONFIG)
+    assert models.weight_bytes < 0.34 * whole.weight_bytes
+    assert models.budget_bytes == int(models.weight_bytes * 0.6)
+    found, tokens = ran(request_of("finepage"), tmp_path)
+    assert tokens == [expected] * 4
+    assert found.peak_bytes and found.peak_bytes <= models.budget_bytes
+    unpacked = request_of("finepage", ds_config=DS_CONFIG, budget_bytes=whole.budget_bytes)
+    plain, _ = ran(unpacked, tmp_path)
+    assert found.decode.h2d_bytes and plain.decode.h2d_bytes
+    assert found.decode.h2d_bytes <= 0.3 * plain.decode.h2d_bytes
+
+
+def test_modules_that_stay_are_counted_packed(request_of: Callable[..., RunRequest]) -> None:
+    packed, unpacked = (
+        modules_that_fit(request_of("accelerate-map", ds_config=each, budget_bytes=3 << 20))
+        for each in (PACKED, DS_CONFIG)
+    )
+    assert 0 < unpacked < packed
