@@ -32,7 +32,7 @@ class CallTaker:
         running: Tells which thread runs a call now.
         lock: Held while a call runs, and while the handle changes something.
         num_graph_runs: Runs of Dynamo's graphs so far.
-        generation: Returns the context of one generation.
+        generation: Returns the context of one generation, from the rows of its KV cache at its end.
         refused_generation: Returns the error of a generation without room.
     """
 
@@ -69,7 +69,8 @@ class CallTaker:
         self._graphs: dict[Any, DynamoGraph] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
         self._rehearser = Rehearser(module, weights, runner)
-        self.generation: Callable[[], AbstractContextManager[None]] = runner.kv_offload.generation
+        self.generation: Callable[[int | None], AbstractContextManager[None]]
+        self.generation = runner.kv_offload.generation
         self.refused_generation = self._rehearser.refused_generation
         self._preflight = Preflight(module)
         self._attachment = Attachment(module, weights, self, runner.settings.device)

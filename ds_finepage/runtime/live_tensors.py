@@ -30,6 +30,11 @@ class LiveTensors:
         """Note the inputs and outputs of the pass that ran last."""
         self._latest = [weakref.ref(tensor) for tensor in tensors]
 
+    def note_more(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors beside those of the pass that ran last: the rows of a KV cache, say."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._known[StorageWeakRef(storage)] = storage.nbytes()
+
     def forget_pass(self) -> None:
         """Forget which pass ran last."""
         self._last_pass = None
@@ -60,8 +65,7 @@ class LiveTensors:
             inputs: Device tensors that the next pass reads.
         """
         alive = (ref() for ref in self._latest)
-        for storage in (tensor.untyped_storage() for tensor in alive if tensor is not None):
-            self._known[StorageWeakRef(storage)] = storage.nbytes()
+        self.note_more(tensor for tensor in alive if tensor is not None)
         self._latest = []
         self._known = {ref: n for ref, n in self._known.items() if not ref.expired()}
         taken = {tensor.untyped_storage()._cdata for tensor in inputs}

@@ -68,6 +68,18 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
     return Longest(inputs.shape[0] * max(beams, returned), total, prompt)
 
 
+def last_length_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the rows of a generation's KV cache at its end; None where they are not known.
+
+    Args:
+        module: The model.
+        args: The positional arguments of ``generate``.
+        kwargs: Its named arguments.
+    """
+    longest = longest_of(module, args, kwargs)
+    return None if longest is None else longest.num_tokens - 1  # no step reads the last token
+
+
 def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return a setting of a generation, from the call or from its configuration.
 
@@ -290,12 +302,13 @@ class WatchesGeneration(Protocol):
     """Is told of the generations of a model.
 
     Attributes:
-        generation: Returns the context of one generation.
+        generation: Returns the context of one generation, from the rows of its KV cache before the
+            last token; None where they are not known.
         refused_generation: Returns the error of a generation without room, which names a budget
             that is enough; called with the error of one step, ``generate`` and its arguments.
     """
 
-    generation: Callable[[], AbstractContextManager[None]]
+    generation: Callable[[int | None], AbstractContextManager[None]]
     refused_generation: Callable[..., PlanInfeasibleError]
 
     def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -329,7 +342,7 @@ class WatchedGenerate:
         """
         try:
             self._watcher.preflight(args, kwargs)
-            with self._watcher.generation():
+            with self._watcher.generation(last_length_of(self._module, args, kwargs)):
                 return self._generate(*args, **kwargs)
         except PlanInfeasibleError as error:
             refusal = error.bare()

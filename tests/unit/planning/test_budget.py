@@ -10,7 +10,7 @@ from ds_finepage.graph.taskgraph import (
     TaskGraph,
     TensorView,
 )
-from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, non_arena_bytes
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, SELECTED_PARTS, non_arena_bytes
 
 UNIT = 512
 
@@ -40,8 +40,23 @@ def beside(*given: tuple[BufferKind, int, str, tuple[int, ...]], **others: tuple
 
 
 def test_what_is_not_paged_counts_in_whole_units() -> None:
-    for kind in (BufferKind.INPUT, BufferKind.OUTPUT, BufferKind.STATE, BufferKind.CONSTANT):
+    for kind in (BufferKind.INPUT, BufferKind.OUTPUT, BufferKind.CONSTANT):
         assert beside((kind, 513, "float32", (128,))) == 1024
+    assert beside((BufferKind.STATE, 513, "float32", (128,))) == 1024 + 513 // SELECTED_PARTS
+
+
+def test_one_part_of_the_rows_of_a_kv_cache_counts_twice() -> None:
+    """Beam search puts them into another order, part by part."""
+    rows, larger = (1, 2, 8, 8), (1, 2, 16, 8)
+    given = [(BufferKind.STATE, 512, "float32", rows), (BufferKind.STATE, 1024, "float32", larger)]
+    assert beside(*given) == 512 + 1024 + 1024 // SELECTED_PARTS
+    first = (BufferKind.OUTPUT, 512, "float32", rows)
+    logits_row = 3 * 4 * 16
+    assert beside(first) == 512
+    assert beside(first, returned=(0,)) == 512 + 512 // SELECTED_PARTS + logits_row
+    assert (
+        beside((BufferKind.OUTPUT, 512, "float32", (1, 8, 16)), returned=(0,)) == 512 + logits_row
+    )
 
 
 def test_what_lies_in_the_arena_or_in_host_memory_does_not_count() -> None:
@@ -56,7 +71,7 @@ def test_the_largest_workspace_counts_once() -> None:
 def test_token_ids_and_masks_count_four_times_more() -> None:
     for dtype in ("int64", "int32", "bool"):
         assert beside((BufferKind.INPUT, 512, dtype, (64,))) == 512 + 4 * 512
-    assert beside((BufferKind.STATE, 512, "int64", (64,))) == 512
+    assert beside((BufferKind.STATE, 512, "int64", (64,))) == 512 + 512 // SELECTED_PARTS
 
 
 def test_one_row_of_logits_counts_in_float32_with_two_copies() -> None:

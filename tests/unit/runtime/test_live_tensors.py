@@ -85,3 +85,15 @@ def test_room_is_taken_back_where_it_stands_in_the_way() -> None:
     assert (found.live_bytes, found.needs.min_budget_bytes) == (10**5, 11 * 10**5)
     found.leave_room(0, 10**6)
     assert (found.live_bytes, found.needs.min_budget_bytes) == (0, 10**6)
+
+
+def test_tensors_that_come_later_count_too() -> None:
+    live = LiveTensors()
+    kept, view = torch.ones(100), torch.ones(50)[:1]
+    live.note([kept])
+    live.note_more([view])
+    assert live.bytes_beside([]) == 600
+    live.note([kept])
+    assert live.bytes_beside([kept]) == 200
+    del view
+    assert live.bytes_beside([]) == 400
