@@ -11,12 +11,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.integrations.transformers.handed_out import (
-    HandedOut,
-    copied,
-    own_layers,
-    rows_on_device,
-)
+from ds_finepage.integrations.transformers.handed_out import HandedOut, copied, own_layers
 from ds_finepage.integrations.transformers.host_cache import (
     caches_among,
     host_layers,
@@ -245,8 +240,7 @@ class KVOffload:
             if self._num_generations:
                 self._of_generation.add(cache)
             else:
-                self._handed_out.hand_out(cache)
-                self._note_live(rows_on_device(cache))
+                self._note_live(self._handed_out.hand_out(cache))
 
 
 def _num_new(call: CapturedCall) -> int:

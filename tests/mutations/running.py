@@ -183,8 +183,8 @@ RUNNING = (
     mutant(
         "room-of-rows-that-a-caller-holds-is-not-counted",
         "runtime/kv_offload.py",
-        "self._note_live(rows_on_device(cache))",
-        "pass",
+        "self._note_live(self._handed_out.hand_out(cache))",
+        "self._handed_out.hand_out(cache)",
         "unit/runtime/test_kv_offload.py",
     ),
     mutant(

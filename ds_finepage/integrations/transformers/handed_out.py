@@ -74,8 +74,13 @@ class HandedOut:
             inside.take(layer)
             cache.layers[index] = inside
 
-    def hand_out(self, cache: Cache) -> None:
-        """Put the caller's layers back into a cache; rows in host memory stay there."""
+    def hand_out(self, cache: Cache) -> list[torch.Tensor]:
+        """Put the caller's layers back into a cache; rows in host memory stay there.
+
+        Returns:
+            The rows on the device that the caller gets.
+        """
+        rows: list[torch.Tensor | None] = []
         if cache.layer_class_to_replicate is not None:
             if issubclass(cache.layer_class_to_replicate, HostLayer):
                 cache.layer_class_to_replicate = DynamicLayer
@@ -89,6 +94,9 @@ class HandedOut:
                 self._pairs.setdefault(cache, []).append((outside, layer))
             layer.give(outside)
             cache.layers[index] = outside
+            if isinstance(layer, RoomLayer):
+                rows += (outside.keys, outside.values)
+        return [tensor for tensor in rows if tensor is not None]
 
     def bring_back(self) -> None:
         """Bring all caches to the device, without room, when the model is detached."""
@@ -106,13 +114,6 @@ def own_layers(caches: Iterable[Cache]) -> list[OwnLayer]:
     """List the layers of caches that are those of a run."""
     layers = (layer for cache in caches for layer in cache.layers)
     return [layer for layer in layers if isinstance(layer, (HostLayer, RoomLayer))]
-
-
-def rows_on_device(cache: Cache) -> list[torch.Tensor]:
-    """List the rows of a cache that its callers see, without those in host memory."""
-    layers = [x for x in cache.layers if type(x) is DynamicLayer and not _is_offloaded(x)]
-    rows = [rows for layer in layers for rows in (layer.keys, layer.values)]
-    return [tensor for tensor in rows if tensor is not None]
 
 
 def copied(values: Any, caches: Iterable[Cache]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.integrations.transformers.handed_out import HandedOut, copied, rows_on_device
+from ds_finepage.integrations.transformers.handed_out import HandedOut, copied
 from ds_finepage.integrations.transformers.room import (
     MIN_ROWS,
     RoomLayer,
@@ -183,7 +183,7 @@ def test_a_caller_gets_its_own_layers_back_and_rows_that_never_change(cache: Dyn
             if layer.capacity < 20:
                 layer.resize(20)
             layer.update(rows(1, 10 + step), -rows(1, 10 + step))
-        handed_out.hand_out(cache)
+        given = handed_out.hand_out(cache)
         assert all(map(lambda a, b: a is b, cache.layers, own))
         seen.append((cache.layers[0].keys, cache.layers[0].keys.clone()))
     assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 2
@@ -191,7 +191,16 @@ def test_a_caller_gets_its_own_layers_back_and_rows_that_never_change(cache: Dyn
     expected = torch.cat([rows(5), *(rows(1, 10 + step) for step in range(3))], dim=2)
     assert has(cache.layers[0], expected)
     assert all(torch.equal(rows, then) for rows, then in seen)
-    assert len(rows_on_device(cache)) == 4
+    pairs = [rows for layer in cache.layers for rows in (layer.keys, layer.values)]
+    assert all(map(lambda a, b: a is b, given, pairs)) and len(given) == 4
+
+
+def test_rows_in_host_memory_are_not_among_those_on_the_device(cache: DynamicCache) -> None:
+    handed_out = HandedOut(pinned=False)
+    handed_out.take(cache)
+    assert handed_out.move(cache)
+    assert handed_out.hand_out(cache) == []
+    assert has(cache.layers[0], rows(5))
 
 
 def test_a_cache_that_its_caller_cut_gets_another_room(cache: DynamicCache) -> None:
