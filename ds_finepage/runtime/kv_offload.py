@@ -20,10 +20,13 @@ from ds_finepage.integrations.transformers.host_cache import (
     take_back,
     with_cache,
 )
+from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import (
+    MIN_ROWS,
     RoomLayer,
     ample_rows,
     few_rows,
+    least_rows,
     room_layers,
 )
 from ds_finepage.runtime.captured_call import CapturedCall
@@ -31,6 +34,9 @@ from ds_finepage.runtime.stats import Counters
 
 TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 """Arguments of a call that have an entry for each new token."""
+
+SIZES = (ample_rows, few_rows, least_rows)
+"""Tell the rows of a room; each is less than the one before."""
 
 MakeRoom = Callable[[Sequence[torch.Tensor], int, int], bool]
 """Makes room for a KV cache: its present tensors, the bytes of the next ones, and the most bytes
@@ -42,6 +48,9 @@ class KVOffload:
 
     Weights make way first: the arena is the rest of the budget beside the cache. Then the room
     behind the rows becomes small, and at last the cache moves to host memory.
+
+    Attributes:
+        use: How the generation that goes on uses its KV cache.
     """
 
     def __init__(
@@ -66,9 +75,10 @@ class KVOffload:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handed_out = HandedOut(pinned=pinned)
         self._num_generations = 0  # nested ones count each
-        self._longest: int | None = None  # rows, in the generation that goes on
+        self.use = CacheUse()
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._tight: weakref.WeakSet[Any] = weakref.WeakSet()  # caches with little room
+        # Cache -> which of SIZES its rooms have; the first one for others.
+        self._levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def is_generating(self) -> bool:
@@ -76,21 +86,21 @@ class KVOffload:
         return self._num_generations > 0
 
     @contextmanager
-    def generation(self, longest: int | None = None) -> Iterator[None]:
+    def generation(self, use: CacheUse) -> Iterator[None]:
         """Give callers their own cache layers back at the end of a generation, not at each step.
 
         Args:
-            longest: Rows of the cache at the end; None if that is not known.
+            use: How it uses its KV cache.
         """
         if not self._num_generations:
-            self._longest = longest
+            self.use = use
         self._num_generations += 1
         try:
             yield
         finally:
             self._num_generations -= 1
             if not self._num_generations:
-                self._longest = None
+                self.use = CacheUse()
                 caches = list(self._of_generation)
                 self._of_generation.clear()
                 self._hand_out(caches)
@@ -169,6 +179,9 @@ class KVOffload:
             raise
         for layer in own_layers(call.caches()):
             layer.settle()
+        for cache in call.caches(growing=True):
+            if self._levels.get(cache) == SIZES.index(least_rows):
+                self._levels[cache] = SIZES.index(few_rows)  # for the steps behind a prompt
         return result
 
     def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
@@ -183,11 +196,11 @@ class KVOffload:
         """
         num_new = _num_new(call)
         for cache in call.caches(growing=True):
-            enough = few_rows if cache in self._tight else ample_rows
+            enough = SIZES[self._levels.get(cache, 0)]
             layers, wanted = room_layers([cache]), {}
             for layer in layers:
                 num_rows = layer.get_seq_length() + num_new
-                capacity = enough(num_rows, self._longest)
+                capacity = enough(num_rows, self.use.longest)
                 if num_rows >= layer.capacity or (shrinks and capacity < layer.capacity):
                     wanted[layer] = capacity
             if wanted:
@@ -215,17 +228,27 @@ class KVOffload:
             layer.resize(capacity, by_host=by_host)
 
     def _tighten(self, call: CapturedCall) -> bool:
-        """Give the caches of a refused call little room from now on; False if they have no more."""
-        loose = [cache for cache in call.caches(growing=True) if cache not in self._tight]
-        self._tight.update(loose)
+        """Give the caches of a refused call less room from now on; False if they have no more.
+
+        Only a prompt gets the least room: a step would move its rows, and so would the next one.
+        """
         num_new = _num_new(call)
-        for layer in room_layers(loose):
-            num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
-            if num_rows >= capacity:
-                capacity = ample_rows(num_rows, self._longest)  # that it was refused
-            if few_rows(num_rows, self._longest) < capacity:
-                return True
-        return False
+        last = SIZES.index(least_rows if num_new > MIN_ROWS else few_rows)
+        is_less = False
+        for cache in call.caches(growing=True):
+            level = self._levels.get(cache, 0)
+            sizes = []  # the rows with the new ones, and the room that was refused
+            for layer in room_layers([cache]):
+                num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
+                if num_rows >= capacity:
+                    capacity = SIZES[level](num_rows, self.use.longest)
+                sizes.append((num_rows, capacity))
+            for less in range(level + 1, last + 1):
+                self._levels[cache] = less
+                if any(SIZES[less](n, self.use.longest) < capacity for n, capacity in sizes):
+                    is_less = True
+                    break
+        return is_less
 
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""

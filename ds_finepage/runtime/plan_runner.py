@@ -196,7 +196,8 @@ class PlanRunner:
         settings, memory = self.settings, self.memory
         refusal: PlanInfeasibleError | None = None
         for found in self.table.candidates(graph, args, settings):
-            self.live.reserve(found, args, settings.budget_bytes)
+            is_reordered = self.kv_offload.use.is_reordered
+            self.live.reserve(found, args, settings.budget_bytes, is_reordered=is_reordered)
             if found is None:
                 self.counters.num_unplanned_graphs += 1
                 memory.to_released()

@@ -30,7 +30,7 @@ from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.integrations.transformers.host_cache import HostLayer
-from ds_finepage.integrations.transformers.preflight import last_length_of, setting_of
+from ds_finepage.integrations.transformers.preflight import cache_use_of, setting_of
 from ds_finepage.integrations.transformers.room import RoomLayer
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState
@@ -245,7 +245,7 @@ class Rehearser:
         root, device = self._module, self._runner.settings.device
         num_new = setting_of(root, args, kwargs, "max_new_tokens")
         max_length = setting_of(root, args, kwargs, "max_length")
-        last = last_length_of(root, args, kwargs)
+        use = cache_use_of(root, args, kwargs)
 
         def attempt(runner: PlanRunner) -> None:
             own_args, own_kwargs = self._runner.kv_offload.with_own_caches(args, kwargs)
@@ -253,7 +253,7 @@ class Rehearser:
             # Zeros may mean the end of a text.
             own_kwargs["min_new_tokens"] = num_new if num_new is not None else 2
             try:
-                with fork_rng([device]), runner.kv_offload.generation(last):
+                with fork_rng([device]), runner.kv_offload.generation(use):
                     generate(*own_args, **own_kwargs)
             except _LastStepSeenError:
                 pass

@@ -11,16 +11,16 @@ PREDICTING = (
     mutant(
         "one-row-of-logits-is-not-paid-for",
         "planning/budget.py",
-        "4 * callers + 3 * row + part",
-        "4 * callers + part",
+        "4 * callers + 3 * row + HOST",
+        "4 * callers + HOST",
         f"{UNIT}/test_budget.py",
         is_named=True,
     ),
     mutant(
         "copies-of-token-ids-are-not-paid-for",
         "planning/budget.py",
-        "4 * callers + 3 * row + part",
-        "3 * row + part",
+        "4 * callers + 3 * row + HOST",
+        "3 * row + HOST",
         f"{UNIT}/test_budget.py",
     ),
     mutant(

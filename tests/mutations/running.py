@@ -210,10 +210,39 @@ RUNNING = (
     ),
     mutant(
         "another-order-of-the-rows-is-not-counted",
+        "runtime/live_tensors.py",
+        "copied_bytes = selected_bytes(found.graph) if is_reordered else 0",
+        "copied_bytes = 0",
+        "unit/runtime/test_live_tensors.py",
+    ),
+    mutant(
+        "a-generation-with-beams-is-like-any-other",
+        "integrations/transformers/preflight.py",
+        'setting_of(module, args, kwargs, "num_beams") or 1) > 1)',
+        'setting_of(module, args, kwargs, "num_beams") or 1) > 99)',
+        "unit/integrations/test_preflight.py",
+    ),
+    mutant(
+        "rows-that-a-pass-replaces-count-beside-their-copy",
         "planning/budget.py",
-        "callers_bytes = 4 * callers + 3 * row + part",
-        "callers_bytes = 4 * callers + 3 * row",
+        "whole = max(made) - sum(given) if made else",
+        "whole = max(made) if made else",
         "unit/planning/test_budget.py",
+    ),
+    mutant(
+        "a-prompt-always-has-room-behind-it",
+        "runtime/kv_offload.py",
+        "least_rows if num_new > MIN_ROWS else few_rows",
+        "few_rows",
+        "unit/runtime/test_kv_offload.py",
+        is_named=True,
+    ),
+    mutant(
+        "the-steps-behind-a-prompt-have-the-least-room",
+        "runtime/kv_offload.py",
+        "if self._levels.get(cache) == SIZES.index(least_rows):",
+        "if False:",
+        "unit/runtime/test_kv_offload.py",
     ),
     # The executor.
     mutant(

@@ -21,6 +21,8 @@ A full room is left for a larger one, and its rows are copied. A generation that
 gets a room for all of it at the next copy, and other calls one of the next power of two, which is
 also the length that their passes are planned for. So a row is copied about once on average. Where
 that has no room in the budget, a room grows by an eighth, and a row is copied about eight times.
+A prompt that has no room even so gets none behind its rows, since its pass needs more memory than
+the next step, which moves the rows.
 The whole room counts in the budget, as the state of the pass. While one tensor moves, its old and
 new rooms exist together, and the other tensors once. The arena is freed if the budget has no room
 for that beside it. Where even that is not enough, rows move by way of host memory: the old room is
@@ -61,6 +63,11 @@ def few_rows(num_rows: int, longest: int | None) -> int:
     """Return the rows of a room where there is little memory; see :func:`ample_rows`."""
     found = num_rows + max(MIN_ROWS, num_rows // LITTLE_ROOM)
     return min(found, ample_rows(num_rows, longest))
+
+
+def least_rows(num_rows: int, longest: int | None) -> int:
+    """Return the rows of a room that has space for nothing more; see :func:`ample_rows`."""
+    return num_rows + 1
 
 
 @lru_cache(maxsize=64)

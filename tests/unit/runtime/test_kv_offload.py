@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.integrations.transformers.host_cache import HostLayer
+from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import MIN_ROWS, RoomLayer
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.kv_offload import KVOffload
@@ -60,9 +61,14 @@ def calls(**given: Any) -> tuple[KVOffload, Counters]:
 
 
 def call(
-    made: KVOffload, run: Callable[..., Any], cache: DynamicCache, *, may_move: bool = True
+    made: KVOffload,
+    run: Callable[..., Any],
+    cache: DynamicCache,
+    *,
+    may_move: bool = True,
+    num_new: int = 1,
 ) -> Any:
-    ids = torch.zeros(1, 1, dtype=torch.long)
+    ids = torch.zeros(1, num_new, dtype=torch.long)
 
     def compiled(input_ids: torch.Tensor, past_key_values: DynamicCache) -> Any:
         return run(past_key_values)
@@ -121,7 +127,7 @@ def test_a_refusal_leaves_the_cache_as_it_was() -> None:
 def test_a_second_refusal_is_passed_on_and_leaves_no_rows() -> None:
     made, counters = calls()
     cache = cache_with(5)
-    with made.generation():  # between whose steps the layers stay as they are
+    with made.generation(CacheUse()):  # between whose steps the layers stay as they are
         with pytest.raises(PlanInfeasibleError):
             call(made, forward(cache, 2), cache)
         assert lengths(cache) == [3, 3]
@@ -158,26 +164,45 @@ def test_a_call_gives_rows_room_and_the_next_ones_write_behind_them() -> None:
 def test_a_generation_gives_as_much_room_as_it_needs() -> None:
     made, _ = calls()
     cache = cache_with(5)
-    with made.generation(5):
+    with made.generation(CacheUse(longest=5)):
         call(made, forward(cache), cache)
         assert capacities(cache) == [6, 6]
         call(made, forward(cache), cache)
         assert capacities(cache) == [6, 6]
         call(made, forward(cache), cache)  # it does not keep to its length
         assert capacities(cache) == [MIN_ROWS, MIN_ROWS]
-    assert made._longest is None
+    assert made.use == CacheUse()
 
 
 def test_a_refused_call_is_tried_with_little_room_before_its_cache_moves() -> None:
     made, counters = calls()
     cache = cache_with(*range(300))
-    with made.generation():
+    with made.generation(CacheUse()):
         assert capacities_after(made, cache, 0) == [1024, 1024]
         assert capacities_after(made, cache, 1) == [902 + 902 // 8] * 2
         assert counters.num_caches_on_host == 0
         call(made, forward(cache, 1), cache)
         assert counters.num_caches_on_host == 1
     assert lengths(cache) == [903, 903]
+
+
+def test_a_prompt_that_needs_all_memory_has_no_room_behind_it_until_the_next_step() -> None:
+    made, counters = calls()
+    cache = cache_with(5)
+
+    def run(past_key_values: DynamicCache) -> None:
+        for layer in range(2):
+            past_key_values.update(rows(9, 30), -rows(9, 30), layer)
+        if capacities(past_key_values)[0] > 34:
+            raise PlanInfeasibleError("no room")
+
+    with made.generation(CacheUse()):
+        call(made, run, cache, num_new=30)
+        assert (lengths(cache), capacities(cache)) == ([33, 33], [34, 34])
+        assert capacities_after(made, cache, 0) == [34 + MIN_ROWS] * 2
+        assert counters.num_caches_on_host == 0
+        call(made, forward(cache, 1), cache)  # a step never has the least room
+        assert counters.num_caches_on_host == 1
 
 
 def capacities_after(made: KVOffload, cache: DynamicCache, num_refusals: int) -> list[int]:
@@ -217,7 +242,7 @@ def test_a_room_that_cannot_double_grows_a_little() -> None:
 
     made, counters = calls(make_room=make_room)
     cache = cache_with(*range(200))
-    with made.generation():
+    with made.generation(CacheUse()):
         call(made, forward(cache), cache)
         assert capacities(cache) == [601 + 601 // 8] * 2
     assert counters.num_caches_on_host == 0
@@ -241,7 +266,7 @@ def test_rows_that_a_caller_gets_are_noted() -> None:
     noted: list[torch.Tensor] = []
     made, _ = calls(note_live=noted.extend)
     cache = cache_with(5)
-    with made.generation():
+    with made.generation(CacheUse()):
         call(made, forward(cache), cache)
         assert noted == []
     assert [id(tensor) for tensor in noted] == [
