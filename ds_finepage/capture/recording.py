@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -33,7 +34,7 @@ from ds_finepage._compat.torch import (
 )
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
-from ds_finepage.capture.lengths import size_of
+from ds_finepage.capture.lengths import Size, size_of
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.capture.recorder import BufferChangedError, Recorder, finish
 from ds_finepage.errors import CaptureError
@@ -155,25 +156,48 @@ class Recording:
     @cached_property
     def deciding(self) -> frozenset[str]:
         """The symbols that any buffer or view is as large as; others are but counted with."""
-        sizes: list[Any] = [buffer.nbytes for buffer in self.recorder.buffers]
+        sizes: list[Size] = [buffer.nbytes for buffer in self.recorder.buffers]
         for view in self.recorder.tensors:
-            sizes += [*view.shape, *view.stride, view.offset]
-        expressions = {s for s in sizes if not isinstance(s, int)}
-        return frozenset(str(symbol) for e in expressions for symbol in e.free_symbols)
+            sizes += (*view.shape, *view.stride, view.offset)
+        return _symbols_of(sizes)
 
     def only_deciding(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return those of the sizes that a plan depends on."""
         return tuple(size for name, size in sizes.items() if name in self.deciding)
 
+    @cached_property
+    def capacities(self) -> frozenset[str]:
+        """The symbols that a state is as large as: it has room for rows that come later."""
+        buffers = self.recorder.buffers
+        return _symbols_of(b.nbytes for b in buffers if b.kind is BufferKind.INPUT and b.is_written)
+
     def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes to plan for; symbols that are but counted with stay as they are."""
-        deciding = {name: value for name, value in values.items() if name in self.deciding}
-        return {**values, **upper_end(deciding)}
+        """Return the sizes to plan for; symbols that are but counted with stay as they are.
+
+        Sizes that grow stay below the capacity of a state.
+        """
+        rooms = {n: _rounded(values[n]) for n in self.deciding & self.capacities}
+        more = 2 if rooms else 0  # a room has a row for the new token, and one that stays free
+        others = {n: v + more for n, v in values.items() if n in self.deciding - self.capacities}
+        ends = {**values, **upper_end(others), **rooms}
+        if rooms and not self.admits(ends):
+            growing = self.growing(values)
+            most = max((ends[n] - values[n] for n in growing), default=0)
+
+            def below(more: int) -> dict[str, int]:
+                return {**ends, **{n: values[n] + more for n in growing}}
+
+            ends = below(_most(most, lambda more: self.admits(below(more))))
+        return ends
+
+    def growing(self, values: Mapping[str, int]) -> frozenset[str]:
+        """Return the symbols that grow from step to step."""
+        names = self.deciding - self.capacities or self.deciding
+        return growing_sizes({n: v for n, v in values.items() if n in names})
 
     def grown(self, values: Mapping[str, int], more: int) -> dict[str, int]:
         """Return the sizes of a call whose growing sizes are larger by ``more``."""
-        growing = self._growing(values)
-        return {n: v + more if n in growing else v for n, v in values.items()}
+        return {**values, **{name: values[name] + more for name in self.growing(values)}}
 
     def room_to_grow(self, values: Mapping[str, int], has_room: Callable[[TaskGraph], bool]) -> int:
         """Return by how much a call can grow until it has no room, or needs another plan.
@@ -182,19 +206,14 @@ class Recording:
             values: The sizes of the call.
             has_room: Tells whether a taskgraph has room.
         """
-        top, growing = self.upper_end(values), self._growing(values)
-        least, most = 0, max((top[name] - values[name] for name in growing), default=0)
-        while least < most:
-            middle = (least + most + 1) // 2
-            sizes = self.grown(values, middle)
-            if self.admits(sizes) and has_room(self.at(sizes)):
-                least = middle
-            else:
-                most = middle - 1
-        return least
+        top, growing = self.upper_end(values), self.growing(values)
+        most = max((top[name] - values[name] for name in growing), default=0)
 
-    def _growing(self, values: Mapping[str, int]) -> frozenset[str]:
-        return growing_sizes({n: v for n, v in values.items() if n in self.deciding})
+        def holds(more: int) -> bool:
+            sizes = self.grown(values, more)
+            return self.admits(sizes) and has_room(self.at(sizes))
+
+        return _most(most, holds)
 
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether the recording is that of a call with these sizes too."""
@@ -358,6 +377,14 @@ def _qualified_name(path: str) -> str:
     return path.replace("_modules.", "").replace("._modules", "").strip(".")
 
 
+def _symbols_of(sizes: Iterable[Size]) -> frozenset[str]:
+    return frozenset(str(s) for e in set(sizes) if not isinstance(e, int) for s in e.free_symbols)
+
+
+def _most(most: int, holds: Callable[[int], bool]) -> int:
+    return bisect_left(range(1, most + 1), True, key=lambda number: not holds(number))
+
+
 def upper_end(values: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes to plan for, at least as large as those of a call.
 
@@ -372,9 +399,7 @@ def upper_end(values: Mapping[str, int]) -> dict[str, int]:
     growing = growing_sizes(values)
     bucket = max(MIN_BUCKET, _power_above(largest))
     return {
-        name: value + bucket - largest
-        if name in growing
-        else (_power_above(value) if value > SMALL else value)
+        name: value + bucket - largest if name in growing else _rounded(value)
         for name, value in values.items()
     }
 
@@ -383,6 +408,10 @@ def growing_sizes(values: Mapping[str, int]) -> frozenset[str]:
     """Return the symbols of the largest size, and of those next to it, which grow with it."""
     largest = max(values.values(), default=0)
     return frozenset(name for name, value in values.items() if largest - value <= NEAR)
+
+
+def _rounded(value: int) -> int:
+    return _power_above(value) if value > SMALL else value
 
 
 def _power_above(value: int) -> int:

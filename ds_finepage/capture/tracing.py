@@ -113,12 +113,19 @@ def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for layer in chain.from_iterable(
         getattr(v, "layers", None) or () for v in (*args, *kwargs.values())
     ):
-        if type(layer).__name__ != "DynamicLayer":
+        if type(layer).__name__ == "RoomLayer":
+            maybe_mark_dynamic(layer.lengths, 0)
+            maybe_mark_dynamic(layer.lengths, 1)
+            rooms = layer.key_room, layer.value_room
+            num_rows = layer.lengths.shape[0]
+        elif type(layer).__name__ == "DynamicLayer":
+            rooms = layer.keys, layer.values
+        else:
             continue
-        for rows in (layer.keys, layer.values):
+        for rows in rooms:
             if isinstance(rows, torch.Tensor) and rows.dim() == 4:
                 maybe_mark_dynamic(rows, 2)
-                num_rows = rows.shape[2]
+                num_rows = num_rows or rows.shape[2]
     mask = kwargs.get("attention_mask")
     if num_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         maybe_mark_dynamic(mask, 1)

@@ -18,7 +18,7 @@ from ds_finepage.execution.fallback import RunningCall
 from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
 from ds_finepage.execution.subclasses import TakenApart
-from ds_finepage.integrations.transformers.preflight import Preflight
+from ds_finepage.integrations.transformers.preflight import CacheUse, Preflight
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
@@ -37,7 +37,7 @@ class CallTaker:
         running: Tells which thread runs a call now.
         lock: Held while a call runs, and while the handle changes something.
         num_graph_runs: Runs of Dynamo's graphs so far.
-        generation: Returns the context of one generation.
+        generation: Returns the context of one generation, from the use of its KV cache.
         refused_generation: Returns the error of a generation without room.
     """
 
@@ -78,7 +78,8 @@ class CallTaker:
         self._graphs: dict[Any, DynamoGraph] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
         self._rehearser = Rehearser(module, weights, runner)
-        self.generation: Callable[[], AbstractContextManager[None]] = runner.kv_offload.generation
+        self.generation: Callable[[CacheUse], AbstractContextManager[None]]
+        self.generation = runner.kv_offload.generation
         self.refused_generation = self._rehearser.refused_generation
         self._preflight = Preflight(module)
         self._attachment = Attachment(module, weights, self, runner.settings.device)

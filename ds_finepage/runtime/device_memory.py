@@ -40,6 +40,10 @@ class Memory(Protocol):
     def state(self) -> DeviceState:
         """The present state."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arena, or of the weights."""
+
     def to_released(self) -> None:
         """Free everything."""
 
@@ -97,6 +101,13 @@ class DeviceMemory:
         if self._weights.on_device:
             return DeviceState.RESIDENT
         return DeviceState.RELEASED if self._arena is None else DeviceState.PAGED
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arena, or of the weights."""
+        if self._weights.on_device:
+            return self._weights.block_bytes
+        return 0 if self._arena is None else self._arena.nbytes
 
     # Transitions.
 

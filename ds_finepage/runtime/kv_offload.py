@@ -1,15 +1,17 @@
-"""Runs forwards that carry a KV cache; moves the cache to host memory when it does not fit."""
+"""Runs forwards that carry a KV cache: with room behind its rows, or with its rows on the host."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.integrations.transformers.handed_out import HandedOut, copied
+from ds_finepage.integrations.transformers.handed_out import HandedOut, copied, own_layers
 from ds_finepage.integrations.transformers.host_cache import (
     caches_among,
     host_layers,
@@ -18,28 +20,65 @@ from ds_finepage.integrations.transformers.host_cache import (
     take_back,
     with_cache,
 )
+from ds_finepage.integrations.transformers.preflight import CacheUse
+from ds_finepage.integrations.transformers.room import (
+    MIN_ROWS,
+    RoomLayer,
+    ample_rows,
+    few_rows,
+    least_rows,
+    room_layers,
+)
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.stats import Counters
 
+TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""Arguments of a call that have an entry for each new token."""
+
+SIZES = (ample_rows, few_rows, least_rows)
+"""Tell the rows of a room; each is less than the one before."""
+
+MakeRoom = Callable[[Sequence[torch.Tensor], int, int], bool]
+"""Makes room for a KV cache: its present tensors, the bytes of the next ones, and the most bytes
+that there are while the rows move. Returns False if only the next ones have room."""
+
 
 class KVOffload:
-    """Runs calls on the device; repeats a refused call with its KV cache in host memory.
+    """Runs calls on the device; repeats a refused call with its KV cache in less memory.
 
-    Weights make way first: the arena is the rest of the budget beside the cache.
+    Weights make way first: the arena is the rest of the budget beside the cache. Then the room
+    behind the rows becomes small, and at last the cache moves to host memory.
+
+    Attributes:
+        use: How the generation that goes on uses its KV cache.
     """
 
-    def __init__(self, counters: Counters, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        pinned: bool,
+        make_room: MakeRoom = lambda rooms, nbytes, most: True,
+        note_live: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
+    ) -> None:
         """Start without a cache.
 
         Args:
             counters: Counts the caches that move.
             pinned: Whether host memory is to be pinned.
+            make_room: Makes room for rows that move.
+            note_live: Called with the rows that a caller gets.
         """
         self._counters = counters
+        self._make_room = make_room
+        self._note_live = note_live
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handed_out = HandedOut(pinned=pinned)
         self._num_generations = 0  # nested ones count each
+        self.use = CacheUse()
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Cache -> which of SIZES its rooms have; the first one for others.
+        self._levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def is_generating(self) -> bool:
@@ -47,17 +86,24 @@ class KVOffload:
         return self._num_generations > 0
 
     @contextmanager
-    def generation(self) -> Iterator[None]:
-        """Give callers their own cache layers back at the end of a generation, not at each step."""
+    def generation(self, use: CacheUse) -> Iterator[None]:
+        """Give callers their own cache layers back at the end of a generation, not at each step.
+
+        Args:
+            use: How it uses its KV cache.
+        """
+        if not self._num_generations:
+            self.use = use
         self._num_generations += 1
         try:
             yield
         finally:
             self._num_generations -= 1
             if not self._num_generations:
-                for cache in list(self._of_generation):
-                    self._handed_out.hand_out(cache)
+                self.use = CacheUse()
+                caches = list(self._of_generation)
                 self._of_generation.clear()
+                self._hand_out(caches)
 
     def with_own_caches(self, args: Any, kwargs: Any) -> Any:
         """Copy the caches among the arguments of a call; the copies share the tensors.
@@ -107,45 +153,106 @@ class KVOffload:
             self._hand_out(own.caches(growing=True))
 
     def _call(self, call: CapturedCall, *, may_move: bool) -> Any:
-        caches = call.caches()
-        for layer in host_layers(caches):
-            layer.prepare()
-        before = seen_lengths(caches)
         refusal: PlanInfeasibleError | None = None
+        shrinks = False
         try:
-            try:
-                result = call.run()
-            except PlanInfeasibleError as error:
-                # Behind a graph break a part of the forward may have run already.
-                if not take_back(before) or not may_move:
-                    raise
-                call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
-                caches = call.caches()
-                if not self._move(call):
-                    raise
-                refusal = error.bare()
-            if refusal is not None:  # the frames of the error are gone, and the tensors they held
-                result = self._repeat(call, refusal)
+            while True:
+                for moved in host_layers(call.caches()):
+                    moved.prepare()
+                before = seen_lengths(call.caches())
+                try:
+                    self._give_room(call, shrinks=shrinks)
+                    result = call.run()
+                    break
+                except PlanInfeasibleError as error:
+                    # Behind a graph break a part of the forward may have run already.
+                    if not take_back(before):
+                        raise
+                    refusal = _lesser(refusal, error.bare())
+                # The frames of the error are gone, and the tensors that they held.
+                shrinks = self._tighten(call)
+                if not shrinks and not (may_move and self._move(call)):
+                    raise refusal
         except BaseException:
-            for layer in host_layers(caches):
+            for layer in own_layers(call.caches()):
                 layer.forget_new()
             raise
-        for layer in host_layers(caches):
+        for layer in own_layers(call.caches()):
             layer.settle()
+        for cache in call.caches(growing=True):
+            if self._levels.get(cache) == SIZES.index(least_rows):
+                self._levels[cache] = SIZES.index(few_rows)  # for the steps behind a prompt
         return result
 
-    def _repeat(self, call: CapturedCall, refusal: PlanInfeasibleError) -> Any:
-        """Repeat a refused call after its caches moved; report the lesser of two needs."""
-        try:
-            return call.run()
-        except PlanInfeasibleError as error:
-            needs = (refusal.min_budget_bytes, error.min_budget_bytes)
-            if None not in needs and needs[0] < needs[1]:  # type: ignore[operator]
-                raise refusal from None
-            raise
+    def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
+        """Give the layers of a call room for its new rows.
+
+        Args:
+            call: The call.
+            shrinks: Whether rooms that are larger than need be become smaller.
+
+        Raises:
+            PlanInfeasibleError: The budget has no room for the rows.
+        """
+        num_new = _num_new(call)
+        for cache in call.caches(growing=True):
+            enough = SIZES[self._levels.get(cache, 0)]
+            layers, wanted = room_layers([cache]), {}
+            for layer in layers:
+                num_rows = layer.get_seq_length() + num_new
+                capacity = enough(num_rows, self.use.longest)
+                if num_rows >= layer.capacity or (shrinks and capacity < layer.capacity):
+                    wanted[layer] = capacity
+            if wanted:
+                self._resize(layers, wanted)
+
+    def _resize(self, layers: Sequence[RoomLayer], capacities: Mapping[RoomLayer, int]) -> None:
+        """Move the rows of layers into rooms of other capacities.
+
+        Args:
+            layers: All layers of a cache.
+            capacities: The rows of the new rooms, for layers that get some.
+
+        Raises:
+            PlanInfeasibleError: The budget has no room for the rows.
+        """
+        rooms = [room for layer in layers for room in layer.rooms]
+        before = [room.untyped_storage().nbytes() for room in rooms]
+        after = [n for x in layers for n in x.room_bytes(capacities.get(x, x.capacity))]
+        by_host = False
+        if rooms:
+            most = max(sum(before), sum(after)) + max(*before, *after)
+            by_host = not self._make_room(rooms, sum(after), most)
+        del rooms  # each is freed as soon as its rows have moved
+        for layer, capacity in capacities.items():
+            layer.resize(capacity, by_host=by_host)
+
+    def _tighten(self, call: CapturedCall) -> bool:
+        """Give the caches of a refused call less room from now on; False if they have no more.
+
+        Only a prompt gets the least room: a step would move its rows, and so would the next one.
+        """
+        num_new = _num_new(call)
+        last = SIZES.index(least_rows if num_new > MIN_ROWS else few_rows)
+        is_less = False
+        for cache in call.caches(growing=True):
+            level = self._levels.get(cache, 0)
+            sizes = []  # the rows with the new ones, and the room that was refused
+            for layer in room_layers([cache]):
+                num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
+                if num_rows >= capacity:
+                    capacity = SIZES[level](num_rows, self.use.longest)
+                sizes.append((num_rows, capacity))
+            for less in range(level + 1, last + 1):
+                self._levels[cache] = less
+                if any(SIZES[less](n, self.use.longest) < capacity for n, capacity in sizes):
+                    is_less = True
+                    break
+        return is_less
 
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""
+        call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
         num_moved = sum(self._handed_out.move(cache) for cache in call.caches(growing=True))
         self._counters.num_caches_on_host += num_moved
         return num_moved
@@ -156,4 +263,19 @@ class KVOffload:
             if self._num_generations:
                 self._of_generation.add(cache)
             else:
-                self._handed_out.hand_out(cache)
+                self._note_live(self._handed_out.hand_out(cache))
+
+
+def _num_new(call: CapturedCall) -> int:
+    """Return how many tokens a call adds to its caches; 0 where its arguments do not tell."""
+    given = [call.kwargs.get(name) for name in TOKENS] + list(call.args[:1])
+    found = next((value for value in given if isinstance(value, torch.Tensor)), None)
+    return 0 if found is None or found.dim() < 2 else found.shape[1]
+
+
+def _lesser(before: PlanInfeasibleError | None, now: PlanInfeasibleError) -> PlanInfeasibleError:
+    """Return the refusal that needs less."""
+    if before is None or None in (before.min_budget_bytes, now.min_budget_bytes):
+        return now
+    assert before.min_budget_bytes is not None and now.min_budget_bytes is not None
+    return before if before.min_budget_bytes < now.min_budget_bytes else now

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ds_finepage._compat.torch import StorageWeakRef
+from ds_finepage.planning.budget import selected_bytes
 from ds_finepage.runtime.passes import Pass
 
 
@@ -24,33 +25,49 @@ class LiveTensors:
         """Start empty, or with the tensors that another table knows."""
         self._latest: list[weakref.ref[torch.Tensor]] = list(other._latest) if other else []
         self._known: dict[StorageWeakRef, int] = dict(other._known) if other else {}  # -> bytes
-        self._last_pass: Pass | None = None
+        self._last: tuple[Pass | None, bool] = None, False  # what came to ``reserve`` last
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the inputs and outputs of the pass that ran last."""
         self._latest = [weakref.ref(tensor) for tensor in tensors]
 
+    def note_more(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors beside those of the pass that ran last: the rows of a KV cache, say."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._known[StorageWeakRef(storage)] = storage.nbytes()
+
     def forget_pass(self) -> None:
         """Forget which pass ran last."""
-        self._last_pass = None
+        self._last = None, False
 
-    def reserve(self, found: Pass | None, args: Sequence[Any], budget_bytes: int) -> None:
+    def reserve(
+        self,
+        found: Pass | None,
+        args: Sequence[Any],
+        budget_bytes: int,
+        *,
+        is_reordered: bool = False,
+    ) -> None:
         """Let a pass leave room for live tensors that are no arguments of its call.
 
         Args:
             found: The pass that runs next; None where the call runs without a plan.
             args: The arguments of its call.
             budget_bytes: The limit on all device bytes.
+            is_reordered: Whether the sequences of its KV cache get another order after it.
         """
-        before, self._last_pass = self._last_pass, found
+        before, self._last = self._last, (found, is_reordered)
         # A pass that repeats mostly finds that its own earlier results are gone.
-        if found is None or (before is found and found.has_room(found.live_bytes, budget_bytes)):
+        if found is None or (
+            before == self._last and found.has_room(found.live_bytes, budget_bytes)
+        ):
             return
         inputs = found.inputs(args)
-        live_bytes = self.bytes_beside(inputs)
+        copied_bytes = selected_bytes(found.graph) if is_reordered else 0
+        live_bytes = self.bytes_beside(inputs) + copied_bytes
         if not found.has_room(live_bytes, budget_bytes):
             gc.collect()  # tensors in dead cycles are still there
-            live_bytes = self.bytes_beside(inputs)
+            live_bytes = self.bytes_beside(inputs) + copied_bytes
         found.leave_room(live_bytes, budget_bytes)
 
     def bytes_beside(self, inputs: Iterable[torch.Tensor]) -> int:
@@ -60,8 +77,7 @@ class LiveTensors:
             inputs: Device tensors that the next pass reads.
         """
         alive = (ref() for ref in self._latest)
-        for storage in (tensor.untyped_storage() for tensor in alive if tensor is not None):
-            self._known[StorageWeakRef(storage)] = storage.nbytes()
+        self.note_more(tensor for tensor in alive if tensor is not None)
         self._latest = []
         self._known = {ref: n for ref, n in self._known.items() if not ref.expired()}
         taken = {tensor.untyped_storage()._cdata for tensor in inputs}

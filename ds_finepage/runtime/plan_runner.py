@@ -15,6 +15,7 @@ from ds_finepage.execution.executor import Executor, OpHook, PassCounters
 from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState, Memory
@@ -71,7 +72,12 @@ class PlanRunner:
         self.counters = Counters()
         self.hooks: list[OpHook] = []
         self.live = live or LiveTensors()
-        self.kv_offload = KVOffload(self.counters, pinned=settings.pins_memory)
+        self.kv_offload = KVOffload(
+            self.counters,
+            pinned=settings.pins_memory,
+            make_room=self._make_room,
+            note_live=self.live.note_more,
+        )
         maker = PassMaker(meter, model_bytes=weights.block_bytes, free_device=memory.to_released)
         self.table = PassTable(maker, self.counters, on_unplanned or self.warn_unplanned)
         self._weights = weights
@@ -134,6 +140,36 @@ class PlanRunner:
         """
         return self.kv_offload.call(call, may_move=self.settings.moves_kv_caches)
 
+    def _make_room(self, rooms: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
+        """Make room for a KV cache that moves to other tensors; the arena makes way.
+
+        Args:
+            rooms: Its tensors.
+            nbytes: Bytes that it has then.
+            most: The most bytes that it has while its rows move.
+
+        Returns:
+            False if the budget has no room for the most bytes.
+
+        Raises:
+            PlanInfeasibleError: The budget has no room for the bytes that it has then.
+        """
+        budget_bytes = self.settings.budget_bytes
+        beside = self.live.bytes_beside(rooms) + HOST_PROGRAM_SLACK_BYTES
+        beside += self.table.maker.meter.library_bytes
+        if nbytes + beside > budget_bytes:
+            need = nbytes + beside
+            raise PlanInfeasibleError(
+                f"the KV cache takes {nbytes} bytes with room for new rows, beside {beside} bytes "
+                f"of the caller, which makes min_budget_bytes {need}; device_budget is "
+                f"{budget_bytes} bytes. Raise finepage.device_budget to >= {need} or lower the "
+                f"batch, the beams or max_new_tokens.",
+                need,
+            )
+        if most + beside + self.memory.held_bytes > budget_bytes:
+            self.memory.to_released()
+        return most + beside <= budget_bytes
+
     # One call of a graph.
 
     def run(self, graph: DynamoGraph, args: Sequence[Any]) -> Any:
@@ -160,7 +196,8 @@ class PlanRunner:
         settings, memory = self.settings, self.memory
         refusal: PlanInfeasibleError | None = None
         for found in self.table.candidates(graph, args, settings):
-            self.live.reserve(found, args, settings.budget_bytes)
+            is_reordered = self.kv_offload.use.is_reordered
+            self.live.reserve(found, args, settings.budget_bytes, is_reordered=is_reordered)
             if found is None:
                 self.counters.num_unplanned_graphs += 1
                 memory.to_released()

@@ -30,7 +30,8 @@ from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.integrations.transformers.host_cache import HostLayer
-from ds_finepage.integrations.transformers.preflight import setting_of
+from ds_finepage.integrations.transformers.preflight import cache_use_of, setting_of
+from ds_finepage.integrations.transformers.room import RoomLayer
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.live_tensors import LiveTensors
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 16
 """Budgets to try; each one shows the need of one more step."""
+
+GROWING = (DynamicLayer, RoomLayer)
+"""The layers of a KV cache on the device that grow with every token."""
 
 OF_THE_CALLER = (
     "streamer",
@@ -95,6 +99,7 @@ class RehearsedMemory:
 
     can_be_resident = False
     state = DeviceState.RELEASED
+    held_bytes = 0
 
     def __init__(self, settings: RunSettings) -> None:
         """Stand in for the memory of one device."""
@@ -240,6 +245,7 @@ class Rehearser:
         root, device = self._module, self._runner.settings.device
         num_new = setting_of(root, args, kwargs, "max_new_tokens")
         max_length = setting_of(root, args, kwargs, "max_length")
+        use = cache_use_of(root, args, kwargs)
 
         def attempt(runner: PlanRunner) -> None:
             own_args, own_kwargs = self._runner.kv_offload.with_own_caches(args, kwargs)
@@ -247,7 +253,7 @@ class Rehearser:
             # Zeros may mean the end of a text.
             own_kwargs["min_new_tokens"] = num_new if num_new is not None else 2
             try:
-                with fork_rng([device]), runner.kv_offload.generation():
+                with fork_rng([device]), runner.kv_offload.generation(use):
                     generate(*own_args, **own_kwargs)
             except _LastStepSeenError:
                 pass
@@ -350,12 +356,10 @@ def _stretch(runner: PlanRunner, cache: Any, num_rows: int) -> bool:
     """
     budget_bytes = runner.settings.budget_bytes
     for layer in cache.layers:
-        known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        known = type(layer) in (*GROWING, DynamicSlidingWindowLayer)
         if not known and not isinstance(layer, HostLayer) and layer.get_max_length() < 1:
             return False
-    full = [
-        layer for layer in cache.layers if type(layer) is DynamicLayer and is_initialized(layer)
-    ]
+    full = [layer for layer in cache.layers if type(layer) in GROWING and is_initialized(layer)]
     most = sum((t.nbytes // t.shape[-2]) * num_rows for x in full for t in _rows(x))
     if most > budget_bytes and not (
         runner.settings.moves_kv_caches and runner.kv_offload.move(cache)
@@ -364,7 +368,7 @@ def _stretch(runner: PlanRunner, cache: Any, num_rows: int) -> bool:
     for layer in cache.layers:
         if isinstance(layer, HostLayer):
             layer.stretch(num_rows)
-        elif type(layer) is DynamicLayer and is_initialized(layer):
+        elif type(layer) in GROWING and is_initialized(layer):
             layer.keys, layer.values = (_rows_like(t, num_rows) for t in _rows(layer))
         elif type(layer) is DynamicSlidingWindowLayer and is_initialized(layer):
             _stretch_window(layer, num_rows)

@@ -33,7 +33,7 @@ def test_a_failure_of_load_or_first_pass_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("kind", "which"),
     [
-        ("alloc", (3, 31, 60, 91, 120, 150)),
+        ("alloc", (3, 31, 60, 91, 115, 138)),
         ("h2d", (5, 20, 41, 60)),
         ("d2h", (1, 7, 15)),
         ("kernel", (10, 100, 210, 333)),

@@ -154,7 +154,9 @@ def test_a_cache_that_moves_in_the_middle_makes_way(split: bool) -> None:
     handle = attach(model, device_budget="64MiB", device="cpu", split=split)
     tokens(model, token_ids(5), 4, cache=None)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
-    handle.replan(budget_bytes=(least + needed) // 2)
+    handle.replan(budget_bytes=least + (needed - least) // 8)
+    assert torch.equal(tokens(model, token_ids(5), 20, cache=None), plain[:, :25])
+    assert handle.stats.num_caches_on_host == 0
     with DeviceMeter(CPU) as meter:
         assert torch.equal(tokens(model, token_ids(5), 150, cache=None), plain)
     assert handle.stats.num_caches_on_host == 1

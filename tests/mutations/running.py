@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import mutant
 
 EXECUTOR = "unit/execution/test_executor.py"
+ROOM = "unit/integrations/test_room.py"
 SEAM = "unit/integrations/test_seam.py"
 SUBCLASSES = "unit/execution/test_subclasses.py"
 RESIDENCY = "unit/execution/test_executor_residency.py"
@@ -106,8 +107,8 @@ RUNNING = (
     mutant(
         "rows-of-a-refused-forward-stay",
         "runtime/kv_offload.py",
-        "if not take_back(before) or not may_move:",
-        "if not may_move:",
+        "if not take_back(before):",
+        "if False:",
         "unit/runtime/test_kv_offload.py",
         is_named=True,
     ),
@@ -130,6 +131,117 @@ RUNNING = (
         "runtime/kv_offload.py",
         "layer.forget_new()",
         "pass",
+        "unit/runtime/test_kv_offload.py",
+    ),
+    # Room behind the rows of caches.
+    mutant(
+        "new-rows-are-written-over-the-old-ones",
+        "integrations/transformers/room.py",
+        "self.key_room.narrow(2, num_live, key_states.shape[2]).copy_(key_states)",
+        "self.key_room.narrow(2, 0, key_states.shape[2]).copy_(key_states)",
+        ROOM,
+        is_named=True,
+    ),
+    mutant(
+        "rows-that-a-caller-has-seen-are-written-over",
+        "integrations/transformers/room.py",
+        "if self._seen is None or self._seen[0]() is not keys or self._seen[1]() is not values:",
+        "if self._seen is None:",
+        ROOM,
+        is_named=True,
+    ),
+    mutant(
+        "a-callers-layer-holds-old-rows-while-they-move",
+        "integrations/transformers/room.py",
+        "layer.keys = layer.values = None  # else",
+        "pass  # else",
+        ROOM,
+    ),
+    mutant(
+        "a-full-room-counts-as-one-with-room",
+        "runtime/kv_offload.py",
+        "if num_rows >= layer.capacity or",
+        "if num_rows > layer.capacity or",
+        "unit/runtime/test_kv_offload.py",
+    ),
+    mutant(
+        "old-and-new-rooms-are-there-at-once-by-way-of-the-host",
+        "integrations/transformers/room.py",
+        "setattr(self, name, None)",
+        "pass",
+        ROOM,
+        is_named=True,
+    ),
+    mutant(
+        "rows-move-whatever-room-there-is",
+        "runtime/kv_offload.py",
+        "by_host = not self._make_room(rooms, sum(after), most)",
+        "by_host = False",
+        "unit/runtime/test_kv_offload.py",
+        is_named=True,
+    ),
+    mutant(
+        "room-of-rows-that-a-caller-holds-is-not-counted",
+        "runtime/kv_offload.py",
+        "self._note_live(self._handed_out.hand_out(cache))",
+        "self._handed_out.hand_out(cache)",
+        "unit/runtime/test_kv_offload.py",
+    ),
+    mutant(
+        "the-arena-stays-while-rows-without-room-move",
+        "runtime/plan_runner.py",
+        "if most + beside + self.memory.held_bytes > budget_bytes:",
+        "if False:",
+        "unit/runtime/test_plan_runner.py",
+    ),
+    mutant(
+        "rows-are-planned-beyond-their-room",
+        "capture/recording.py",
+        "if rooms and not self.admits(ends):",
+        "if False:",
+        "unit/capture/test_recording.py",
+    ),
+    mutant(
+        "rows-keep-their-room-when-the-model-is-detached",
+        "integrations/transformers/handed_out.py",
+        "outside.keys, outside.values = keys.contiguous(), values.contiguous()",
+        "pass",
+        ROOM,
+    ),
+    mutant(
+        "another-order-of-the-rows-is-not-counted",
+        "runtime/live_tensors.py",
+        "copied_bytes = selected_bytes(found.graph) if is_reordered else 0",
+        "copied_bytes = 0",
+        "unit/runtime/test_live_tensors.py",
+    ),
+    mutant(
+        "a-generation-with-beams-is-like-any-other",
+        "integrations/transformers/preflight.py",
+        'setting_of(module, args, kwargs, "num_beams") or 1) > 1)',
+        'setting_of(module, args, kwargs, "num_beams") or 1) > 99)',
+        "unit/integrations/test_preflight.py",
+    ),
+    mutant(
+        "rows-that-a-pass-replaces-count-beside-their-copy",
+        "planning/budget.py",
+        "whole = max(made) - sum(given) if made else",
+        "whole = max(made) if made else",
+        "unit/planning/test_budget.py",
+    ),
+    mutant(
+        "a-prompt-always-has-room-behind-it",
+        "runtime/kv_offload.py",
+        "least_rows if num_new > MIN_ROWS else few_rows",
+        "few_rows",
+        "unit/runtime/test_kv_offload.py",
+        is_named=True,
+    ),
+    mutant(
+        "the-steps-behind-a-prompt-have-the-least-room",
+        "runtime/kv_offload.py",
+        "if self._levels.get(cache) == SIZES.index(least_rows):",
+        "if False:",
         "unit/runtime/test_kv_offload.py",
     ),
     # The executor.

@@ -89,15 +89,15 @@ RUNTIME = (
     mutant(
         "a-call-grows-into-sizes-without-room",
         "capture/recording.py",
-        "if self.admits(sizes) and has_room(self.at(sizes)):",
-        "if self.admits(sizes):",
+        "return self.admits(sizes) and has_room(self.at(sizes))",
+        "return self.admits(sizes)",
         "unit/capture/test_recording.py",
     ),
     mutant(
         "the-mask-of-a-growing-cache-stays-as-it-is",
         "capture/recording.py",
-        "return {n: v + more if n in growing else v for n, v in values.items()}",
-        "return {n: v + more if v == max(values.values()) else v for n, v in values.items()}",
+        "values[name] + more for name in self.growing(values)}}",
+        "values[name] + more for name in (max(values, key=values.__getitem__),)}}",
         "unit/capture/test_recording.py",
     ),
     mutant(

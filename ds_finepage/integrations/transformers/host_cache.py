@@ -21,6 +21,7 @@ from ds_finepage._compat.transformers import is_initialized
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
+from ds_finepage.integrations.transformers.room import RoomLayer
 
 TOKENS_FIRST = (2, 0, 1, 3)
 """Permutes (batch, heads, tokens, width) to the order of host memory."""
@@ -309,7 +310,7 @@ def move_to_host(cache: Cache, *, pinned: bool) -> bool:
     """
     moved = False
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer or isinstance(layer, RoomLayer):
             cache.layers[index] = _moved(layer, pinned=pinned)
             moved = True
     if cache.layer_class_to_replicate is DynamicLayer:

@@ -68,6 +68,32 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
     return Longest(inputs.shape[0] * max(beams, returned), total, prompt)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """How a generation uses its KV cache.
+
+    Attributes:
+        longest: Rows of the cache at its end; None where they are not known.
+        is_reordered: Whether its sequences get another order after each step, as beams do.
+    """
+
+    longest: int | None = None
+    is_reordered: bool = False
+
+
+def cache_use_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CacheUse:
+    """Read from the arguments of ``generate`` how it uses its KV cache.
+
+    Args:
+        module: The model.
+        args: The positional arguments of ``generate``.
+        kwargs: Its named arguments.
+    """
+    longest = longest_of(module, args, kwargs)
+    num_rows = None if longest is None else longest.num_tokens - 1  # no step reads the last token
+    return CacheUse(num_rows, (setting_of(module, args, kwargs, "num_beams") or 1) > 1)
+
+
 def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return a setting of a generation, from the call or from its configuration.
 
@@ -81,7 +107,7 @@ def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name
     if found is not None:
         return found
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-    return getattr(config or module.generation_config, name, None)
+    return getattr(config or getattr(module, "generation_config", None), name, None)
 
 
 def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
@@ -290,12 +316,12 @@ class WatchesGeneration(Protocol):
     """Is told of the generations of a model.
 
     Attributes:
-        generation: Returns the context of one generation.
+        generation: Returns the context of one generation, from the use of its KV cache.
         refused_generation: Returns the error of a generation without room, which names a budget
             that is enough; called with the error of one step, ``generate`` and its arguments.
     """
 
-    generation: Callable[[], AbstractContextManager[None]]
+    generation: Callable[[CacheUse], AbstractContextManager[None]]
     refused_generation: Callable[..., PlanInfeasibleError]
 
     def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -329,7 +355,7 @@ class WatchedGenerate:
         """
         try:
             self._watcher.preflight(args, kwargs)
-            with self._watcher.generation():
+            with self._watcher.generation(cache_use_of(self._module, args, kwargs)):
                 return self._generate(*args, **kwargs)
         except PlanInfeasibleError as error:
             refusal = error.bare()

@@ -123,3 +123,27 @@ def test_an_error_of_the_device_says_nothing_about_the_graph(
         with pytest.raises(kind, match="no room"):
             recording.record(graph, (x,))
     assert recording.record(graph, (x,)).tasks
+
+
+def test_rows_are_planned_for_as_many_as_their_room_has() -> None:
+    """Calls that write behind the rows need one plan for a room, whatever the rows so far."""
+
+    def write(room: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        num_rows = rows.shape[0] + 1
+        if num_rows >= room.shape[0]:
+            return new * 2
+        room.narrow(0, rows.shape[0], 1).copy_(new)
+        return room.narrow(0, 0, num_rows) * 2
+
+    given = [
+        (torch.zeros(capacity, 4), torch.zeros(n, 0), torch.ones(1, 4))
+        for n, capacity in ((20, 43), (30, 44), (41, 43), (1000, 1024))
+    ]
+    runs = by_dynamo(write, *given, dynamic=True)
+    recordings = Recordings(runs[0][0])
+    buckets = [recordings.bucket_of(args, as_torch_says) for _, args in runs]
+    sizes = []
+    for bucket in buckets:
+        assert bucket is not None and bucket.recording.admits(bucket.sizes)
+        sizes.append(sorted(bucket.sizes.values()))
+    assert sizes == [[4, 32, 64], [4, 32, 64], [4, 63, 64], [4, 1023, 1024]]

@@ -234,3 +234,18 @@ def test_a_mask_without_a_growing_cache_is_not_marked() -> None:
     mark_growing((SimpleNamespace(layers=[DynamicLayer()]), SimpleNamespace(layers=None)), {})
     mark_growing((), {"attention_mask": mask})
     assert not hasattr(mask, "_dynamo_weak_dynamic_indices")
+
+
+def test_rows_with_room_are_marked_and_so_is_their_room() -> None:
+    class RoomLayer:
+        lengths = torch.empty(5, 16, 0)
+        key_room = torch.zeros(1, 2, 16, 4)
+        value_room = torch.zeros(1, 2, 16, 4)
+
+    mask = torch.ones(1, 6)
+    cache = SimpleNamespace(layers=[RoomLayer()])
+    mark_growing((), {"past_key_values": cache, "attention_mask": mask})
+    assert RoomLayer.lengths._dynamo_weak_dynamic_indices == {0, 1}  # type: ignore[attr-defined]
+    for room in (RoomLayer.key_room, RoomLayer.value_room):
+        assert room._dynamo_weak_dynamic_indices == {2}  # type: ignore[attr-defined]
+    assert mask._dynamo_weak_dynamic_indices == {1}  # type: ignore[attr-defined]

@@ -15,8 +15,10 @@ from torch import nn
 
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.integrations.transformers.preflight import (
+    CacheUse,
     Longest,
     WatchedGenerate,
+    cache_use_of,
     kv_bytes,
     longest_of,
     require_memory,
@@ -153,6 +155,18 @@ def test_a_model_without_such_a_table_takes_any_prompt() -> None:
     require_positions(WithPositions("embed_tokens"), Longest(1, 30, 29))
 
 
+def test_a_generation_tells_how_it_uses_its_cache() -> None:
+    """No step reads the last token; beams get another order after each step."""
+    asked = {"max_new_tokens": 4}
+    assert cache_use_of(model(), (IDS,), asked) == CacheUse(longest=9)
+    assert cache_use_of(model(), (IDS,), {**asked, "num_beams": 1}) == CacheUse(longest=9)
+    of_beams = CacheUse(longest=9, is_reordered=True)
+    assert cache_use_of(model(), (IDS,), {**asked, "num_beams": 2}) == of_beams
+    assert cache_use_of(model(num_beams=3), (IDS,), asked) == of_beams
+    of_unknown_length = CacheUse(is_reordered=True)
+    assert cache_use_of(model(), (), {"num_beams": 2}) == of_unknown_length
+
+
 class Generating:
     """A model that notes its generations."""
 
@@ -177,7 +191,8 @@ class Watcher:
         self.order.append((args, kwargs))
 
     @contextmanager
-    def generation(self) -> Iterator[None]:
+    def generation(self, use: CacheUse) -> Iterator[None]:
+        assert use == CacheUse()  # the arguments tell nothing
         self.order.append("begin")
         yield
         self.order.append("end")

@@ -5,18 +5,25 @@ from __future__ import annotations
 from ds_finepage.graph.taskgraph import (
     Buffer,
     BufferKind,
+    GraphInput,
     GraphOutput,
     Task,
     TaskGraph,
     TensorView,
 )
-from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES, non_arena_bytes
+from ds_finepage.planning.budget import (
+    HOST_PROGRAM_SLACK_BYTES,
+    SELECTED_PARTS,
+    non_arena_bytes,
+    selected_bytes,
+)
 
 UNIT = 512
 
 
 def graph_of(
     *given: tuple[BufferKind, int, str, tuple[int, ...]],
+    given_in: tuple[int, ...] = (),
     returned: tuple[int, ...] = (),
     workspaces: tuple[int, ...] = (0,),
 ) -> TaskGraph:
@@ -31,6 +38,7 @@ def graph_of(
         buffers,
         tensors,
         tuple(Task(i, "op", workspace_bytes=n) for i, n in enumerate(workspaces)),
+        inputs=tuple(GraphInput(i, t) for i, t in enumerate(given_in)),
         outputs=tuple(GraphOutput(tensor=t) for t in returned),
     )
 
@@ -80,3 +88,32 @@ def test_rows_that_are_returned_in_host_memory_are_no_logits() -> None:
 def test_what_has_no_rows_has_no_logits() -> None:
     assert beside((BufferKind.OUTPUT, 512, "float32", (128,)), returned=(0,)) == 512
     assert beside((BufferKind.OUTPUT, 0, "float32", (1, 0, 64)), returned=(0,)) == 0
+
+
+# Beam search.
+
+ROWS = (1, 2, 8, 8)
+
+
+def test_rows_with_room_get_another_order_in_parts() -> None:
+    """Only beam search asks for it: no other pass needs a part of its rows twice."""
+    given = [(BufferKind.STATE, 513, "float32", ROWS), (BufferKind.STATE, 1026, "float32", ROWS)]
+    assert selected_bytes(graph_of(*given, given_in=(0,))) == -(-513 // SELECTED_PARTS)
+    assert selected_bytes(graph_of(*given, given_in=(0, 1))) == -(-1026 // SELECTED_PARTS)
+    assert beside(*given, given_in=(0, 1)) == 1024 + 1536
+
+
+def test_rows_without_room_get_another_order_at_once() -> None:
+    given = [
+        (BufferKind.INPUT, 512, "float32", ROWS),  # of an encoder's output, say
+        (BufferKind.INPUT, 256, "float32", ROWS),
+        (BufferKind.INPUT, 9999, "int64", (3, 4)),
+        (BufferKind.OUTPUT, 800, "float32", ROWS),
+        (BufferKind.OUTPUT, 9999, "float32", (1, 8, 16)),
+    ]
+    assert selected_bytes(graph_of(*given, given_in=(0, 1, 2))) == 512
+    assert selected_bytes(graph_of(*given, returned=(3, 4))) == 800
+    # Those that a window replaces are gone before.
+    assert selected_bytes(graph_of(*given, given_in=(0, 2), returned=(3, 4))) == 288
+    assert selected_bytes(graph_of(*given, given_in=(0, 1, 2), returned=(3, 4))) == 32
+    assert selected_bytes(graph_of(*given, given_in=(2,), returned=(4,))) == 0

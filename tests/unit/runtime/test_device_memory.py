@@ -59,6 +59,16 @@ def bound(memory: DeviceMemory, found: Pass) -> Any:
 
 def test_the_memory_starts_released(memory: DeviceMemory) -> None:
     assert memory.state is DeviceState.RELEASED
+    assert memory.held_bytes == 0
+
+
+def test_the_memory_counts_its_arena_or_its_weights(
+    memory: DeviceMemory, weights: WeightTable
+) -> None:
+    bound(memory, planned_pass())
+    assert memory.held_bytes == 7 * NBYTES
+    memory.to_resident()
+    assert memory.held_bytes == weights.block_bytes > 0
 
 
 def test_binding_a_pass_makes_its_arena(memory: DeviceMemory) -> None:

@@ -1,8 +1,8 @@
-"""A call that has no room: its cache goes to host memory and the call is run once more."""
+"""A call without room is repeated: its cache gets less room, then it goes to host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.integrations.transformers.host_cache import HostLayer
+from ds_finepage.integrations.transformers.preflight import CacheUse
+from ds_finepage.integrations.transformers.room import MIN_ROWS, RoomLayer
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.kv_offload import KVOffload
 from ds_finepage.runtime.stats import Counters
@@ -19,7 +21,7 @@ from ds_finepage.runtime.stats import Counters
 
 @pytest.fixture(autouse=True)
 def _captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let layers in host memory take calls for captured ones, which hand new rows back."""
+    """Let layers take calls for captured ones, whose new rows are settled afterwards."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
@@ -53,15 +55,25 @@ def forward(cache: DynamicCache, num_refusals: int = 0, after: int = 1) -> Calla
     return run
 
 
-def calls() -> tuple[KVOffload, Counters]:
+def calls(**given: Any) -> tuple[KVOffload, Counters]:
     counters = Counters()
-    return KVOffload(counters, pinned=False), counters
+    return KVOffload(counters, pinned=False, **given), counters
 
 
 def call(
-    made: KVOffload, run: Callable[..., Any], cache: DynamicCache, *, may_move: bool = True
+    made: KVOffload,
+    run: Callable[..., Any],
+    cache: DynamicCache,
+    *,
+    may_move: bool = True,
+    num_new: int = 1,
 ) -> Any:
-    asked = CapturedCall(run, nn.Identity(), (), {"past_key_values": cache})
+    ids = torch.zeros(1, num_new, dtype=torch.long)
+
+    def compiled(input_ids: torch.Tensor, past_key_values: DynamicCache) -> Any:
+        return run(past_key_values)
+
+    asked = CapturedCall(compiled, nn.Identity(), (), {"input_ids": ids, "past_key_values": cache})
     return made.call(asked, may_move=may_move)
 
 
@@ -115,7 +127,7 @@ def test_a_refusal_leaves_the_cache_as_it_was() -> None:
 def test_a_second_refusal_is_passed_on_and_leaves_no_rows() -> None:
     made, counters = calls()
     cache = cache_with(5)
-    with made.generation():  # between whose steps the layers stay as they are
+    with made.generation(CacheUse()):  # between whose steps the layers stay as they are
         with pytest.raises(PlanInfeasibleError):
             call(made, forward(cache, 2), cache)
         assert lengths(cache) == [3, 3]
@@ -126,6 +138,153 @@ def test_a_second_refusal_is_passed_on_and_leaves_no_rows() -> None:
             assert layer.new_keys is layer.new_values is None
         assert torch.equal(call(made, forward(cache), cache), EXPECTED)
         assert lengths(cache) == [4, 4]
+
+
+# Room behind the rows.
+
+
+def capacities(cache: DynamicCache) -> list[int]:
+    return [layer.capacity for layer in cache.layers]  # type: ignore[union-attr]
+
+
+def test_a_call_gives_rows_room_and_the_next_ones_write_behind_them() -> None:
+    made, _ = calls()
+    cache = cache_with(5)
+    call(made, forward(cache), cache)
+    places = [layer.keys.data_ptr() for layer in cache.layers]
+    for _ in range(MIN_ROWS - 5):
+        call(made, forward(cache), cache)
+    assert [layer.keys.data_ptr() for layer in cache.layers] == places
+    assert lengths(cache) == [MIN_ROWS - 1] * 2
+    call(made, forward(cache), cache)  # one row always stays free
+    assert not set(places) & {layer.keys.data_ptr() for layer in cache.layers}
+    assert torch.equal(cache.layers[0].keys, torch.cat([rows(5), rows(9, MIN_ROWS - 3)], dim=2))
+
+
+def test_a_generation_gives_as_much_room_as_it_needs() -> None:
+    made, _ = calls()
+    cache = cache_with(5)
+    with made.generation(CacheUse(longest=5)):
+        call(made, forward(cache), cache)
+        assert capacities(cache) == [6, 6]
+        call(made, forward(cache), cache)
+        assert capacities(cache) == [6, 6]
+        call(made, forward(cache), cache)  # it does not keep to its length
+        assert capacities(cache) == [MIN_ROWS, MIN_ROWS]
+    assert made.use == CacheUse()
+
+
+def test_a_refused_call_is_tried_with_little_room_before_its_cache_moves() -> None:
+    made, counters = calls()
+    cache = cache_with(*range(300))
+    with made.generation(CacheUse()):
+        assert capacities_after(made, cache, 0) == [1024, 1024]
+        assert capacities_after(made, cache, 1) == [902 + 902 // 8] * 2
+        assert counters.num_caches_on_host == 0
+        call(made, forward(cache, 1), cache)
+        assert counters.num_caches_on_host == 1
+    assert lengths(cache) == [903, 903]
+
+
+def test_a_prompt_that_needs_all_memory_has_no_room_behind_it_until_the_next_step() -> None:
+    made, counters = calls()
+    cache = cache_with(5)
+
+    def run(past_key_values: DynamicCache) -> None:
+        for layer in range(2):
+            past_key_values.update(rows(9, 30), -rows(9, 30), layer)
+        if capacities(past_key_values)[0] > 34:
+            raise PlanInfeasibleError("no room")
+
+    with made.generation(CacheUse()):
+        call(made, run, cache, num_new=30)
+        assert (lengths(cache), capacities(cache)) == ([33, 33], [34, 34])
+        assert capacities_after(made, cache, 0) == [34 + MIN_ROWS] * 2
+        assert counters.num_caches_on_host == 0
+        call(made, forward(cache, 1), cache)  # a step never has the least room
+        assert counters.num_caches_on_host == 1
+
+
+def capacities_after(made: KVOffload, cache: DynamicCache, num_refusals: int) -> list[int]:
+    call(made, forward(cache, num_refusals), cache)
+    return capacities(cache)
+
+
+def test_rows_without_room_beside_their_copy_move_by_way_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, ways = [], []
+    resize = RoomLayer.resize
+
+    def see(layer: RoomLayer, capacity: int, *, by_host: bool = False) -> None:
+        ways.append(by_host)
+        resize(layer, capacity, by_host=by_host)
+
+    def make_room(tensors: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
+        asked.append((len(tensors), nbytes, most))
+        return len(asked) == 1
+
+    monkeypatch.setattr(RoomLayer, "resize", see)
+    made, _ = calls(make_room=make_room)
+    row = rows(5, 1).nbytes
+    for _ in range(2):
+        cache = cache_with(5)
+        assert torch.equal(call(made, forward(cache), cache), EXPECTED)
+    assert asked == [(4, 4 * MIN_ROWS * row, 5 * MIN_ROWS * row)] * 2
+    assert ways == [False, False, True, True]
+
+
+def test_a_room_that_cannot_double_grows_a_little() -> None:
+    def make_room(rooms: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
+        if nbytes > 4 * rows(5, 900).nbytes:
+            raise PlanInfeasibleError("no room for twice the rows", 5)
+        return True
+
+    made, counters = calls(make_room=make_room)
+    cache = cache_with(*range(200))
+    with made.generation(CacheUse()):
+        call(made, forward(cache), cache)
+        assert capacities(cache) == [601 + 601 // 8] * 2
+    assert counters.num_caches_on_host == 0
+
+
+def test_rows_without_room_at_all_go_to_host_memory() -> None:
+    def make_room(*_: Any) -> bool:
+        raise PlanInfeasibleError("no room for rows", 5)
+
+    made, counters = calls(make_room=make_room)
+    cache = cache_with(5)
+    with pytest.raises(PlanInfeasibleError, match="no room for rows"):
+        call(made, forward(cache), cache, may_move=False)
+    assert lengths(cache) == [3, 3]
+    assert torch.equal(cache.layers[0].keys, rows(5))
+    assert torch.equal(call(made, forward(cache), cache), EXPECTED)
+    assert counters.num_caches_on_host == 1
+
+
+def test_rows_that_a_caller_gets_are_noted() -> None:
+    noted: list[torch.Tensor] = []
+    made, _ = calls(note_live=noted.extend)
+    cache = cache_with(5)
+    with made.generation(CacheUse()):
+        call(made, forward(cache), cache)
+        assert noted == []
+    assert [id(tensor) for tensor in noted] == [
+        id(tensor) for layer in cache.layers for tensor in (layer.keys, layer.values)
+    ]
+
+
+def test_of_two_refusals_the_one_that_needs_less_is_told() -> None:
+    made, _ = calls()
+    needs = iter((50, 70))
+    cache = cache_with(5)
+
+    def run(past_key_values: DynamicCache) -> None:
+        raise PlanInfeasibleError("no room", next(needs))
+
+    with pytest.raises(PlanInfeasibleError) as caught:
+        call(made, run, cache)
+    assert caught.value.min_budget_bytes == 50
 
 
 def test_a_call_without_a_cache_is_refused_once() -> None:

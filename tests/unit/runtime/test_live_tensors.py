@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, GraphInput, TaskGraph, TensorView
 from ds_finepage.planning.pipeline import Needs
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.passes import IGNORED_LIVE_BYTES, Pass
@@ -51,8 +51,10 @@ def test_tensors_of_many_passes_add_up() -> None:
     assert live.bytes_beside([]) == 120
 
 
-def a_pass(min_budget_bytes: int) -> Pass:
-    graph = TaskGraph("nothing", (), (), ())
+NOTHING = TaskGraph("nothing", (), (), ())
+
+
+def a_pass(min_budget_bytes: int, graph: TaskGraph = NOTHING) -> Pass:
     needs = Needs(
         graph=graph,
         alignment=64,
@@ -85,3 +87,26 @@ def test_room_is_taken_back_where_it_stands_in_the_way() -> None:
     assert (found.live_bytes, found.needs.min_budget_bytes) == (10**5, 11 * 10**5)
     found.leave_room(0, 10**6)
     assert (found.live_bytes, found.needs.min_budget_bytes) == (0, 10**6)
+
+
+def test_tensors_that_come_later_count_too() -> None:
+    live = LiveTensors()
+    kept, view = torch.ones(100), torch.ones(50)[:1]
+    live.note([kept])
+    live.note_more([view])
+    assert live.bytes_beside([]) == 600
+    live.note([kept])
+    assert live.bytes_beside([kept]) == 200
+    del view
+    assert live.bytes_beside([]) == 400
+
+
+def test_a_pass_leaves_room_for_another_order_of_its_rows() -> None:
+    rows = TensorView(0, 0, "float32", (1, 2, 2000, 64), (1,) * 4)
+    state = Buffer(0, BufferKind.STATE, 4 * 10**6)
+    graph = TaskGraph("step", (state,), (rows,), (), inputs=(GraphInput(0, 0),))
+    found, live, given = a_pass(10**6, graph), LiveTensors(), (torch.ones(1),)
+    live.reserve(found, given, 10**9)
+    assert found.live_bytes == 0
+    live.reserve(found, given, 10**9, is_reordered=True)  # the same pass, in another generation
+    assert found.live_bytes == 10**6

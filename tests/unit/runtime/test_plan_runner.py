@@ -13,6 +13,7 @@ import torch
 from ds_finepage.errors import FinepageError, PlanInfeasibleError
 from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import PassCounters
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.passes import Pass
@@ -25,6 +26,7 @@ class Device:
     """Notes its states; a bound pass returns its graph's name, or refuses the sizes of a call."""
 
     can_be_resident = True
+    held_bytes = 0
 
     def __init__(self) -> None:
         self.residents: dict[str, Any] = {}
@@ -142,3 +144,45 @@ def test_the_pass_that_ran_last_is_followed(rig: Rig) -> None:
     rig.runner.forget()
     rig.run(second)
     assert second._num_entries == 2
+
+
+# Room for a KV cache that moves.
+
+SLACK = HOST_PROGRAM_SLACK_BYTES
+BUDGET = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "most", "held", "fits", "state"),
+    [
+        (1000, 2000, BUDGET - SLACK - 2000, True, DeviceState.PAGED),
+        (1000, 2000, BUDGET - SLACK - 1999, True, DeviceState.RELEASED),
+        (1000, BUDGET - SLACK, 1, True, DeviceState.RELEASED),
+        (1000, BUDGET - SLACK + 1, 1, False, DeviceState.RELEASED),
+        (BUDGET - SLACK, BUDGET, 1, False, DeviceState.RELEASED),
+    ],
+)
+def test_the_arena_makes_way_for_a_cache_that_moves(
+    rig: Rig, nbytes: int, most: int, held: int, fits: bool, state: DeviceState
+) -> None:
+    rig.device.state, rig.device.held_bytes = DeviceState.PAGED, held
+    assert rig.runner._make_room([], nbytes, most) is fits
+    assert rig.device.state is state
+
+
+def test_a_cache_that_moves_is_refused_where_it_has_no_room(rig: Rig) -> None:
+    need = BUDGET + 1
+    with pytest.raises(PlanInfeasibleError, match=f"device_budget is {BUDGET} bytes") as caught:
+        rig.runner._make_room([], need - SLACK, need)
+    assert caught.value.min_budget_bytes == need
+    others, rooms = torch.ones(100), torch.ones(100)
+    rig.runner.live.note([others, rooms])
+    with pytest.raises(PlanInfeasibleError) as caught:
+        rig.runner._make_room([rooms], BUDGET - SLACK, BUDGET)
+    assert caught.value.min_budget_bytes == BUDGET + 400
+
+
+def test_rows_that_a_caller_gets_count_beside_the_next_pass(rig: Rig) -> None:
+    rows = torch.ones(100)
+    rig.runner.kv_offload._note_live([rows])
+    assert rig.runner.live.bytes_beside([]) == 400
