@@ -92,8 +92,10 @@ class KVOffload:
         Args:
             use: How it uses its KV cache.
         """
-        if not self._num_generations:
-            self.use = use
+        if self._num_generations:  # another thread generates too, or this one within its generation
+            is_reordered = use.is_reordered or self.use.is_reordered
+            use = replace(self.use, is_reordered=is_reordered)
+        self.use = use
         self._num_generations += 1
         try:
             yield

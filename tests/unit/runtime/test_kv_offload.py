@@ -186,6 +186,16 @@ def test_a_refused_call_is_tried_with_little_room_before_its_cache_moves() -> No
     assert lengths(cache) == [903, 903]
 
 
+def test_generations_at_the_same_time_pay_for_beams_if_one_has_some() -> None:
+    made, _ = calls()
+    with made.generation(CacheUse(longest=5)):
+        with made.generation(CacheUse(longest=9, is_reordered=True)):
+            assert made.use == CacheUse(longest=5, is_reordered=True)
+        with made.generation(CacheUse()):
+            assert made.use.is_reordered
+    assert made.use == CacheUse()
+
+
 def test_a_prompt_that_needs_all_memory_has_no_room_behind_it_until_the_next_step() -> None:
     made, counters = calls()
     cache = cache_with(5)
