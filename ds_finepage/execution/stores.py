@@ -359,7 +359,7 @@ class WeightTable:
 def _has_version(tensor: torch.Tensor) -> bool:
     """Return False for a tensor that was made in inference mode, whatever its data is now."""
     try:
-        return _VERSION(tensor) >= 0
+        return bool(_VERSION(tensor) >= 0)
     except RuntimeError:
         return False
 
