@@ -340,8 +340,8 @@ MOVING = (
     mutant(
         "a-ds-config-does-not-pack",
         "integrations/deepspeed/loading.py",
-        "    if active.weights is None or not is_asked:\n        return original(*args, **kwargs)\n",
-        "    return original(*args, **kwargs)\n",
+        "if active.weights is None or not is_asked:",
+        "if True:",
         PACKED_LOADING,
     ),
     mutant(

@@ -133,7 +133,7 @@ def _load(
 ) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    if _is_packed(call.arguments["load_config"]):
+    if _is_packed(call.arguments.get("load_config")):
         return _load_packed(original, call)
     if not is_wanted(modeling_utils):
         return original(*args, **kwargs)
@@ -161,7 +161,7 @@ def _load(
 
 def _is_packed(load_config: Any) -> bool:
     """Tell whether a load packs weights, or finds them packed."""
-    quantizer = load_config.hf_quantizer
+    quantizer = getattr(load_config, "hf_quantizer", None)
     return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
 
 
