@@ -230,12 +230,13 @@ def test_large_buffers_are_paged_unless_the_forward_changes_them(device: torch.d
     table, seen = model.table, model.seen
     handle = attached(model, device)
     assert model.table.data_ptr() == handle._weights.masters["table"].data_ptr()
+    shown = model.seen.data_ptr()
     with torch.no_grad():
         for _ in range(2):
             x = torch.ones(1 << 15)
             assert torch.equal(model(x.to(device)).cpu(), same(x))
     assert set(handle._weights.masters) == {"weight", "table"}
-    assert model.seen.device.type == device.type
+    assert model.seen.device.type == device.type and model.seen.data_ptr() != shown
     assert torch.equal(model.state_dict()["table"].cpu(), same.table)
     handle.detach()
     assert model.table is table and model.seen is seen

@@ -17,7 +17,7 @@ from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.handle import Handle
 from tests.integration.engines import one_process_deepspeed
 
-WIDTH, GROUP = 512, 64
+WIDTH, GROUP = 512, 8
 X = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
 
 
@@ -95,7 +95,9 @@ def test_packed_layers_of_each_form_hold_the_budget_and_come_back(form: str) -> 
         expected = model(X)
         handle = attach(model, device_budget="1GiB")
         assert torch.equal(model(X), expected)
-        assert handle.stats.weight_bytes >= 6 * WIDTH * WIDTH // 2
+        assert handle.stats.weight_bytes >= 6 * (
+            WIDTH * WIDTH // 2 + 2 * WIDTH * WIDTH // GROUP * 4
+        )
         budget_bytes = handle.stats.min_budget_bytes
         handle.replan(budget_bytes=budget_bytes)
         for _ in range(2):
@@ -309,6 +311,28 @@ def test_a_tensor_that_shares_its_storage_is_no_weight() -> None:
     assert names_of(handle) == {"weight"}
     with pytest.raises(StoreError, match="detach it first"):
         attached(model)
+    handle.detach()
+
+
+def test_a_buffer_of_another_attached_model_is_no_weight() -> None:
+    first, second = Reader(), Reader()
+    second.table = first.table
+    handles = [attached(model) for model in (first, second)]
+    assert [names_of(handle) for handle in handles] == [{"table", "weight"}, {"weight"}]
+    with torch.no_grad():
+        assert torch.equal(first(ROW), second(ROW))
+    for handle in handles:
+        handle.detach()
+
+
+def test_a_buffer_that_was_refused_stays_refused_when_the_model_grows() -> None:
+    model = nn.Sequential(Breaking())
+    handle = attached(model)
+    with torch.no_grad():
+        model(ROW)
+        model.append(Reader())
+        model(ROW)
+    assert names_of(handle) == {"0.weight", "1.table", "1.weight"}
     handle.detach()
 
 

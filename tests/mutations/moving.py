@@ -7,6 +7,7 @@ from tests.mutations.mutant import mutant
 FALLBACK = "unit/execution/test_fallback.py"
 OFFLOAD = "unit/integrations/test_offload.py"
 LARGE_BUFFERS = "integration/test_large_buffers.py"
+PACKED_LOADING = "integration/test_packed_loading.py"
 LOADING = "unit/integrations/test_loading.py"
 STORES = ("unit/execution/test_stores.py", "unit/execution/test_weight_table.py")
 
@@ -335,5 +336,54 @@ MOVING = (
         "set_data(weight.parameter, self.fetch(weight.parameter))",
         "pass",
         "accelerator/test_attach.py",
+    ),
+    mutant(
+        "a-ds-config-does-not-pack",
+        "integrations/deepspeed/loading.py",
+        "if active.weights is None or not is_asked:",
+        "if True:",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "a-checkpoint-is-mapped-while-it-is-packed",
+        "integrations/deepspeed/loading.py",
+        '            call.arguments["state_dict"] = merged or None\n',
+        "            del merged\n",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "a-weight-that-cannot-be-packed-is-only-logged",
+        "integrations/deepspeed/loading.py",
+        "    if refusal is not None:\n        raise refusal\n",
+        "",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "packed-weights-are-filled-again",
+        "integrations/transformers/packed_loading.py",
+        "        missing_keys.discard(full_layer_name)\n",
+        "",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "a-packed-checkpoint-of-another-version-is-read",
+        "integrations/transformers/packed_loading.py",
+        "if version != VERSION:",
+        "if False:",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "another-form-than-asked-is-loaded",
+        "integrations/transformers/packed_loading.py",
+        "if theirs != (METHOD, wanted.weights, wanted.weights_group):",
+        "if False:",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "deepspeed-partitions-before-it-packs",
+        "integrations/deepspeed/seam.py",
+        "        _pack(model, config.weights, config.weights_group)\n",
+        "        pass\n",
+        PACKED_LOADING,
     ),
 )
