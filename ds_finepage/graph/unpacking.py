@@ -15,9 +15,7 @@ _POINTWISE = (
     " minimum mul ne neg pow reciprocal relu remainder rsqrt rsub sigmoid silu sin sqrt sub tanh"
     " where _to_copy"
 )
-_SHIFTS = (
-    "__and__ __lshift__ __or__ __rshift__ bitwise_left_shift bitwise_right_shift bitwise_xor"
-)
+_SHIFTS = "__and__ __lshift__ __or__ __rshift__ bitwise_left_shift bitwise_right_shift bitwise_xor"
 POINTWISE_OPS = frozenset(f"aten.{name}" for name in _POINTWISE.split())
 """Ops whose every element follows from those at the same place, without overload."""
 
@@ -42,7 +40,7 @@ def unpacks(task: Task) -> bool:
         packet_of(task) in known
         and task.flops == 0
         and len(task.results) == 1
-        and len(task.writes) + len(task.touches) == 1
+        and len(task.writes) < 2
         and not {*task.writes, *task.touches} & {*task.reads}
     )
 
@@ -66,10 +64,11 @@ def unpacked_buffers(graph: TaskGraph) -> frozenset[int]:
     for task in graph.tasks:
         if not unpacks(task) or packed.isdisjoint(task.reads) or not given.issuperset(task.reads):
             continue
-        (made,) = (*task.writes, *task.touches)
-        if graph.buffers[made].kind is BufferKind.ACTIVATION:
+        (result,) = task.results
+        made = None if result is None else graph.tensors[result].buffer
+        if made is not None and graph.buffers[made].kind is BufferKind.ACTIVATION:
             found.add(made)
-            if task.touches or changed[made] == 1:
+            if made in task.touches or changed[made] == 1:
                 given.add(made)
                 packed.add(made)
     return frozenset(found)
