@@ -96,7 +96,7 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
 
 
 def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
-    """Return the matrix of a product if it can be cut by rows, whoever uses or makes it."""
+    """Return the matrix of a product if it can be cut by rows; any task may use or make it."""
     if task.op == PACKED_LINEAR:
         return _packed_operand(graph, task)
     at = _place_of_weight(task)
