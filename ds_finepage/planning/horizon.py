@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from ds_finepage.graph.memgraph import PUBLISHED, Extent, MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Task
+from ds_finepage.graph.unpacking import unpacked_buffers
 from ds_finepage.planning.blocks import BlockList
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.liveness import next_use
@@ -84,6 +85,11 @@ class HorizonPlanner:
         self._streamed = streamed
         self._pinned = pinned
         self._copies_clean = copies_clean
+        touched = {b for task in graph.tasks for b in task.touches}
+        # Weights that are being unpacked and leave no room for another one as large.
+        self._unpacked = frozenset(
+            b for b in unpacked_buffers(graph) & touched if 2 * self._size(b) > arena_bytes
+        )
         self._blocks = BlockList(arena_bytes)
         self._builder = MemGraphBuilder(graph, policy, arena_bytes, problem.alignment)
         for residency in problem.entry:
@@ -203,7 +209,8 @@ class HorizonPlanner:
         return self._builder.states[buffer].host_copy is not None
 
     def _reserve_all(self, task: Task) -> bool:
-        return self._reserve(task, self._missing(task))
+        missing = self._missing(task)
+        return self._unpacked.isdisjoint(missing) and self._reserve(task, missing)
 
     def _reserve(self, task: Task, buffers: list[int]) -> bool:
         """Give extents to all of these buffers of a task, or to none; evict nothing."""
@@ -239,6 +246,8 @@ class HorizonPlanner:
     def _force_all(self, task: Task, *, only_outputs: bool = False) -> None:
         """Make a task's buffers resident, evicting any others."""
         protected = self._graph.paged(task)
+        if not self._unpacked.isdisjoint(self._missing(task)):
+            self._repack(task, only_outputs=only_outputs)
         for buffer in self._outputs(task) if only_outputs else self._missing(task):
             if self._needs_contents(task, buffer):
                 done = self.sim_malloc_force_reload(buffer, protected)
@@ -253,13 +262,23 @@ class HorizonPlanner:
 
         All buffers that are not pinned are evicted, and the task's are placed side by side. They
         fit if the working set does. The published algorithm does not cover this case.
+
+        A large weight that is being unpacked is placed first, and then stays there: what it is made
+        from is smaller than a copy of it.
         """
-        for block in list(self._blocks):
-            if block.buffer is not None and block.buffer not in self._pinned:
-                self._evict(block.buffer)
-        end = min((b.offset for b in self._blocks if b.buffer is not None), default=None)
+        own = self._graph.paged(task)
         offset = 0
-        for buffer in self._outputs(task) if only_outputs else self._missing(task):
+        for block in list(self._blocks):
+            if block.buffer is None or block.buffer in self._pinned:
+                continue
+            if block.buffer in self._unpacked and block.buffer in own and not block.offset:
+                offset = self._size(block.buffer)
+            else:
+                self._evict(block.buffer)
+        ends = (b.offset for b in self._blocks if b.buffer is not None and b.offset >= offset)
+        end = min(ends, default=None)
+        missing = self._outputs(task) if only_outputs else self._missing(task)
+        for buffer in sorted(missing, key=lambda b: b not in self._unpacked):
             extent = Extent(offset, self._size(buffer))
             if end is not None and extent.end > end:
                 raise PinnedTooMuch(task)
