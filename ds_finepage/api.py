@@ -27,6 +27,7 @@ from ds_finepage.execution.device import (
     require_device,
 )
 from ds_finepage.execution.disk_cache import open_plan_folder
+from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, probe
 from ds_finepage.execution.stores import TakeWeights, WeightTable
@@ -176,11 +177,12 @@ def attach(
     Results are then those of the quantised model.
 
     Args:
-        module: Any ``torch.nn.Module``; its parameters become host masters.
+        module: Any ``torch.nn.Module``; its parameters and large buffers become host
+            masters.
         config: The ``finepage`` section.
         device: Where to compute; by default the accelerator, if plans can run on it.
         profile: Rates to plan with; by default they are measured now.
-        take: Makes the host masters of parameters; DeepSpeed's are there already.
+        take: Makes the host masters of weights; DeepSpeed's are there already.
         around_call: Makes a context that holds while the module runs.
         **settings: Keys of the section, one by one.
 
@@ -203,7 +205,10 @@ def attach(
     with ExitStack() as undo:
         apart = TakenApart(module)
         undo.callback(apart.restore)
-        weights = WeightTable(take(dict(module.named_parameters()), where), where)
+        parameters = take(dict(module.named_parameters()), where)
+        buffers = LargeBuffers(module, where)
+        large = take(buffers.find(weight.master for weight in parameters), where)
+        weights = WeightTable([*parameters, *large], where)
         budget_bytes = resolve_budget(config, weights.nbytes, where)
         scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
         try:
@@ -215,7 +220,13 @@ def attach(
                 plan_dir=plan_dir,
             )
             handle = Handle(
-                module, weights, run_settings, apart=apart, take=take, around_call=around_call
+                module,
+                weights,
+                run_settings,
+                apart=apart,
+                buffers=buffers,
+                take=take,
+                around_call=around_call,
             )
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError.of(error, where, budget_bytes) from error

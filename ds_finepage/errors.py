@@ -20,7 +20,21 @@ class ConfigError(FinepageError, ValueError):
 
 
 class CaptureError(FinepageError):
-    """A call cannot be captured as a taskgraph."""
+    """A call cannot be captured as a taskgraph.
+
+    Attributes:
+        weights: Names of weights that an op reads and may change without saying so.
+    """
+
+    def __init__(self, message: str, weights: tuple[str, ...] = ()) -> None:
+        """Make the error.
+
+        Args:
+            message: Names the op or the value, and says why.
+            weights: See the class.
+        """
+        super().__init__(message)
+        self.weights = weights
 
 
 class PlanInfeasibleError(FinepageError):

@@ -21,11 +21,13 @@ MODEL = "PreTrainedModel"
 MODEL_BUILD = "get_init_context"
 MODEL_LOAD = "_load_pretrained_model"
 MODEL_READ_FILE = "load_state_dict"
+MODEL_QUANTIZER = "get_hf_quantizer"
 MODEL_FILL = "_load_state_dict_into_zero3_model"
 MODEL_NEEDS = (
     MODEL,
     MODEL_READ_FILE,
     MODEL_FILL,
+    MODEL_QUANTIZER,
     "deepspeed_config",
     "is_deepspeed_zero3_enabled",
 )

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ds_finepage._compat.torch import free_symbols
+from ds_finepage.capture.recorder import BufferChangedError
 
 
 class DynamoGraph:
@@ -73,6 +74,19 @@ class DynamoGraph:
         found = self._host_module(*args)
         assert isinstance(found, tuple)
         return found
+
+    def release_buffers(self, names: Sequence[str]) -> None:
+        """Say that some weights may be changed by the graph.
+
+        Args:
+            names: Of weights.
+
+        Raises:
+            BufferChangedError: One of them is a buffer.
+        """
+        for weight, name in self.weights.values():
+            if name in names and not isinstance(weight, torch.nn.Parameter):
+                raise BufferChangedError(name)
 
     def _shapes_depend_on(self, position: int) -> bool:
         """Tell whether any tensor depends on an integer argument, through shape or value."""

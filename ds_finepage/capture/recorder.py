@@ -49,6 +49,18 @@ MAX_CONSTANT_BYTES = 1 << 20
 """Larger lifted constants are refused: they belong into a module buffer."""
 
 
+class BufferChangedError(Exception):
+    """A graph changes a large buffer, or hands it out, so that it cannot be a weight.
+
+    Attributes:
+        name: Of the buffer.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 @dataclass(frozen=True)
 class _Formula:
     """Stands for a size in a task's arguments that differs from call to call."""
@@ -65,6 +77,11 @@ class _BufferDraft:
     payload: bytes | None = None
     is_written: bool = False
     handed: int | None = None  # tensor in host memory that it is a copy of
+    is_module_buffer: bool = False  # of a weight
+
+    def refusal(self, message: str) -> Exception:
+        """Return the error of a use that a weight does not allow."""
+        return BufferChangedError(self.name) if self.is_module_buffer else CaptureError(message)
 
 
 @dataclass
@@ -158,6 +175,7 @@ class Recorder(TorchDispatchMode):
 
         Raises:
             CaptureError: A value is a view of a weight.
+            BufferChangedError: It is a view of a buffer.
         """
         positions = {id(arg): i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         outputs: list[GraphOutput] = []
@@ -171,7 +189,7 @@ class Recorder(TorchDispatchMode):
                 tensor = self.tensor_id(value)
                 draft = self.buffers[self.tensors[tensor].buffer]
                 if draft.kind is BufferKind.WEIGHT:
-                    raise CaptureError(f"{name} returns a view of weight {draft.name}")
+                    raise draft.refusal(f"{name} returns a view of weight {draft.name}")
                 outputs.append(GraphOutput(tensor=tensor))
             else:
                 outputs.append(GraphOutput(host=num_host))
@@ -292,7 +310,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         for buffer in written:
             if self.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.CONSTANT):
-                raise CaptureError(
+                raise self.buffers[buffer].refusal(
                     f"{func} writes to {self.buffers[buffer].kind.value} "
                     f"{self.buffers[buffer].name or buffer}"
                 )

@@ -35,7 +35,7 @@ from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
 from ds_finepage.capture.lengths import size_of
 from ds_finepage.capture.plain import require_plain
-from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.capture.recorder import BufferChangedError, Recorder, finish
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 
@@ -274,7 +274,7 @@ def _record(
         try:
             with recorder:
                 returned = labeller.run(*fakes)
-        except (CaptureError, *OF_THE_DEVICE):
+        except (CaptureError, BufferChangedError, *OF_THE_DEVICE):
             raise
         except Exception as error:
             raise CaptureError(f"{graph.name}: {type(error).__name__}: {error}") from error
@@ -304,7 +304,7 @@ def _fake_args(
             varies = any(isinstance(n, torch.SymInt) for n in (*shape, *stride))
         fake = torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device)
         nbytes = fake.untyped_storage().nbytes()
-        if position in graph.weights:
+        if position in graph.weights and not varies:
             kind, name = BufferKind.WEIGHT, graph.weights[position][1]
             # A product with a weight that asks for gradients is folded to two dimensions, and
             # its last bits are others than those of a batch of products.
@@ -313,7 +313,9 @@ def _fake_args(
             kind, name = BufferKind.INPUT, graph.placeholders[position].name
             if not varies:
                 nbytes = arg.untyped_storage().nbytes()
-        recorder.add_buffer(fake, kind, size_of(nbytes), name)
+        buffer = recorder.add_buffer(fake, kind, size_of(nbytes), name)
+        is_parameter = isinstance(arg, torch.nn.Parameter)
+        recorder.buffers[buffer].is_module_buffer = kind is BufferKind.WEIGHT and not is_parameter
         inputs.append(GraphInput(position, recorder.tensor_id(fake)))
         fakes.append(fake)
     return fakes, tuple(inputs)

@@ -117,7 +117,8 @@ class _FetchingInterpreter(Interpreter):
         fetched: dict[int, torch.Tensor] = {}
 
         def replace(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value not in self._weights:
+            # A buffer stays itself, since the op may write it or return a view of it.
+            if not isinstance(value, torch.nn.Parameter) or value not in self._weights:
                 return value
             if id(value) not in fetched:
                 fetched[id(value)] = self._weights.fetch(value)
@@ -208,7 +209,7 @@ def hook_modules(
     """
     handles = []
     for owner in module.modules():
-        own = [p for p in owner.parameters(recurse=False) if p in weights]
+        own = weights.own(owner)
         if own:
             fill = _FillHook(own, weights, on_use, running)
             handles.append(owner.register_forward_pre_hook(fill))
@@ -227,7 +228,7 @@ def _ignoring() -> Callable[..., None]:
 class _OwnHook:
     """A hook on a module's own parameters. A copy of the module does not get it."""
 
-    def __init__(self, own: list[torch.nn.Parameter], weights: WeightTable) -> None:
+    def __init__(self, own: list[torch.Tensor], weights: WeightTable) -> None:
         self._own = own
         self._weights = weights
 
@@ -241,7 +242,7 @@ class _OwnHook:
 class _FillHook(_OwnHook):
     def __init__(
         self,
-        own: list[torch.nn.Parameter],
+        own: list[torch.Tensor],
         weights: WeightTable,
         on_use: Callable[[torch.nn.Module], None],
         running: RunningCall,
@@ -266,7 +267,7 @@ class _FillHook(_OwnHook):
 
 
 class _EmptyHook(_OwnHook):
-    def __init__(self, own: list[torch.nn.Parameter], weights: WeightTable) -> None:
+    def __init__(self, own: list[torch.Tensor], weights: WeightTable) -> None:
         super().__init__(own, weights)
         self._hidden = torch.compiler.disable(self._take_away)
 

@@ -1,4 +1,4 @@
-"""Host weights: parameters whose bytes stay in host memory."""
+"""Host weights: parameters, and large buffers, whose bytes stay in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HostWeight:
 
     Attributes:
         name: Qualified name in the module.
-        parameter: The parameter; identity is by this object.
+        parameter: The parameter, or a buffer that is a weight; identity is by this object.
         master: The parameter's bytes in host memory, 1-d uint8.
         shape: Full shape.
         stride: Strides of the full tensor, dense.
@@ -30,7 +30,7 @@ class HostWeight:
     """
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     master: torch.Tensor
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -44,6 +44,11 @@ class HostWeight:
         with torch.inference_mode(False), torch.no_grad():
             flat = self.master.view(self.dtype)
             return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+    @property
+    def is_buffer(self) -> bool:
+        """True for a large tensor of the module that is no parameter."""
+        return not isinstance(self.parameter, torch.nn.Parameter)
 
     @property
     def is_partition(self) -> bool:
@@ -63,7 +68,7 @@ class HostWeight:
         )
 
 
-def weights_of(named: Mapping[str, torch.nn.Parameter], device: torch.device) -> list[HostWeight]:
+def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[HostWeight]:
     """Make masters of plain parameters: their own data if it is in host memory, else a copy.
 
     Args:
@@ -100,7 +105,7 @@ def refuse_watched(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def _plain_weight(name: str, parameter: torch.nn.Parameter, device: torch.device) -> HostWeight:
+def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> HostWeight:
     before = data_of(parameter)
     host = _host_tensor(before)
     # On the CPU detach restores the parameter's own memory; elsewhere it gives the host copy.

@@ -197,7 +197,8 @@ class OpMeter:
         for signature, task in zip(signatures, graph.tasks, strict=True):
             cost = estimated.get(signature) or self._costs[signature]
             if cost.fault is not None:
-                raise CaptureError(f"{task.where} {cost.fault}, so it cannot be planned")
+                read = tuple(graph.buffers[b].name for b in task.reads)
+                raise CaptureError(f"{task.where} {cost.fault}, so it cannot be planned", read)
             tasks.append(
                 dataclasses.replace(
                     task, time_ns=cost.time_ns, workspace_bytes=cost.workspace_bytes

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from ds_finepage._compat.torch import TensorBase
 from ds_finepage.errors import StoreError
+from ds_finepage.execution.device import device_of
 from ds_finepage.execution.masters import HostWeight, device_view, rehome
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
 from ds_finepage.units import align_up
@@ -24,7 +26,7 @@ BLOCK_ALIGNMENT = 512
 _ADDRESS = torch.Tensor.data_ptr
 _VERSION = vars(TensorBase)["_version"].__get__
 
-TakeWeights = Callable[[Mapping[str, torch.nn.Parameter], torch.device], list[HostWeight]]
+TakeWeights = Callable[[Mapping[str, torch.Tensor], torch.device], list[HostWeight]]
 """Makes the masters of named parameters; the second argument is the device to compute on."""
 
 
@@ -89,7 +91,7 @@ class _Shown:
 
     def _signs(self) -> tuple[int, int]:
         parameter = self.weight.parameter
-        return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+        return parameter.data_ptr(), parameter._version if _has_version(parameter) else 0
 
     def _replacement(self, value: torch.Tensor) -> torch.Tensor:
         """Keep a parameter readable that ZeRO frees by an empty tensor."""
@@ -163,11 +165,11 @@ class WeightTable:
         self._shown = {}
         self._snapshot()
 
-    def exchange(self, named: Mapping[str, torch.nn.Parameter], take: TakeWeights) -> None:
-        """Continue with the parameters that a changed module has now.
+    def exchange(self, named: Mapping[str, torch.Tensor], take: TakeWeights) -> None:
+        """Continue with the weights that a changed module has now.
 
         Args:
-            named: All parameters of the module, each once.
+            named: All parameters and large buffers of the module, each once.
             take: Makes the masters of new ones.
 
         Raises:
@@ -189,17 +191,49 @@ class WeightTable:
         self._index()
         self.install()
 
+    # Buffers.
+
+    def own(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Return the weights that a module itself holds."""
+        held = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        return [tensor for tensor in held if tensor in self]
+
+    def written_buffers(self) -> list[str]:
+        """Return the names of buffers that may have been written since the last look."""
+        return [s.weight.name for s in self._buffers if s.is_written]
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Put buffers on the device, as they are; they are weights no longer.
+
+        Args:
+            tensors: The buffers.
+        """
+        self.unload()
+        for tensor in tensors:
+            self.empty(tensor)
+        self.changes()
+        gone = {id(tensor) for tensor in tensors}
+        for weight in [w for w in self._weights if id(w.parameter) in gone]:
+            if device_of(self._device).is_accelerator:
+                set_data(weight.parameter, self.fetch(weight.parameter))
+            else:
+                weight.restore(weight)
+            self._shown.pop(id(weight.parameter)).watch.stop()
+        self._weights = [w for w in self._weights if id(w.parameter) not in gone]
+        self._index()
+        self._snapshot()
+
     # Changes from outside.
 
     def _snapshot(self) -> None:
         """Store the last known signs in a form that compares fast."""
         all_shown = list(self._shown.values())
-        # Inference tensors have no version counter.
-        versioned = [s for s in all_shown if not s.weight.parameter.is_inference()]
+        versioned = [s for s in all_shown if _has_version(s.weight.parameter)]
         self._parameters = [s.weight.parameter for s in all_shown]
         self._versioned = [s.weight.parameter for s in versioned]
         self._addresses = [s.seen[0] for s in all_shown]
         self._versions = [s.seen[1] for s in versioned]
+        self._buffers = [s for s in all_shown if s.weight.is_buffer]
 
     def changes(self) -> WeightChanges:
         """Take over the changes that others made since the last look, and return them."""
@@ -268,14 +302,14 @@ class WeightTable:
         _copy(full, weight.value)
         return full
 
-    def fill(self, parameter: torch.nn.Parameter) -> None:
+    def fill(self, parameter: torch.Tensor) -> None:
         """Give a parameter its own copy on the device, for code outside any plan."""
         shown = self._shown.get(id(parameter))
         if shown is not None and shown.filled is None:
             shown.filled = self.fetch(parameter)
             set_data(parameter, shown.filled)
 
-    def empty(self, parameter: torch.nn.Parameter) -> None:
+    def empty(self, parameter: torch.Tensor) -> None:
         """Remove that copy; writes into it go to the master."""
         shown = self._shown.get(id(parameter))
         if shown is None or shown.filled is None:
@@ -320,6 +354,14 @@ class WeightTable:
     def unload(self) -> None:
         """Free the copies that :meth:`load_all` made."""
         self.on_device = {}
+
+
+def _has_version(tensor: torch.Tensor) -> bool:
+    """Return False for a tensor that was made in inference mode, whatever its data is now."""
+    try:
+        return bool(_VERSION(tensor) >= 0)
+    except RuntimeError:
+        return False
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

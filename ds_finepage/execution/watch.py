@@ -12,7 +12,8 @@ runtime reads all three before each call:
   ``parameter.data.add_(1)`` leaves no other sign. Therefore the attribute ``data`` of
   ``torch.nn.Parameter`` is a property while any model is attached. It behaves as before, and notes
   the watched parameters that it was used on. While a tensor that it returned, or was set to, is
-  alive, its parameter counts as changed.
+  alive, its parameter counts as changed. Where a buffer is watched, ``torch.Tensor`` has the
+  property instead.
 
 Writes through NumPy, DLPack or a raw pointer leave no sign. ``Handle.refresh`` is for those.
 """
@@ -53,7 +54,7 @@ class DataWatch:
 
     def __init__(
         self,
-        parameter: torch.nn.Parameter,
+        parameter: torch.Tensor,
         used: list[DataWatch],
         replace: Replacement | None = None,
     ) -> None:
@@ -70,7 +71,7 @@ class DataWatch:
         self._replace = replace
         self._id = id(parameter)
         _watches[self._id] = self
-        _install()
+        _install(torch.nn.Parameter if isinstance(parameter, torch.nn.Parameter) else torch.Tensor)
 
     def stop(self) -> None:
         """End the watch."""
@@ -128,12 +129,13 @@ def _set(parameter: torch.Tensor, value: torch.Tensor) -> None:
 _property = property(_get, _set, doc=_DATA.__doc__)
 
 
-def _install() -> None:
-    if "data" not in vars(torch.nn.Parameter):
-        torch.nn.Parameter.data = _property  # type: ignore[assignment]
+def _install(owner: type[torch.Tensor]) -> None:
+    if "data" not in vars(owner):
+        owner.data = _property  # type: ignore[assignment]
 
 
 def uninstall_if_unused() -> None:
-    """Restore the attribute of ``torch.nn.Parameter`` if no parameter is watched."""
-    if not _watches and vars(torch.nn.Parameter).get("data") is _property:
-        del torch.nn.Parameter.data
+    """Restore the attribute of torch's classes if no parameter is watched."""
+    for owner in (torch.nn.Parameter, torch.Tensor):
+        if not _watches and vars(owner).get("data") is _property:
+            del owner.data

@@ -19,7 +19,7 @@ import torch
 
 from ds_finepage.errors import ConfigError
 
-ELEMENTS_AT_ONCE = 1 << 20
+ELEMENTS_AT_ONCE = 1 << 18
 """Weights that are packed together, in float32, so that packing a large matrix takes little."""
 
 SHRINKS = (1.0, 0.94, 0.88, 0.82)

@@ -12,6 +12,9 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.packing.form import Packed, PackedForm
 from ds_finepage.packing.linear import PackedLinear, matrix_of
 
+METHOD = "finepage"
+"""The method in the ``quantization_config`` of a model whose layers are packed."""
+
 Places = list[list[str]]
 """The layers that have one weight, each with all of its names."""
 
@@ -118,7 +121,7 @@ def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
             is_packed = True
             if module.form != form:
                 by = f"{name} is packed as {module.form}"
-        elif getattr(config, "quantization_config", None) is not None:
+        elif not _is_ours(getattr(config, "quantization_config", None)):
             by = f"{name or type(module).__name__}.config has a quantization_config"
         elif type(module) is torch.nn.Linear and not _is_plain(module.weight):
             by = f"{name}.weight is a {type(module.weight).__name__} of {module.weight.dtype}"
@@ -128,6 +131,11 @@ def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
                 "model as it was trained."
             )
     return is_packed
+
+
+def _is_ours(quantization: Any) -> bool:
+    """Tell whether a ``quantization_config`` is none, or that of packed layers."""
+    return quantization is None or getattr(quantization, "quant_method", None) == METHOD
 
 
 def _is_plain(weight: torch.Tensor) -> bool:

@@ -39,7 +39,10 @@ class TakesCalls(WatchesGeneration, Protocol):
         """Run a call of the root, or of a part of it, by plan."""
 
     def run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
-        """Run one of Dynamo's graphs; ``positions`` are the arguments that are parameters."""
+        """Run one of Dynamo's graphs; ``positions`` are the arguments that are weights."""
+
+    def is_weight(self, value: Any) -> bool:
+        """Tell whether an argument of a graph is a weight."""
 
     def run_unplanned(self, module: torch.nn.Module) -> None:
         """Prepare for a module that is called outside any graph."""
@@ -54,7 +57,14 @@ def weak_backend(calls: TakesCalls) -> Callable[..., Any]:
     reference = weakref.ref(calls)
 
     def backend(module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
-        positions = [i for i, a in enumerate(example_args) if isinstance(a, torch.nn.Parameter)]
+        receiver = reference()
+        assert receiver is not None, "a call of the model keeps the receiver alive"
+        positions = [
+            i
+            for i, arg in enumerate(example_args)
+            if isinstance(arg, torch.nn.Parameter) or receiver.is_weight(arg)
+        ]
+        del receiver
 
         def run(*args: Any) -> Any:
             now = reference()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,8 +12,10 @@ import torch
 from torch.fx import GraphModule
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.capture.recorder import BufferChangedError
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import RunningCall
+from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
 from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.integrations.transformers.preflight import Preflight
@@ -20,6 +23,8 @@ from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.rehearsal import RehearsalError, Rehearser
+
+logger = logging.getLogger(__name__)
 
 AroundCall = Callable[[], AbstractContextManager[Any]]
 """Makes a context that holds while the model runs."""
@@ -43,6 +48,7 @@ class CallTaker:
         runner: PlanRunner,
         *,
         apart: TakenApart,
+        buffers: LargeBuffers,
         take: TakeWeights,
         around_call: AroundCall,
     ) -> None:
@@ -53,7 +59,8 @@ class CallTaker:
             weights: Its host masters, installed in its parameters.
             runner: Runs graph calls by plan.
             apart: The parameters that are taken apart.
-            take: Makes host masters of parameters that the model gets later.
+            buffers: The large buffers that are weights.
+            take: Makes host masters of weights that the model gets later.
             around_call: Makes a context that holds while the model runs.
         """
         self.running = RunningCall()
@@ -63,6 +70,8 @@ class CallTaker:
         self._weights = weights
         self._runner = runner
         self._apart = apart
+        self._buffers = buffers
+        self._first_graph_run = 0  # of the call that runs
         self._take = take
         self._around_call = around_call
         self._num_graphs = 0
@@ -96,12 +105,18 @@ class CallTaker:
             self._runner.observer.begin_call()
             self._notice_changes()
             compiled = self._attachment.compiled(module)
+            self._first_graph_run = self.num_graph_runs + 1
             self.running.begin()
             try:
                 with self._around_call():
                     return self._run(CapturedCall(compiled, module, args, kwargs))
             finally:
                 self.running.end()
+                self._release(self._buffers.replaced() + self._weights.written_buffers())
+
+    def is_weight(self, value: Any) -> bool:
+        """Tell whether an argument of a graph is a weight."""
+        return value in self._weights
 
     def _run(self, call: CapturedCall) -> Any:
         rehearsal = self._rehearser.current
@@ -123,10 +138,19 @@ class CallTaker:
 
         Args:
             module: The graph.
-            positions: The arguments that are parameters.
+            positions: The arguments that are weights.
             args: The arguments.
         """
         self.num_graph_runs += 1
+        if self.num_graph_runs > self._first_graph_run:  # other code ran since the last graph
+            self._release(self._weights.written_buffers())
+        while True:
+            try:
+                return self._run_graph(module, positions, args)
+            except BufferChangedError as error:
+                self._release([error.name])
+
+    def _run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
         chosen = (id(module), *(id(args[i]) for i in positions))
         if chosen not in self._graphs:
             name = f"graph {self._num_graphs}"
@@ -177,9 +201,11 @@ class CallTaker:
     def _notice_changes(self) -> None:
         """Take over the changes that others made to the model since the last call."""
         self.take_over(self._weights.changes())
-        if self._attachment.tree.has_new_parts():
+        if self._attachment.tree.has_new_parts() or self._buffers.replaced():
             self._apart.take()
-            self._weights.exchange(dict(self._module.named_parameters()), self._take)
+            named: dict[str, torch.Tensor] = dict(self._module.named_parameters())
+            named |= self._buffers.find(self._weights.masters.values())
+            self._weights.exchange(named, self._take)
             self._forget_passes()
             self._attachment.remove()
             self._attachment.install()
@@ -197,6 +223,13 @@ class CallTaker:
         elif changes.moved:
             self._runner.memory.to_released()  # executors copy from the old masters
         self._runner.memory.reload(changes.rewritten)
+
+    def _release(self, names: Sequence[str]) -> None:
+        """Treat buffers that the forward changes as such from now on."""
+        if names:
+            logger.debug("buffers that the model changes stay on the device: %s", ", ".join(names))
+            self._weights.release(self._buffers.refuse(names))
+            self._forget_passes()
 
     def _forget_passes(self) -> None:
         self._runner.forget()

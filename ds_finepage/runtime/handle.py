@@ -11,6 +11,7 @@ import torch
 
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.executor import OpHook
+from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import TakeWeights, WeightTable
@@ -38,6 +39,7 @@ class Handle:
         settings: RunSettings,
         *,
         apart: TakenApart,
+        buffers: LargeBuffers,
         take: TakeWeights = weights_of,
         around_call: AroundCall = nullcontext,
     ) -> None:
@@ -48,20 +50,29 @@ class Handle:
             weights: Its host masters.
             settings: Everything that the user decides.
             apart: The parameters that are taken apart.
-            take: Makes host masters of parameters that the module gets later.
+            buffers: The large buffers that are weights.
+            take: Makes host masters of weights that the module gets later.
             around_call: Makes a context that holds while the module runs.
         """
         self._apart = apart
+        self._buffers = buffers
         self._weights = weights
         self._memory = DeviceMemory(weights, settings)
         self._runner = PlanRunner(settings, weights, self._memory, OpMeter(settings.device))
         try:
             weights.install()
             self._calls = CallTaker(
-                module, weights, self._runner, apart=apart, take=take, around_call=around_call
+                module,
+                weights,
+                self._runner,
+                apart=apart,
+                buffers=buffers,
+                take=take,
+                around_call=around_call,
             )
         except BaseException:
             weights.restore()
+            buffers.restore()
             self._memory.close()
             raise
         self._attached = True
@@ -187,5 +198,6 @@ class Handle:
             self._memory.close()
             self._calls.remove()
             self._weights.restore()
+            self._buffers.restore()
             self._apart.restore()
             self._runner.kv_offload.bring_back()

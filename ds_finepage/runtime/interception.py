@@ -46,11 +46,10 @@ def entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Modu
     """
     found = [module]
     for part in module.modules():
-        own = list(part.parameters(recurse=False))
         # Dynamo's wrapper forwards attributes that are set on it.
-        if part is module or any(p in weights for p in own) or isinstance(part, OptimizedModule):
+        if part is module or weights.own(part) or isinstance(part, OptimizedModule):
             continue
-        if any(p in weights for p in part.parameters()):
+        if any(weights.own(inner) for inner in part.modules()):
             found.append(part)
     return found
 
@@ -66,8 +65,7 @@ def captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[...
         module: The module.
         weights: The weights of the whole model.
     """
-    has_own = any(p in weights for p in module.parameters(recurse=False))
-    if has_own or trace_rules.check(module.forward):
+    if weights.own(module) or trace_rules.check(module.forward):
         return wrap_inline(module._call_impl)
     return module._call_impl
 

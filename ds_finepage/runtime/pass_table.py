@@ -142,6 +142,7 @@ class PassTable:
                 self._in_order.append(found)
                 self._passes[key] = found
             except CaptureError as error:
+                key[0].release_buffers(error.weights)
                 self._on_unplanned(str(error))
                 self._passes[key] = None
             self._forget_oldest()

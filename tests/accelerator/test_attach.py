@@ -209,3 +209,43 @@ def test_two_models_take_turns_and_one_is_detached_in_the_middle(device: torch.d
     assert torch.equal(tokens(models[0], ids, 3, cache=None), plain[0])
     assert torch.equal(tokens(models[1], given, 3, cache=None).cpu(), plain[1])
     handles[1].detach()
+
+
+class WithTables(nn.Module):
+    """Reads a large buffer and changes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1 << 15))
+        self.register_buffer("table", torch.linspace(0, 1, 1 << 15))
+        self.register_buffer("seen", torch.zeros(1 << 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return x * self.weight + self.table + self.seen
+
+
+def test_large_buffers_are_paged_unless_the_forward_changes_them(device: torch.device) -> None:
+    model, same = WithTables(), WithTables()
+    table, seen = model.table, model.seen
+    handle = attached(model, device)
+    assert model.table.data_ptr() == handle._weights.masters["table"].data_ptr()
+    shown = model.seen.data_ptr()
+    with torch.no_grad():
+        for _ in range(2):
+            x = torch.ones(1 << 15)
+            assert torch.equal(model(x.to(device)).cpu(), same(x))
+    assert set(handle._weights.masters) == {"weight", "table"}
+    assert model.seen.device.type == device.type and model.seen.data_ptr() != shown
+    assert torch.equal(model.state_dict()["table"].cpu(), same.table)
+    handle.detach()
+    assert model.table is table and model.seen is seen
+    assert table.device.type == seen.device.type == "cpu"
+    assert torch.equal(table, same.table) and torch.equal(seen, same.seen)
+
+
+def test_large_buffers_of_the_device_come_back_to_it(device: torch.device) -> None:
+    model = WithTables().to(device)
+    handle = attached(model, device)
+    handle.detach()
+    assert model.table.device.type == model.seen.device.type == device.type

@@ -6,6 +6,8 @@ from tests.mutations.mutant import mutant
 
 FALLBACK = "unit/execution/test_fallback.py"
 OFFLOAD = "unit/integrations/test_offload.py"
+LARGE_BUFFERS = "integration/test_large_buffers.py"
+PACKED_LOADING = "integration/test_packed_loading.py"
 LOADING = "unit/integrations/test_loading.py"
 STORES = ("unit/execution/test_stores.py", "unit/execution/test_weight_table.py")
 
@@ -113,7 +115,7 @@ MOVING = (
     mutant(
         "data-stays-a-property",
         "execution/watch.py",
-        "del torch.nn.Parameter.data",
+        "del owner.data",
         "pass",
         *STORES,
     ),
@@ -236,5 +238,152 @@ MOVING = (
         "storage._memory = host",
         "storage._memory = None",
         "unit/execution/test_device.py",
+    ),
+    mutant(
+        "a-buffer-that-shares-its-storage-is-a-weight",
+        "execution/large_buffers.py",
+        "if holders[_storage(tensor)] == 1:",
+        "if True:",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-buffer-of-another-attached-model-is-a-weight",
+        "execution/large_buffers.py",
+        "            and not is_watched(tensor)  # by another attached model\n",
+        "",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-refused-buffer-is-a-weight-again",
+        "execution/large_buffers.py",
+        "if p.name not in self._refused]",
+        "]",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "objects-on-parameters-are-not-looked-into",
+        "execution/large_buffers.py",
+        "yield from _within(prefix + name, vars(parameter), seen, depth=0)",
+        "pass",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-buffer-that-a-graph-writes-stays-a-weight",
+        "capture/recorder.py",
+        "return BufferChangedError(self.name) if self.is_module_buffer else",
+        "return",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-buffer-that-an-op-may-change-stays-a-weight",
+        "runtime/pass_table.py",
+        "key[0].release_buffers(error.weights)",
+        "pass",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-buffer-written-between-graphs-is-stale",
+        "runtime/calls.py",
+        "if self.num_graph_runs > self._first_graph_run:",
+        "if False:",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-buffer-written-in-a-call-stays-a-weight",
+        "runtime/calls.py",
+        "self._buffers.replaced() + self._weights.written_buffers()",
+        "self._buffers.replaced()",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-buffer-replaced-in-a-call-stays-a-weight",
+        "runtime/calls.py",
+        "self._buffers.replaced() + self._weights.written_buffers()",
+        "self._weights.written_buffers()",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-buffer-replaced-between-calls-is-no-weight",
+        "runtime/calls.py",
+        " or self._buffers.replaced():",
+        ":",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "data-of-buffers-is-not-watched",
+        "execution/watch.py",
+        "torch.nn.Parameter if isinstance(parameter, torch.nn.Parameter) else torch.Tensor",
+        "torch.nn.Parameter",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "the-fallback-changes-copies-of-buffers",
+        "execution/fallback.py",
+        "if not isinstance(value, torch.nn.Parameter) or value not in",
+        "if value not in",
+        LARGE_BUFFERS,
+    ),
+    mutant(
+        "a-large-buffer-stays-where-it-was-found",
+        "execution/large_buffers.py",
+        "if tensor.device != home:",
+        "if False:",
+        "accelerator/test_attach.py",
+    ),
+    mutant(
+        "a-released-buffer-stays-in-host-memory",
+        "execution/stores.py",
+        "set_data(weight.parameter, self.fetch(weight.parameter))",
+        "pass",
+        "accelerator/test_attach.py",
+    ),
+    mutant(
+        "a-ds-config-does-not-pack",
+        "integrations/deepspeed/loading.py",
+        "    if active.weights is None or not is_asked:\n        return original(*args, **kwargs)\n",
+        "    return original(*args, **kwargs)\n",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "a-checkpoint-is-mapped-while-it-is-packed",
+        "integrations/deepspeed/loading.py",
+        '            call.arguments["state_dict"] = merged or None\n',
+        "            del merged\n",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "a-weight-that-cannot-be-packed-is-only-logged",
+        "integrations/deepspeed/loading.py",
+        "    if refusal is not None:\n        raise refusal\n",
+        "",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "packed-weights-are-filled-again",
+        "integrations/transformers/packed_loading.py",
+        "        missing_keys.discard(full_layer_name)\n",
+        "",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "a-packed-checkpoint-of-another-version-is-read",
+        "integrations/transformers/packed_loading.py",
+        "if version != VERSION:",
+        "if False:",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "another-form-than-asked-is-loaded",
+        "integrations/transformers/packed_loading.py",
+        "if theirs != (METHOD, wanted.weights, wanted.weights_group):",
+        "if False:",
+        PACKED_LOADING,
+    ),
+    mutant(
+        "deepspeed-partitions-before-it-packs",
+        "integrations/deepspeed/seam.py",
+        "        _pack(model, config.weights, config.weights_group)\n",
+        "        pass\n",
+        PACKED_LOADING,
     ),
 )

@@ -5,7 +5,8 @@ checkpoint, and gathers the parameters of each module to copy into them: partiti
 gathered copies are in memory together. Where the active ``HfDeepSpeedConfig`` enables finepage, on
 one rank, tensors of safetensors files are read piece by piece, straight into the partitions.
 Transformers itself still decides which tensor goes where: names, conversions, ties, missing keys.
-Every other load stays stock.
+Where the ``finepage`` section asks for packed weights, transformers gets our quantiser and leaves
+ZeRO's partitions out; DeepSpeed makes them of the packed weights. Every other load stays stock.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ds_finepage import _compat
 from ds_finepage._compat.transformers import keeps_conversions
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import METHOD
 from ds_finepage.planning.policies import RUNNABLE
 
 logger = logging.getLogger(__name__)
@@ -45,12 +48,14 @@ def install(modeling_utils: ModuleType) -> None:
             ", ".join(missing),
         )
         return
+    wrap(modeling_utils, _compat.MODEL_QUANTIZER, functools.partial(_quantizer, modeling_utils))
     wrap(model_class, _compat.MODEL_BUILD, functools.partial(_build, modeling_utils))
     wrap(model_class, _compat.MODEL_LOAD, functools.partial(_load, modeling_utils))
 
 
 def uninstall(modeling_utils: ModuleType) -> None:
-    """Unwrap the model class."""
+    """Unwrap the model class, and the choice of a quantiser."""
+    unwrap(modeling_utils, _compat.MODEL_QUANTIZER)
     model_class = getattr(modeling_utils, _compat.MODEL, object)
     for name in (_compat.MODEL_BUILD, _compat.MODEL_LOAD):
         unwrap(model_class, name)
@@ -62,14 +67,45 @@ def is_wanted(modeling_utils: ModuleType) -> bool:
     Raises:
         ConfigError: Its ``finepage`` section is not valid.
     """
-    if not modeling_utils.is_deepspeed_zero3_enabled():
-        return False
-    section = section_of(modeling_utils.deepspeed_config())
-    if not FinepageConfig.from_ds_config(section, policies=RUNNABLE).enabled:
+    if not _active_config(modeling_utils).enabled:
         return False
     from deepspeed import comm
 
     return bool(comm.is_initialized() and comm.get_world_size() == 1)
+
+
+def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
+    """Return the ``finepage`` section of the active ``HfDeepSpeedConfig``; if none, it is off."""
+    if not modeling_utils.is_deepspeed_zero3_enabled():
+        return FinepageConfig.from_ds_config(None, policies=RUNNABLE)
+    section = section_of(modeling_utils.deepspeed_config())
+    return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
+
+
+def _quantizer(
+    modeling_utils: ModuleType,
+    original: Callable[..., Any],
+    _owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Give transformers our quantiser where the active ``HfDeepSpeedConfig`` asks for it."""
+    active = _active_config(modeling_utils)
+    is_asked = active.enabled and active.weights is not None
+    call = inspect.signature(original).bind(*args, **kwargs)
+    own = getattr(call.arguments["config"], "quantization_config", None)
+    if not is_asked and (not isinstance(own, dict) or own.get("quant_method") != METHOD):
+        return original(*args, **kwargs)
+    from ds_finepage.integrations.transformers import packed_loading  # transformers knows it then
+
+    if active.weights is None or not is_asked:
+        return original(*args, **kwargs)
+    call.arguments["quantization_config"] = packed_loading.asked_of(
+        call.arguments["config"],
+        call.arguments["quantization_config"],
+        PackedForm.parse(active.weights, active.weights_group),
+    )
+    return original(*call.args, **call.kwargs)
 
 
 def _build(
@@ -96,6 +132,9 @@ def _load(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if _is_packed(call.arguments["load_config"]):
+        return _load_packed(original, call)
     if not is_wanted(modeling_utils):
         return original(*args, **kwargs)
     import deepspeed
@@ -116,6 +155,34 @@ def _load(
         exchanged(deepspeed.zero, _compat.GATHERED_PARAMETERS, PartitionsInPlace),
     ):
         result = original(*args, **kwargs)
+    trim_heap()
+    return result
+
+
+def _is_packed(load_config: Any) -> bool:
+    """Tell whether a load packs weights, or finds them packed."""
+    quantizer = load_config.hf_quantizer
+    return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
+
+
+def _load_packed(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    """Run transformers' loading with files that are read tensor by tensor.
+
+    Raises:
+        ConfigError: A weight cannot be packed.
+    """
+    from ds_finepage.integrations.deepspeed.checkpoint_files import open_file, trim_heap
+
+    files = call.arguments["checkpoint_files"] or []
+    if call.arguments["state_dict"] is None and all(f.endswith(".safetensors") for f in files):
+        opened = [open_file(file) for file in files]
+        if None not in opened:
+            merged = {name: t for found in opened if found for name, t in found.items()}
+            call.arguments["state_dict"] = merged or None
+    result = original(*call.args, **call.kwargs)
+    refusal = call.arguments["load_config"].hf_quantizer.refusal
+    if refusal is not None:
+        raise refusal
     trim_heap()
     return result
 

@@ -136,15 +136,13 @@ def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
     return ConfiguredFinepageOffload
 
 
-def weights_of_zero(
-    named: Mapping[str, torch.nn.Parameter], device: torch.device
-) -> list[HostWeight]:
+def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> list[HostWeight]:
     """Use ZeRO's own partitions as masters: on one rank each holds the whole parameter.
 
-    A parameter that came later, without ZeRO, gets a master as in a plain module.
+    A buffer, and a parameter that came later without ZeRO, get a master as in a plain module.
 
     Args:
-        named: Qualified name -> parameter, each parameter once.
+        named: Qualified name -> parameter or buffer, each once.
         device: Where to compute.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import wrapt
@@ -13,12 +14,12 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A method that a seam has wrapped."""
 
 
-def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Wrap a method; one that is wrapped already stays as it is.
+def wrap(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+    """Wrap a method or a function; one that is wrapped already stays as it is.
 
     Args:
-        owner: The class that defines the method.
-        name: The method's name. A class method or a static method stays one.
+        owner: The class or the module that defines it.
+        name: Its name. A class method or a static method stays one.
         wrapper: Called with the original method (bound), the instance or class, the positional
             arguments and the keyword arguments.
     """
@@ -26,14 +27,14 @@ def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, name, SeamWrapper(vars(owner)[name], wrapper))
 
 
-def unwrap(owner: type, name: str) -> None:
+def unwrap(owner: type | ModuleType, name: str) -> None:
     """Restore the original method; one that is not wrapped stays as it is."""
     if is_wrapped(owner, name):
         setattr(owner, name, vars(owner)[name].__wrapped__)
 
 
-def is_wrapped(owner: type, name: str) -> bool:
-    """Return whether a seam has wrapped a class's method."""
+def is_wrapped(owner: type | ModuleType, name: str) -> bool:
+    """Return whether a seam has wrapped a method or a function."""
     return isinstance(vars(owner).get(name), SeamWrapper)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -49,15 +50,48 @@ def _checked(
 def _taken(
     original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Take tensor subclasses apart before DeepSpeed moves the model and partitions it.
+    """Prepare a model before DeepSpeed moves and partitions it: pack it, take subclasses apart.
 
     They stay apart: DeepSpeed has no partitions of a subclass.
     """
-    if config_of(engine).enabled:
-        from ds_finepage.execution.subclasses import TakenApart
+    config = config_of(engine)
+    if not config.enabled:
+        return original(*args, **kwargs)
+    from ds_finepage.execution.subclasses import TakenApart
 
-        TakenApart(args[0] if args else kwargs["model"])
-    return original(*args, **kwargs)
+    model = args[0] if args else kwargs["model"]
+    if config.weights is not None:
+        _pack(model, config.weights, config.weights_group)
+    TakenApart(model)
+    # DeepSpeed casts the model, which transformers refuses where it knows of quantised weights.
+    # A cast leaves packed numbers as they are.
+    knows = _is_packed(model) and getattr(model, "is_quantized", False)
+    with exchanged(model, "is_quantized", False) if knows else nullcontext():
+        return original(*args, **kwargs)
+
+
+def _is_packed(model: Any) -> bool:
+    from ds_finepage.packing.linear import PackedLinear
+
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def _pack(model: Any, weights: str, group: int) -> None:
+    """Pack a model that DeepSpeed has not partitioned yet.
+
+    Raises:
+        ConfigError: It has partitions and is not packed, or it cannot be packed.
+    """
+    from ds_finepage.packing.form import PackedForm
+    from ds_finepage.packing.model import pack_model
+
+    if not _is_packed(model) and any(hasattr(p, "ds_tensor") for p in model.parameters()):
+        raise ConfigError(
+            "finepage.weights packs a model before ZeRO partitions it, and this one has "
+            "partitions. Load it with from_pretrained after HfDeepSpeedConfig and import "
+            "ds_finepage, or build it without deepspeed.zero.Init."
+        )
+    pack_model(model, PackedForm.parse(weights, group))
 
 
 def _configured(

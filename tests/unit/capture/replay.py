@@ -35,7 +35,11 @@ def traced(
 def captured(
     function: Callable[..., Any], *args: Any, weights: dict[int, str] | None = None
 ) -> TaskGraph:
-    """Capture a function for the shapes of these arguments."""
+    """Capture a function for the shapes of these arguments; weights become parameters."""
+    args = tuple(
+        torch.nn.Parameter(arg, requires_grad=False) if i in (weights or ()) else arg
+        for i, arg in enumerate(args)
+    )
     return record(traced(function, *args, weights=weights), args)
 
 

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -90,6 +91,26 @@ def test_a_planned_engine_gets_a_model_without_tensor_subclasses(engines: Any) -
     assert apart == ["bias", "weight_numbers", "weight_scale_values"]
     stock = engines.DeepSpeedEngine({})._configure_distributed_model(model=packed_linear(2, 2))
     assert stock == ["weight", "bias"]
+
+
+def test_a_model_is_packed_before_deepspeed_has_it_and_may_be_cast(engines: Any) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 2))
+    model.is_quantized = True  # as transformers says
+    seen = []
+
+    def take(engine: Any, model: Any) -> list[str]:
+        seen.append(model.is_quantized)
+        return [name for name, _ in model.named_parameters()]
+
+    engines = engine_module()
+    engines.DeepSpeedEngine._configure_distributed_model = take
+    seam.install(engines)
+    settings = {"finepage": {**SUPPORTED["finepage"], "weights": "int4"}}
+    found = engines.DeepSpeedEngine(settings)._configure_distributed_model(model)
+    assert found == ["0.numbers", "0.scales", "0.minima", "0.bias"]
+    assert seen == [False] and model.is_quantized is True
+    assert engines.DeepSpeedEngine(SUPPORTED)._configure_distributed_model(model) == found
+    assert seen == [False, False]
 
 
 def with_optimizer(engine: Any) -> None:

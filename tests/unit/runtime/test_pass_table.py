@@ -43,6 +43,9 @@ class OneSizeGraph:
             raise CaptureError(f"a size of {size}")
         return chain(size)
 
+    def release_buffers(self, names: Sequence[str]) -> None:
+        assert names == ()
+
 
 @dataclass
 class Remembering:

@@ -1,0 +1,286 @@
+"""Checkpoints packed while they are loaded, saved packed and loaded packed, within few bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, modeling_utils
+from transformers.integrations import HfDeepSpeedConfig
+
+import ds_finepage
+from ds_finepage.errors import ConfigError
+from ds_finepage.integrations.deepspeed import checkpoint_files, loading
+from ds_finepage.integrations.deepspeed.patches import is_wrapped
+from ds_finepage.integrations.transformers.packed_loading import VERSION, PackedConfig
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.linear import PackedLinear
+from ds_finepage.packing.model import pack_model
+from tests.integration.engines import one_process_deepspeed
+from tests.integration.families import logits, make_model, token_ids
+
+PROMPT = token_ids(7)
+FORM = PackedForm.parse("int4", 32)
+PACKED = PackedConfig.of(FORM)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed() -> Iterator[Any]:
+    """DeepSpeed with one process on the CPU, whatever else this machine has."""
+    with one_process_deepspeed() as found:
+        yield found
+
+
+def ds_config(**finepage: Any) -> dict[str, Any]:
+    section = {"enabled": True, "device_budget": "120%weights", "weights": "int4"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
+        "finepage": {**section, "weights_group": FORM.group, **finepage},
+    }
+
+
+def load(folder: Path, config: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    keep_alive = None if config is None else HfDeepSpeedConfig(config)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
+    finally:
+        del keep_alive
+
+
+def saved(folder: Path, family: str = "llama", **changes: Any) -> Any:
+    """Save a model as it was trained; return the packed one that is to be compared with."""
+    make_model(family, torch.bfloat16, **changes).save_pretrained(folder, max_shard_size="200KB")
+    same = AutoModelForCausalLM.from_pretrained(folder)
+    assert pack_model(same, FORM)
+    return same
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    theirs, ours = found.state_dict(), expected.state_dict()
+    assert list(theirs) == list(ours)
+    for name, tensor in ours.items():
+        assert theirs[name].dtype == tensor.dtype and torch.equal(theirs[name], tensor), name
+
+
+# Values.
+
+FAMILIES = {
+    "llama": {"attention_bias": True},
+    "gpt2": {"tie_word_embeddings": True},
+    "mixtral": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(family: str, tmp_path: Path) -> None:
+    same = saved(tmp_path / "trained", family, **FAMILIES[family])
+    model = load(tmp_path / "trained", quantization_config=PACKED)
+    assert_same(model, same)
+    assert not any(p.is_meta for p in model.parameters())
+    assert torch.equal(logits(model, PROMPT), logits(same, PROMPT))
+
+    model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
+    again = load(tmp_path / "packed")
+    assert_same(again, same)
+    assert again.config.quantization_config.form == FORM
+    handle = ds_finepage.attach(
+        again, device_budget="120%weights", weights="int4", weights_group=FORM.group
+    )
+    assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
+    handle.detach()
+
+
+@pytest.mark.parametrize("kind", ["trained", "packed"])
+def test_a_ds_config_packs_what_transformers_loads(
+    kind: str, tmp_path: Path, deepspeed: Any
+) -> None:
+    same = saved(tmp_path / "trained")
+    load(tmp_path / "trained", quantization_config=PACKED).save_pretrained(tmp_path / "packed")
+    model = load(tmp_path / kind, ds_config())
+    assert not any(hasattr(p, "ds_tensor") for p in model.parameters())
+    assert_same(model, same)
+    engine, *_ = deepspeed.initialize(model=model, config=ds_config())
+    with torch.no_grad():
+        assert torch.equal(engine(PROMPT).logits, logits(same, PROMPT))
+    stats = ds_finepage.stats(engine)
+    assert stats.weight_bytes == sum(p.nbytes for p in same.parameters())
+    assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
+    engine.destroy()
+
+
+def test_deepspeed_packs_a_model_that_is_there(tmp_path: Path, deepspeed: Any) -> None:
+    same = saved(tmp_path)
+    engine, *_ = deepspeed.initialize(model=load(tmp_path), config=ds_config())
+    with torch.no_grad():
+        assert torch.equal(engine(PROMPT).logits, logits(same, PROMPT))
+    engine.destroy()
+
+
+def test_other_loads_stay_as_they_were(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert not any(isinstance(m, PackedLinear) for m in load(tmp_path).modules())
+    config = ds_config(enabled=False)
+    assert not any(isinstance(m, PackedLinear) for m in load(tmp_path, config).modules())
+    assert is_wrapped(modeling_utils, "get_hf_quantizer")
+    loading.uninstall(modeling_utils)
+    try:
+        assert not is_wrapped(modeling_utils, "get_hf_quantizer")
+    finally:
+        loading.install(modeling_utils)
+
+
+@pytest.mark.parametrize("unusual", ["bin", "dtype"])
+def test_files_that_cannot_be_read_in_pieces_are_packed_too(
+    unusual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = saved(tmp_path)
+    if unusual == "dtype":
+        monkeypatch.setattr(checkpoint_files, "DTYPES", {})
+        assert_same(load(tmp_path, quantization_config=PACKED), same)
+    else:
+        state = {n: t for f in tmp_path.glob("*.safetensors") for n, t in load_file(f).items()}
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "config.json").write_text(json.dumps(config))
+        torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
+        assert_same(load(tmp_path / "bin", quantization_config=PACKED), same)
+
+
+# Bytes.
+
+MEASURE = """
+import gc, json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from ds_finepage.run import prepare_one_process
+prepare_one_process()
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+from ds_finepage.integrations.transformers.packed_loading import PackedConfig
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+small, large, config, way = sys.argv[1:]
+keep_alive = HfDeepSpeedConfig(json.loads(config)) if way == "ds_config" else None
+asked = {"quantization_config": PackedConfig("int4")} if way == "asked" else {}
+AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16, **asked)  # imports, group
+gc.collect()
+before = resident("VmRSS:")
+Path("/proc/self/clear_refs").write_text("5")
+model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.bfloat16, **asked)
+peak = resident("VmHWM:") - before
+print(peak, sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_host_bytes_stay_within_the_packed_ones_and_a_tensor(tmp_path: Path) -> None:
+    make_model("llama", torch.bfloat16, hidden_size=128).save_pretrained(tmp_path / "small")
+    with torch.device("meta"):
+        model = make_model(
+            "llama",
+            torch.bfloat16,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=16,
+            vocab_size=32768,
+        )
+    model.to_empty(device="cpu").tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model.save_pretrained(tmp_path / "large", max_shard_size="50MB")
+    whole_bytes = sum(p.nbytes for p in model.parameters())
+    largest_bytes = max(p.nbytes for p in model.parameters())
+    config = json.dumps(ds_config(weights_group=64))
+    for way in ("asked", "ds_config"):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, *(tmp_path / "small", tmp_path / "large"), config, way],
+            cwd=Path(__file__).parents[2],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        peak_bytes, packed_bytes = map(int, done.stdout.split()[-2:])
+        assert 1.1 * packed_bytes + largest_bytes < whole_bytes  # else it would show nothing
+        assert packed_bytes < 1.01 * peak_bytes  # the packed weights themselves were seen
+        assert peak_bytes <= 1.1 * packed_bytes + largest_bytes
+
+
+# Refusals.
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change the ``quantization_config`` of a packed checkpoint."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"].update(changes)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": VERSION + 1}, f"version {VERSION + 1}, and this ds_finepage reads"),
+        ({"weights": "int3"}, "cannot be packed as 'int3'"),
+        ({"weights_group": 7}, "groups of 7"),
+        ({"weights_group": 48}, "groups of 48 do not divide"),
+    ],
+)
+def test_a_packed_checkpoint_that_cannot_be_read_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path)
+    load(tmp_path, quantization_config=PACKED).save_pretrained(tmp_path / "packed")
+    edit(tmp_path / "packed", **changes)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "packed")
+
+
+def test_two_wishes_for_a_form_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match="from_pretrained has another .*: finepage int8"):
+        load(tmp_path, ds_config(), quantization_config=PackedConfig("int8", FORM.group))
+    load(tmp_path, quantization_config=PACKED).save_pretrained(tmp_path / "packed")
+    with pytest.raises(ConfigError, match="the checkpoint has another .*: finepage int4"):
+        load(tmp_path / "packed", ds_config(weights="int8"))
+    edit(tmp_path / "packed", quant_method="gptq")
+    with pytest.raises(ConfigError, match="the checkpoint has another .*: gptq"):
+        load(tmp_path / "packed", ds_config())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(torch.inf, "not finite"), (None, "shape .* in the checkpoint")]
+)
+def test_a_weight_that_cannot_be_packed_is_named(
+    value: float | None, message: str, tmp_path: Path
+) -> None:
+    make_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    state = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name] = state[name][:-1].clone() if value is None else state[name].fill_(value)
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{name} has .*{message}"):
+        load(tmp_path, quantization_config=PACKED)
+
+
+def test_partitions_are_refused(tmp_path: Path, deepspeed: Any) -> None:
+    saved(tmp_path)
+    config = ds_config()
+    whole = {**config, "finepage": {"enabled": True}}
+    model = load(tmp_path, whole)
+    with pytest.raises(ConfigError, match="this one has partitions"):
+        deepspeed.initialize(model=model, config=config)
