@@ -10,12 +10,11 @@ from ds_finepage.compare.engine import RunRequest
 from ds_finepage.compare.zero_arms import (
     DeepSpeedEngine,
     deepspeed_device,
-    load_packed,
+    load_under_deepspeed,
 )
 from ds_finepage.config import SECTION
 from ds_finepage.errors import FinepageError
 from ds_finepage.integrations.deepspeed.engine import handle_of
-from ds_finepage.packing.model import pack_model
 from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.stats import Stats
@@ -75,7 +74,6 @@ def load(request: RunRequest) -> FinepageEngine:
         "report": None,  # it would record the timed calls
     }
     ds_config = {**request.ds_config, SECTION: section}
-    model = load_packed(request, ds_config, pack_model)
-    made = FinepageEngine(model, deepspeed_device(), ds_config)
+    made = FinepageEngine(load_under_deepspeed(request, ds_config), deepspeed_device(), ds_config)
     made.settings.update(policy=section["policy"], device_budget=request.budget_bytes)
     return made

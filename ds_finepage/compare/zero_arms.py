@@ -6,7 +6,7 @@ each decoder layer a leaf module, which DeepSpeed fetches at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.compare.loading import form_of, load_model, load_unpacked
 from ds_finepage.config import SECTION
 from ds_finepage.integrations.deepspeed.one_process import prepare_one_process
-from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.stock import pack_as_stock
 
 ZERO = "zero_optimization"
@@ -92,7 +91,7 @@ class ZeroEngine(DeepSpeedEngine):
 
 
 def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
-    """Load the model into ZeRO's host partitions.
+    """Load the model into ZeRO's host partitions, packed on its way if the ds_config says so.
 
     Args:
         request: The run.
@@ -102,20 +101,17 @@ def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> A
     keep_alive = HfDeepSpeedConfig(dict(ds_config))
     model = load_unpacked(request)
     del keep_alive
+    if form_of(ds_config) is not None:  # packed while it was loaded, and not yet in partitions
+        deepspeed.zero.Init(module=model, config_dict_or_path=dict(ds_config))
     return model
 
 
-def load_packed(
-    request: RunRequest,
-    ds_config: Mapping[str, Any],
-    pack: Callable[[torch.nn.Module, PackedForm], object],
-) -> Any:
-    """Load the model into ZeRO's host partitions; if weights are to be packed, pack them before.
+def load_for_stock(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
+    """Load the model into ZeRO's host partitions, packed before as DeepSpeed itself packs.
 
     Args:
         request: The run.
         ds_config: The ds_config of the arm.
-        pack: Packs the model.
 
     Raises:
         ConfigError: The packed form does not suit the model.
@@ -123,7 +119,7 @@ def load_packed(
     if form_of(request.ds_config) is None:
         return load_under_deepspeed(request, ds_config)
     prepare_one_process()
-    model = load_model(request, pack)
+    model = load_model(request, pack_as_stock)
     deepspeed.zero.Init(module=model, config_dict_or_path=dict(ds_config))
     return model
 
@@ -142,7 +138,7 @@ def with_settings(request: RunRequest) -> dict[str, Any]:
 def load(request: RunRequest) -> ZeroEngine:
     """Load the model for stock ZeRO-Inference."""
     ds_config = with_settings(request)
-    model = load_packed(request, ds_config, pack_as_stock)
+    model = load_for_stock(request, ds_config)
     made = ZeroEngine(model, deepspeed_device(), ds_config)
     made.settings.update(request.settings)
     if request.arm == LEAF:

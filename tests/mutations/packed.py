@@ -49,8 +49,8 @@ PACKED = (
     mutant(
         "stock-runs-in-our-layout",
         "compare/zero_arms.py",
-        "load_packed(request, ds_config, pack_as_stock)",
-        "load_packed(request, ds_config, lambda model, form: None)",
+        "load_model(request, pack_as_stock)",
+        "load_unpacked(request)",
         ARMS,
     ),
     mutant(

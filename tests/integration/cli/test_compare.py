@@ -286,7 +286,7 @@ def test_a_report_of_the_users_ds_config_does_not_slow_the_timed_calls(
 ) -> None:
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        finepage_arms, "load_packed", lambda request, config, pack: given.append(config)
+        finepage_arms, "load_under_deepspeed", lambda request, config: given.append(config)
     )
     monkeypatch.setattr(finepage_arms, "deepspeed_device", lambda: torch.device("cpu"))
     request = RunRequest(
