@@ -33,6 +33,7 @@ from tests.mutations.comparing import COMPARING
 from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
+from tests.mutations.packed import PACKED
 from tests.mutations.planning import PLANNING
 from tests.mutations.predicting import PREDICTING
 from tests.mutations.reporting import REPORTING
@@ -50,6 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *AROUND,
     *MOVING,
     *COMPARING,
+    *PACKED,
 )
 
 MOST_SURVIVORS = 0.05

@@ -235,7 +235,8 @@ def with_weights(ds_config: dict[str, Any], arguments: argparse.Namespace) -> di
             "--weights: bf16 is not the dtype of the ds_config. Write bf16.enabled there, or leave "
             "the option out."
         )
-    return {**ds_config, SECTION: section}
+    others = {key: value for key, value in ds_config.items() if key != SECTION}
+    return {**others, SECTION: section} if section else others
 
 
 def device_type() -> str:

@@ -314,11 +314,11 @@ class Demo:
         (self._folder / f"{name}.json").write_text(json.dumps(ds_config, indent=2))
 
     def _engine_options(self, name: str) -> list[str | Path]:
-        """Return the options of the example that choose an engine; ours packs by its key."""
+        """Return the options of the example that choose an engine and pack the weights."""
         found: list[str | Path] = []
         if name in ENGINES:
             found = ["--deepspeed", "--deepspeed_config", self._folder / f"{name}.json"]
-        if name != "finepage" and "weights" in self._settings:
+        if "weights" in self._settings:
             found += ["--weights", self._settings["weights"]]
             found += ["--weights-group", str(self._settings["weights_group"])]
         return found

@@ -91,7 +91,7 @@ class ZeroEngine(DeepSpeedEngine):
 
 
 def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
-    """Load the model into ZeRO's host partitions.
+    """Load the model into ZeRO's host partitions, packed on its way if the ds_config says so.
 
     Args:
         request: The run.
@@ -101,6 +101,8 @@ def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> A
     keep_alive = HfDeepSpeedConfig(dict(ds_config))
     model = load_unpacked(request)
     del keep_alive
+    if form_of(ds_config) is not None:  # packed while it was loaded, and not yet in partitions
+        deepspeed.zero.Init(module=model, config_dict_or_path=dict(ds_config))
     return model
 
 

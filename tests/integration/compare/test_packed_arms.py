@@ -173,7 +173,7 @@ def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(
     unpacked = request_of("finepage", ds_config=DS_CONFIG, budget_bytes=whole.budget_bytes)
     plain, _ = ran(unpacked, tmp_path)
     assert found.decode.h2d_bytes and plain.decode.h2d_bytes
-    assert found.decode.h2d_bytes <= 0.3 * plain.decode.h2d_bytes
+    assert found.decode.h2d_bytes < 0.42 * plain.decode.h2d_bytes
 
 
 def test_modules_that_stay_are_counted_packed(request_of: Callable[..., RunRequest]) -> None:

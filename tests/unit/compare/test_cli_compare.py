@@ -13,7 +13,7 @@ import pytest
 from ds_finepage.cli import compare as command
 from ds_finepage.cli import main
 from ds_finepage.reporting.results import RESULTS_FILE, CompareSettings, Results, save_results
-from tests.unit.compare.runs import results, run
+from tests.unit.compare.runs import DS_CONFIG, results, run
 
 OURS = run("finepage", 20, 30, tokens_equal=True)
 OPTIONS = ("--model", "llama-7b", "--layers", "2", "--prompt", "8", "--new", "5", "--repeats", "1")
@@ -162,6 +162,58 @@ def test_the_command_repeats_the_comparison(compared: Compared, tmp_path: Path) 
     assert main(words[1:]) == 2  # the folder has results
     assert main([*words[1:], "--resume"]) == 0
     assert compared.starts[1].settings == compared.starts[0].settings
+
+
+# Packed weights.
+
+
+def test_the_form_of_the_weights_is_part_of_the_ds_config(
+    compared: Compared, tmp_path: Path
+) -> None:
+    """So every arm and every model of a pass finds it there."""
+    given = {**DS_CONFIG, "finepage": {"weights": "int8", "weights_group": 32, "split": True}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    for options in (
+        (),
+        ("--weights", "int4"),
+        ("--weights", "int4", "--weights-group", "128"),
+        ("--weights", "bf16"),
+    ):
+        assert call("--ds-config", path, *options) == 0
+    assert call("--weights", "int4") == 0
+    sections = [json.loads(s.settings.ds_config)["finepage"] for s in compared.starts if s.settings]
+    assert sections == [
+        {"weights": "int8", "weights_group": 32, "split": True},
+        {"weights": "int4", "weights_group": 64, "split": True},
+        {"weights": "int4", "weights_group": 128, "split": True},
+        {"split": True},
+        {"weights": "int4", "weights_group": 64},
+    ]
+    path.write_text(json.dumps({**DS_CONFIG, "finepage": {"weights": "int8"}}))
+    assert call("--ds-config", path, "--weights", "bf16") == 0
+    last = compared.starts[-1].settings
+    assert last is not None and json.loads(last.ds_config) == DS_CONFIG
+    commands = [start.command for start in compared.starts]
+    assert "--weights int4 --weights-group 128" in commands[2] and "--weights" not in commands[3]
+
+
+def test_the_command_repeats_a_comparison_of_packed_weights(
+    compared: Compared, tmp_path: Path
+) -> None:
+    call("--weights", "int8", "--weights-group", "32", "--out", tmp_path / "kept")
+    words = shlex.split(compared.starts[0].command)
+    assert main([*words[1:], "--resume"]) == 0
+    assert compared.starts[1].settings == compared.starts[0].settings
+
+
+def test_sixteen_bits_are_not_had_from_a_ds_config_of_another_dtype(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**DS_CONFIG, "bf16": {"enabled": False}}))
+    assert call("--ds-config", path, "--weights", "bf16") == 2
+    assert "bf16 is not the dtype of the ds_config" in capsys.readouterr().err
 
 
 # Folders.

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,27 @@ def test_the_dtype_that_runs_is_modelled(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert modelled_dtype(tmp_path, ds_config, hardware) == expected
+
+
+def test_passes_are_modelled_with_the_form_of_their_weights(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Recording(FakeModeller):
+        def __init__(self, model: str, **options: Any) -> None:
+            super().__init__(model, **options)
+            made.append(self.options)
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeModeller", Recording)
+    packed = {**DS_CONFIG, "finepage": {"weights": "int4", "weights_group": 32, "split": True}}
+    for ds_config in (DS_CONFIG, packed):
+        fake.comparison(ds_config=json.dumps(ds_config), arms=("finepage",)).run()
+    names = ("weights", "weights_group", "split")
+    assert [[options[n] for n in names] for options in made] == [
+        [None, 64, False],
+        ["int4", 32, True],
+    ]
 
 
 # Processes.

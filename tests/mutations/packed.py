@@ -1,0 +1,77 @@
+"""Faults of commands and engines with packed weights."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutant
+
+ARMS = "integration/compare/test_packed_arms.py"
+COMMANDS = "integration/cli/test_weights.py"
+OPTIONS = "unit/compare/test_cli_compare.py"
+STOCK = "unit/packing/test_stock.py"
+
+PACKED = (
+    mutant(
+        "a-pass-is-captured-with-unpacked-weights",
+        "capture/from_config.py",
+        "        prepare_shapes(model, prepare)\n",
+        "",
+        COMMANDS,
+        is_named=True,
+    ),
+    mutant(
+        "tied-weights-come-apart-where-a-model-is-packed",
+        "capture/preparing.py",
+        "if old not in moved:",
+        "if True:",
+        f"{COMMANDS}::test_tied_weights_stay_tied",
+    ),
+    mutant(
+        "a-cell-of-a-grid-takes-the-pass-of-another-form",
+        "cli/grid.py",
+        "key = (*shape, phase, dtype, cell.weights)",
+        "key = (*shape, phase, dtype)",
+        f"{COMMANDS}::test_cells_of_another_form_are_captured_again",
+    ),
+    mutant(
+        "a-grid-goes-on-with-cells-of-another-group",
+        "cli/grid.py",
+        "self._host_memory_bytes, self._weights_group]",
+        "self._host_memory_bytes]",
+        f"{COMMANDS}::test_finished_cells_of_another_group_are_not_taken",
+    ),
+    mutant(
+        "stock-is-modelled-in-our-layout",
+        "whatif.py",
+        "        captured = captured.as_stock\n    forms",
+        "        captured = captured\n    forms",
+        f"{COMMANDS}::test_stock_is_modelled_with_its_own_packing",
+    ),
+    mutant(
+        "stock-runs-in-our-layout",
+        "compare/zero_arms.py",
+        "load_model(request, pack_as_stock)",
+        "load_unpacked(request)",
+        ARMS,
+    ),
+    mutant(
+        "a-model-that-is-quantised-already-is-packed",
+        "whatif.py",
+        "    if own is not None:",
+        "    if False:",
+        f"{COMMANDS}::test_a_model_that_is_quantised_already_is_refused",
+    ),
+    mutant(
+        "scales-lie-behind-minima-in-the-layout-of-stock",
+        "packing/stock.py",
+        "zip((numbers, scales, minima), self._shapes, strict=True)",
+        "zip((numbers, minima, scales), self._shapes, strict=True)",
+        STOCK,
+    ),
+    mutant(
+        "a-comparison-forgets-the-form-of-the-weights",
+        "cli/compare.py",
+        'section |= {"weights": form, "weights_group": arguments.weights_group}',
+        "pass",
+        f"{OPTIONS}::test_the_form_of_the_weights_is_part_of_the_ds_config",
+    ),
+)
