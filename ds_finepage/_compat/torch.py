@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -72,10 +73,12 @@ __all__ = [
     "_disabled_torch_function_impl",
     "_enable_record_function",
     "_get_current_dispatch_mode_stack",
+    "_get_default_store",
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
     "_pop_mode_temporarily",
     "_profiler_enabled",
+    "_resolve_process_group",
     "callback_handler",
     "dynamo_config",
     "free_symbols",
