@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ds_finepage._compat.torch import _resolve_process_group
+from ds_finepage._compat.torch import group_named
 from ds_finepage.graph.collectives import REDUCE_OPS
 
 REDUCE, GATHER, WAIT = (
@@ -53,7 +53,7 @@ def _replace(graph: Graph, node: Node) -> None:
     """Replace one collective, its waits, and the copy of its result."""
     given, group = node.args[0], str(node.args[-1])
     assert isinstance(given, Node)
-    num_ranks = _resolve_process_group(group).size()
+    num_ranks = group_named(group).size()
     copy = _copy_of(node)
     with graph.inserting_before(node):
         if copy is not None:
@@ -89,10 +89,9 @@ def _copy_of(node: Node) -> Node | None:
         return None
     if _name(node) == REDUCE and into is not given:
         return None
-    examples = [n.meta.get("example_value") for n in (into, wait)]
-    if not all(isinstance(e, torch.Tensor) for e in examples):
+    tensor, result = (n.meta.get("example_value") for n in (into, wait))
+    if not isinstance(tensor, torch.Tensor) or not isinstance(result, torch.Tensor):
         return None
-    tensor, result = examples
     same = str(tensor.shape) == str(result.shape) and tensor.dtype == result.dtype
     return copy if same and tensor.is_contiguous() else None
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import distributed
 
-from ds_finepage._compat.torch import _resolve_process_group
+from ds_finepage._compat.torch import group_named
 from ds_finepage.errors import RankError
+
 
 @torch.library.custom_op("finepage::all_reduce_", mutates_args=("x",))
 def all_reduce_(x: torch.Tensor, reduce_op: str, group: str, num_ranks: int) -> None:
@@ -31,7 +32,7 @@ def all_reduce_(x: torch.Tensor, reduce_op: str, group: str, num_ranks: int) -> 
     """
     with _named("all-reduce"):
         reduction = getattr(distributed.ReduceOp, reduce_op.upper())
-        distributed.all_reduce(x, op=reduction, group=_resolve_process_group(group))
+        distributed.all_reduce(x, op=reduction, group=group_named(group))
 
 
 @all_reduce_.register_fake
@@ -53,7 +54,7 @@ def all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: 
         RankError: Another rank is gone.
     """
     with _named("all-gather"):
-        distributed.all_gather_into_tensor(out, x, group=_resolve_process_group(group))
+        distributed.all_gather_into_tensor(out, x, group=group_named(group))
 
 
 @all_gather_into_.register_fake

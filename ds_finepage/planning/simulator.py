@@ -86,7 +86,7 @@ class Costs:
         return max(flops.ns(task.flops), self._memory.ns(task.moved_bytes), self._launch_ns)
 
     def _collective_ns(self, graph: TaskGraph, task: Task) -> int:
-        """Return the time of a collective on a ring: that of its steps and of the bytes it sends."""
+        """Return the time of a collective on a ring: of its steps, and of the bytes it sends."""
         num_steps, nbytes = ring_of(graph, task)
         sent_ns = 0 if self._ranks is None else self._ranks.ns(nbytes)
         own_ns = max(self._memory.ns(task.moved_bytes), self._launch_ns)
