@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 import ds_finepage
-from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.errors import FinepageError
 
 RANK = int(os.environ["RANK"])
 NUM_NEW = 4
@@ -53,6 +54,12 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)),
 }
+FAMILIES = (
+    ("llama", torch.float32),
+    ("qwen3", torch.bfloat16),
+    ("mixtral", torch.float32),
+    ("opt", torch.bfloat16),
+)
 
 
 def ds_config(*, dtype: torch.dtype = torch.float32, size: int = 2, **changes: Any) -> Any:
@@ -75,14 +82,17 @@ def prompt() -> torch.Tensor:
 
 @torch.no_grad()
 def generated(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-    tokens = model.generate(
+    """Return the logits of every step of a generation, and its tokens."""
+    made = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NUM_NEW,
         do_sample=False,
         pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
-    return model(ids, use_cache=False).logits, tokens.tolist()
+    return torch.stack(made.logits), made.sequences.tolist()
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -93,38 +103,121 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-def step_bytes(handle: Any) -> int:
-    """Return what the last decode step reloaded."""
-    return int(handle.stats.passes[-1].last_reloaded_bytes)
+def refused_setups() -> dict[str, str]:
+    """Ask for setups that cannot run; every rank stays in step."""
+    llama = MAKERS["llama"]()
+    budget = "70%weights" if RANK == 0 else "60%weights"
+    asked: dict[str, tuple[Any, Any]] = {
+        "other budgets": (llama, ds_config(device_budget=budget)),
+        "no tensor parallelism": (llama, ds_config(size=1)),
+        "more than there are": (llama, ds_config(size=3)),
+        "cannot be cut": (MAKERS["gpt2"](), ds_config()),
+    }
+    return {name: error_of(lambda a=each: engine_of(*a)) for name, each in asked.items()}
 
 
-def run_family(name: str, dtype: torch.dtype) -> dict[str, Any]:
+def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
     """Run one model by plan under budgets from the least to the whole, beside stock AutoTP."""
     torch.manual_seed(0)
     plain = MAKERS[name]().eval().to(dtype)
     more = {"partition_config": CUT_OF_MIXTRAL} if name == "mixtral" else {}
     wanted, tokens = generated(plain, prompt())
     stock = engine_of(plain, ds_config(dtype=dtype, tensor_parallel=more, enabled=False))
-    stock.eval()
-    far, _ = generated(stock.module, prompt())
+    far, _ = generated(stock.module.eval(), prompt())
     stock.destroy()
     engine = engine_of(plain, ds_config(dtype=dtype, tensor_parallel=more))
-    engine.eval()
-    handle = ds_finepage.handle_of(engine)
+    model, handle = engine.module.eval(), ds_finepage.handle_of(engine)
     found: dict[str, Any] = {"stock": (far - wanted).abs().max().item(), "budgets": {}}
-    weight_bytes = handle.stats.weight_bytes
     for share in (0.7, 0.0, 1.0):
         least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
-        budget_bytes = max(least, int(weight_bytes * share))
-        handle.replan(budget_bytes=budget_bytes)
-        logits, made = generated(engine.module, prompt())
-        found["budgets"][share] = {
-            "bytes": budget_bytes,
-            "distance": (logits - wanted).abs().max().item(),
-            "tokens": made == tokens,
-        }
-    found["reasons"] = handle.stats.unplanned_reasons
-    found["unplanned"] = handle.stats.num_unplanned_graphs + handle.stats.num_unplanned_modules
-    found["weight_bytes"] = weight_bytes
-    engine.destroy()
+        handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
+        logits, made = generated(model, prompt())
+        distance = (logits - wanted).abs().max().item()
+        found["budgets"][share] = {"distance": distance, "tokens": made == tokens}
+    found["unplanned"] = handle.stats.unplanned_reasons
+    found["num_unplanned"] = handle.stats.num_unplanned_graphs + handle.stats.num_unplanned_modules
+    if name == "llama":
+        found["share of one rank"] = reloaded(model, handle) / reloaded_by_one_rank(plain)
+    return found, engine
+
+
+def reloaded(model: Any, handle: Any) -> int:
+    """Return what a generation reloads at 70% of the weights, once its plans are there."""
+    handle.replan(budget_bytes=handle.stats.weight_bytes * 7 // 10)
+    generated(model, prompt())
+    before = handle.stats.reloaded_bytes
+    generated(model, prompt())
+    return int(handle.stats.reloaded_bytes - before)
+
+
+def reloaded_by_one_rank(plain: Any) -> int:
+    model = copy.deepcopy(plain)
+    handle = ds_finepage.attach(model, device_budget="1GiB")
+    found = reloaded(model, handle)
+    handle.detach()
     return found
+
+
+def out_of_step(engine: Any) -> dict[str, str]:
+    """Let one rank do something else: other tokens, no room, and at last an exception."""
+    model, handle = engine.module, ds_finepage.handle_of(engine)
+    found = {"other tokens": error_of(lambda: model(prompt() + RANK))}
+    budget_bytes = handle.stats.budget_bytes
+    if RANK == 1:
+        handle.replan(budget_bytes=1)
+    found["no room"] = error_of(lambda: model(prompt(), use_cache=False))
+    handle.replan(budget_bytes=budget_bytes)
+    found["in step"] = error_of(lambda: model(prompt(), use_cache=False))
+    if RANK == 1:
+        handle.register_op_hook(before=fail_at_the_tenth_task())
+    begin = time.monotonic()
+    try:
+        found["exception"] = error_of(lambda: model(prompt(), use_cache=False))
+    except KeyError as error:
+        found["exception"] = repr(error)
+    found["in time"] = "" if time.monotonic() - begin < 30 else "late"
+    found["afterwards"] = error_of(lambda: model(prompt(), use_cache=False))
+    return found
+
+
+def fail_at_the_tenth_task() -> Callable[..., None]:
+    def before(task: Any, operands: Any) -> None:
+        if task.index == 10:
+            raise KeyError("of the user")
+
+    return before
+
+
+def be_killed() -> None:
+    """Let rank 1 be gone in the middle of a generation; write what rank 0 sees."""
+    engine = engine_of(MAKERS["llama"]().eval(), ds_config())
+
+    def before(task: Any, operands: Any) -> None:
+        if task.index == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if RANK == 1:
+        ds_finepage.handle_of(engine).register_op_hook(before=before)
+    write({"error": error_of(lambda: generated(engine.module, prompt()))})
+    raise SystemExit(3)
+
+
+def write(found: dict[str, Any]) -> None:
+    (Path(sys.argv[2]) / f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if sys.argv[1] == "killed":
+        be_killed()
+    deepspeed.init_distributed("gloo")
+    found: dict[str, Any] = {"setups": refused_setups()}
+    for name, dtype in FAMILIES:
+        found[name], engine = run_family(name, dtype)
+    found["out of step"] = out_of_step(engine)
+    write(found)
+
+
+if __name__ == "__main__":
+    main()
