@@ -29,14 +29,16 @@ def put_in_collectives(module: GraphModule) -> None:
     """Replace the functional collectives that plans know; others stay as they are.
 
     Args:
-        module: What Dynamo handed over. It is changed, and computes the same.
+        module: What Dynamo handed over. It is changed, with the graphs inside it (those of autograd
+            functions, where gradients are on), and computes the same.
     """
-    found = [n for n in module.graph.nodes if _is_known(n)]
-    for node in found:
-        _replace(module.graph, node)
-    if found:
-        module.graph.lint()
-        module.recompile()
+    for part in (m for m in module.modules() if isinstance(m, GraphModule)):
+        found = [n for n in part.graph.nodes if _is_known(n)]
+        for node in found:
+            _replace(node.graph, node)
+        if found:
+            part.graph.lint()
+            part.recompile()
 
 
 def _name(node: Node) -> str:

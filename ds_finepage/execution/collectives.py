@@ -53,8 +53,9 @@ def all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: 
     Raises:
         RankError: Another rank is gone.
     """
+    gather = getattr(distributed, "all_gather_single", None)  # its name since torch 2.13
     with _named("all-gather"):
-        distributed.all_gather_into_tensor(out, x, group=group_named(group))
+        (gather or distributed.all_gather_into_tensor)(out, x, group=group_named(group))
 
 
 @all_gather_into_.register_fake

@@ -54,12 +54,12 @@ class RankChannel:
             RankError: Another rank is gone.
         """
         mine = torch.tensor(list(numbers), dtype=torch.int64)
-        found = mine.new_empty(self.num_ranks * len(numbers))
+        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
-            distributed.all_gather_into_tensor(found, mine, group=self._group)
+            distributed.all_gather(found, mine, group=self._group)
         except RuntimeError as error:
             raise RankError(f"another rank is gone: {error}") from error
-        return [list(map(int, row)) for row in found.view(self.num_ranks, -1)]
+        return [row.tolist() for row in found]
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks.

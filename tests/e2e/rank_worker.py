@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import ds_finepage
 from ds_finepage.errors import FinepageError
 
 RANK = int(os.environ["RANK"])
+MODE, FOLDER = sys.argv[-2:]
 NUM_NEW = 4
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -113,7 +115,7 @@ def refused_setups() -> dict[str, str]:
         "more than there are": (llama, ds_config(size=3)),
         "cannot be cut": (MAKERS["gpt2"](), ds_config()),
     }
-    return {name: error_of(lambda a=each: engine_of(*a)) for name, each in asked.items()}
+    return {name: error_of(partial(engine_of, *each)) for name, each in asked.items()}
 
 
 def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
@@ -136,6 +138,7 @@ def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
         found["budgets"][share] = {"distance": distance, "tokens": made == tokens}
     found["unplanned"] = handle.stats.unplanned_reasons
     found["num_unplanned"] = handle.stats.num_unplanned_graphs + handle.stats.num_unplanned_modules
+    found["link"] = [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns]
     if name == "llama":
         found["share of one rank"] = reloaded(model, handle) / reloaded_by_one_rank(plain)
     return found, engine
@@ -196,6 +199,7 @@ def be_killed() -> None:
         if task.index == 10:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the other ranks, too
     if RANK == 1:
         ds_finepage.handle_of(engine).register_op_hook(before=before)
     write({"error": error_of(lambda: generated(engine.module, prompt()))})
@@ -203,13 +207,13 @@ def be_killed() -> None:
 
 
 def write(found: dict[str, Any]) -> None:
-    (Path(sys.argv[2]) / f"rank{RANK}.json").write_text(json.dumps(found))
+    (Path(FOLDER) / f"rank{RANK}.json").write_text(json.dumps(found))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if sys.argv[1] == "killed":
+    if MODE == "killed":
         be_killed()
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {"setups": refused_setups()}

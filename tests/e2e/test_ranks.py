@@ -61,6 +61,7 @@ def test_a_shard_runs_by_plan_under_every_budget(
 ) -> None:
     found = ranks[rank][family]
     assert (found["unplanned"], found["num_unplanned"]) == ([], 0)
+    assert min(found["link"]) > 0
     assert set(found["budgets"]) == {"0.7", "0.0", "1.0"}
     for each in found["budgets"].values():
         assert each["tokens"]

@@ -74,16 +74,38 @@ def gathered_apart(x: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(found) + 1
 
 
+class Reduced(torch.autograd.Function):
+    """As AutoTP's layers call a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        distributed.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def reduced_with_gradients(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        y = x.detach().requires_grad_() * 2
+        return Reduced.apply(y).detach() + 1  # type: ignore[no-untyped-call]
+
+
 REDUCE, GATHER = ALL_REDUCE.removesuffix(".default"), ALL_GATHER.removesuffix(".default")
 EXPECTED: dict[Callable[..., Any], list[str]] = {
     reduced_in_place: ["mul.Tensor", REDUCE, "add.Tensor"],
     reduced_apart: ["mul.Tensor", "clone", REDUCE, "add.Tensor"],
     reduced_into_a_part: ["mul.Tensor", "clone", REDUCE, "copy_", "add.Tensor"],
+    reduced_with_gradients: ["mul.Tensor", REDUCE, "add.Tensor"],
     gathered: ["new_empty", "mul.Tensor", GATHER, "add.Tensor"],
     gathered_apart: ["mul.Tensor", "new_empty", GATHER, "add.Tensor"],
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor. is deprecated:FutureWarning")
 @pytest.mark.parametrize("function", EXPECTED, ids=lambda f: f.__name__)
 def test_a_collective_is_one_task(function: Callable[..., Any]) -> None:
     graph, _ = run(function, torch.randn(4, 6))

@@ -47,6 +47,7 @@ def test_a_rank_that_is_gone_is_named(group: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(distributed, "all_reduce", lost)
     with pytest.raises(RankError, match="an all-reduce with the other ranks failed: Connection"):
         torch.ops.finepage.all_reduce_(torch.ones(3), "sum", group, 2)
+    monkeypatch.setattr(distributed, "all_gather_single", None, raising=False)  # older versions
     monkeypatch.setattr(distributed, "all_gather_into_tensor", lost)
     with pytest.raises(RankError, match="an all-gather with the other ranks failed: Connection"):
         torch.ops.finepage.all_gather_into_(torch.ones(6), torch.ones(3), group, 2)
@@ -76,7 +77,7 @@ def test_ranks_exchange_numbers_texts_and_errors(group: str) -> None:
 
 def test_a_lost_channel_says_so(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = RankChannel(group)
-    monkeypatch.setattr(distributed, "all_gather_into_tensor", lost)
+    monkeypatch.setattr(distributed, "all_gather", lost)
     monkeypatch.setattr(distributed, "all_gather_object", lost)
     with pytest.raises(RankError, match="another rank is gone: Connection closed"):
         channel.gather((1, 2))
