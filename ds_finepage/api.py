@@ -45,6 +45,7 @@ from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.calls import AroundCall
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.plan_cache import plan_folder
+from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def attach(
     profile: HardwareProfile | None = None,
     take: TakeWeights = weights_of,
     around_call: AroundCall = nullcontext,
+    ranks: Ranks = ONE_RANK,
     **settings: Any,
 ) -> Handle:
     """Run the forward passes of a module by plan, under a device budget, from now on.
@@ -183,6 +185,7 @@ def attach(
         profile: Rates to plan with; by default they are measured now.
         take: Makes the host masters of weights; DeepSpeed's are there already.
         around_call: Makes a context that holds while the module runs.
+        ranks: Runs each pass together with the other ranks of a model that is cut over several.
         **settings: Keys of the section, one by one.
 
     Returns:
@@ -208,15 +211,24 @@ def attach(
         budget_bytes = resolve_budget(config, weights.nbytes, where)
         scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
         try:
+            rates = profile or probe(where, scratch_bytes=scratch_bytes)
             run_settings = RunSettings(
                 config=config,
                 device=where,
                 budget_bytes=budget_bytes,
-                profile=profile or probe(where, scratch_bytes=scratch_bytes),
+                profile=ranks.with_link(rates, where, scratch_bytes),
                 plan_dir=plan_dir,
             )
-            parts: dict[str, Any] = {"apart": apart, "buffers": buffers, "take": take}
-            handle = Handle(module, weights, run_settings, around_call=around_call, **parts)
+            handle = Handle(
+                module,
+                weights,
+                run_settings,
+                apart=apart,
+                buffers=buffers,
+                take=take,
+                around_call=around_call,
+                ranks=ranks,
+            )
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
         undo.pop_all()

@@ -84,3 +84,7 @@ class TaskMismatchError(FinepageError):
 
 class StoreError(FinepageError):
     """A host master is missing, or has another shape or dtype than the captured weight."""
+
+
+class RankError(FinepageError):
+    """Another rank failed, is gone, or does something else than this one."""

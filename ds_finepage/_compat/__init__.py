@@ -14,6 +14,10 @@ ENGINE = "DeepSpeedEngine"
 ENGINE_SANITY_CHECK = "_do_sanity_check"
 ENGINE_CONFIGURE = "_configure_zero_optimizer"
 ENGINE_TAKE_MODEL = "_configure_distributed_model"
+ENGINE_CUT_MODEL = "_configure_tensor_parallel"
+ENGINE_INPUT_CHECK = "first_dataloader_check"
+"""The hook by which an engine with tensor parallelism compares the inputs of its first call."""
+
 ENGINE_OFFLOAD = "DeepSpeedZeRoOffload"
 """The class that an engine builds for ZeRO stage 3 without an optimizer; looked up by name."""
 

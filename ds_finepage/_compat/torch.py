@@ -11,6 +11,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
 )
 from torch._C._autograd import _enable_record_function, _profiler_enabled
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import config as dynamo_config
@@ -27,6 +28,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -72,6 +75,7 @@ __all__ = [
     "_disabled_torch_function_impl",
     "_enable_record_function",
     "_get_current_dispatch_mode_stack",
+    "_get_default_store",
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
     "_pop_mode_temporarily",
@@ -81,6 +85,7 @@ __all__ = [
     "free_symbols",
     "get_eval_frame_callback",
     "graph_break",
+    "group_named",
     "has_free_unbacked_symbols",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
@@ -94,3 +99,8 @@ __all__ = [
     "tree_map_only",
     "wrap_inline",
 ]
+
+
+def group_named(name: str) -> ProcessGroup:
+    """Return the process group of a name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a str of a type of its own

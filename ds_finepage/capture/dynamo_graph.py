@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ds_finepage._compat.torch import free_symbols
 from ds_finepage.capture.recorder import BufferChangedError
+from ds_finepage.capture.collectives import put_in_collectives
 
 
 class DynamoGraph:
@@ -47,6 +48,7 @@ class DynamoGraph:
             weight_names: ``id(parameter)`` -> qualified name, of the weights to page.
             name: For messages.
         """
+        put_in_collectives(module)
         self.module = module
         self.name = name
         self.weights: dict[int, tuple[torch.Tensor, str]] = {

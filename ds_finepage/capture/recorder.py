@@ -26,6 +26,7 @@ from ds_finepage._compat.torch import (
     is_traceable_wrapper_subclass_type,
     tree_leaves,
 )
+from ds_finepage.capture.collectives import NAMESPACES
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
 from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
 from ds_finepage.capture.plain import require_plain
@@ -246,6 +247,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the subclass runs ops on its inner tensors, and they come here
+        if func.namespace in NAMESPACES:
+            raise CaptureError(f"{func} may wait for other ranks, and no task stands for it")
         args = with_known_shapes(func, args)
         result = func(*args, **kwargs)
         if self._fix_layout is not None:

@@ -41,6 +41,7 @@ from ds_finepage.execution.ops import (
     unused_results,
 )
 from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
+from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 from ds_finepage.packing.op import PACKED_LINEAR, workspace_bytes
 
@@ -186,7 +187,10 @@ class OpMeter:
         new = {s: t for s, t in zip(signatures, graph.tasks, strict=True) if s not in self._costs}
         estimated: dict[Any, OpCost] = {}
         for signature, task in list(new.items()):
-            if not _fits(graph, task, room_bytes):
+            if is_collective(task):  # it would wait for ranks that measure nothing now
+                self._costs[signature] = OpCost(time_ns=None, workspace_bytes=0)
+                del new[signature]
+            elif not _fits(graph, task, room_bytes):
                 estimated[signature] = self._estimate(graph, task)
                 del new[signature]
         new = self._without_kept(new)

@@ -33,6 +33,8 @@ class HardwareProfile:
     wait_ns: int = 0  # time until a lane goes on after it had to wait for another
     step_ns: int = 0  # time of a lane between the end of a node and the begin of the next
     one_lane_below_bytes: int = 0  # a pass runs in one lane if its mean copy is smaller
+    rank_bytes_per_s: float = 0.0  # link to the next rank; 0: not known, so it takes no time
+    rank_latency_ns: int = 0  # time of one step of a collective beyond that of its bytes
 
     def without_details(self) -> HardwareProfile:
         """Return the rates alone, for which plans are made."""
@@ -46,5 +48,7 @@ DETAILS: dict[str, Any] = {
     "wait_ns": 0,
     "step_ns": 0,
     "one_lane_below_bytes": 0,
+    "rank_bytes_per_s": 0.0,
+    "rank_latency_ns": 0,
 }
 """The measured figures that a profile may lack, and their values then."""

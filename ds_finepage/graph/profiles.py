@@ -99,10 +99,14 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
         "wait_ns",
         "step_ns",
         "one_lane_below_bytes",
+        "rank_bytes_per_s",
+        "rank_latency_ns",
     )
     for field in at_least_0:
         if getattr(profile, field) < 0:
             raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
+    if not math.isfinite(profile.rank_bytes_per_s):
+        raise ConfigError(f"rank_bytes_per_s is {profile.rank_bytes_per_s}; it must be finite")
     for field in ("op_slowdown", "copy_slowdown"):
         if not 1 <= getattr(profile, field) < math.inf:
             raise ConfigError(f"{field} is {getattr(profile, field)}; it must be at least 1")

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.collectives import is_collective, ring_of
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
@@ -63,6 +64,8 @@ class Costs:
             Lane.D2H: profile.host_copy_ns,
         }
         self._memory = _Rate(profile.memory_bytes_per_s)
+        self._ranks = _Rate(profile.rank_bytes_per_s) if profile.rank_bytes_per_s else None
+        self._rank_latency_ns = profile.rank_latency_ns
         self._flops = {dtype: _Rate(rate) for dtype, rate in profile.flops_per_s.items()}
         self.links = {
             Lane.H2D: _Rate(profile.h2d_bytes_per_s),
@@ -73,12 +76,21 @@ class Costs:
         """Return the time of a task on the device."""
         if task.time_ns is not None:
             return task.time_ns
+        if is_collective(task):
+            return self._collective_ns(graph, task)
         if task.op == TO_HOST:
             return self.copy_ns(Lane.D2H, sum(graph.buffers[b].nbytes for b in task.writes))
         made = next((t for t in task.results if t is not None), None)
         dtype = DEFAULT_DTYPE if made is None else graph.tensors[made].dtype
         flops = self._flops.get(dtype) or self._flops[DEFAULT_DTYPE]
         return max(flops.ns(task.flops), self._memory.ns(task.moved_bytes), self._launch_ns)
+
+    def _collective_ns(self, graph: TaskGraph, task: Task) -> int:
+        """Return the time of a collective on a ring: of its steps, and of the bytes it sends."""
+        num_steps, nbytes = ring_of(graph, task)
+        sent_ns = 0 if self._ranks is None else self._ranks.ns(nbytes)
+        own_ns = max(self._memory.ns(task.moved_bytes), self._launch_ns)
+        return max(num_steps * self._rank_latency_ns + sent_ns, own_ns)
 
     def copy_ns(self, lane: Lane, nbytes: int, num_copies: int = 1) -> int:
         """Return the time of a copy on its link, or of several that one node makes."""

@@ -186,6 +186,8 @@ class CallTaker:
     def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a generation that would run out of memory, before its first token.
 
+        A shard is not checked: the model's config tells the sizes of the whole model.
+
         Args:
             args: The positional arguments of ``generate``.
             kwargs: Its named arguments.
@@ -195,7 +197,8 @@ class CallTaker:
             PlanInfeasibleError: The KV cache fits nowhere, or the last step cannot be planned.
         """
         settings = self._runner.settings
-        self._preflight.require(args, kwargs, settings.budget_bytes, settings.planning)
+        if self._runner.ranks.has_whole_model:
+            self._preflight.require(args, kwargs, settings.budget_bytes, settings.planning)
 
     # Changes of the model.
 

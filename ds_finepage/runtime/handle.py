@@ -24,6 +24,7 @@ from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.plan_runner import PlanRunner
+from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.report_writer import ReportWriter
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Stats
@@ -42,6 +43,7 @@ class Handle:
         buffers: LargeBuffers,
         take: TakeWeights = weights_of,
         around_call: AroundCall = nullcontext,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """Attach to a module.
 
@@ -53,12 +55,14 @@ class Handle:
             buffers: The large buffers that are weights.
             take: Makes host masters of weights that the module gets later.
             around_call: Makes a context that holds while the module runs.
+            ranks: Runs each pass together with other ranks.
         """
         self._apart = apart
         self._buffers = buffers
         self._weights = weights
         self._memory = DeviceMemory(weights, settings)
-        self._runner = PlanRunner(settings, weights, self._memory, OpMeter(settings.device))
+        meter = OpMeter(settings.device)
+        self._runner = PlanRunner(settings, weights, self._memory, meter, ranks=ranks)
         try:
             weights.install()
             self._calls = CallTaker(

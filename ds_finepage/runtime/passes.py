@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ds_finepage.execution.executor import PassCounters, Residents
+from ds_finepage.graph.collectives import order_of
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
@@ -198,6 +199,11 @@ class Pass:
         self.alternating = None
 
     # Calls.
+
+    @cached_property
+    def collectives(self) -> str:
+        """A digest of the collectives, in order."""
+        return order_of(self.graph)
 
     @cached_property
     def _tensor_inputs(self) -> list[int]:

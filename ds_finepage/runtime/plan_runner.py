@@ -25,6 +25,7 @@ from ds_finepage.runtime.observing import Observer
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters, Stats
 
@@ -44,6 +45,7 @@ class PlanRunner:
         live: Device tensors that earlier passes have seen.
         binder: Plans passes and binds them.
         observer: Records the timelines of passes.
+        ranks: Runs each pass together with other ranks.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PlanRunner:
         meter: OpMeter,
         *,
         live: LiveTensors | None = None,
+        ranks: Ranks = ONE_RANK,
         on_unplanned: Callable[[str], None] | None = None,
     ) -> None:
         """Start without a pass.
@@ -64,6 +67,7 @@ class PlanRunner:
             memory: The device memory.
             meter: What ops take on the device.
             live: Device tensors that are known already.
+            ranks: Runs each pass together with other ranks.
             on_unplanned: Called with the reason where something must run without a plan; by
                 default that is logged and counted.
         """
@@ -83,6 +87,7 @@ class PlanRunner:
         self._weights = weights
         self.binder = Binder(self.table, memory, self.counters, self.hooks)
         self.observer = Observer(settings.device)
+        self.ranks = ranks
         self._last: Pass | None = None  # that ran on the arena
 
     def stats(self) -> Stats:
@@ -185,9 +190,11 @@ class PlanRunner:
         Raises:
             PlanInfeasibleError: There is no room for it in the budget.
             DeviceMemoryError: The device has no room for the budget.
+            RankError: Another rank fails, or is about to run something else.
         """
         try:
-            return self._run(graph, args)
+            with self.ranks.together():
+                return self._run(graph, args)
         except torch.OutOfMemoryError as error:
             where, budget_bytes = self.settings.device, self.settings.budget_bytes
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
@@ -201,12 +208,14 @@ class PlanRunner:
             if found is None:
                 self.counters.num_unplanned_graphs += 1
                 memory.to_released()
+                self.ranks.agree(None, args)
                 return run_unplanned(graph.module, args, self._weights)
             most = self.table.maker.most_resident_bytes
             if self._keeps_weights and found.may_be_resident(most, settings.budget_bytes):
                 if memory.state is not DeviceState.RESIDENT:
                     self.binder.bind(found, settings)  # its plan gives the figures of the pass
                 entry_bytes = memory.to_resident()
+                self.ranks.agree(found.collectives, args)
                 on_device = self._weights.on_device
                 result = run_resident(graph.module, args, graph.weights, on_device)
                 self.counters.num_resident_runs += 1
@@ -223,6 +232,7 @@ class PlanRunner:
                     continue  # smaller sizes may still have room
                 if executor is None:
                     continue
+                self.ranks.agree(found.collectives, args)
                 if isinstance(executor, Executor):  # a rehearsal runs nothing
                     self.observer.before_run(found, executor)
                 result = executor.run(args, graph.host_outputs(args), memory.residents)

@@ -344,13 +344,12 @@ def test_an_optimizer_object_is_refused(initialize: Initialize) -> None:
     assert "an optimizer was given" in message
 
 
-def test_more_than_one_rank_is_refused(
+def test_more_than_one_rank_without_tensor_parallelism_is_refused(
     deepspeed: Any, initialize: Initialize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda *_, **__: 2)
-    assert "runs on one rank so far; there are 2. Start with --num_gpus 1" in refused(
-        initialize, ds_config(ON)
-    )
+    message = "there are 2, and tensor_parallel.autotp_size is 1. Set it to 2, start with --num_gpu"
+    assert message in refused(initialize, ds_config(ON))
 
 
 def test_fp16_where_the_device_has_none_is_refused(

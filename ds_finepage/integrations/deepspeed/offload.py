@@ -26,6 +26,7 @@ from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
 from ds_finepage.execution.watch import data_of, set_data
+from ds_finepage.integrations.deepspeed.ranks import ranks_of_model
 from ds_finepage.runtime.handle import Handle
 
 
@@ -62,6 +63,7 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             device=get_accelerator().current_device_name(),
             take=weights_of_zero,
             around_call=_plain_linear,
+            ranks=ranks_of_model(),
         )
 
     def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:

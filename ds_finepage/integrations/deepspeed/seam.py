@@ -1,4 +1,4 @@
-"""The seam into DeepSpeed: wraps three methods of its engine.
+"""The seam into DeepSpeed: wraps methods of its engine.
 
 ``DeepSpeedEngine._configure_zero_optimizer`` builds a ``DeepSpeedZeRoOffload`` when ZeRO stage 3
 runs without an optimizer. If the ds_config of the engine enables finepage, the name stands for a
@@ -18,6 +18,7 @@ from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.ranks import setup_of_all_ranks
 from ds_finepage.planning.policies import RUNNABLE
 
 
@@ -28,12 +29,19 @@ def install(engine_module: ModuleType) -> None:
         wrap(engine_class, _compat.ENGINE_SANITY_CHECK, _checked)
         wrap(engine_class, _compat.ENGINE_TAKE_MODEL, _taken)
         wrap(engine_class, _compat.ENGINE_CONFIGURE, functools.partial(_configured, engine_module))
+        if _compat.ENGINE_CUT_MODEL in vars(engine_class):  # older versions have none
+            wrap(engine_class, _compat.ENGINE_CUT_MODEL, _cut)
 
 
 def uninstall(engine_module: ModuleType) -> None:
     """Unwrap the engine class."""
     engine_class = getattr(engine_module, _compat.ENGINE, object)
-    for name in (_compat.ENGINE_SANITY_CHECK, _compat.ENGINE_TAKE_MODEL, _compat.ENGINE_CONFIGURE):
+    for name in (
+        _compat.ENGINE_SANITY_CHECK,
+        _compat.ENGINE_TAKE_MODEL,
+        _compat.ENGINE_CONFIGURE,
+        _compat.ENGINE_CUT_MODEL,
+    ):
         unwrap(engine_class, name)
 
 
@@ -41,10 +49,28 @@ def _checked(
     original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Refuse a setup that finepage does not support before DeepSpeed changes the model."""
-    config = config_of(engine)
-    if config.enabled:
-        refuse_unsupported(engine)
+    with setup_of_all_ranks(engine._config._param_dict) as setup:
+        config = config_of(engine)
+        if config.enabled:
+            refuse_unsupported(engine)
+            setup.wants_others = True
     return original(*args, **kwargs)
+
+
+def _cut(
+    original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Let DeepSpeed cut the model into the shards of the ranks; say so if it cannot."""
+    if not config_of(engine).enabled:
+        return original(*args, **kwargs)
+    model = args[0] if args else kwargs["model"]
+    try:
+        return original(*args, **kwargs)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"DeepSpeed's AutoTP cannot cut {type(model).__name__} over the ranks: {error} Say in "
+            f"tensor_parallel.partition_config how to cut its layers, or start with --num_gpus 1."
+        ) from error
 
 
 def _taken(
@@ -107,6 +133,9 @@ def _configured(
         return original(*args, **kwargs)
     from ds_finepage.integrations.deepspeed.offload import offload_class
 
+    check = getattr(engine, _compat.ENGINE_INPUT_CHECK, None)
+    if check is not None:
+        check.remove()  # it would run in the middle of a captured call; every pass is compared
     with exchanged(engine_module, _compat.ENGINE_OFFLOAD, offload_class(config)):
         return original(*args, **kwargs)
 
@@ -145,10 +174,13 @@ def refuse_unsupported(engine: Any) -> None:
             "finepage is for inference, and an optimizer was given. Call deepspeed.initialize "
             f"without optimizer (and without an optimizer section), {stock}."
         )
-    if comm.get_world_size() > 1:
+    num_ranks = comm.get_world_size()
+    size = (settings.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if num_ranks > 1 and size != num_ranks:
         raise ConfigError(
-            f"finepage runs on one rank so far; there are {comm.get_world_size()}. Start with "
-            f"--num_gpus 1, {stock}, which shards over ranks."
+            f"finepage runs on several ranks by tensor parallelism over all of them; there are "
+            f"{num_ranks}, and tensor_parallel.autotp_size is {size}. Set it to {num_ranks}, start "
+            f"with --num_gpus 1, {stock}, which shards over ranks."
         )
     offload = engine._config.zero_config.offload_param
     target = "none" if offload is None else str(getattr(offload.device, "value", offload.device))

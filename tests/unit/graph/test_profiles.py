@@ -83,6 +83,8 @@ def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) 
         wait_ns=30,
         step_ns=4,
         one_lane_below_bytes=7,
+        rank_bytes_per_s=5e9,
+        rank_latency_ns=8,
     )
     path = tmp_path / "mine.json"
     codec.save(detailed, path)
@@ -114,6 +116,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"wait_ns": -1}, "wait_ns is -1"),
     ({"step_ns": -1}, "step_ns is -1"),
     ({"one_lane_below_bytes": -1}, "one_lane_below_bytes is -1"),
+    ({"rank_latency_ns": -1}, "rank_latency_ns is -1"),
+    ({"rank_bytes_per_s": -1.0}, r"rank_bytes_per_s is -1\.0; it must not be negative"),
     ({"op_slowdown": 0.5}, r"op_slowdown is 0\.5; it must be at least 1"),
     ({"copy_slowdown": 0.9}, r"copy_slowdown is 0\.9; it must be at least 1"),
     ({"copy_shares": [[8, 1.5]]}, r"copy_shares says 1\.5 for 8 bytes"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,11 @@ def engine_module() -> Any:
 
         def _do_sanity_check(self) -> str:
             return "checked"
+
+        def _configure_tensor_parallel(self, model: Any, tp_config: Any) -> str:
+            if tp_config is not None:
+                raise AssertionError(tp_config)
+            return "cut"
 
         def _configure_distributed_model(self, model: Any) -> list[str]:
             return [name for name, _ in model.named_parameters()]
@@ -163,10 +169,61 @@ def test_what_cannot_work_is_refused_before_anything_is_built(
     assert stock._do_sanity_check() == "checked"
 
 
-def test_more_than_one_rank_is_refused(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_ranks_without_tensor_parallelism_over_all_of_them_are_refused(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match="runs on one rank so far; there are 2"):
-        engines.DeepSpeedEngine(SUPPORTED)._do_sanity_check()
+    settings = {**SUPPORTED, "tensor_parallel": {} if size is None else {"autotp_size": size}}
+    with pytest.raises(ConfigError, match=f"there are 2, and .*autotp_size is {size or 1}. Set it"):
+        engines.DeepSpeedEngine(settings)._do_sanity_check()
+    stock = engines.DeepSpeedEngine({"tensor_parallel": {"autotp_size": size}})
+    assert stock._do_sanity_check() == "checked"
+
+
+@pytest.mark.parametrize(("settings", "waits"), [(SUPPORTED, True), ({}, False)])
+def test_an_engine_with_finepage_compares_its_setup_with_other_ranks(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], waits: bool
+) -> None:
+    found = []
+
+    @contextmanager
+    def setup_of_all_ranks(ds_config: Any) -> Iterator[Any]:
+        setup = SimpleNamespace(wants_others=False)
+        yield setup
+        found.append((ds_config, setup.wants_others))
+
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
+    monkeypatch.setattr(seam, "setup_of_all_ranks", setup_of_all_ranks)
+    engines.DeepSpeedEngine(settings)._do_sanity_check()
+    assert found == [(settings, waits)]
+
+
+def test_a_model_that_cannot_be_cut_is_refused_by_name(engines: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert engines.DeepSpeedEngine(SUPPORTED)._configure_tensor_parallel(model, None) == "cut"
+    with pytest.raises(ConfigError, match="AutoTP cannot cut Linear over the ranks: theirs Say in"):
+        engines.DeepSpeedEngine(SUPPORTED)._configure_tensor_parallel(model, "theirs")
+    with pytest.raises(AssertionError, match="theirs"):
+        engines.DeepSpeedEngine({})._configure_tensor_parallel(model, "theirs")
+
+
+def test_a_version_without_tensor_parallelism_is_left_alone() -> None:
+    module = engine_module()
+    del module.DeepSpeedEngine._configure_tensor_parallel
+    seam.install(module)
+    seam.uninstall(module)
+    assert not hasattr(module.DeepSpeedEngine, "_configure_tensor_parallel")
+
+
+@pytest.mark.parametrize(("settings", "removed"), [(SUPPORTED, [1]), ({}, [])])
+def test_every_pass_is_compared_so_deepspeeds_check_of_the_first_goes(
+    engines: Any, settings: dict[str, Any], removed: list[int]
+) -> None:
+    engine, found = engines.DeepSpeedEngine(settings), []
+    engine.first_dataloader_check = SimpleNamespace(remove=lambda: found.append(1))
+    engine._configure_zero_optimizer("theirs")
+    assert found == removed
 
 
 def test_installing_twice_is_installing_once() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
 from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import PassCounters
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
+from ds_finepage.graph.collectives import order_of
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.plan_runner import PlanRunner
+from ds_finepage.runtime.ranks import Ranks
 from tests.unit.planning.sketches import chain
 from tests.unit.runtime.settings import KnownCosts, run_settings, sized_pass
 
@@ -186,3 +189,50 @@ def test_rows_that_a_caller_gets_count_beside_the_next_pass(rig: Rig) -> None:
     rows = torch.ones(100)
     rig.runner.kv_offload._note_live([rows])
     assert rig.runner.live.bytes_beside([]) == 400
+
+
+# Ranks.
+
+
+class Noting(Ranks):
+    """Notes what this rank does, or refuses."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.error: Exception | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self.seen.append("begin")
+        try:
+            yield
+        finally:
+            self.seen.append("end")
+
+    def agree(self, collectives: str | None, args: Sequence[Any]) -> None:
+        self.seen.append(collectives)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("way", ["planned", "unplanned", "resident"])
+def test_ranks_agree_once_before_a_pass_runs_in_any_way(rig: Rig, way: str) -> None:
+    rig.runner.ranks = ranks = Noting()
+    resident_bytes = 0 if way == "resident" else 1 << 30
+    found = None if way == "unplanned" else pass_named(way, resident_bytes=resident_bytes)
+    order = None if found is None else order_of(found.graph)
+    assert rig.run(found) == [way]
+    assert ranks.seen == ["begin", order, "end"]
+    ranks.error = RankError("other passes")
+    with pytest.raises(RankError, match="other passes"):
+        rig.run(found)
+    assert found is None or found.stats().num_runs == 1
+
+
+def test_a_refused_pass_ends_before_ranks_have_agreed(rig: Rig) -> None:
+    rig.runner.ranks = ranks = Noting()
+    found = pass_named("large")
+    found.add_non_arena_bytes(2 << 20)
+    with pytest.raises(PlanInfeasibleError):
+        rig.run(found)
+    assert ranks.seen == ["begin", "end"]

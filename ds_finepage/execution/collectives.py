@@ -1,0 +1,71 @@
+"""The collectives in a plan: ops that return when all ranks have done their part.
+
+An asynchronous collective writes into its result until someone waits for it. An extent of the arena
+may belong to another buffer by then. These ops begin and wait in one call. On an accelerator the
+stream of the caller waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import distributed
+
+from ds_finepage._compat.torch import group_named
+from ds_finepage.errors import RankError
+
+
+@torch.library.custom_op("finepage::all_reduce_", mutates_args=("x",))
+def all_reduce_(x: torch.Tensor, reduce_op: str, group: str, num_ranks: int) -> None:
+    """Reduce the tensors of all ranks into each of them.
+
+    Args:
+        x: This rank's tensor, contiguous.
+        reduce_op: A name in ``graph.collectives.REDUCE_OPS``.
+        group: The name of the process group.
+        num_ranks: Its ranks; for predictions.
+
+    Raises:
+        RankError: Another rank is gone.
+    """
+    with _named("all-reduce"):
+        reduction = getattr(distributed.ReduceOp, reduce_op.upper())
+        distributed.all_reduce(x, op=reduction, group=group_named(group))
+
+
+@all_reduce_.register_fake
+def _(x: torch.Tensor, reduce_op: str, group: str, num_ranks: int) -> None:
+    pass
+
+
+@torch.library.custom_op("finepage::all_gather_into_", mutates_args=("out",))
+def all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: int) -> None:
+    """Write the tensors of all ranks into one, one after the other along the first dimension.
+
+    Args:
+        out: The result, contiguous.
+        x: This rank's tensor, contiguous.
+        group: The name of the process group.
+        num_ranks: Its ranks; for predictions.
+
+    Raises:
+        RankError: Another rank is gone.
+    """
+    gather = getattr(distributed, "all_gather_single", None)  # its name since torch 2.13
+    with _named("all-gather"):
+        (gather or distributed.all_gather_into_tensor)(out, x, group=group_named(group))
+
+
+@all_gather_into_.register_fake
+def _(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: int) -> None:
+    pass
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"an {what} with the other ranks failed: {error}") from error

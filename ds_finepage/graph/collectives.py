@@ -1,0 +1,53 @@
+"""Tasks that all ranks of a group run together, and what each moves between them.
+
+``execution/collectives.py`` defines the ops. Their last two arguments are the name of the group and
+its number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+from ds_finepage.graph.arguments import refs
+from ds_finepage.graph.taskgraph import ITEMSIZE, Task, TaskGraph
+
+ALL_REDUCE = "finepage.all_reduce_.default"
+ALL_GATHER = "finepage.all_gather_into_.default"
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER})
+"""The ops by the names in a task: a sum in place, and the tensors of all ranks in one tensor."""
+
+
+REDUCE_OPS = frozenset({"sum", "max", "min", "product"})
+"""The reductions of ``ALL_REDUCE``, by the names that torch's functional collectives use."""
+
+
+def is_collective(task: Task) -> bool:
+    """Tell whether a task waits for other ranks."""
+    return task.op in COLLECTIVES
+
+
+def ring_of(graph: TaskGraph, task: Task) -> tuple[int, int]:
+    """Return the steps of a collective on a ring of ranks, and the bytes that a rank sends in all.
+
+    A rank sends one n-th of the result in each step: n - 1 times to gather it, and as often to add
+    it up before that.
+    """
+    num_ranks = int(task.args[-1])
+    result = graph.tensors[next(refs(task.args)).tensor]
+    nbytes = math.prod(result.shape) * ITEMSIZE.get(result.dtype, 8)
+    steps = (num_ranks - 1) * (2 if task.op == ALL_REDUCE else 1)
+    return steps, steps * -(-nbytes // num_ranks)
+
+
+def order_of(graph: TaskGraph) -> str:
+    """Return a digest of the collectives of a pass, in order.
+
+    It leaves out sizes, because ranks may plan the same call for other largest sizes.
+    """
+    found = [
+        (task.op, graph.tensors[next(refs(task.args)).tensor].dtype, *task.args[-2:])
+        for task in graph.tasks
+        if is_collective(task)
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]

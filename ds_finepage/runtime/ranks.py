@@ -1,0 +1,220 @@
+"""The ranks of a model agree before each pass, and end together.
+
+[Note: in step]
+Every rank runs the same passes in the same order, and each pass has the same collectives. Before
+the first op of a pass all ranks compare what they are about to run. A rank that cannot run it says
+so, and no rank runs it. All are in step for the next pass: where one has no room, each of them is
+refused, so that all move their KV caches to host memory. From the comparison until the pass is
+over, a rank that fails leaves the others in the middle of a collective. It posts its error and
+closes its connections, so that they fail too. No rank can run another pass after that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
+from ds_finepage.graph.hardware import HardwareProfile
+
+READY, NO_ROOM, FAILED = range(3)
+"""What a rank says of a pass: it can run it, it has no room for it, or it fails otherwise."""
+
+UNPLANNED = "not planned"
+"""Stands for the collectives of a pass that runs without a plan."""
+
+LINK_BYTES = 4 << 20
+"""The tensor that the link between ranks is measured with."""
+
+
+class Channel(Protocol):
+    """Connects the ranks; ``execution/rank_channel.py`` describes the methods."""
+
+    rank: int
+    num_ranks: int
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all ranks."""
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks."""
+
+    def post(self, text: str) -> None:
+        """Leave an error of this rank for the others."""
+
+    def posted(self) -> dict[int, str]:
+        """Return the errors that other ranks have left."""
+
+    def leave(self) -> None:
+        """Close every connection."""
+
+    def measure_link(self, where: torch.device, scratch_bytes: int) -> tuple[float, int]:
+        """Return the bytes per second of the link, and the nanoseconds of a step."""
+
+
+class Ranks:
+    """One rank, which is all there is.
+
+    Attributes:
+        has_whole_model: The model's config tells the sizes of what this rank runs.
+    """
+
+    has_whole_model = True
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Hold while a pass is found, planned and run."""
+        yield
+
+    def agree(self, collectives: str | None, args: Sequence[Any]) -> None:
+        """Go on when all ranks are about to run the same pass.
+
+        Args:
+            collectives: Stands for those of the pass, in order; None without a plan.
+            args: The arguments of the call. Its integer tensors have to be the same.
+
+        Raises:
+            RankError: They are not, or another rank fails before the pass.
+            PlanInfeasibleError: Another rank has no room for the pass.
+        """
+
+    def with_link(
+        self, profile: HardwareProfile, where: torch.device, scratch_bytes: int
+    ) -> HardwareProfile:
+        """Return a profile with the link between ranks, measured now.
+
+        Args:
+            profile: The profile of this rank's device.
+            where: The device.
+            scratch_bytes: The most bytes to use there.
+        """
+        return profile
+
+
+class RankGroup(Ranks):
+    """One rank of several; see [Note: in step]."""
+
+    has_whole_model = False
+
+    def __init__(self, channel: Channel) -> None:
+        """Stand for this end of a channel."""
+        self._channel = channel
+        self._is_compared = False  # all ranks know whether they run the pass
+        self._is_running = False  # from before the comparison, if that ends well
+        self._left: str | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Hold while a pass is found, planned and run.
+
+        Raises:
+            RankError: An earlier pass failed in the middle, or another rank fails in this one.
+        """
+        if self._left is not None:
+            raise RankError(f"{self._left} Start all ranks again.")
+        self._is_compared = self._is_running = False
+        try:
+            yield
+        except RankError as error:
+            if not self._is_running:
+                raise
+            raise self._leave(error) from error
+        except BaseException as error:
+            if self._is_running or not isinstance(error, Exception):
+                self._leave(error)
+            elif not self._is_compared:
+                self._refuse(error)
+            raise
+
+    def agree(self, collectives: str | None, args: Sequence[Any]) -> None:
+        """Compare the pass with those of the other ranks; :class:`Ranks` describes it."""
+        facts = {"collectives": collectives or UNPLANNED, "integer inputs": _digest(args)}
+        text = json.dumps(facts)
+        number = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+        self._is_running = True
+        rows = self._channel.gather((READY, number))
+        if all(row == [READY, number] for row in rows):
+            return
+        texts = self._channel.gather_texts(text)
+        self._is_compared, self._is_running = True, False
+        failed = {rank: texts[rank] for rank, row in enumerate(rows) if row[0] != READY}
+        if failed:
+            has_room = all(row[0] != NO_ROOM for row in rows)
+            error = RankError if has_room else PlanInfeasibleError
+            raise error(f"{_of_ranks(failed)} No rank has run this pass.")
+        raise RankError(
+            f"{differences(list(map(json.loads, texts)))} No rank has run this pass. With tensor "
+            f"parallelism every rank must get the same prompts, and draw the same tokens: give all "
+            f"of them the same inputs and the same seed."
+        )
+
+    def _refuse(self, error: Exception) -> None:
+        """Let the other ranks know that this one cannot run the pass."""
+        status = NO_ROOM if isinstance(error, PlanInfeasibleError) else FAILED
+        try:
+            self._channel.gather((status, 0))
+            self._channel.gather_texts(_text(error))
+        except RankError as lost:
+            self._leave(lost)
+
+    def _leave(self, error: BaseException) -> RankError:
+        """Close the connections after an error; return the error that says whose it was."""
+        if not isinstance(error, RankError):
+            self._channel.post(_text(error))
+            self._left = f"This rank failed in the middle of a pass: {_text(error)}."
+        else:
+            posted = self._channel.posted()
+            self._left = _of_ranks(posted) if posted else f"A pass ended in the middle: {error}"
+        self._channel.leave()
+        return RankError(self._left)
+
+    def with_link(
+        self, profile: HardwareProfile, where: torch.device, scratch_bytes: int
+    ) -> HardwareProfile:
+        """Measure the link together with the other ranks; :class:`Ranks` describes it."""
+        rate, latency_ns = self._channel.measure_link(where, min(LINK_BYTES, scratch_bytes))
+        return replace(profile, rank_bytes_per_s=rate, rank_latency_ns=latency_ns)
+
+
+def differences(facts: Sequence[dict[str, Any]]) -> str:
+    """Say in words which facts the ranks do not have in common.
+
+    Args:
+        facts: Of each rank, by name.
+    """
+    names = sorted({name for each in facts for name in each})
+    found = []
+    for name in names:
+        values = [each.get(name) for each in facts]
+        if any(value != values[0] for value in values):
+            ranks = (f"rank {rank} has {value!r}" for rank, value in enumerate(values))
+            found.append(f"The ranks differ in {name}: {', '.join(ranks)}.")
+    return " ".join(found)
+
+
+def _of_ranks(errors: dict[int, str]) -> str:
+    return " ".join(f"Rank {rank} failed: {text}" for rank, text in errors.items())
+
+
+def _text(error: BaseException) -> str:
+    text = str(error) if isinstance(error, FinepageError) else repr(error)
+    return text.strip()
+
+
+def _digest(args: Sequence[Any]) -> str:
+    """Return a digest of the integer tensors of a call: tokens, positions."""
+    found = hashlib.sha256()
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.dtype in (torch.int32, torch.int64):
+            found.update(repr(tuple(arg.shape)).encode())
+            found.update(arg.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+ONE_RANK = Ranks()

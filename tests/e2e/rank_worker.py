@@ -1,0 +1,227 @@
+"""What one rank does in ``test_ranks.py``: writes what it found into a file of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import ds_finepage
+from ds_finepage.errors import FinepageError
+
+RANK = int(os.environ["RANK"])
+MODE, FOLDER = sys.argv[-2:]
+NUM_NEW = 4
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.1,
+}
+LLAMA_SIZES = {**SIZES, "intermediate_size": 384, "num_key_value_heads": 2}
+CUT_OF_MIXTRAL = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.self_attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.self_attn\.o_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA_SIZES, head_dim=32)),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=128)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)),
+}
+FAMILIES = (
+    ("llama", torch.float32),
+    ("qwen3", torch.bfloat16),
+    ("mixtral", torch.float32),
+    ("opt", torch.bfloat16),
+)
+
+
+def ds_config(*, dtype: torch.dtype = torch.float32, size: int = 2, **changes: Any) -> Any:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "tensor_parallel": {"autotp_size": size, **changes.pop("tensor_parallel", {})},
+        "finepage": {"enabled": True, "device_budget": "70%weights", **changes},
+    }
+
+
+def engine_of(model: torch.nn.Module, config: Any) -> Any:
+    return deepspeed.initialize(model=copy.deepcopy(model), config=config)[0]
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def generated(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    """Return the logits of every step of a generation, and its tokens."""
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(made.logits), made.sequences.tolist()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except FinepageError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused_setups() -> dict[str, str]:
+    """Ask for setups that cannot run; every rank stays in step."""
+    llama = MAKERS["llama"]()
+    budget = "70%weights" if RANK == 0 else "60%weights"
+    asked: dict[str, tuple[Any, Any]] = {
+        "other budgets": (llama, ds_config(device_budget=budget)),
+        "no tensor parallelism": (llama, ds_config(size=1)),
+        "more than there are": (llama, ds_config(size=3)),
+        "cannot be cut": (MAKERS["gpt2"](), ds_config()),
+    }
+    return {name: error_of(partial(engine_of, *each)) for name, each in asked.items()}
+
+
+def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
+    """Run one model by plan under budgets from the least to the whole, beside stock AutoTP."""
+    torch.manual_seed(0)
+    plain = MAKERS[name]().eval().to(dtype)
+    more = {"partition_config": CUT_OF_MIXTRAL} if name == "mixtral" else {}
+    wanted, tokens = generated(plain, prompt())
+    stock = engine_of(plain, ds_config(dtype=dtype, tensor_parallel=more, enabled=False))
+    far, _ = generated(stock.module.eval(), prompt())
+    stock.destroy()
+    engine = engine_of(plain, ds_config(dtype=dtype, tensor_parallel=more))
+    model, handle = engine.module.eval(), ds_finepage.handle_of(engine)
+    found: dict[str, Any] = {"stock": (far - wanted).abs().max().item(), "budgets": {}}
+    for share in (0.7, 0.0, 1.0):
+        least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
+        handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
+        logits, made = generated(model, prompt())
+        distance = (logits - wanted).abs().max().item()
+        found["budgets"][share] = {"distance": distance, "tokens": made == tokens}
+    found["unplanned"] = handle.stats.unplanned_reasons
+    found["num_unplanned"] = handle.stats.num_unplanned_graphs + handle.stats.num_unplanned_modules
+    found["link"] = [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns]
+    if name == "llama":
+        found["share of one rank"] = reloaded(model, handle) / reloaded_by_one_rank(plain)
+    return found, engine
+
+
+def reloaded(model: Any, handle: Any) -> int:
+    """Return what a generation reloads at 70% of the weights, once its plans are there."""
+    handle.replan(budget_bytes=handle.stats.weight_bytes * 7 // 10)
+    generated(model, prompt())
+    before = handle.stats.reloaded_bytes
+    generated(model, prompt())
+    return int(handle.stats.reloaded_bytes - before)
+
+
+def reloaded_by_one_rank(plain: Any) -> int:
+    model = copy.deepcopy(plain)
+    handle = ds_finepage.attach(model, device_budget="1GiB")
+    found = reloaded(model, handle)
+    handle.detach()
+    return found
+
+
+def out_of_step(engine: Any) -> dict[str, str]:
+    """Let one rank do something else: other tokens, no room, and at last an exception."""
+    model, handle = engine.module, ds_finepage.handle_of(engine)
+    found = {"other tokens": error_of(lambda: model(prompt() + RANK))}
+    budget_bytes = handle.stats.budget_bytes
+    if RANK == 1:
+        handle.replan(budget_bytes=1)
+    found["no room"] = error_of(lambda: model(prompt(), use_cache=False))
+    handle.replan(budget_bytes=budget_bytes)
+    found["in step"] = error_of(lambda: model(prompt(), use_cache=False))
+    if RANK == 1:
+        handle.register_op_hook(before=fail_at_the_tenth_task())
+    begin = time.monotonic()
+    try:
+        found["exception"] = error_of(lambda: model(prompt(), use_cache=False))
+    except KeyError as error:
+        found["exception"] = repr(error)
+    found["in time"] = "" if time.monotonic() - begin < 30 else "late"
+    found["afterwards"] = error_of(lambda: model(prompt(), use_cache=False))
+    return found
+
+
+def fail_at_the_tenth_task() -> Callable[..., None]:
+    def before(task: Any, operands: Any) -> None:
+        if task.index == 10:
+            raise KeyError("of the user")
+
+    return before
+
+
+def be_killed() -> None:
+    """Let rank 1 be gone in the middle of a generation; write what rank 0 sees."""
+    engine = engine_of(MAKERS["llama"]().eval(), ds_config())
+
+    def before(task: Any, operands: Any) -> None:
+        if task.index == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the other ranks, too
+    if RANK == 1:
+        ds_finepage.handle_of(engine).register_op_hook(before=before)
+    write({"error": error_of(lambda: generated(engine.module, prompt()))})
+    raise SystemExit(3)
+
+
+def write(found: dict[str, Any]) -> None:
+    (Path(FOLDER) / f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if MODE == "killed":
+        be_killed()
+    deepspeed.init_distributed("gloo")
+    found: dict[str, Any] = {"setups": refused_setups()}
+    for name, dtype in FAMILIES:
+        found[name], engine = run_family(name, dtype)
+    found["out of step"] = out_of_step(engine)
+    write(found)
+
+
+if __name__ == "__main__":
+    main()

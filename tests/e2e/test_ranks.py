@@ -1,0 +1,117 @@
+"""Two ranks on one machine, over gloo: each runs its shard by plan, as ``rank_worker.py`` says."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+SECONDS = 300
+"""A limit for what takes a minute, so that ranks that wait for each other end."""
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def launch(command: list[str], mode: str, folder: Path, environment: dict[str, str]) -> int:
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [*command, str(WORKER), mode, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    if mode == "all":
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.returncode
+
+
+def found_by(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"rank{rank}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launch([*torchrun, "--master_port", free_port()], "all", folder, environment)
+    return [found_by(rank, folder) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3", "mixtral", "opt"))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_shard_runs_by_plan_under_every_budget(
+    ranks: list[dict[str, Any]], rank: int, family: str
+) -> None:
+    found = ranks[rank][family]
+    assert (found["unplanned"], found["num_unplanned"]) == ([], 0)
+    assert min(found["link"]) > 0
+    assert set(found["budgets"]) == {"0.7", "0.0", "1.0"}
+    for each in found["budgets"].values():
+        assert each["tokens"]
+        assert each["distance"] <= 2 * found["stock"]
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_rank_reloads_its_share_of_what_one_rank_reloads(
+    ranks: list[dict[str, Any]], rank: int
+) -> None:
+    assert ranks[rank]["llama"]["share of one rank"] <= 0.52
+
+
+SETUPS = {
+    "other budgets": "RankError: The ranks differ in finepage.device_budget: rank 0 has "
+    "'70%weights', rank 1 has '60%weights'.",
+    "no tensor parallelism": "there are 2, and tensor_parallel.autotp_size is 1. Set it to 2",
+    "more than there are": "there are 2, and tensor_parallel.autotp_size is 3. Set it to 2",
+    "cannot be cut": "AutoTP cannot cut GPT2LMHeadModel over the ranks: ",
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_setup_that_cannot_run_is_refused_on_every_rank(
+    ranks: list[dict[str, Any]], rank: int, setup: str
+) -> None:
+    assert SETUPS[setup] in ranks[rank]["setups"][setup]
+
+
+def test_ranks_that_differ_before_a_pass_stay_in_step(ranks: list[dict[str, Any]]) -> None:
+    for found in (each["out of step"] for each in ranks):
+        assert found["other tokens"].startswith("RankError: The ranks differ in integer inputs: ")
+        assert found["no room"].startswith("PlanInfeasibleError: ")
+        assert found["in step"] == ""
+    assert ranks[0]["out of step"]["no room"].startswith("PlanInfeasibleError: Rank 1 failed: ")
+
+
+def test_an_exception_on_one_rank_ends_the_others(ranks: list[dict[str, Any]]) -> None:
+    own, other = ranks[1]["out of step"], ranks[0]["out of step"]
+    assert own["exception"] == "KeyError('of the user')"
+    assert other["exception"] == "RankError: Rank 1 failed: KeyError('of the user')"
+    assert (own["in time"], other["in time"]) == ("", "")
+    assert "Start all ranks again." in own["afterwards"]
+    assert "Start all ranks again." in other["afterwards"]
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, environment: dict[str, str]) -> None:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    launcher += ["--master_port", free_port(), "--module", "ds_finepage.run"]
+    assert launch(launcher, "killed", tmp_path, environment) != 0
+    error = found_by(0, tmp_path)["error"]
+    assert error.startswith("RankError: A pass ended in the middle: an all-reduce with the other")

@@ -1,0 +1,124 @@
+"""The setups of several ranks: each says what it has, and those that want to compare."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from torch.distributed import HashStore
+
+from ds_finepage.errors import ConfigError, RankError
+from ds_finepage.integrations.deepspeed import ranks
+from ds_finepage.runtime.ranks import ONE_RANK
+
+CONFIG: dict[str, Any] = {
+    "finepage": {"enabled": True, "device_budget": "1GiB"},
+    "tensor_parallel": {"autotp_size": 2},
+}
+
+
+class Two:
+    """A store that two ranks have; rank 0 runs here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = HashStore()
+        self.store.set_timeout(timedelta(milliseconds=20))
+        monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: True)
+        monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+        monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
+        monkeypatch.setattr("ds_finepage._compat.torch._get_default_store", lambda: self.store)
+        monkeypatch.setattr(ranks, "_engines", iter([0, 1]))
+
+    def rank_1_has(self, facts: dict[str, Any], number: int = 0) -> None:
+        self.store.set(f"{ranks.STORE_KEY}/{number}/1", json.dumps(facts))
+
+    def rank_0_has(self, number: int = 0) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.store.get(f"{ranks.STORE_KEY}/{number}/0"))
+        return found
+
+
+@pytest.fixture(name="two")
+def _two(monkeypatch: pytest.MonkeyPatch) -> Two:
+    return Two(monkeypatch)
+
+
+def compare(config: dict[str, Any] = CONFIG) -> None:
+    with ranks.setup_of_all_ranks(config) as setup:
+        setup.wants_others = True
+
+
+def test_the_same_setup_goes_on(two: Two) -> None:
+    two.rank_1_has(ranks.facts_of(CONFIG))
+    compare()
+    two.rank_1_has(ranks.facts_of(CONFIG), number=1)
+    compare()  # of the next engine
+    assert two.rank_0_has() == two.rank_0_has(1) == ranks.facts_of(CONFIG)
+
+
+def test_what_differs_is_named_with_the_ranks(two: Two) -> None:
+    theirs = {"finepage": {"enabled": False}, "tensor_parallel": {"autotp_size": 2}}
+    two.rank_1_has({**ranks.facts_of(theirs), "version of torch": "1.0"})
+    with pytest.raises(RankError) as caught:
+        compare()
+    text = str(caught.value)
+    assert "differ in finepage.enabled: rank 0 has True, rank 1 has False." in text
+    assert "differ in finepage.device_budget: rank 0 has '1GiB', rank 1 has None." in text
+    assert "differ in version of torch: " in text and "rank 1 has '1.0'" in text
+    assert "autotp_size" not in text
+
+
+def test_a_setup_that_another_rank_refuses_is_refused_here(two: Two) -> None:
+    two.rank_1_has({ranks.FAILED: "unknown key"})
+    with pytest.raises(RankError, match="rank 1 refuses its setup: unknown key"):
+        compare()
+
+
+def test_a_rank_that_does_not_come_is_named(two: Two) -> None:
+    with pytest.raises(RankError, match="rank 1 has not come: .* must import ds_finepage"):
+        compare()
+
+
+def test_the_others_learn_of_a_refusal_here(two: Two) -> None:
+    with pytest.raises(ConfigError), ranks.setup_of_all_ranks(CONFIG):
+        raise ConfigError("unknown key")
+    assert two.rank_0_has() == {ranks.FAILED: "unknown key"}
+
+
+def test_a_stock_engine_waits_for_nobody_and_says_what_it_has(two: Two) -> None:
+    with ranks.setup_of_all_ranks({}):
+        pass
+    assert two.rank_0_has()["tensor_parallel.autotp_size"] == 1
+
+
+@pytest.mark.parametrize("name", ["is_initialized", "get_world_size"])
+def test_one_rank_needs_no_store(two: Two, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(f"deepspeed.comm.{name}", lambda: name == "get_world_size")
+    compare()
+    assert two.store.num_keys() == 0
+
+
+def test_one_rank_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
+    assert ranks.ranks_of_model() is ONE_RANK
+
+
+def test_several_ranks_are_those_of_the_tensor_parallel_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from types import SimpleNamespace
+
+    from deepspeed.utils import groups
+
+    from ds_finepage.execution import rank_channel
+
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    monkeypatch.setattr(rank_channel, "RankChannel", lambda group: ["channel of", group])
+    group = SimpleNamespace(group_name="seven")
+    monkeypatch.setattr(groups, "get_tensor_model_parallel_group", lambda: group)
+    found: Any = ranks.ranks_of_model()
+    assert found._channel == ["channel of", "seven"]
