@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ds_finepage._compat.torch import free_symbols
-from ds_finepage.capture.recorder import BufferChangedError
 from ds_finepage.capture.collectives import put_in_collectives
+from ds_finepage.capture.recorder import BufferChangedError
 
 
 class DynamoGraph:

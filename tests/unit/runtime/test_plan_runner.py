@@ -14,8 +14,8 @@ import torch
 from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
 from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import PassCounters
-from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.graph.collectives import order_of
+from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.passes import Pass
