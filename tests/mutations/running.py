@@ -298,7 +298,7 @@ RUNNING = (
     mutant(
         "scales-are-never-fitted",
         "packing/form.py",
-        "scale = torch.where(spread > 0, slope, scale)",
+        "scale = torch.where(spread > 0, slope / spread, scale)",
         "pass",
         "unit/packing/test_form.py",
     ),
