@@ -403,8 +403,8 @@ MOVING = (
     mutant(
         "a-full-disk-ends-a-load",
         "integrations/deepspeed/packed_files.py",
-        '        except OSError as error:\n            logger.warning("packed weights are not kept for the next start: %s", error)\n        finally:',
-        "        finally:",
+        "except OSError as error:\n            logger",
+        "except ZeroDivisionError as error:\n            logger",
         PACKED_LOADING,
     ),
     mutant(
