@@ -22,8 +22,9 @@ from ds_finepage.errors import ConfigError
 ELEMENTS_AT_ONCE = 1 << 20
 """Weights that are packed together, in float32, so that packing a large matrix takes little."""
 
-SHRINKS = (1.0, 0.94, 0.88, 0.82)
-"""Ranges to begin with, as shares of the range of a group's weights; the rest is clipped."""
+RANGES = {4: (1.0, 0.94, 0.88, 0.82), 8: (1.01, 1.0, 0.99)}
+"""Bits -> ranges to begin with, as shares of the range of a group's weights. What is beyond such a
+range is clipped, which pays where numbers are few."""
 
 NUM_FITS = 3
 """How often scale and minimum are fitted to the numbers, and the numbers to them."""
@@ -74,11 +75,6 @@ class PackedForm:
     def name(self) -> str:
         """The name without the group: "int4" or "int8"."""
         return f"int{self.bits}"
-
-    @property
-    def top(self) -> int:
-        """The largest number."""
-        return int((1 << self.bits) - 1)
 
     def require(self, shape: tuple[int, ...], name: str = "a weight") -> None:
         """Refuse a shape that cannot be packed.
@@ -147,7 +143,7 @@ def pack(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Pack
         rows = weight[begin : begin + step].float().unflatten(1, (-1, form.group))
         if not rows.isfinite().all():
             raise ConfigError(f"{name} has values that are not finite, so it cannot be packed.")
-        numbers, scales, minima = _fit(rows, form.top, weight.dtype)
+        numbers, scales, minima = _fit(rows, form.bits, weight.dtype)
         packed.numbers[begin : begin + step] = _joined(numbers, form).flatten(1)
         packed.scales[begin : begin + step] = scales
         packed.minima[begin : begin + step] = minima
@@ -184,7 +180,7 @@ def _joined(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
 
 
 def _fit(
-    rows: torch.Tensor, top: int, dtype: torch.dtype
+    rows: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find numbers, scales and minima with a small squared error for each group.
 
@@ -194,15 +190,15 @@ def _fit(
 
     Args:
         rows: Weights, (rows, groups, group) in float32.
-        top: The largest number.
+        bits: Of a number.
         dtype: Of scales and minima.
     """
+    top = (1 << bits) - 1
     low, high = rows.aminmax(dim=-1, keepdim=True)
     mean = rows.mean(-1, keepdim=True)
     best, least = (rows, low, low), torch.full_like(low, torch.inf)
-    for shrink in SHRINKS:
-        margin = (high - low) * (1 - shrink) / 2
-        scale, minimum = (high - low) * shrink / top, low + margin
+    for share in RANGES[bits]:
+        scale, minimum = (high - low) * share / top, low + (high - low) * (1 - share) / 2
         for _ in range(NUM_FITS):
             scale = _rounded(scale.clamp(min=torch.finfo(dtype).tiny), dtype)
             minimum = _rounded(minimum, dtype)

@@ -1,0 +1,125 @@
+"""Models whose weights are packed: equal to the same packed model in plain transformers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finepage.api import attach
+from ds_finepage.errors import ConfigError
+from ds_finepage.execution.measure import estimate_workspaces
+from ds_finepage.graph.taskgraph import BufferKind
+from ds_finepage.packing import op
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.linear import PackedLinear
+from ds_finepage.packing.model import pack_model
+from tests.integration.families import DTYPES, make_model, tiny, token_ids
+from tests.integration.parity import same_at_every_budget
+
+FORMS = {name: PackedForm.parse(name) for name in ("int4", "int8")}
+NUM_LAYERS = {"llama": 7, "qwen3": 7, "gemma": 7, "mixtral": 4, "gpt2": 4}
+PROMPT = token_ids(7)
+
+
+def results(model: Any) -> list[torch.Tensor]:
+    """Return the tokens of a generation, and the logits of each."""
+    found = model.generate(
+        PROMPT,
+        max_new_tokens=3,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return [found.sequences, *found.logits]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", NUM_LAYERS)
+def test_packed_models_are_the_same_at_every_budget(
+    family: str, form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "SLICE_ROWS", 96)  # so that a weight has several slices
+    model = make_model(family, dtype, num_hidden_layers=1)
+    whole_bytes = sum(p.nbytes for p in model.parameters())
+    packed = pack_model(model, FORMS[form])
+    assert len(packed) == NUM_LAYERS[family]
+    packed_bytes = sum(p.nbytes for p in model.parameters())
+    stats = same_at_every_budget(model, lambda: results(model))
+    assert stats.weight_bytes == packed_bytes < whole_bytes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_key_packs_a_model_and_leaves_it_packed(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    model = make_model("llama")
+    same = copy.deepcopy(model)
+    pack_model(same, PackedForm.parse(form, 32))
+    plain = results(same)
+    with caplog.at_level(logging.WARNING):
+        handle = attach(
+            model, device_budget="90%weights", device="cpu", weights=form, weights_group=32
+        )
+    said = [r.getMessage() for r in caplog.records if "quantised model" in r.getMessage()]
+    assert said == [
+        f"the linear layers of LlamaForCausalLM are packed as {form} in groups of 32: results are "
+        "those of the quantised model"
+    ]
+    assert all(map(torch.equal, results(model), plain))
+    stats = handle.stats
+    assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
+    assert stats.weight_bytes == sum(p.nbytes for p in same.parameters())
+    handle.detach()
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
+    assert all(map(torch.equal, results(model), plain))
+
+
+def test_a_product_is_one_task_that_writes_into_place() -> None:
+    torch._dynamo.reset()
+    model = tiny()
+    handle = attach(model, device_budget="1GiB", device="cpu", weights="int4", weights_group=16)
+    with torch.no_grad():
+        model(torch.ones(3, 16))
+    stats = handle.stats
+    handle.replan(budget_bytes=stats.min_budget_bytes)
+    with torch.no_grad():
+        model(torch.ones(3, 16))
+    ((memgraph, _),) = handle.plans()
+    products = [t for t in memgraph.graph.tasks if t.op == op.PACKED_LINEAR]
+    assert [t.flops for t in products] == [2 * 3 * 16 * 32] * 2
+    kinds = [memgraph.graph.buffers[b].kind for b in products[0].reads]
+    assert kinds.count(BufferKind.WEIGHT) == 4
+    estimated = estimate_workspaces(memgraph.graph)
+    for measured, known in zip(memgraph.graph.tasks, estimated.tasks, strict=True):
+        if measured.op == op.PACKED_LINEAR:
+            # A slice, and a byte or two for the constants of its bit operations: no result.
+            assert 0 <= measured.workspace_bytes - known.workspace_bytes < 16
+            assert known.workspace_bytes == 32 * 16 * 4 + 32 * 8
+    handle.detach()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": "int4"}, r"0.weight has rows of 16, which groups of 64 do not divide"),
+        ({"weights": "int5"}, "'int5' is unknown"),
+        ({"weights": "int8", "weights_group": 7}, "7 is odd"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_stays_as_it_is(
+    settings: dict[str, Any], message: str
+) -> None:
+    model = tiny()
+    x = torch.ones(2, 16)
+    expected = model(x)
+    with pytest.raises(ConfigError, match=message):
+        attach(model, device="cpu", **settings)
+    assert not any(isinstance(m, PackedLinear) for m in model.modules())
+    assert torch.equal(model(x), expected)
