@@ -124,6 +124,19 @@ def test_the_function_plans_packed_weights_too(model: str) -> None:
     assert planned.figures.weights == "int8, group 128"
 
 
+def test_four_bits_reload_at_most_three_tenths_under_the_same_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nearly all weights are packed: one takes 4.5 bits, with its scale and minimum."""
+    model = str(small_model(tmp_path, num_hidden_layers=32, vocab_size=100))
+    command = [*commands(model)["plan"], "--device-budget", "15%weights", "--seq", "8"]
+    plain, packed = (
+        found(capsys, *command, "--no-split", "--weights", form)["reloaded_bytes"]
+        for form in ("bf16", "int4")
+    )
+    assert 0.28 * plain < packed <= 0.3 * plain
+
+
 # Several forms in one table.
 
 
