@@ -223,6 +223,20 @@ RUNNING = (
         "unit/integrations/test_preflight.py",
     ),
     mutant(
+        "a-generation-beside-another-forgets-its-beams",
+        "runtime/kv_offload.py",
+        "is_reordered = use.is_reordered or self.use.is_reordered",
+        "is_reordered = self.use.is_reordered",
+        "unit/runtime/test_kv_offload.py",
+    ),
+    mutant(
+        "rows-in-host-memory-count-as-live-tensors",
+        "integrations/transformers/handed_out.py",
+        "if isinstance(layer, RoomLayer):\n                rows +=",
+        "if True:\n                rows +=",
+        ROOM,
+    ),
+    mutant(
         "rows-that-a-pass-replaces-count-beside-their-copy",
         "planning/budget.py",
         "whole = max(made) - sum(given) if made else",
