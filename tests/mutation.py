@@ -35,6 +35,7 @@ from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.planning import PLANNING
 from tests.mutations.predicting import PREDICTING
+from tests.mutations.ranks import OF_RANKS
 from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
@@ -47,6 +48,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *CHECKING,
     *RUNNING,
     *RUNTIME,
+    *OF_RANKS,
     *AROUND,
     *MOVING,
     *COMPARING,
