@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,16 +210,8 @@ def attach(
         undo.callback(apart.restore)
         weights, buffers = _weights_and_buffers(module, take, where)
         budget_bytes = resolve_budget(config, weights.nbytes, where)
-        scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
         try:
-            rates = profile or probe(where, scratch_bytes=scratch_bytes)
-            run_settings = RunSettings(
-                config=config,
-                device=where,
-                budget_bytes=budget_bytes,
-                profile=ranks.with_link(rates, where, scratch_bytes),
-                plan_dir=plan_dir,
-            )
+            run_settings = _run_settings(config, where, budget_bytes, profile, ranks, plan_dir)
             handle = Handle(
                 module,
                 weights,
@@ -252,6 +245,26 @@ def _pack(module: torch.nn.Module, form: PackedForm) -> None:
         type(module).__name__,
         form.name,
         form.group,
+    )
+
+
+def _run_settings(
+    config: FinepageConfig,
+    where: torch.device,
+    budget_bytes: int,
+    profile: HardwareProfile | None,
+    ranks: Ranks,
+    plan_dir: Path | None,
+) -> RunSettings:
+    """Return everything that the user decides, with the rates to plan with."""
+    scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
+    rates = profile or probe(where, scratch_bytes=scratch_bytes)
+    return RunSettings(
+        config=config,
+        device=where,
+        budget_bytes=budget_bytes,
+        profile=ranks.with_link(rates, where, scratch_bytes),
+        plan_dir=plan_dir,
     )
 
 

@@ -36,6 +36,7 @@ from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.packed import PACKED
 from tests.mutations.planning import PLANNING
 from tests.mutations.predicting import PREDICTING
+from tests.mutations.ranks import OF_RANKS
 from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
@@ -48,6 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *CHECKING,
     *RUNNING,
     *RUNTIME,
+    *OF_RANKS,
     *AROUND,
     *MOVING,
     *COMPARING,

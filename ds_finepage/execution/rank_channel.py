@@ -1,4 +1,4 @@
-"""What the ranks of a model say to each other beside its collectives.
+"""Lets the ranks of a model talk to each other beside its collectives.
 
 Numbers and texts go over a gloo group of their own, so that they need no device. An error of one
 rank goes into the store that the process group was made with. Other ranks find it there after

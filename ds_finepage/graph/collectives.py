@@ -27,11 +27,11 @@ def is_collective(task: Task) -> bool:
     return task.op in COLLECTIVES
 
 
-def ring_of(graph: TaskGraph, task: Task) -> tuple[int, int]:
-    """Return the steps of a collective on a ring of ranks, and the bytes that a rank sends in all.
+def traffic_of(graph: TaskGraph, task: Task) -> tuple[int, int]:
+    """Return the steps of a collective, and the bytes that a rank sends in all of them.
 
-    A rank sends one n-th of the result in each step: n - 1 times to gather it, and as often to add
-    it up before that.
+    Each rank sends to the next one, in a circle: in each step one n-th of the result, n - 1 times
+    to gather it, and as often to add it up before that.
     """
     num_ranks = int(task.args[-1])
     result = graph.tensors[next(refs(task.args)).tensor]

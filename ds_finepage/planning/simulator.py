@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.graph.collectives import is_collective, ring_of
+from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
@@ -86,8 +86,8 @@ class Costs:
         return max(flops.ns(task.flops), self._memory.ns(task.moved_bytes), self._launch_ns)
 
     def _collective_ns(self, graph: TaskGraph, task: Task) -> int:
-        """Return the time of a collective on a ring: of its steps, and of the bytes it sends."""
-        num_steps, nbytes = ring_of(graph, task)
+        """Return the time of a collective: of its steps, and of the bytes that a rank sends."""
+        num_steps, nbytes = traffic_of(graph, task)
         sent_ns = 0 if self._ranks is None else self._ranks.ns(nbytes)
         own_ns = max(self._memory.ns(task.moved_bytes), self._launch_ns)
         return max(num_steps * self._rank_latency_ns + sent_ns, own_ns)

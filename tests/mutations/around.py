@@ -85,8 +85,8 @@ AROUND = (
     mutant(
         "stock-engines-are-refused-too",
         "integrations/deepspeed/seam.py",
-        "    if config.enabled:\n        refuse",
-        "    if True:\n        refuse",
+        "        if config.enabled:\n            refuse",
+        "        if True:\n            refuse",
         SEAM,
     ),
     mutant(

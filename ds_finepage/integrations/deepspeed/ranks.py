@@ -25,7 +25,7 @@ _engines = itertools.count()
 
 
 class Setup:
-    """What one rank knows about the setup of all.
+    """The setup of one rank, on its way to be compared.
 
     Attributes:
         wants_others: This rank waits until every other rank has come, and compares.
@@ -126,7 +126,7 @@ def ranks_of_model() -> Ranks:
     """Return the ranks that a model is cut over; every rank has to call this."""
     from deepspeed import comm
 
-    if comm.get_world_size() == 1:
+    if not comm.is_initialized() or comm.get_world_size() == 1:
         return ONE_RANK
     from deepspeed.utils import groups
 

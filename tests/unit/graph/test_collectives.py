@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ds_finepage.graph.collectives import ALL_GATHER, ALL_REDUCE, is_collective, order_of, ring_of
+from ds_finepage.graph.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    is_collective,
+    order_of,
+    traffic_of,
+)
 from ds_finepage.graph.taskgraph import (
     Buffer,
     BufferKind,
@@ -27,16 +33,16 @@ def graph_of(*ops: str, rows: int = 4, group: str = "0", dtype: str = "float32")
 
 
 @pytest.mark.parametrize(("op", "steps"), [(ALL_REDUCE, 6), (ALL_GATHER, 3)])
-def test_each_step_on_a_ring_sends_a_share_of_the_result(op: str, steps: int) -> None:
+def test_each_step_sends_a_share_of_the_result(op: str, steps: int) -> None:
     graph = graph_of(op)
-    assert ring_of(graph, graph.tasks[0]) == (steps, steps * 32)
+    assert traffic_of(graph, graph.tasks[0]) == (steps, steps * 32)
     graph = graph_of(op, dtype="int64")
-    assert ring_of(graph, graph.tasks[0]) == (steps, steps * 64)
+    assert traffic_of(graph, graph.tasks[0]) == (steps, steps * 64)
 
 
 def test_a_share_is_rounded_up() -> None:
     graph = graph_of(ALL_GATHER, dtype="float8_e4m3fn", rows=1)
-    assert ring_of(graph, graph.tasks[0]) == (3, 6)
+    assert traffic_of(graph, graph.tasks[0]) == (3, 6)
 
 
 def test_only_tasks_that_wait_for_other_ranks_are_collectives() -> None:

@@ -89,7 +89,7 @@ def test_the_others_learn_of_a_refusal_here(two: Two) -> None:
     assert two.rank_0_has() == {ranks.FAILED: "unknown key"}
 
 
-def test_a_stock_engine_waits_for_nobody_and_says_what_it_has(two: Two) -> None:
+def test_a_stock_engine_waits_for_no_other_and_says_what_it_has(two: Two) -> None:
     with ranks.setup_of_all_ranks({}):
         pass
     assert two.rank_0_has()["tensor_parallel.autotp_size"] == 1
@@ -102,8 +102,10 @@ def test_one_rank_needs_no_store(two: Two, monkeypatch: pytest.MonkeyPatch, name
     assert two.store.num_keys() == 0
 
 
-def test_one_rank_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_one_rank_is_alone(monkeypatch: pytest.MonkeyPatch, is_initialized: bool) -> None:
+    monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: is_initialized)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1 if is_initialized else 2)
     assert ranks.ranks_of_model() is ONE_RANK
 
 
@@ -116,6 +118,7 @@ def test_several_ranks_are_those_of_the_tensor_parallel_group(
 
     from ds_finepage.execution import rank_channel
 
+    monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: True)
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
     monkeypatch.setattr(rank_channel, "RankChannel", lambda group: ["channel of", group])
     group = SimpleNamespace(group_name="seven")

@@ -1,4 +1,4 @@
-"""The time of a collective: worked out on paper for a ring of ranks."""
+"""The time of a collective: worked out on paper for ranks in a circle."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_a_rank_that_is_gone_without_a_word_ends_the_others() -> None:
     assert str(theirs) == "A pass ended in the middle: another rank is gone: cut"
 
 
-def test_a_refusal_that_reaches_nobody_is_still_the_error() -> None:
+def test_a_refusal_that_reaches_no_rank_is_still_the_error() -> None:
     no_room = PlanInfeasibleError("needs more")
 
     def alone(group: RankGroup, channel: OnWire) -> list[Any]:

@@ -1,0 +1,74 @@
+"""Faults of several ranks: their setups, their passes, their collectives."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutant
+
+SEAM = "unit/integrations/test_seam.py"
+RANKS = "unit/runtime/test_ranks.py"
+
+OF_RANKS = (
+    mutant(
+        "ranks-run-different-passes",
+        "runtime/ranks.py",
+        "if all(row == [READY, number] for row in rows):",
+        "if True:",
+        RANKS,
+    ),
+    mutant(
+        "a-rank-fails-without-a-word",
+        "runtime/ranks.py",
+        "        self._channel.leave()",
+        "        self._channel",
+        RANKS,
+    ),
+    mutant(
+        "no-room-on-one-rank-is-an-error-on-the-others",
+        "runtime/ranks.py",
+        "has_room = all(row[0] != NO_ROOM for row in rows)",
+        "has_room = True",
+        RANKS,
+    ),
+    mutant(
+        "one-rank-alone-measures-a-collective",
+        "execution/measure.py",
+        "if is_collective(task):",
+        "if False:",
+        "unit/execution/test_collectives.py",
+    ),
+    mutant(
+        "a-collective-goes-on-after-its-task",
+        "capture/recorder.py",
+        "if func.namespace in NAMESPACES:",
+        "if False:",
+        "unit/capture/test_collectives.py",
+    ),
+    mutant(
+        "collectives-inside-autograd-functions-are-forgotten",
+        "capture/collectives.py",
+        "(m for m in module.modules() if isinstance(m, GraphModule))",
+        "[module]",
+        "unit/capture/test_collectives.py",
+    ),
+    mutant(
+        "setups-of-other-ranks-are-not-awaited",
+        "integrations/deepspeed/seam.py",
+        "setup.wants_others = True",
+        "setup.wants_others = False",
+        SEAM,
+    ),
+    mutant(
+        "a-part-of-the-ranks-may-share-a-model",
+        "integrations/deepspeed/seam.py",
+        "num_ranks > 1 and size != num_ranks",
+        "num_ranks > 1 and size == 1",
+        SEAM,
+    ),
+    mutant(
+        "a-refused-setup-is-kept-from-the-others",
+        "integrations/deepspeed/ranks.py",
+        "ranks.post({FAILED: str(error)})",
+        "ranks",
+        "unit/integrations/test_ranks.py",
+    ),
+)
