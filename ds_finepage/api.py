@@ -203,12 +203,9 @@ def attach(
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
-    if config.weights is not None:
-        _pack(module, PackedForm.parse(config.weights, config.weights_group))
+    _pack(module, config)
     with ExitStack() as undo:
-        apart = TakenApart(module)
-        undo.callback(apart.restore)
-        weights, buffers = _weights_and_buffers(module, take, where)
+        apart, weights, buffers = _taken(module, take, where, undo)
         budget_bytes = resolve_budget(config, weights.nbytes, where)
         try:
             run_settings = _run_settings(config, where, budget_bytes, profile, ranks, plan_dir)
@@ -228,16 +225,22 @@ def attach(
         return handle
 
 
-def _weights_and_buffers(
-    module: torch.nn.Module, take: TakeWeights, where: torch.device
-) -> tuple[WeightTable, LargeBuffers]:
+def _taken(
+    module: torch.nn.Module, take: TakeWeights, where: torch.device, undo: ExitStack
+) -> tuple[TakenApart, WeightTable, LargeBuffers]:
+    """Take the weights of a module; ``undo`` puts those together that are taken apart."""
+    apart = TakenApart(module)
+    undo.callback(apart.restore)
     parameters = take(dict(module.named_parameters()), where)
     buffers = LargeBuffers(module, where)
     large = take(buffers.find(weight.master for weight in parameters), where)
-    return WeightTable([*parameters, *large], where), buffers
+    return apart, WeightTable([*parameters, *large], where), buffers
 
 
-def _pack(module: torch.nn.Module, form: PackedForm) -> None:
+def _pack(module: torch.nn.Module, config: FinepageConfig) -> None:
+    if config.weights is None:
+        return
+    form = PackedForm.parse(config.weights, config.weights_group)
     pack_model(module, form)
     logger.warning(
         "the linear layers of %s are packed as %s in groups of %d: results are those of the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -29,6 +29,11 @@ def size_of(value: int | torch.SymInt) -> Size:
 def sizes_of(values: Sequence[int | torch.SymInt]) -> tuple[Any, ...]:
     """Return several sizes; see :func:`size_of`."""
     return tuple(map(size_of, values))
+
+
+def symbols_of(sizes: Iterable[Size]) -> frozenset[str]:
+    """Return the names of the symbols that any of some sizes depends on."""
+    return frozenset(str(s) for e in set(sizes) if not isinstance(e, int) for s in e.free_symbols)
 
 
 def with_known_shapes(op: Any, args: Sequence[Any]) -> Sequence[Any]:

@@ -13,7 +13,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from ds_finepage._compat.torch import (
 )
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
-from ds_finepage.capture.lengths import Size, size_of
+from ds_finepage.capture.lengths import Size, size_of, symbols_of
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.capture.recorder import BufferChangedError, Recorder, finish
 from ds_finepage.errors import CaptureError
@@ -159,7 +159,7 @@ class Recording:
         sizes: list[Size] = [buffer.nbytes for buffer in self.recorder.buffers]
         for view in self.recorder.tensors:
             sizes += (*view.shape, *view.stride, view.offset)
-        return _symbols_of(sizes)
+        return symbols_of(sizes)
 
     def only_deciding(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return those of the sizes that a plan depends on."""
@@ -169,7 +169,7 @@ class Recording:
     def capacities(self) -> frozenset[str]:
         """The symbols that a state is as large as: it has room for rows that come later."""
         buffers = self.recorder.buffers
-        return _symbols_of(b.nbytes for b in buffers if b.kind is BufferKind.INPUT and b.is_written)
+        return symbols_of(b.nbytes for b in buffers if b.kind is BufferKind.INPUT and b.is_written)
 
     def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
         """Return the sizes to plan for; symbols that are but counted with stay as they are.
@@ -375,10 +375,6 @@ def _qualified_name(path: str) -> str:
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     path = re.sub(r"^L\.self\.?|^L\.\w+\.?", "", path)
     return path.replace("_modules.", "").replace("._modules", "").strip(".")
-
-
-def _symbols_of(sizes: Iterable[Size]) -> frozenset[str]:
-    return frozenset(str(s) for e in set(sizes) if not isinstance(e, int) for s in e.free_symbols)
 
 
 def _most(most: int, holds: Callable[[int], bool]) -> int:
