@@ -50,7 +50,7 @@ RUNNING = (
     mutant(
         "a-refused-attach-leaves-subclasses-apart",
         "api.py",
-        "        undo.callback(apart.restore)\n",
+        "    undo.callback(apart.restore)\n",
         "",
         "integration/test_taken_apart.py",
     ),
