@@ -196,8 +196,7 @@ def attach(
         ConfigError: A setting or the device cannot be used, the budget is above the device, or the
             model cannot be packed.
         StoreError: A parameter has no data, or is a subclass that cannot be taken apart.
-        DeviceMemoryError: The device has no room for the budget; the module is as it was, or
-            packed.
+        DeviceMemoryError: The device has no room for the budget; the module is as it was or packed.
     """
     if not isinstance(config, FinepageConfig):
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
