@@ -85,11 +85,7 @@ class HorizonPlanner:
         self._streamed = streamed
         self._pinned = pinned
         self._copies_clean = copies_clean
-        touched = {b for task in graph.tasks for b in task.touches}
-        # Weights that are being unpacked and leave no room for another one as large.
-        self._unpacked = frozenset(
-            b for b in unpacked_buffers(graph) & touched if 2 * self._size(b) > arena_bytes
-        )
+        self._unpacked = _large_unpacked_weights(problem)
         self._blocks = BlockList(arena_bytes)
         self._builder = MemGraphBuilder(graph, policy, arena_bytes, problem.alignment)
         for residency in problem.entry:
@@ -261,10 +257,8 @@ class HorizonPlanner:
         """Move a task's own buffers, because the missing ones do not fit between them.
 
         All buffers that are not pinned are evicted, and the task's are placed side by side. They
-        fit if the working set does. The published algorithm does not cover this case.
-
-        A large weight that is being unpacked is placed first, and then stays there: what it is made
-        from is smaller than a copy of it.
+        fit if the working set does. The published algorithm does not cover this case. A large
+        weight that is being unpacked is placed first, and then stays there.
         """
         own = self._graph.paged(task)
         offset = 0
@@ -275,8 +269,7 @@ class HorizonPlanner:
                 offset = self._size(block.buffer)
             else:
                 self._evict(block.buffer)
-        ends = (b.offset for b in self._blocks if b.buffer is not None and b.offset >= offset)
-        end = min(ends, default=None)
+        end = min((b.offset for b in self._blocks if b.buffer in self._pinned), default=None)
         missing = self._outputs(task) if only_outputs else self._missing(task)
         for buffer in sorted(missing, key=lambda b: b not in self._unpacked):
             extent = Extent(offset, self._size(buffer))
@@ -305,6 +298,13 @@ class HorizonPlanner:
                 self._blocks.free(buffer, self._builder.drop(buffer))
                 freed = True
         return freed
+
+
+def _large_unpacked_weights(problem: Problem) -> frozenset[int]:
+    """Return the weights that are unpacked slice by slice and take more than half of the arena."""
+    touched = {b for task in problem.graph.tasks for b in task.touches}
+    found = unpacked_buffers(problem.graph) & touched
+    return frozenset(b for b in found if 2 * problem.size(b) > problem.arena_bytes)
 
 
 def plan_horizon(problem: Problem) -> MemGraph:

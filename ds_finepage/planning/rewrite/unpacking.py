@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Ref, Task, TaskGraph, TensorView
 from ds_finepage.graph.unpacking import GATHERING_OPS, packet_of, unpacked_buffers, unpacks
+from ds_finepage.planning.rewrite.clones import Clone, insert_clones
 from ds_finepage.planning.rewrite.split import (
     Divisible,
     SliceWriter,
@@ -90,6 +92,7 @@ def unpack_by_rows(graph: TaskGraph, *, cuts_products: bool) -> TaskGraph:
     Returns:
         The taskgraph; ``graph`` itself if it unpacks nothing, or is cut already.
     """
+    graph = _unpacked_again(graph)
     found = {u.place: u for u in _unpackings(graph, cuts_products=cuts_products)}
     if not found:
         return graph
@@ -172,16 +175,27 @@ def _append_slice(
     )
 
 
+def _unpacked_again(graph: TaskGraph) -> TaskGraph:
+    """Unpack a weight once more for a use behind the unpacking of another one.
+
+    Otherwise it would be held in between, or go to host memory, and it is larger than what it is
+    made from.
+    """
+    finder = _Finder.of(graph)
+    users = {b: found for b in finder.makers if (found := finder.users(b))}
+    begins = sorted(finder.makers[b].index for b in users)
+    clones = [
+        Clone(buffer, begin, end, finder.steps_of(buffer))
+        for buffer, found in users.items()
+        for begin, end in pairwise(found)
+        if bisect_left(begins, end) > bisect_right(begins, begin)
+    ]
+    return insert_clones(graph, sorted(clones, key=lambda c: (c.end, c.buffer)))
+
+
 def _unpackings(graph: TaskGraph, *, cuts_products: bool) -> Iterator[_Unpacking]:
     """Find the unpackings that can be cut; none of them share a task."""
-    unpacked = unpacked_buffers(graph)
-    if not unpacked:
-        return
-    makers: dict[int, list[Task]] = {}
-    for task in graph.tasks:
-        for buffer in (*task.writes, *task.touches):
-            makers.setdefault(buffer, []).append(task)
-    finder = _Finder(graph, {b: makers[b][0] for b in unpacked if len(makers[b]) == 1})
+    finder = _Finder.of(graph)
     for target in sorted(finder.makers, key=lambda b: finder.makers[b].index):
         found = finder.find(target, cuts_products=cuts_products)
         if found is not None:
@@ -199,6 +213,29 @@ class _Finder:
         self._graph = graph
         self.makers = {b: task for b, task in makers.items() if task.writes and unpacks(task)}
         self._steps = {task.index for task in self.makers.values()}
+
+    @classmethod
+    def of(cls, graph: TaskGraph) -> _Finder:
+        """Look for the makers in a pass."""
+        unpacked = unpacked_buffers(graph)
+        makers: dict[int, list[Task]] = {b: [] for b in unpacked}
+        for task in graph.tasks if unpacked else ():
+            for buffer in unpacked.intersection((*task.writes, *task.touches)):
+                makers[buffer].append(task)
+        return cls(graph, {b: tasks[0] for b, tasks in makers.items() if len(tasks) == 1})
+
+    def users(self, buffer: int) -> list[int]:
+        """Return the tasks that use a buffer, and are no steps of an unpacking."""
+        return [t for t in self._graph.uses[buffer] if t not in self._steps]
+
+    def steps_of(self, buffer: int) -> tuple[int, ...]:
+        """Return all tasks that make a buffer from weights, in order."""
+        waiting, found = [buffer], set[int]()
+        while waiting:
+            maker = self.makers[waiting.pop()]
+            found.add(maker.index)
+            waiting += [b for b in maker.reads if b in self.makers]
+        return tuple(sorted(found))
 
     def find(self, target: int, *, cuts_products: bool) -> _Unpacking | None:
         """Return the unpacking that makes a buffer; None if it is only a step, or cannot be cut."""
