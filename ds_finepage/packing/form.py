@@ -22,11 +22,12 @@ from ds_finepage.errors import ConfigError
 ELEMENTS_AT_ONCE = 1 << 18
 """Weights that are packed together, in float32, so that packing a large matrix takes little."""
 
-SHRINKS = (1.0, 0.94, 0.88, 0.82)
-"""Ranges to begin with, as shares of the range of a group's weights; the rest is clipped."""
+RANGES = {4: (1.0, 0.94, 0.88, 0.82), 8: (1.01, 1.0, 0.99)}
+"""Bits -> ranges to begin with, as shares of the range of a group's weights. What is beyond such a
+range is clipped, which pays where numbers are few."""
 
-NUM_FITS = 3
-"""How often scale and minimum are fitted to the numbers, and the numbers to them."""
+NUM_FITS = {4: 6, 8: 3}
+"""Bits -> how often scale and minimum are fitted to the numbers, and the numbers to them."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,6 @@ class PackedForm:
     def name(self) -> str:
         """The name without the group: "int4" or "int8"."""
         return f"int{self.bits}"
-
-    @property
-    def top(self) -> int:
-        """The largest number."""
-        return int((1 << self.bits) - 1)
 
     def require(self, shape: tuple[int, ...], name: str = "a weight") -> None:
         """Refuse a shape that cannot be packed.
@@ -147,7 +143,7 @@ def pack(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Pack
         rows = weight[begin : begin + step].float().unflatten(1, (-1, form.group))
         if not rows.isfinite().all():
             raise ConfigError(f"{name} has values that are not finite, so it cannot be packed.")
-        numbers, scales, minima = _fit(rows, form.top, weight.dtype)
+        numbers, scales, minima = _fit(rows, form.bits, weight.dtype)
         packed.numbers[begin : begin + step] = _joined(numbers, form).flatten(1)
         packed.scales[begin : begin + step] = scales
         packed.minima[begin : begin + step] = minima
@@ -184,7 +180,7 @@ def _joined(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
 
 
 def _fit(
-    rows: torch.Tensor, top: int, dtype: torch.dtype
+    rows: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find numbers, scales and minima with a small squared error for each group.
 
@@ -194,35 +190,41 @@ def _fit(
 
     Args:
         rows: Weights, (rows, groups, group) in float32.
-        top: The largest number.
+        bits: Of a number.
         dtype: Of scales and minima.
     """
+    top = (1 << bits) - 1
     low, high = rows.aminmax(dim=-1, keepdim=True)
     mean = rows.mean(-1, keepdim=True)
-    best, least = (rows, low, low), torch.full_like(low, torch.inf)
-    for shrink in SHRINKS:
-        margin = (high - low) * (1 - shrink) / 2
-        scale, minimum = (high - low) * shrink / top, low + margin
-        for _ in range(NUM_FITS):
+    centred = rows - mean
+    best, least = (low, low), torch.full_like(low, torch.inf)
+    for share in RANGES[bits]:
+        scale, minimum = (high - low) * share / top, low + (high - low) * (1 - share) / 2
+        for _ in range(NUM_FITS[bits]):
             scale = _rounded(scale.clamp(min=torch.finfo(dtype).tiny), dtype)
             minimum = _rounded(minimum, dtype)
-            numbers = ((rows - minimum) / scale).round_().clamp_(0, top)
-            error = (numbers * scale).add_(minimum).sub_(rows).square_().sum(-1, keepdim=True)
+            numbers = _numbers(rows, scale, minimum, top)
+            error = (numbers * scale).add_(minimum).sub_(rows).norm(dim=-1, keepdim=True)
             is_better = error < least
             least = torch.where(is_better, error, least)
             best = (
-                torch.where(is_better, numbers, best[0]),
-                torch.where(is_better, scale, best[1]),
-                torch.where(is_better, minimum, best[2]),
+                torch.where(is_better, scale, best[0]),
+                torch.where(is_better, minimum, best[1]),
             )
             middle = numbers.mean(-1, keepdim=True)
-            numbers -= middle
-            spread = numbers.square().sum(-1, keepdim=True)
-            slope = (numbers * (rows - mean)).sum(-1, keepdim=True) / spread
-            scale = torch.where(spread > 0, slope, scale)
+            slope = (numbers * centred).sum(-1, keepdim=True)
+            spread = numbers.sub_(middle).square_().sum(-1, keepdim=True)
+            scale = torch.where(spread > 0, slope / spread, scale)
             minimum = mean - scale * middle
-    numbers, scales, minima = best
-    return numbers, scales.squeeze(-1), minima.squeeze(-1)
+    scales, minima = best
+    return _numbers(rows, scales, minima, top), scales.squeeze(-1), minima.squeeze(-1)
+
+
+def _numbers(
+    rows: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, top: int
+) -> torch.Tensor:
+    """Return the numbers from 0 to ``top`` that are nearest to weights."""
+    return (rows - minimum).div_(scale).round_().clamp_(0, top)
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,9 @@ from ds_finepage.capture.recording import record
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, Ref, Symbol, Task, TaskGraph
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.linear import PackedLinear
+from ds_finepage.packing.op import packed_linear
 from ds_finepage.planning.policies import plan
 from tests.unit.capture.replay import captured, replay
 
@@ -375,6 +378,16 @@ def test_a_lookup_moves_rows_and_not_the_table() -> None:
     ids = torch.tensor([1, 2])
     graph = captured(lambda t, i: F.embedding(i, t), rows(1000, 4), ids)
     assert only(graph).moved_bytes < 1000
+
+
+def test_a_product_with_a_packed_weight_is_one_task() -> None:
+    layer = PackedLinear.from_linear(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
+    given = (rows(2, 3, 64), layer.numbers, layer.scales, layer.minima)
+    graph = captured(lambda x, n, s, m: packed_linear(x, n, s, m, None, 4, 32), *given)
+    task = only(graph)
+    assert task.flops == 2 * 6 * 64 * 24
+    unpacked, packed = 24 * 64 * 4, 24 * (32 + 2 * 2 * 4)
+    assert task.moved_bytes == 6 * (64 + 24) * 4 + packed + 4 * unpacked
 
 
 # --- replayed, against eager -----------------------------------------------------------------

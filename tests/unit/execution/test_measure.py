@@ -14,6 +14,7 @@ from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import BoundTask
 from ds_finepage.execution.trial import Trial, reach
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
+from ds_finepage.packing.op import PACKED_LINEAR, SLICE_ROWS
 from tests.unit.execution.graphs import ACTIVATION, CONSTANT, INPUT, WEIGHT, Draft
 
 CPU = torch.device("cpu")
@@ -346,6 +347,32 @@ def test_an_estimate_runs_nothing() -> None:
     x = draft.tensor(ACTIVATION, 1 << 40)  # four terabytes that nobody could allocate
     draft.task("aten.neg_.default", x, out=(x,), changes=(x,))
     assert estimate_workspaces(draft.graph()).tasks == draft.graph().tasks
+
+
+def packed_product(bits: int) -> Draft:
+    """Make a product of two rows with a packed weight of 1000 x 128."""
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 2, 128), draft.tensor(ACTIVATION, 2, 1000)
+    numbers = draft.tensor(WEIGHT, 1000, 16 * bits, dtype="uint8")
+    scales, minima = draft.tensor(WEIGHT, 1000, 2), draft.tensor(WEIGHT, 1000, 2)
+    draft.task(PACKED_LINEAR, x, numbers, scales, minima, None, bits, 64, out=(y,))
+    return draft
+
+
+@pytest.mark.parametrize(("bits", "halves"), [(8, 0), (4, 64)])
+def test_a_product_with_a_packed_weight_takes_one_unpacked_slice(bits: int, halves: int) -> None:
+    slice_bytes = SLICE_ROWS * (128 * 4 + halves)
+    graph = packed_product(bits).graph()
+    (estimated,), (task,) = estimate_workspaces(graph).tasks, measured(packed_product(bits))
+    assert estimated.workspace_bytes == slice_bytes
+    assert 0 <= task.workspace_bytes - slice_bytes < 16  # constants of bit operations
+    # Without room for a trial it may have to be copied, or may not.
+    meter = OpMeter(CPU)
+    for found, results in ((meter, 2 * 1000 * 4), (meter.modest(is_modest=True), 0)):
+        (unmeasured,) = found.with_costs(graph, room_bytes=0).tasks
+        assert unmeasured.workspace_bytes == slice_bytes + results
+    meter.with_costs(graph)
+    assert meter.in_place(graph) == {0}
 
 
 # --- CUDA ------------------------------------------------------------------------------------

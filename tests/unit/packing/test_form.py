@@ -36,7 +36,7 @@ def test_unpacked_weights_are_near_the_weights(form: PackedForm, dtype: torch.dt
     groups = given.float().unflatten(1, (-1, form.group))
     low, high = groups.aminmax(dim=-1, keepdim=True)
     # Numbers that are spread evenly between the least and the largest weight of each group.
-    step = (high - low) / form.top
+    step = (high - low) / (2**form.bits - 1)
     even = (groups - low).div(step).round() * step + low - groups
     rounding = mean_square(given.float() * torch.finfo(dtype).eps)
     assert mean_square(found.float() - given.float()) < 0.96 * mean_square(even) + rounding

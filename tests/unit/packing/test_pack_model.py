@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.packing.form import PackedForm
@@ -42,6 +50,16 @@ def test_the_layers_of_gpt2_lie_the_other_way() -> None:
     assert (model.transformer.h[0].mlp.c_fc(x) - expected).abs().max() < 0.01
 
 
+def test_layers_that_transformers_keeps_in_float32_stay() -> None:
+    config = T5Config(
+        d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=32, is_gated_act=False
+    )
+    wrapped = torch.nn.Sequential(T5ForConditionalGeneration(config))
+    packed = pack_model(wrapped, FORM)
+    assert "0.encoder.block.0.layer.1.DenseReluDense.wi" in packed
+    assert not any(name.endswith((".wo", "lm_head")) for name in packed)
+
+
 def test_shared_layers_and_tied_weights_are_packed_once() -> None:
     one, two, three = (torch.nn.Linear(64, 64) for _ in range(3))
     two.weight = one.weight
@@ -75,6 +93,10 @@ def test_a_model_that_is_quantised_already_is_refused() -> None:
     pack_model(model, FORM)
     with pytest.raises(ConfigError, match=r"quantised already: 0 is packed as .*group=32"):
         pack_model(model, PackedForm(8, 32))
+    configured: Any = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    configured.config = SimpleNamespace(quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ConfigError, match="Sequential.config has a quantization_config"):
+        pack_model(configured, FORM)
     integers = torch.nn.Sequential(torch.nn.Linear(64, 8))
     integers[0].weight = torch.nn.Parameter(torch.zeros(8, 64, dtype=torch.int8), False)
     with pytest.raises(ConfigError, match=r"0.weight is a Parameter of torch.int8"):
