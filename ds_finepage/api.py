@@ -177,8 +177,7 @@ def attach(
     Results are then those of the quantised model.
 
     Args:
-        module: Any ``torch.nn.Module``; its parameters and large buffers become host
-            masters.
+        module: Any ``torch.nn.Module``; its weights become host masters.
         config: The ``finepage`` section.
         device: Where to compute; by default the accelerator, if plans can run on it.
         profile: Rates to plan with; by default they are measured now.
@@ -205,10 +204,7 @@ def attach(
     with ExitStack() as undo:
         apart = TakenApart(module)
         undo.callback(apart.restore)
-        parameters = take(dict(module.named_parameters()), where)
-        buffers = LargeBuffers(module, where)
-        large = take(buffers.find(weight.master for weight in parameters), where)
-        weights = WeightTable([*parameters, *large], where)
+        weights, buffers = _weights_and_buffers(module, take, where)
         budget_bytes = resolve_budget(config, weights.nbytes, where)
         scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
         try:
@@ -219,19 +215,21 @@ def attach(
                 profile=profile or probe(where, scratch_bytes=scratch_bytes),
                 plan_dir=plan_dir,
             )
-            handle = Handle(
-                module,
-                weights,
-                run_settings,
-                apart=apart,
-                buffers=buffers,
-                take=take,
-                around_call=around_call,
-            )
+            parts: dict[str, Any] = {"apart": apart, "buffers": buffers, "take": take}
+            handle = Handle(module, weights, run_settings, around_call=around_call, **parts)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
         undo.pop_all()
         return handle
+
+
+def _weights_and_buffers(
+    module: torch.nn.Module, take: TakeWeights, where: torch.device
+) -> tuple[WeightTable, LargeBuffers]:
+    parameters = take(dict(module.named_parameters()), where)
+    buffers = LargeBuffers(module, where)
+    large = take(buffers.find(weight.master for weight in parameters), where)
+    return WeightTable([*parameters, *large], where), buffers
 
 
 def _pack(module: torch.nn.Module, form: PackedForm) -> None:

@@ -290,6 +290,9 @@ class FinepageConfig(_Settings):
         None  # pack linear layers' weights; results are those of the quantised model
     )
     weights_group: Annotated[int, Field(gt=0, multiple_of=2)] = 64  # weights that share a scale
+    weights_dir: Annotated[str, Field(pattern=r"\S")] | None = (
+        None  # folder in which packed weights are kept for the next start
+    )
     debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
     plan_dir: Annotated[str, Field(pattern=r"\S")] | None = (
         None  # folder in which captured taskgraphs and plans are kept as JSON
@@ -331,7 +334,8 @@ class FinepageConfig(_Settings):
 
         Raises:
             ConfigError: Not a mapping, an unknown key or policy (with the nearest known one), or
-                a value of the wrong type or out of range.
+                a value of the wrong type or out of range, or a folder for weights that are not
+                packed.
         """
         if not isinstance(section, Mapping):
             raise ConfigError(
@@ -339,7 +343,13 @@ class FinepageConfig(_Settings):
                 f'{{"enabled": true, "device_budget": "6GiB"}}. Keys: '
                 f"{', '.join(cls.model_fields)}."
             )
-        return cls._read(section, SECTION, {"policies": policies})
+        found = cls._read(section, SECTION, {"policies": policies})
+        if found.weights_dir is not None and found.weights is None:
+            raise ConfigError(
+                f"{SECTION}.weights_dir keeps packed weights, and {SECTION}.weights is not set. "
+                'Set it to "int8" or "int4", or leave out weights_dir.'
+            )
+        return found
 
 
 def section_of(ds_config: Mapping[str, Any]) -> object:

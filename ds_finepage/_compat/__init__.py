@@ -61,6 +61,7 @@ ATTRIBUTES = {
     "_compiled_call_impl": "torch.nn.Module",
     "_config": "deepspeed.runtime.engine.DeepSpeedEngine",
     "_getframe": "sys",
+    "_keep_in_fp32_modules": "transformers.PreTrainedModel",
     "_make_wrapper_subclass": "torch.Tensor",
     "_modules": "torch.nn.Module",
     "_no_gather_coalesced": "deepspeed.runtime.zero.partition_parameters",

@@ -52,13 +52,8 @@ MAX_CONSTANT_BYTES = 1 << 20
 class BufferChangedError(Exception):
     """A graph changes a large buffer, or hands it out, so that it cannot be a weight.
 
-    Attributes:
-        name: Of the buffer.
+    Its one argument is the name of the buffer.
     """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from ds_finepage._compat.torch import (
     tree_map,
 )
 from ds_finepage.errors import FinepageError, StoreError
-from ds_finepage.execution.stores import WeightTable
+from ds_finepage.execution.stores import WeightTable, own_weights
 
 _TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 
@@ -209,7 +209,7 @@ def hook_modules(
     """
     handles = []
     for owner in module.modules():
-        own = weights.own(owner)
+        own = own_weights(owner, weights)
         if own:
             fill = _FillHook(own, weights, on_use, running)
             handles.append(owner.register_forward_pre_hook(fill))

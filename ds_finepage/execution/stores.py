@@ -193,11 +193,6 @@ class WeightTable:
 
     # Buffers.
 
-    def own(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Return the weights that a module itself holds."""
-        held = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-        return [tensor for tensor in held if tensor in self]
-
     def written_buffers(self) -> list[str]:
         """Return the names of buffers that may have been written since the last look."""
         return [s.weight.name for s in self._buffers if s.is_written]
@@ -354,6 +349,12 @@ class WeightTable:
     def unload(self) -> None:
         """Free the copies that :meth:`load_all` made."""
         self.on_device = {}
+
+
+def own_weights(module: torch.nn.Module, weights: WeightTable) -> list[torch.Tensor]:
+    """Return the parameters and buffers that a module itself holds, as far as they are weights."""
+    held = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return [tensor for tensor in held if tensor in weights]
 
 
 def _has_version(tensor: torch.Tensor) -> bool:

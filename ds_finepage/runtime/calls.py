@@ -148,7 +148,7 @@ class CallTaker:
             try:
                 return self._run_graph(module, positions, args)
             except BufferChangedError as error:
-                self._release([error.name])
+                self._release(error.args)
 
     def _run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
         chosen = (id(module), *(id(args[i]) for i in positions))

@@ -23,7 +23,7 @@ from ds_finepage._compat.torch import (
     wrap_inline,
 )
 from ds_finepage.execution.fallback import RunningCall, is_traced
-from ds_finepage.execution.stores import WeightTable
+from ds_finepage.execution.stores import WeightTable, own_weights
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ def entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Modu
     found = [module]
     for part in module.modules():
         # Dynamo's wrapper forwards attributes that are set on it.
-        if part is module or weights.own(part) or isinstance(part, OptimizedModule):
+        if part is module or own_weights(part, weights) or isinstance(part, OptimizedModule):
             continue
-        if any(weights.own(inner) for inner in part.modules()):
+        if any(own_weights(inner, weights) for inner in part.modules()):
             found.append(part)
     return found
 
@@ -65,7 +65,7 @@ def captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[...
         module: The module.
         weights: The weights of the whole model.
     """
-    if weights.own(module) or trace_rules.check(module.forward):
+    if own_weights(module, weights) or trace_rules.check(module.forward):
         return wrap_inline(module._call_impl)
     return module._call_impl
 

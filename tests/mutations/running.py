@@ -70,8 +70,8 @@ RUNNING = (
     mutant(
         "deepspeed-gets-subclasses",
         "integrations/deepspeed/seam.py",
-        "    if config_of(engine).enabled:\n        from ds_finepage.execution.subclasses",
-        "    if False:\n        from ds_finepage.execution.subclasses",
+        "    TakenApart(model)\n",
+        "",
         SEAM,
     ),
     mutant(

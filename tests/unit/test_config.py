@@ -236,6 +236,7 @@ def test_a_whole_section_is_read() -> None:
         "report": "results",
         "weights": "int4",
         "weights_group": 32,
+        "weights_dir": "kept",
     }
     assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
         enabled=True,
@@ -246,6 +247,7 @@ def test_a_whole_section_is_read() -> None:
         report="results",
         weights="int4",
         weights_group=32,
+        weights_dir="kept",
     )
 
 
@@ -303,6 +305,8 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"weights": 4}, r"finepage\.weights: 4 is unknown"),
         ({"weights_group": "64"}, r"finepage\.weights_group: '64' is not a whole number"),
         ({"weights_group": 0}, r"finepage\.weights_group: 0 is not above 0"),
+        ({"weights_dir": "kept"}, r"finepage\.weights_dir keeps packed weights, and"),
+        ({"weights_dir": " ", "weights": "int4"}, "is not a text"),
         ({"weights_group": 33}, r"finepage\.weights_group: 33 is odd"),
     ],
 )

@@ -16,6 +16,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -133,8 +134,8 @@ def _load(
 ) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    if _is_packed(call.arguments["load_config"]):
-        return _load_packed(original, call)
+    if _is_packed(call.arguments.get("load_config")):
+        return _load_packed(modeling_utils, original, call)
     if not is_wanted(modeling_utils):
         return original(*args, **kwargs)
     import deepspeed
@@ -161,28 +162,41 @@ def _load(
 
 def _is_packed(load_config: Any) -> bool:
     """Tell whether a load packs weights, or finds them packed."""
-    quantizer = load_config.hf_quantizer
+    quantizer = getattr(load_config, "hf_quantizer", None)
     return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
 
 
-def _load_packed(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
-    """Run transformers' loading with files that are read tensor by tensor.
+def _load_packed(
+    modeling_utils: ModuleType, original: Callable[..., Any], call: inspect.BoundArguments
+) -> Any:
+    """Run transformers' loading with files that are read tensor by tensor, or with kept weights.
 
     Raises:
-        ConfigError: A weight cannot be packed.
+        ConfigError: A weight cannot be packed, or a kept file is not the one that it should be.
     """
     from ds_finepage.integrations.deepspeed.checkpoint_files import open_file, trim_heap
+    from ds_finepage.integrations.deepspeed.packed_files import PackedFile, merged
 
-    files = call.arguments["checkpoint_files"] or []
-    if call.arguments["state_dict"] is None and all(f.endswith(".safetensors") for f in files):
-        opened = [open_file(file) for file in files]
-        if None not in opened:
-            merged = {name: t for found in opened if found for name, t in found.items()}
-            call.arguments["state_dict"] = merged or None
+    options = call.arguments
+    quantizer, model = options["load_config"].hf_quantizer, options["model"]
+    files = options["checkpoint_files"] or []
+    new: PackedFile | None = None
+    if options["state_dict"] is None and all(file.endswith(".safetensors") for file in files):
+        folder = _active_config(modeling_utils).weights_dir
+        if folder is not None and not quantizer.pre_quantized:
+            form, dtype = quantizer.quantization_config.form, options["load_config"].dtype
+            new = PackedFile(folder, model, files, form, dtype)
+        kept = None if new is None else new.read()
+        if kept is not None:
+            new = None
+            quantizer.expect_packed(model)
+            options["load_config"] = replace(options["load_config"], weight_mapping=[])
+        options["state_dict"] = kept or merged(map(open_file, files))
     result = original(*call.args, **call.kwargs)
-    refusal = call.arguments["load_config"].hf_quantizer.refusal
-    if refusal is not None:
-        raise refusal
+    if quantizer.refusal is not None:
+        raise quantizer.refusal
+    if new is not None:
+        new.write(model)
     trim_heap()
     return result
 
