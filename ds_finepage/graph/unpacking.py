@@ -40,7 +40,7 @@ def unpacks(task: Task) -> bool:
         packet_of(task) in known
         and task.flops == 0
         and len(task.results) == 1
-        and len(task.writes) + len(task.touches) == 1
+        and len(task.writes) < 2
         and not {*task.writes, *task.touches} & {*task.reads}
     )
 
@@ -64,10 +64,11 @@ def unpacked_buffers(graph: TaskGraph) -> frozenset[int]:
     for task in graph.tasks:
         if not unpacks(task) or packed.isdisjoint(task.reads) or not given.issuperset(task.reads):
             continue
-        (made,) = (*task.writes, *task.touches)
-        if graph.buffers[made].kind is BufferKind.ACTIVATION:
+        (result,) = task.results
+        made = None if result is None else graph.tensors[result].buffer
+        if made is not None and graph.buffers[made].kind is BufferKind.ACTIVATION:
             found.add(made)
-            if task.touches or changed[made] == 1:
+            if made in task.touches or changed[made] == 1:
                 given.add(made)
                 packed.add(made)
     return frozenset(found)

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.unpacking import unpacked_buffers
 from ds_finepage.units import align_up
 
 _NS_PER_S = 10**9
@@ -142,7 +143,9 @@ def lower_bound(
     if own_workspaces:
         most = arena_bytes + graph.workspace_bytes
         arenas = [align_up(most - t.workspace_bytes, alignment) for t in graph.tasks]
-    rooms = list(_rooms(graph, arenas, alignment))
+    # Where weights are cut, they can be unpacked as few bytes at a time as they are used.
+    small = unpacked_buffers(graph) if may_cut else frozenset[int]()
+    rooms = list(_rooms(graph, arenas, alignment, small))
     looked_up: dict[int, int] = {}
     needed: dict[int, int] = {}
     for task, room in zip(graph.tasks, rooms, strict=True):
@@ -217,9 +220,10 @@ def divisible_lower_bound_bytes(
     """Return the bytes that every steady pass has to reload at least, even if weights are cut.
 
     The argument of :func:`lower_bound_bytes` with weaker conditions. A task needs its activations
-    in the arena, but perhaps only a few bytes of a weight at a time, and only the looked-up rows of
-    an embedding table. So at most ``arena - activations that one task names`` bytes of weights are
-    kept, and the others are reloaded. This holds for schedules that run tasks twice too.
+    in the arena, but perhaps only a few bytes of a weight at a time, packed or unpacked, and only
+    the looked-up rows of an embedding table. So at most ``arena - activations that one task names``
+    bytes of weights are kept, and the others are reloaded. This holds for schedules that run tasks
+    twice too.
 
     Args:
         graph: The pass.
@@ -274,9 +278,21 @@ class _Room:
         return sum(self.weights.values())
 
 
-def _rooms(graph: TaskGraph, arenas: list[int], alignment: int) -> Iterator[_Room]:
-    """Yield the room beside each task, by the bytes of the arena that each task has."""
-    extents = [align_up(b.nbytes, alignment) if b.kind.is_paged else 0 for b in graph.buffers]
+def _rooms(
+    graph: TaskGraph, arenas: list[int], alignment: int, small: frozenset[int]
+) -> Iterator[_Room]:
+    """Yield the room beside each task.
+
+    Args:
+        graph: The pass.
+        arenas: The bytes of the arena that each task has.
+        alignment: Of extents, in bytes.
+        small: Buffers that take no bytes.
+    """
+    extents = [
+        align_up(b.nbytes, alignment) if b.kind.is_paged and b.id not in small else 0
+        for b in graph.buffers
+    ]
     weights = {b.id: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
     per_call = {b for b in weights if graph.buffers[b].gather is not None}
     for task, arena in zip(graph.tasks, arenas, strict=True):

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from ds_finepage.graph.memgraph import PUBLISHED, Extent, MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Task
+from ds_finepage.graph.unpacking import unpacked_buffers
 from ds_finepage.planning.blocks import BlockList
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.liveness import next_use
@@ -84,6 +85,7 @@ class HorizonPlanner:
         self._streamed = streamed
         self._pinned = pinned
         self._copies_clean = copies_clean
+        self._unpacked = _large_unpacked_weights(problem)
         self._blocks = BlockList(arena_bytes)
         self._builder = MemGraphBuilder(graph, policy, arena_bytes, problem.alignment)
         for residency in problem.entry:
@@ -203,7 +205,8 @@ class HorizonPlanner:
         return self._builder.states[buffer].host_copy is not None
 
     def _reserve_all(self, task: Task) -> bool:
-        return self._reserve(task, self._missing(task))
+        missing = self._missing(task)
+        return self._unpacked.isdisjoint(missing) and self._reserve(task, missing)
 
     def _reserve(self, task: Task, buffers: list[int]) -> bool:
         """Give extents to all of these buffers of a task, or to none; evict nothing."""
@@ -239,6 +242,8 @@ class HorizonPlanner:
     def _force_all(self, task: Task, *, only_outputs: bool = False) -> None:
         """Make a task's buffers resident, evicting any others."""
         protected = self._graph.paged(task)
+        if not self._unpacked.isdisjoint(self._missing(task)):
+            self._repack(task, only_outputs=only_outputs)
         for buffer in self._outputs(task) if only_outputs else self._missing(task):
             if self._needs_contents(task, buffer):
                 done = self.sim_malloc_force_reload(buffer, protected)
@@ -252,14 +257,21 @@ class HorizonPlanner:
         """Move a task's own buffers, because the missing ones do not fit between them.
 
         All buffers that are not pinned are evicted, and the task's are placed side by side. They
-        fit if the working set does. The published algorithm does not cover this case.
+        fit if the working set does. The published algorithm does not cover this case. A large
+        weight that is being unpacked is placed first, and then stays there.
         """
-        for block in list(self._blocks):
-            if block.buffer is not None and block.buffer not in self._pinned:
-                self._evict(block.buffer)
-        end = min((b.offset for b in self._blocks if b.buffer is not None), default=None)
+        own = self._graph.paged(task)
         offset = 0
-        for buffer in self._outputs(task) if only_outputs else self._missing(task):
+        for block in list(self._blocks):
+            if block.buffer is None or block.buffer in self._pinned:
+                continue
+            if block.buffer in self._unpacked and block.buffer in own and not block.offset:
+                offset = self._size(block.buffer)
+            else:
+                self._evict(block.buffer)
+        end = min((b.offset for b in self._blocks if b.buffer in self._pinned), default=None)
+        missing = self._outputs(task) if only_outputs else self._missing(task)
+        for buffer in sorted(missing, key=lambda b: b not in self._unpacked):
             extent = Extent(offset, self._size(buffer))
             if end is not None and extent.end > end:
                 raise PinnedTooMuch(task)
@@ -286,6 +298,13 @@ class HorizonPlanner:
                 self._blocks.free(buffer, self._builder.drop(buffer))
                 freed = True
         return freed
+
+
+def _large_unpacked_weights(problem: Problem) -> frozenset[int]:
+    """Return the weights that are unpacked slice by slice and take more than half of the arena."""
+    touched = {b for task in problem.graph.tasks for b in task.touches}
+    found = unpacked_buffers(problem.graph) & touched
+    return frozenset(b for b in found if 2 * problem.size(b) > problem.arena_bytes)
 
 
 def plan_horizon(problem: Problem) -> MemGraph:

@@ -23,10 +23,12 @@ from ds_finepage.planning.policies import (
     CAN_SPLIT,
     plan_steady,
     policy_named,
+    unpacking_that_fits,
     with_tables_that_fit,
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.time_bound import alone_ns, least_time_ns
 
@@ -115,15 +117,18 @@ class Planned:
 
 
 def graph_to_plan(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> TaskGraph:
-    """Return the pass as the policy gets it: with looked-up rows if tables are in the way.
+    """Return the pass as the policy gets it.
+
+    Weights are unpacked a slice at a time, and rows are looked up if tables are in the way.
 
     Args:
         graph: The captured pass.
         arena_bytes: Size of the arena.
         settings: How to plan.
     """
+    graph = unpacking_that_fits(graph, policy=settings.policy, split=settings.split)
     if settings.cuts_weights:
-        return graph  # the policy itself decides
+        return graph  # the policy itself decides about rows
     return with_tables_that_fit(
         graph, arena_bytes=arena_bytes, policy=settings.policy, alignment=settings.alignment
     )
@@ -240,6 +245,8 @@ def needs_of(
             numbers of the rows are then counted as non-arena bytes.
         library_bytes: Device bytes of libraries, to add to the non-arena bytes.
     """
+    if looks_up_rows:
+        graph = unpack_by_rows(graph, cuts_products=cuts_weights)
     smallest = gather_rows(graph) if looks_up_rows else graph
     if cuts_weights:
         least = min_split_arena_bytes(graph, alignment)

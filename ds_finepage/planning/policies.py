@@ -31,6 +31,7 @@ from ds_finepage.planning.horizon import (
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.settling import settle
 
 MAX_STEADY_ROUNDS = 8
@@ -137,6 +138,23 @@ def plan(
     return policy_named(policy).plan(Problem(graph, arena_bytes, alignment, entry=entry))
 
 
+def unpacking_that_fits(graph: TaskGraph, *, policy: str, split: bool) -> TaskGraph:
+    """Unpack weights a slice at a time, if the policy pages. The baselines get the pass as it is.
+
+    Args:
+        graph: The pass.
+        policy: A key of ``POLICIES``.
+        split: The policy may cut weights and products, if it can.
+
+    Raises:
+        ConfigError: Unknown policy.
+    """
+    chosen = policy_named(policy)
+    if not chosen.pages:
+        return graph
+    return unpack_by_rows(graph, cuts_products=split and chosen.can_split)
+
+
 def with_tables_that_fit(
     graph: TaskGraph, *, arena_bytes: int, policy: str, alignment: int
 ) -> TaskGraph:
@@ -197,6 +215,7 @@ def plan_steady(
         PlanInfeasibleError: The arena is too small for this policy.
     """
     chosen = policy_named(policy)
+    graph = unpacking_that_fits(graph, policy=policy, split=split)
     if not (split and chosen.can_split):
         graph = with_tables_that_fit(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment

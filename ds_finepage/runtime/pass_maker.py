@@ -11,6 +11,7 @@ from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.pipeline import Needs, needs_of
+from ds_finepage.planning.policies import unpacking_that_fits
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.units import align_up
@@ -86,6 +87,8 @@ class PassMaker:
             CaptureError: An op writes where its schema does not say it would.
             PlanInfeasibleError: Some task needs more than the budget, and plans cannot cut it.
         """
+        planning = settings.planning
+        graph = unpacking_that_fits(graph, policy=planning.policy, split=planning.split)
         graph = self.measured(graph, settings)
         needs = self._needs(graph, settings)
         if not settings.planning.cuts_weights:  # a cut may still make room

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from ds_finepage.graph.routes import routes
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.unpacking import unpacked_buffers
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.liveness import extent_bytes
@@ -18,6 +22,9 @@ from ds_finepage.planning.rewrite.split import (
     quantum,
 )
 from ds_finepage.planning.time_bound import alone_ns, end_times_ns
+
+MAX_RUN = 128
+"""Most tasks from the first to the last of those that unpack a weight which streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +91,13 @@ class WeightClasses:
         times_used = graph.uses
         # Every slice of a product uses the bias, so a streamed bias would block the ring.
         beside = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
+        runs = _used_in_one_run(graph)
         streamable = [
             b
             for b in order
             if b in divisible
             or b in per_call
-            or (len(times_used[b]) == 1 and sizes[b] > small and b not in beside)
+            or (sizes[b] > small and b not in beside and (len(times_used[b]) == 1 or b in runs))
         ]
         return cls(
             problem=problem,
@@ -121,7 +129,9 @@ class WeightClasses:
         if not self.divisible:
             whole = sorted({self.sizes[b] for b in self.order}, reverse=True)[:3]
             factors = self.options.ring_weights
-            yield from sorted({self.aligned(int(most * f)) for most in whole for f in factors})
+            least = max(self._runs_bytes(set(self.order)), default=0)
+            lengths = {max(least, self.aligned(int(n * f))) for n in whole for f in factors}
+            yield from sorted(lengths)
             return
         least = self.least_ring_bytes()
         shares = self.options.ring_shares
@@ -160,7 +170,26 @@ class WeightClasses:
         ]
         # If a task needs several weights, the ring may wrap between them; reserve twice their size.
         groups = [sum(sizes) * min(2, len(sizes)) for sizes in together]
+        groups += self._runs_bytes(whole)
         return max([2 * max(slices, default=self.aligned(0)), *groups])
+
+    def _runs_bytes(self, whole: set[int]) -> list[int]:
+        """Return the length of a ring for each weight that several tasks unpack, one after another.
+
+        It holds the weights that come while this one is in use.
+
+        Args:
+            whole: The weights that stream in one piece.
+        """
+        uses, order = self.problem.graph.uses, [b for b in self.order if b in whole]
+        firsts = [uses[b][0] for b in order]
+        ends = list(accumulate((self.sizes[b] for b in order), initial=0))
+        found = []
+        for at, buffer in enumerate(order):
+            if len(uses[buffer]) > 1:
+                behind = bisect_right(firsts, uses[buffer][-1])
+                found.append((ends[behind] - ends[at]) * min(2, behind - at))
+        return found
 
     def grained_rings(self, room: int) -> Iterator[RingShape]:
         """Yield shapes of the ring for few large slices.
@@ -222,3 +251,16 @@ class WeightClasses:
             return 0
         num_copies = max((d.num_matrices for d in self.divisible.values()), default=1)
         return num_copies * profile.transfer_latency_ns * profile.h2d_bytes_per_s / 1e9
+
+
+def _used_in_one_run(graph: TaskGraph) -> frozenset[int]:
+    """Return the buffers that are used by unpacking alone, by tasks that are close together."""
+    unpacked = unpacked_buffers(graph)
+    if not unpacked:
+        return frozenset()
+    makes = [not unpacked.isdisjoint((*t.writes, *t.touches)) for t in graph.tasks]
+    return frozenset(
+        b
+        for b, found in enumerate(graph.uses)
+        if found and found[-1] - found[0] <= MAX_RUN and all(makes[t] for t in found)
+    )

@@ -96,7 +96,7 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
 
 
 def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
-    """Return the matrix of a product if it can be cut by rows, whoever uses or makes it."""
+    """Return the matrix of a product if it can be cut by rows; any task may use or make it."""
     if task.op == PACKED_LINEAR:
         return _packed_operand(graph, task)
     at = _place_of_weight(task)
@@ -316,16 +316,17 @@ class SliceWriter:
             end: Behind the last row.
         """
         assert task.results[0] is not None
-        out = self.graph.tensors[task.results[0]]
-        columns = self.tensor(out, shape=(*out.shape[:-1], end - start), offset=start)
         args = list(task.args)
         for at, value in enumerate(args):
             view = self.graph.tensors[value.tensor] if isinstance(value, Ref) else None
             if view is not None and view.buffer in parts:
                 form = _form_of_slice(task, view, end - start)
                 args[at] = Ref(self.tensor(view, buffer=parts[view.buffer], **form))
-            elif view is not None and at == BIASES.get(task.op):
-                args[at] = self._cut_bias(value, start, end)
+        out = self.graph.tensors[task.results[0]]
+        columns = self.tensor(out, shape=(*out.shape[:-1], end - start), offset=start)
+        bias = BIASES.get(task.op)
+        if bias is not None and isinstance(args[bias], Ref):
+            args[bias] = self._cut_bias(args[bias], start, end)
 
         def share(amount: int) -> int:
             return -(-amount * (end - start) // weight.num_rows)
