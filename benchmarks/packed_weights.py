@@ -204,8 +204,14 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
     """Return the page with all tables."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     forms = [heading for form in FORMS for heading in (f"{form} tokens/s", "reloaded")]
+    holds = {True: "yes", False: "**no**"}
     rows = [
-        [str(s["what"]), f"{s['found']:.4g}", str(s["target"]), "yes" if s["holds"] else "**no**"]
+        [
+            str(s["what"]),
+            f"{s['found']:.4g}",
+            str(s["target"]),
+            holds[bool(s["holds"])] if s["target"] else "",
+        ]
         for s in summary(cases)
     ]
     own = [
@@ -236,8 +242,8 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
             "## Equal budgets in bytes",
             "",
             "Budgets are shares of the weights in bf16. A star marks one that is more than the "
-            "card has: a card of its speed with more memory would do that. Where nearly all weights "
-            "fit, the time to unpack them decides: each step writes and reads whole weights of 16 "
+            "card has: a card of its speed with more memory would do that. Where nearly all "
+            "weights fit, the time to unpack them decides: each step writes and reads whole weights of 16 "
             "bits on the card, slice by slice, about four times the traffic of a product with an "
             "unpacked weight. So int8 and int4 are slower than bf16 on a T4 with room for 90%.",
             "",
