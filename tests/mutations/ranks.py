@@ -16,7 +16,7 @@ OF_RANKS = (
         RANKS,
     ),
     mutant(
-        "a-rank-fails-without-a-word",
+        "a-failed-rank-keeps-its-connections",
         "runtime/ranks.py",
         "        self._channel.leave()",
         "        self._channel",

@@ -21,7 +21,8 @@ class Wire:
     """What connects the ranks of a test."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.barrier = threading.Barrier(num_ranks, timeout=10)
+        self.is_cut = False
         self.said: list[Any] = [None] * num_ranks
         self.errors: dict[int, str] = {}
 
@@ -39,6 +40,7 @@ class OnWire:
             self._wire.said[self.rank] = value
             self._wire.barrier.wait()
         except threading.BrokenBarrierError as error:
+            assert self._wire.is_cut, "a rank waits for one that does not come"
             raise RankError("another rank is gone: cut") from error
         return list(self._wire.said)
 
@@ -55,6 +57,7 @@ class OnWire:
         return {rank: t for rank, t in self._wire.errors.items() if rank != self.rank}
 
     def leave(self) -> None:
+        self._wire.is_cut = True
         self._wire.barrier.abort()
 
     def measure_link(self, where: torch.device, scratch_bytes: int) -> tuple[float, int]:
