@@ -243,9 +243,10 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
             "",
             "Budgets are shares of the weights in bf16. A star marks one that is more than the "
             "card has: a card of its speed with more memory would do that. Where nearly all "
-            "weights fit, the time to unpack them decides: each step writes and reads whole weights of 16 "
-            "bits on the card, slice by slice, about four times the traffic of a product with an "
-            "unpacked weight. So int8 and int4 are slower than bf16 on a T4 with room for 90%.",
+            "weights fit, the time to unpack them decides: each step writes and reads whole "
+            "weights of 16 bits on the card, slice by slice, about four times the traffic of a "
+            "product with an unpacked weight. So int8 and int4 are slower than bf16 on a T4 "
+            "with room for 90%.",
             "",
             *table(["model", "card", "budget", "of bf16", *forms], equal_rows(cases)),
             "",
