@@ -52,6 +52,11 @@ def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
     return [name for places in weights for names in places for name in names[:1]]
 
 
+def form_of(model: torch.nn.Module) -> PackedForm | None:
+    """Return the form of the packed layers of a model; None if it has none."""
+    return next((m.form for m in model.modules() if isinstance(m, PackedLinear)), None)
+
+
 def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
     """Put packed layers where those of one weight are; they share the packed one."""
     packed: Packed | None = None

@@ -16,10 +16,13 @@ from ds_finepage.capture.from_config import capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError, StoreError
 from ds_finepage.integrations.transformers.preflight import (
     Longest,
+    Preflight,
     kv_bytes,
     longest_of,
     require_memory,
 )
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
 from tests.integration.families import (
     LAST,
     make_model,
@@ -154,6 +157,28 @@ def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
         assert torch.equal(tokens(model, token_ids(60), 4, cache=None), plain)
     assert "layers of another kind" in caplog.text
     handle.detach()
+
+
+def test_the_last_step_reads_the_weights_as_they_are_packed() -> None:
+    model = make_model("llama")
+    last = Longest(num_sequences=1, num_tokens=20, prompt_tokens=5)
+    plain = Preflight(model)._capture(last)
+    pack_model(model, PackedForm(4, 32))
+    packed = Preflight(model)._capture(last)
+    assert plain is not None and packed is not None
+    assert packed.weight_bytes == sum(p.nbytes for p in model.parameters()) < plain.weight_bytes
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_weights_that_another_library_has_quantised_tell_nothing(has_config: bool) -> None:
+    model = make_model("llama")
+    if has_config:
+        model.config.quantization_config = {"quant_method": "another"}
+    else:
+        numbers = torch.zeros(3, dtype=torch.int8)
+        model.lm_head.register_parameter("numbers", torch.nn.Parameter(numbers, False))
+    last = Longest(num_sequences=1, num_tokens=20, prompt_tokens=5)
+    assert Preflight(model)._capture(last) is None
 
 
 def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:

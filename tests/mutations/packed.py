@@ -8,6 +8,7 @@ ARMS = "integration/compare/test_packed_arms.py"
 COMMANDS = "integration/cli/test_weights.py"
 OPTIONS = "unit/compare/test_cli_compare.py"
 STOCK = "unit/packing/test_stock.py"
+AHEAD = "integration/test_look_ahead.py"
 
 PACKED = (
     mutant(
@@ -73,5 +74,19 @@ PACKED = (
         'section |= {"weights": form, "weights_group": arguments.weights_group}',
         "pass",
         f"{OPTIONS}::test_the_form_of_the_weights_is_part_of_the_ds_config",
+    ),
+    mutant(
+        "the-last-step-is-asked-for-with-unpacked-weights",
+        "integrations/transformers/preflight.py",
+        "None if form is None else functools.partial(pack_model, form=form)",
+        "None",
+        f"{AHEAD}::test_the_last_step_reads_the_weights_as_they_are_packed",
+    ),
+    mutant(
+        "the-config-tells-the-last-step-of-a-quantised-model",
+        "integrations/transformers/preflight.py",
+        "if form is None and _is_quantised(self._module):",
+        "if False:",
+        f"{AHEAD}::test_weights_that_another_library_has_quantised_tell_nothing",
     ),
 )

@@ -18,6 +18,7 @@ from ds_finepage.capture.from_config import DTYPES, capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.packing.model import form_of, pack_model
 from ds_finepage.planning.pipeline import PlanSettings, needs_of
 from ds_finepage.units import format_bytes
 
@@ -279,9 +280,15 @@ class Preflight:
         self._longest_that_fits[settings] = longest.num_tokens  # or its need is not known
 
     def _capture(self, longest: Longest) -> TaskGraph | None:
-        """Capture the last step of a generation; None where the model's config does not tell it."""
+        """Capture the last step of a generation; None where the model's config does not tell it.
+
+        The config does not tell which other library has quantised the weights.
+        """
         dtype = str(self._module.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
+            return None
+        form = form_of(self._module)
+        if form is None and _is_quantised(self._module):
             return None
         try:
             return capture_config(
@@ -291,10 +298,16 @@ class Preflight:
                 seq=longest.num_tokens - 1,
                 dtype=dtype,
                 host_ops=host_ops,
+                prepare=None if form is None else functools.partial(pack_model, form=form),
             )
         except (CaptureError, ConfigError) as error:
             logger.info("the last step cannot be captured ahead: %s", error)
             return None
+
+
+def _is_quantised(module: Any) -> bool:
+    has_config = getattr(module.config, "quantization_config", None) is not None
+    return has_config or not all(p.is_floating_point() for p in module.parameters())
 
 
 def _refusal(
