@@ -15,7 +15,18 @@ from torch.fx import GraphModule, Node
 
 from ds_finepage._compat.torch import free_symbols
 from ds_finepage.capture.collectives import put_in_collectives
-from ds_finepage.capture.recorder import BufferChangedError
+
+
+class BufferChangedError(Exception):
+    """A graph changes a large buffer, or hands it out, so that it cannot be a weight.
+
+    Attributes:
+        name: Of the buffer. torch adds to the arguments of errors that pass its interpreter.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 class DynamoGraph:

@@ -28,6 +28,7 @@ from ds_finepage._compat.torch import (
 )
 from ds_finepage.capture.collectives import NAMESPACES
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
+from ds_finepage.capture.dynamo_graph import BufferChangedError
 from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.errors import CaptureError
@@ -48,13 +49,6 @@ from ds_finepage.graph.taskgraph import (
 
 MAX_CONSTANT_BYTES = 1 << 20
 """Larger lifted constants are refused: they belong into a module buffer."""
-
-
-class BufferChangedError(Exception):
-    """A graph changes a large buffer, or hands it out, so that it cannot be a weight.
-
-    Its one argument is the name of the buffer.
-    """
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from ds_finepage._compat.torch import (
     ValueRanges,
     sympy_interp,
 )
-from ds_finepage.capture.dynamo_graph import DynamoGraph
+from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
 from ds_finepage.capture.lengths import Size, size_of, symbols_of
 from ds_finepage.capture.plain import require_plain
-from ds_finepage.capture.recorder import BufferChangedError, Recorder, finish
+from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 

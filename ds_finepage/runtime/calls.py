@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ds_finepage.capture.dynamo_graph import DynamoGraph
-from ds_finepage.capture.recorder import BufferChangedError
+from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import RunningCall
 from ds_finepage.execution.large_buffers import LargeBuffers
@@ -149,7 +148,8 @@ class CallTaker:
             try:
                 return self._run_graph(module, positions, args)
             except BufferChangedError as error:
-                self._release(error.args)
+                if not self._release([error.name]):
+                    raise
 
     def _run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
         chosen = (id(module), *(id(args[i]) for i in positions))
@@ -228,12 +228,14 @@ class CallTaker:
             self._runner.memory.to_released()  # executors copy from the old masters
         self._runner.memory.reload(changes.rewritten)
 
-    def _release(self, names: Sequence[str]) -> None:
-        """Treat buffers that the forward changes as such from now on."""
-        if names:
+    def _release(self, names: Sequence[str]) -> bool:
+        """Treat buffers that the forward changes as such from now on; tell whether any was not."""
+        found = self._buffers.refuse(names)
+        if found:
             logger.debug("buffers that the model changes stay on the device: %s", ", ".join(names))
-            self._weights.release(self._buffers.refuse(names))
+            self._weights.release(found)
             self._forget_passes()
+        return bool(found)
 
     def _forget_passes(self) -> None:
         self._runner.forget()
