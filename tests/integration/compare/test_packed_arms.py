@@ -33,7 +33,7 @@ SHAPE = LlamaShape(
     num_key_value_heads=4,
     vocab_size=300,
 )
-PROMPT, NEW, BUDGET = 6, 5, "60%weights"
+PROMPT, NEW, BUDGET = 7, 5, "60%weights"
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
