@@ -35,6 +35,7 @@ from ds_finepage.execution.stores import TakeWeights, WeightTable
 from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
@@ -119,7 +120,7 @@ def plan_model(
     split: bool = True,
     host_memory_bytes: int | None = None,
     weights: str | None = None,
-    weights_group: int = 64,
+    weights_group: int = GROUP,
 ) -> PlannedModel:
     """Capture, plan, check and simulate a pass of a model on a machine, with all figures.
 

@@ -31,6 +31,7 @@ from ds_finepage.execution.device import Accelerator
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.packed import GROUP, UNPACKED
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
@@ -56,9 +57,6 @@ from ds_finepage.units import format_bytes
 
 AUTO_MARGIN_BYTES = 512 << 20
 """Bytes that a budget of "auto" leaves to driver and libraries on such a machine."""
-
-UNPACKED = "bf16"
-"""Names weights of 16 bits: bfloat16, or float16 on a card that has none."""
 
 AS_STOCK = ", modelled as DeepSpeed packs"
 """Follows the form where a policy ``zero*`` stands for DeepSpeed's own packing."""
@@ -152,7 +150,7 @@ def capture_model(
     profile: HardwareProfile,
     dtype: str | None = None,
     weights: str | None = None,
-    weights_group: int = 64,
+    weights_group: int = GROUP,
 ) -> CapturedModel:
     """Capture a pass from a model's config.
 
@@ -203,7 +201,7 @@ def capture_model(
 
 
 def packed_form(
-    config: PretrainedConfig, weights: str | None, group: int = 64
+    config: PretrainedConfig, weights: str | None, group: int = GROUP
 ) -> PackedForm | None:
     """Return the packed form that a user asks for; None if the weights are not to be packed.
 

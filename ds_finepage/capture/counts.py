@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ds_finepage.graph.packed import PACKED_LINEAR
+
 ROW_READS = frozenset(
     {"aten.embedding", "aten.index_select", "aten.index", "aten.gather", "aten.take"}
 )
@@ -27,7 +29,7 @@ UNFILLED = frozenset({"aten.empty", "aten.new_empty", "aten.empty_like", "aten.e
 GROUPED_MM = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
 """Products of each row with the one matrix of the second argument that its group has."""
 
-PACKED_LINEAR = "ds_finepage.packed_linear"
+PACKED_PACKET = PACKED_LINEAR.removesuffix(".default")
 """A product of the first argument with a packed weight; the second holds its numbers."""
 
 
@@ -58,7 +60,7 @@ FLOP_COUNTS: dict[str, Callable[..., int]] = {
     **{str(packet): count for packet, count in flop_registry.items()},
     "aten._scaled_dot_product_flash_attention_for_cpu": _count_cpu_attention,
     **dict.fromkeys(GROUPED_MM, _count_grouped_mm),
-    PACKED_LINEAR: _count_packed_linear,
+    PACKED_PACKET: _count_packed_linear,
 }
 """How to count an op's arithmetic, by the name of its overload packet."""
 
@@ -84,7 +86,7 @@ def moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) ->
         return others + _bytes(matrices) * used // matrices.shape[0] + sum(map(_bytes, made))
     distinct = {id(t): t for t in given}.values()
     moved = sum(map(_bytes, distinct)) + sum(map(_bytes, made))
-    if op == PACKED_LINEAR:
+    if op == PACKED_PACKET:
         # Slices of the weight are unpacked into memory, scaled there, and read by the product.
         x, num_out = given[0], given[1].shape[0]
         moved += 4 * num_out * x.shape[-1] * x.element_size()

@@ -29,7 +29,6 @@ from rich.console import Console
 
 from ds_finepage.cli.options import (
     PROGRAM,
-    UNPACKED,
     add_weights,
     counts_of,
     names_of,
@@ -42,6 +41,7 @@ from ds_finepage.compare.tables import footnotes, remarks, tables
 from ds_finepage.config import BUDGET_FORMS, SECTION, DeviceBudget, FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import read_file
+from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.reporting.results import (

@@ -32,12 +32,13 @@ from rich.table import Table
 
 import ds_finepage
 from ds_finepage.cli.instruments import Reading
-from ds_finepage.cli.options import UNPACKED, add_weights, one_form_of
+from ds_finepage.cli.options import add_weights, one_form_of
 from ds_finepage.cli.output import add_json
 from ds_finepage.cli.output import show as show_table
 from ds_finepage.compare.checkpoint import LlamaShape
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError
+from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.units import format_bytes
 

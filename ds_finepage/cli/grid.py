@@ -40,6 +40,7 @@ from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.files import write_file
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.policies import POLICIES
 
@@ -241,7 +242,7 @@ class Planner:
         budget: DeviceBudget,
         split: bool,
         host_memory_bytes: int | None = None,
-        weights_group: int = 64,
+        weights_group: int = GROUP,
     ) -> None:
         """Store the settings that all cells share.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ds_finepage.cli.options import UNPACKED
+from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import format_ns

@@ -13,14 +13,14 @@ from rich.progress import track
 
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.packed import FORM_BITS, GROUP, UNPACKED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import parse_bytes
 
 T = TypeVar("T")
 PROGRAM = "ds-finepage"
 PHASES = ("prefill", "decode")
-UNPACKED = "bf16"
-WEIGHTS = (UNPACKED, "int8", "int4")
+WEIGHTS = (UNPACKED, *FORM_BITS)
 """The forms of weights; all but the first are packed."""
 
 
@@ -76,9 +76,9 @@ def add_weights(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     parser.add_argument(
         "--weights-group",
         type=int,
-        default=64,
+        default=GROUP,
         metavar="N",
-        help="weights that share a scale, in int8 and int4 (64)",
+        help="weights that share a scale, in int8 and int4 (%(default)s)",
     )
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_finepage.compare.engine import RunRequest
 from ds_finepage.config import SECTION
+from ds_finepage.graph.packed import GROUP
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 
@@ -30,7 +31,7 @@ def form_of(ds_config: Mapping[str, Any]) -> PackedForm | None:
     """
     section = ds_config.get(SECTION, {})
     name = section.get("weights")
-    return None if name is None else PackedForm.parse(name, section.get("weights_group", 64))
+    return None if name is None else PackedForm.parse(name, section.get("weights_group", GROUP))
 
 
 def load_model(

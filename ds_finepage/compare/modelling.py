@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_finepage.config import DeviceBudget
+from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.liveness import ample_arena_bytes
@@ -50,7 +51,7 @@ class Modeller:
         split: bool = False,
         host_memory_bytes: int | None = None,
         weights: str | None = None,
-        weights_group: int = 64,
+        weights_group: int = GROUP,
     ) -> None:
         """Capture both passes from the model's config.
 

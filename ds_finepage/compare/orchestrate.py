@@ -27,6 +27,7 @@ from ds_finepage.config import SECTION
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.disk_cache import VARIABLE as CACHE_VARIABLE
 from ds_finepage.files import read_file
+from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.results import (
     LOG_FILE,
@@ -326,7 +327,7 @@ def modelled_options(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "split": bool(section.get("split")),
         "weights": section.get("weights"),
-        "weights_group": section.get("weights_group", 64),
+        "weights_group": section.get("weights_group", GROUP),
     }
 
 

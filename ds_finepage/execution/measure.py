@@ -42,8 +42,9 @@ from ds_finepage.execution.ops import (
 )
 from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
 from ds_finepage.graph.collectives import is_collective
+from ds_finepage.graph.packed import PACKED_LINEAR
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
-from ds_finepage.packing.op import PACKED_LINEAR, workspace_bytes
+from ds_finepage.packing.op import workspace_bytes
 
 REPEAT_BELOW_NS = 2_000_000
 """Ops faster than this are timed again; the best of three counts."""

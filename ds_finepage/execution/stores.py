@@ -8,7 +8,7 @@ copies masters into the arena. See [Note: how a change of a weight is noticed].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -197,7 +197,7 @@ class WeightTable:
         """Return the names of buffers that may have been written since the last look."""
         return [s.weight.name for s in self._buffers if s.is_written]
 
-    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+    def release(self, tensors: Collection[torch.Tensor]) -> None:
         """Put buffers on the device, as they are; they are weights no longer.
 
         Args:

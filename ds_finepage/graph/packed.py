@@ -1,13 +1,22 @@
-"""The op that multiplies by a packed weight, as the planner knows it.
+"""The forms of weights, and the op that multiplies by a packed one, as all parts know them.
 
-It computes ``SLICE_ROWS`` output features at a time, each slice as a product of its own, so a plan
-may cut it between two slices and change no bit.
+The op computes ``SLICE_ROWS`` output features at a time, each slice as a product of its own, so a
+plan may cut it between two slices and change no bit.
 """
 
 from __future__ import annotations
+
+UNPACKED = "bf16"
+"""Names weights of 16 bits: bfloat16, or float16 on a card that has none."""
+
+FORM_BITS = {"int8": 8, "int4": 4}
+"""Name of a packed form -> the bits of a number."""
+
+GROUP = 64
+"""Weights in a row that share a scale and a minimum, if the user does not say."""
 
 PACKED_LINEAR = "ds_finepage.packed_linear.default"
 """Its arguments: rows, numbers, scales, minima, bias or None, bits of a number, size of a group."""
 
 SLICE_ROWS = 256
-"""Output features that it unpacks together; the same as in ``packing/op.py``."""
+"""Output features, which are rows of the weight, that it unpacks together."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.packed import FORM_BITS, GROUP
 
 ELEMENTS_AT_ONCE = 1 << 18
 """Weights that are packed together, in float32, so that packing a large matrix takes little."""
@@ -40,7 +41,7 @@ class PackedForm:
     """
 
     bits: int
-    group: int = 64
+    group: int = GROUP
 
     def __post_init__(self) -> None:
         """Refuse other forms.
@@ -57,7 +58,7 @@ class PackedForm:
             )
 
     @classmethod
-    def parse(cls, name: str, group: int = 64) -> PackedForm:
+    def parse(cls, name: str, group: int = GROUP) -> PackedForm:
         """Return the form with a name.
 
         Args:
@@ -67,9 +68,10 @@ class PackedForm:
         Raises:
             ConfigError: There is no such form.
         """
-        if name not in NAMES:
-            raise ConfigError(f"weights cannot be packed as {name!r}. Write {' or '.join(NAMES)}.")
-        return cls(NAMES[name], group)
+        if name not in FORM_BITS:
+            forms = " or ".join(sorted(FORM_BITS))
+            raise ConfigError(f"weights cannot be packed as {name!r}. Write {forms}.")
+        return cls(FORM_BITS[name], group)
 
     @property
     def name(self) -> str:
@@ -95,10 +97,6 @@ class PackedForm:
                 f"{name} has rows of {shape[1]}, which groups of {self.group} do not divide. "
                 f"Choose a group that divides {shape[1]}."
             )
-
-
-NAMES = {"int4": 4, "int8": 8}
-"""Name of a form -> its bits."""
 
 
 class Packed(NamedTuple):

@@ -15,14 +15,10 @@ from typing import Any
 
 import torch
 
+from ds_finepage.graph.packed import SLICE_ROWS
 from ds_finepage.packing.form import Packed, PackedForm, unpack
 
-SLICE_ROWS = 256
-"""Rows of a weight, which are output features, that are unpacked together."""
-
 NAME = "ds_finepage::packed_linear"
-PACKED_LINEAR = "ds_finepage.packed_linear.default"
-"""The op as capture writes it down."""
 
 _ARGUMENTS = (
     "Tensor x, Tensor numbers, Tensor scales, Tensor minima, Tensor? bias, int bits, int group"

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed")
-
 WORKER = Path(__file__).with_name("rank_worker.py")
 SECONDS = 300
 """A limit for what takes a minute, so that ranks that wait for each other end."""

@@ -12,6 +12,7 @@ import torch
 from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.measure import estimate_workspaces
+from ds_finepage.graph.packed import PACKED_LINEAR
 from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.packing import op
 from ds_finepage.packing.form import PackedForm
@@ -92,13 +93,13 @@ def test_a_product_is_one_task_that_writes_into_place() -> None:
     with torch.no_grad():
         model(torch.ones(3, 16))
     ((memgraph, _),) = handle.plans()
-    products = [t for t in memgraph.graph.tasks if t.op == op.PACKED_LINEAR]
+    products = [t for t in memgraph.graph.tasks if t.op == PACKED_LINEAR]
     assert [t.flops for t in products] == [2 * 3 * 16 * 32] * 2
     kinds = [memgraph.graph.buffers[b].kind for b in products[0].reads]
     assert kinds.count(BufferKind.WEIGHT) == 4
     estimated = estimate_workspaces(memgraph.graph)
     for measured, known in zip(memgraph.graph.tasks, estimated.tasks, strict=True):
-        if measured.op == op.PACKED_LINEAR:
+        if measured.op == PACKED_LINEAR:
             # A slice, and a byte or two for the constants of its bit operations: no result.
             assert 0 <= measured.workspace_bytes - known.workspace_bytes < 16
             assert known.workspace_bytes == 32 * 16 * 4 + 32 * 8

@@ -340,7 +340,7 @@ MOVING = (
     mutant(
         "a-ds-config-does-not-pack",
         "integrations/deepspeed/loading.py",
-        "if active.weights is None or not is_asked:",
+        "if asked is None:",
         "if True:",
         PACKED_LOADING,
     ),

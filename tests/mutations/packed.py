@@ -1,4 +1,4 @@
-"""Faults of commands and engines with packed weights."""
+"""Faults of plans, commands and engines with packed weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ COMMANDS = "integration/cli/test_weights.py"
 OPTIONS = "unit/compare/test_cli_compare.py"
 STOCK = "unit/packing/test_stock.py"
 AHEAD = "integration/test_look_ahead.py"
+PLANNING = "unit/planning"
 
 PACKED = (
     mutant(
@@ -88,5 +89,75 @@ PACKED = (
         "if form is None and _is_quantised(self._module):",
         "if False:",
         f"{AHEAD}::test_weights_that_another_library_has_quantised_tell_nothing",
+    ),
+    mutant(
+        "what-belongs-together-lies-apart",
+        "planning/finepage/streaming.py",
+        "order = [b for lead in order for b in (lead, *units.get(lead, ())) if b in sizes]",
+        "order += [b for b in behind if b in sizes]",
+        f"{PLANNING}/finepage/test_packed_weights.py",
+    ),
+    mutant(
+        "kept-scales-of-streamed-numbers-lie-nowhere",
+        "planning/finepage/streaming.py",
+        "for lead, unit in units.items() if lead in sizes for b in unit}",
+        "for unit in units.values() for b in unit}",
+        f"{PLANNING}/finepage/test_packed_weights.py",
+    ),
+    mutant(
+        "packed-weights-are-cut-inside-a-slice-of-the-op",
+        "planning/rewrite/split.py",
+        "    if weight.beside:\n        return SLICE_ROWS\n",
+        "",
+        f"{PLANNING}/finepage/test_packed_weights.py",
+    ),
+    mutant(
+        "scales-stay-whole-beside-cut-numbers",
+        "planning/finepage/residency.py",
+        "if b not in cut_with]",
+        "]",
+        f"{PLANNING}/finepage/test_packed_weights.py",
+    ),
+    mutant(
+        "unpacking-stays-whole",
+        "planning/policies.py",
+        "if not chosen.pages:\n        return graph\n    return unpack",
+        "if True:\n        return graph\n    return unpack",
+        f"{PLANNING}/rewrite/test_unpacking.py",
+    ),
+    mutant(
+        "an-unpacked-weight-may-be-evicted",
+        "planning/rewrite/unpacking.py",
+        "touches=() if target in parts else (target,),",
+        "touches=(made,) if is_whole else (),",
+        f"{PLANNING}/rewrite/test_unpacking.py",
+    ),
+    mutant(
+        "a-value-that-others-use-is-cut",
+        "planning/rewrite/unpacking.py",
+        "        if index not in found:\n            return False\n",
+        "        if index not in found:\n            return True\n",
+        f"{PLANNING}/rewrite/test_unpacking.py",
+    ),
+    mutant(
+        "bounds-count-unpacked-copies",
+        "planning/bounds.py",
+        "unpacked_buffers(graph) if may_cut else frozenset[int]()",
+        "frozenset[int]()",
+        f"{PLANNING}/rewrite/test_unpacking.py",
+    ),
+    mutant(
+        "packed-numbers-used-twice-are-always-kept",
+        "planning/finepage/residency.py",
+        "(len(times_used[b]) == 1 or b in runs)",
+        "len(times_used[b]) == 1",
+        f"{PLANNING}/rewrite/test_unpacking.py",
+    ),
+    mutant(
+        "a-large-unpacked-weight-moves",
+        "planning/horizon.py",
+        "if not self._unpacked.isdisjoint(self._missing(task)):",
+        "if False:",
+        f"{PLANNING}/rewrite/test_unpacking.py",
     ),
 )

@@ -92,19 +92,19 @@ def _quantizer(
 ) -> Any:
     """Give transformers our quantiser where the active ``HfDeepSpeedConfig`` asks for it."""
     active = _active_config(modeling_utils)
-    is_asked = active.enabled and active.weights is not None
+    asked = active.weights if active.enabled else None
     call = inspect.signature(original).bind(*args, **kwargs)
     own = getattr(call.arguments["config"], "quantization_config", None)
-    if not is_asked and (not isinstance(own, dict) or own.get("quant_method") != METHOD):
+    if asked is None and (not isinstance(own, dict) or own.get("quant_method") != METHOD):
         return original(*args, **kwargs)
     from ds_finepage.integrations.transformers import packed_loading  # transformers knows it then
 
-    if active.weights is None or not is_asked:
+    if asked is None:
         return original(*args, **kwargs)
     call.arguments["quantization_config"] = packed_loading.asked_of(
         call.arguments["config"],
         call.arguments["quantization_config"],
-        PackedForm.parse(active.weights, active.weights_group),
+        PackedForm.parse(asked, active.weights_group),
     )
     return original(*call.args, **call.kwargs)
 

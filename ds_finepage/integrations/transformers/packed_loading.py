@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.packed import GROUP
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import METHOD, pack_model
@@ -39,7 +40,7 @@ class PackedConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self, weights: str = "int4", weights_group: int = 64, version: int = VERSION, **_: Any
+        self, weights: str = "int4", weights_group: int = GROUP, version: int = VERSION, **_: Any
     ) -> None:
         """Describe how weights are packed.
 

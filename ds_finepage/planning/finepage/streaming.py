@@ -104,12 +104,13 @@ def plan_streaming(
     sizes = cut.sizes(kept)
     small = options.fixed_share * max(sizes.values(), default=0)
     units = packed_units(cut.graph)
-    behind = {b for unit in units.values() for b in unit}
+    behind = {b for lead, unit in units.items() if lead in sizes for b in unit}
     first = [b for b in kept if b not in behind]
     order = [b for b in first if sizes[b] <= small]
     order += spread_order([b for b in first if sizes[b] > small])
     # What belongs together lies together, so that another pass can keep all of it.
     order = [b for lead in order for b in (lead, *units.get(lead, ())) if b in sizes]
+    assert len(order) == len(kept), "every kept weight has a place"
     top = min((e.offset for e in choice.shared.values()), default=problem.top)
     return StreamPlanner(
         cut,

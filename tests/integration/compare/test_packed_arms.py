@@ -145,8 +145,6 @@ def test_other_systems_run_the_packed_model(
     expected: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    if ARMS[arm].missing is not None:
-        pytest.skip(ARMS[arm].missing or "")
     found, tokens = ran(request_of(arm), tmp_path)
     assert tokens == [expected] * 3
     modelled = models.of(ARMS[arm])
@@ -174,7 +172,9 @@ def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(
     plain, _ = ran(unpacked, tmp_path)
     assert found.decode.h2d_bytes and plain.decode.h2d_bytes
     # In a small model the output layer and an unpacked slice weigh more than in a large one.
-    assert found.decode.h2d_bytes < 0.42 * plain.decode.h2d_bytes
+    assert found.decode.h2d_bytes < 0.43 * plain.decode.h2d_bytes
+    bound = models.of(ARMS["finepage"]).decode.lower_bound_bytes
+    assert bound and found.decode.h2d_bytes < 1.12 * bound
 
 
 def test_modules_that_stay_are_counted_packed(request_of: Callable[..., RunRequest]) -> None:

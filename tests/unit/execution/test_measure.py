@@ -13,8 +13,8 @@ from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import BoundTask
 from ds_finepage.execution.trial import Trial, reach
+from ds_finepage.graph.packed import PACKED_LINEAR, SLICE_ROWS
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
-from ds_finepage.packing.op import PACKED_LINEAR, SLICE_ROWS
 from tests.unit.execution.graphs import ACTIVATION, CONSTANT, INPUT, WEIGHT, Draft
 
 CPU = torch.device("cpu")

@@ -7,9 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-
-pytest.importorskip("deepspeed")
-
 from torch.distributed import HashStore
 
 from ds_finepage.errors import ConfigError, RankError

@@ -15,10 +15,11 @@ from ds_finepage.graph import packed
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
 from ds_finepage.packing import op
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes
+from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.finepage.stacking import residents_of
+from ds_finepage.planning.finepage.streaming import streaming_plans
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, quantum
@@ -85,7 +86,6 @@ def planned(graph: TaskGraph, arena_bytes: int, **more: object) -> MemGraph:
 
 
 def test_the_planner_knows_the_op() -> None:
-    assert packed.SLICE_ROWS == op.SLICE_ROWS
     assert packed.PACKED_LINEAR == f"{op.NAME.replace('::', '.')}.default"
 
 
@@ -148,6 +148,18 @@ def test_bytes_are_close_to_the_bound_of_the_packed_ones() -> None:
     (unit, *_) = divisible_weights(graph)
     assert 0 <= found.reloaded_bytes - bound <= 4 * packed.SLICE_ROWS * unit.row_bytes
     assert found.offloaded_bytes == 0
+
+
+def test_numbers_stream_past_the_scales_that_are_kept() -> None:
+    graph = layers(20, with_bias=False)
+    arena_bytes = graph.weight_bytes // 2
+    found = list(streaming_plans(Problem(graph, arena_bytes, 64), may_split=False))
+    assert found and None not in found[1:]
+    fewest = min(plan.reloaded_bytes for plan in found if plan is not None)
+    assert fewest <= 1.1 * lower_bound_bytes(graph, arena_bytes, 64)
+    for plan in found:
+        if plan is not None:
+            run_random_order(check(plan), random.Random(0))
 
 
 def test_another_pass_keeps_whole_units_or_nothing_of_them() -> None:

@@ -104,6 +104,13 @@ def results_of(memgraph: MemGraph, whole: TaskGraph) -> list[torch.Tensor]:
         return [out.clone() for out in executor.run((x,), (), {})]
 
 
+def assert_alike(graph: TaskGraph, cut: TaskGraph) -> None:
+    """Run a pass with ample room, and the pass that was cut within its least arena."""
+    expected = results_of(planned(graph, ample_arena_bytes(graph, 64)), graph)
+    found = results_of(planned(cut, min_arena_bytes(cut, 64)), graph)
+    assert all(map(torch.equal, found, expected))
+
+
 def planned(graph: TaskGraph, arena_bytes: int, *, split: bool = False) -> MemGraph:
     found = plan_steady(graph, arena_bytes=arena_bytes, policy="finepage", split=split)
     return check(found)
@@ -208,9 +215,7 @@ def test_a_scale_that_another_task_uses_stays_whole() -> None:
     cut = unpack_by_rows(graph, cuts_products=False)
     assert [b.nbytes for b in cut.buffers if b.name == "scale0"] == [graph.buffers[scale].nbytes]
     assert sum(b.name == "least0" for b in cut.buffers) == 8
-    expected = results_of(planned(graph, ample_arena_bytes(graph, 64)), graph)
-    found = results_of(planned(cut, min_arena_bytes(cut, 64)), graph)
-    assert all(map(torch.equal, found, expected))
+    assert_alike(graph, cut)
 
 
 def test_a_value_that_another_task_uses_is_unpacked_once() -> None:
@@ -224,9 +229,7 @@ def test_a_value_that_another_task_uses_is_unpacked_once() -> None:
     graph = draft.graph((x,), (out, other))
     cut = unpack_by_rows(graph, cuts_products=False)
     assert sum(t.op == "aten._to_copy.default" for t in cut.tasks) == 8
-    expected = results_of(planned(graph, ample_arena_bytes(graph, 64)), graph)
-    found = results_of(planned(cut, min_arena_bytes(cut, 64)), graph)
-    assert all(map(torch.equal, found, expected))
+    assert_alike(graph, cut)
 
 
 def test_rows_that_are_put_side_by_side_are_not_cut() -> None:
