@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -36,6 +36,8 @@ SECTION = "finepage"
 """The key of the section in a ds_config."""
 
 _DS_WEIGHTS = "weight_quantization"
+PackedName = Literal["int8", "int4", "int8+output", "int4+output"]
+"""The names of packed forms, as ``graph/packed.py`` has them."""
 
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
@@ -234,7 +236,9 @@ _MESSAGES = {
     "bool_type": "is not a truth value. Write true or false.",
     "int_type": "is not a whole number.",
     "greater_than_equal": "is negative. Write 0 or more.",
-    "literal_error": 'is unknown. Write "int8" or "int4".',
+    "literal_error": "is unknown. Write "
+    + " or ".join(f'"{n}"' for n in get_args(PackedName))
+    + ".",
     "greater_than": "is not above 0.",
     "multiple_of": "is odd. Write an even number.",
     "string_type": "is not a text. Write a name in quotes.",
@@ -286,7 +290,7 @@ class FinepageConfig(_Settings):
     device_budget: Annotated[DeviceBudget, PlainValidator(DeviceBudget.parse)] = DeviceBudget()
     policy: str = "finepage"
     split: bool = False  # cut matrix products; results may then differ in the last bit
-    weights: Literal["int8", "int4"] | None = (
+    weights: PackedName | None = (
         None  # pack linear layers' weights; results are those of the quantised model
     )
     weights_group: Annotated[int, Field(gt=0, multiple_of=2)] = 64  # weights that share a scale

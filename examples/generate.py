@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
+from ds_finepage.graph.packed import PACKED_FORMS
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.run import prepare_one_process
@@ -89,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--calls", type=int, default=1, help="of generate; the first one plans")
-    parser.add_argument("--weights", choices=("int8", "int4"), help="pack the weights first")
+    parser.add_argument("--weights", choices=PACKED_FORMS, help="pack the weights first")
     parser.add_argument("--weights-group", type=int, default=64, help="that share a scale")
     parser.add_argument("--json", metavar="FILE", help="also write token ids and seconds to FILE")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")

@@ -13,14 +13,14 @@ from rich.progress import track
 
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
-from ds_finepage.graph.packed import FORM_BITS, GROUP, UNPACKED
+from ds_finepage.graph.packed import GROUP, PACKED_FORMS, UNPACKED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import parse_bytes
 
 T = TypeVar("T")
 PROGRAM = "ds-finepage"
 PHASES = ("prefill", "decode")
-WEIGHTS = (UNPACKED, *FORM_BITS)
+WEIGHTS = (UNPACKED, *PACKED_FORMS)
 """The forms of weights; all but the first are packed."""
 
 
@@ -78,7 +78,7 @@ def add_weights(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
         type=int,
         default=GROUP,
         metavar="N",
-        help="weights that share a scale, in int8 and int4 (%(default)s)",
+        help="weights that share a scale, where they are packed (%(default)s)",
     )
 
 

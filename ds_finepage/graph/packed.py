@@ -12,6 +12,12 @@ UNPACKED = "bf16"
 FORM_BITS = {"int8": 8, "int4": 4}
 """Name of a packed form -> the bits of a number."""
 
+WITH_OUTPUT = "+output"
+"""Ends the name of a form in which the output layer is packed too, as in ``int4+output``."""
+
+PACKED_FORMS = (*FORM_BITS, *(name + WITH_OUTPUT for name in FORM_BITS))
+"""The names of all packed forms."""
+
 GROUP = 64
 """Weights in a row that share a scale and a minimum, if the user does not say."""
 

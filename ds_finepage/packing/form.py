@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.graph.packed import FORM_BITS, GROUP
+from ds_finepage.graph.packed import FORM_BITS, GROUP, PACKED_FORMS, WITH_OUTPUT
 
 ELEMENTS_AT_ONCE = 1 << 18
 """Weights that are packed together, in float32, so that packing a large matrix takes little."""
@@ -38,10 +38,12 @@ class PackedForm:
     Attributes:
         bits: Of a number: 4 or 8.
         group: Weights in a row that have a scale and a minimum of their own.
+        packs_output: Pack the output layer too.
     """
 
     bits: int
     group: int = GROUP
+    packs_output: bool = False
 
     def __post_init__(self) -> None:
         """Refuse other forms.
@@ -62,21 +64,22 @@ class PackedForm:
         """Return the form with a name.
 
         Args:
-            name: "int4" or "int8".
+            name: "int4" or "int8"; with "+output" behind it, the output layer is packed too.
             group: Weights in a group.
 
         Raises:
             ConfigError: There is no such form.
         """
-        if name not in FORM_BITS:
-            forms = " or ".join(sorted(FORM_BITS))
+        if name not in PACKED_FORMS:
+            forms = " or ".join(sorted(PACKED_FORMS))
             raise ConfigError(f"weights cannot be packed as {name!r}. Write {forms}.")
-        return cls(FORM_BITS[name], group)
+        bits = FORM_BITS[name.removesuffix(WITH_OUTPUT)]
+        return cls(bits, group, name.endswith(WITH_OUTPUT))
 
     @property
     def name(self) -> str:
-        """The name without the group: "int4" or "int8"."""
-        return f"int{self.bits}"
+        """The name without the group, such as "int4" or "int4+output"."""
+        return f"int{self.bits}{WITH_OUTPUT if self.packs_output else ''}"
 
     def require(self, shape: tuple[int, ...], name: str = "a weight") -> None:
         """Refuse a shape that cannot be packed.

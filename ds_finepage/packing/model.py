@@ -22,9 +22,10 @@ Places = list[list[str]]
 def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
     """Pack the weight of every linear layer, in place and one at a time.
 
-    These stay as they are: the output embeddings, all else that transformers' quantisers leave out
-    by default, weights that another module has too, and subclasses of ``torch.nn.Linear``, because
-    their code may use the weight. A model that is packed in this form already stays as it is.
+    These stay as they are: the output layer, unless the form packs it; all else that transformers'
+    quantisers leave out by default; weights that another module has too, such as an output layer
+    that is tied to the embeddings; and subclasses of ``torch.nn.Linear``, because their code may
+    use the weight. A model that is packed in this form already stays as it is.
 
     Args:
         model: Any module; it may be on the meta device.
@@ -38,7 +39,7 @@ def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
             is quantised already. Then no layer was replaced, except if a weight is not finite.
     """
     is_packed = _require_plain(model, form)
-    weights = _weights_to_pack(model)
+    weights = _weights_to_pack(model, form.packs_output)
     if not weights and not is_packed:
         raise ConfigError(
             f"{type(model).__name__} has no linear layer whose weight can be packed. Leave out "
@@ -72,11 +73,11 @@ def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
             setattr(model.get_submodule(parent), attribute, made)
 
 
-def _weights_to_pack(model: torch.nn.Module) -> list[Places]:
+def _weights_to_pack(model: torch.nn.Module, packs_output: bool) -> list[Places]:
     """Find the layers to pack. Only names are kept, so that a layer that was replaced is freed."""
     found: dict[int, dict[int, list[str]]] = {}  # by id of the weight and of the layer
     others: set[int] = set()  # weights of modules that stay as they are
-    left_out = set(_left_out(model))
+    left_out = set(_left_out(model, packs_output))
     for name, module in model.named_modules(remove_duplicate=False):
         if name and type(module) in _linear_types() and name not in left_out:
             names = found.setdefault(id(module.weight), {}).setdefault(id(module), [])
@@ -92,8 +93,13 @@ def _linear_types() -> tuple[type[torch.nn.Module], ...]:
     return (torch.nn.Linear, layers.Conv1D) if layers else (torch.nn.Linear,)
 
 
-def _left_out(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the modules that transformers' quantisers leave out by default."""
+def _left_out(model: torch.nn.Module, packs_output: bool) -> Iterator[str]:
+    """Yield the modules that transformers' quantisers leave out by default.
+
+    Args:
+        model: Any module.
+        packs_output: Leave out none but those whose weights are tied or stay in float32.
+    """
     if "transformers.modeling_utils" not in sys.modules:
         return
     from transformers import PreTrainedModel
@@ -106,10 +112,17 @@ def _left_out(model: torch.nn.Module) -> Iterator[str]:
         if isinstance(module, PreTrainedModel) and not is_inner:
             prefix = f"{name}." if name else ""
             outer.append(prefix)
-            patterns = [*get_keys_to_not_convert(module), *(module._keep_in_fp32_modules or ())]
+            patterns = list(module._keep_in_fp32_modules or ())
+            patterns += _tied(module) if packs_output else get_keys_to_not_convert(module)
             for inner, _ in module.named_modules(remove_duplicate=False):
                 if not should_convert_module(inner, patterns):
                     yield prefix + inner
+
+
+def _tied(model: Any) -> list[str]:
+    """Return the modules whose weights other modules have too, as far as transformers says."""
+    pairs = getattr(model, "all_tied_weights_keys", {}).items()
+    return [name.removesuffix(".weight") for pair in pairs for name in pair]
 
 
 def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -100,6 +101,21 @@ def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(family: str, tmp_pa
     )
     assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
     handle.detach()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_output_layer_is_packed_as_it_comes(is_tied: bool, tmp_path: Path) -> None:
+    form = dataclasses.replace(FORM, packs_output=True)
+    make_model("llama", torch.bfloat16, tie_word_embeddings=is_tied).save_pretrained(tmp_path / "t")
+    same = load(tmp_path / "t")
+    assert ("lm_head" in pack_model(same, form)) is not is_tied
+    model = load(tmp_path / "t", quantization_config=PackedConfig.of(form))
+    assert_same(model, same)
+    model.save_pretrained(tmp_path / "packed")
+    again = load(tmp_path / "packed")
+    assert_same(again, same)
+    assert again.config.quantization_config.form == form
+    assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
 
 
 @pytest.mark.parametrize("kind", ["trained", "packed"])

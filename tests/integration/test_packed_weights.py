@@ -55,6 +55,15 @@ def test_packed_models_are_the_same_at_every_budget(
     assert stats.weight_bytes == packed_bytes < whole_bytes
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_packed_output_layer_is_the_same_at_every_budget(is_tied: bool) -> None:
+    model = make_model("llama", torch.bfloat16, tie_word_embeddings=is_tied)
+    packed = pack_model(model, PackedForm.parse("int4+output"))
+    assert ("lm_head" in packed) is not is_tied
+    stats = same_at_every_budget(model, lambda: results(model))
+    assert stats.weight_bytes == sum(p.nbytes for p in model.parameters())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_key_packs_a_model_and_leaves_it_packed(
     form: str, caplog: pytest.LogCaptureFixture

@@ -13,6 +13,20 @@ PLANNING = "unit/planning"
 
 PACKED = (
     mutant(
+        "the-output-layer-is-never-packed",
+        "packing/model.py",
+        "_tied(module) if packs_output else get_keys_to_not_convert(module)",
+        "get_keys_to_not_convert(module)",
+        "unit/packing/test_pack_model.py",
+    ),
+    mutant(
+        "a-tied-output-layer-is-packed",
+        "packing/model.py",
+        "patterns += _tied(module) if packs_output",
+        "patterns += [] if packs_output",
+        "integration/test_packed_loading.py::test_the_output_layer_is_packed_as_it_comes",
+    ),
+    mutant(
         "a-pass-is-captured-with-unpacked-weights",
         "capture/from_config.py",
         "        prepare_shapes(model, prepare)\n",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -14,11 +14,13 @@ from ds_finepage.config import (
     DebugConfig,
     DeviceBudget,
     FinepageConfig,
+    PackedName,
     did_you_mean,
     nearest,
     section_of,
 )
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.packed import PACKED_FORMS
 from ds_finepage.units import GIB
 
 POLICIES = ("finepage", "horizon", "horizon-outputs")
@@ -301,7 +303,10 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"plan_dir": " "}, "is not a text"),
         ({"report": True}, r"finepage\.report: True is not a text"),
         ({"report": ""}, "is not a text"),
-        ({"weights": "int3"}, r"finepage\.weights: 'int3' is unknown. Write \"int8\" or \"int4\""),
+        (
+            {"weights": "int3"},
+            r"finepage\.weights: 'int3' is unknown. Write \"int8\" or \"int4\" or \"int8\+output",
+        ),
         ({"weights": 4}, r"finepage\.weights: 4 is unknown"),
         ({"weights_group": "64"}, r"finepage\.weights_group: '64' is not a whole number"),
         ({"weights_group": 0}, r"finepage\.weights_group: 0 is not above 0"),
@@ -351,3 +356,7 @@ def test_did_you_mean_lists_what_is_known() -> None:
         == "Did you mean 'llama-7b'? Known: llama-7b, t5."
     )
     assert did_you_mean("zzz", ["a", "b"]) == "Known: a, b."
+
+
+def test_the_names_of_packed_forms_are_the_same_everywhere() -> None:
+    assert get_args(PackedName) == PACKED_FORMS

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.packed import PACKED_FORMS
 from ds_finepage.packing import form as form_module
 from ds_finepage.packing.form import PackedForm, pack, unpack
 
@@ -82,7 +83,9 @@ def test_shapes_are_known_without_data() -> None:
 def test_forms_have_names() -> None:
     assert PackedForm.parse("int8") == PackedForm(8, 64)
     assert PackedForm.parse("int4", 32) == PackedForm(4, 32) and PackedForm(4).name == "int4"
-    with pytest.raises(ConfigError, match="packed as 'int3'. Write int4 or int8"):
+    assert PackedForm.parse("int8+output") == PackedForm(8, 64, packs_output=True)
+    assert [PackedForm.parse(name).name for name in PACKED_FORMS] == list(PACKED_FORMS)
+    with pytest.raises(ConfigError, match=r"as 'int3'. Write int4 or int4\+output or int8 or"):
         PackedForm.parse("int3")
 
 

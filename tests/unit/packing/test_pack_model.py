@@ -19,9 +19,17 @@ from transformers import (
 from ds_finepage.errors import ConfigError
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
-from ds_finepage.packing.model import pack_model
+from ds_finepage.packing.model import form_of, pack_model
 
 FORM = PackedForm(4, 32)
+OUTPUT = PackedForm(4, 32, packs_output=True)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
 
 
 def names_of(model: torch.nn.Module) -> list[str]:
@@ -29,15 +37,28 @@ def names_of(model: torch.nn.Module) -> list[str]:
 
 
 def test_the_layers_of_a_llama_are_packed_but_its_output_embeddings() -> None:
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
-        vocab_size=32,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
     packed = pack_model(model, FORM)
     assert packed == names_of(model) and len(packed) == 7
     assert type(model.lm_head) is torch.nn.Linear
     assert pack_model(model, FORM) == []  # it is packed already
+
+
+def test_the_output_layer_is_packed_where_the_form_says_so() -> None:
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL))
+    packed = pack_model(model, OUTPUT)
+    assert packed == names_of(model) and len(packed) == 8 and packed[-1] == "lm_head"
+    assert pack_model(model, OUTPUT) == [] and form_of(model) == OUTPUT
+    with pytest.raises(ConfigError, match=r"packed as .*packs_output=True"):
+        pack_model(model, FORM)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tied_output_layer_stays(device: str) -> None:
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **SMALL))
+    assert len(pack_model(model, OUTPUT)) == 7
+    assert type(model.lm_head) is torch.nn.Linear
 
 
 def test_the_layers_of_gpt2_lie_the_other_way() -> None:
@@ -50,12 +71,13 @@ def test_the_layers_of_gpt2_lie_the_other_way() -> None:
     assert (model.transformer.h[0].mlp.c_fc(x) - expected).abs().max() < 0.01
 
 
-def test_layers_that_transformers_keeps_in_float32_stay() -> None:
+@pytest.mark.parametrize("form", [FORM, OUTPUT])
+def test_layers_that_transformers_keeps_in_float32_stay(form: PackedForm) -> None:
     config = T5Config(
         d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=32, is_gated_act=False
     )
     wrapped = torch.nn.Sequential(T5ForConditionalGeneration(config))
-    packed = pack_model(wrapped, FORM)
+    packed = pack_model(wrapped, form)
     assert "0.encoder.block.0.layer.1.DenseReluDense.wi" in packed
     assert not any(name.endswith((".wo", "lm_head")) for name in packed)
 
