@@ -2,9 +2,9 @@
 
 The folder is ``$XDG_CACHE_HOME/ds_finepage`` or ``~/.cache/ds_finepage``. The environment variable
 ``DS_FINEPAGE_CACHE`` names another one; empty or ``0`` switches the cache off. Each environment
-(versions, device, threads) has a folder of its own. Files are JSON; nothing in them is run. A cache
-that cannot be used costs time and nothing else: a warning is logged once, and all is found out
-again.
+(versions, source code, device, threads) has a folder of its own. Files are JSON; nothing in them is
+run. A cache that cannot be used costs time and nothing else: a warning is logged once, and all is
+found out again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ MAX_BYTES = 256 << 20
 
 MAX_ENTRIES = 20_000
 """Entries of one table; beyond, the oldest go."""
+
+PACKAGE = Path(__file__).parents[1]
 
 _T = TypeVar("_T")
 _said: set[str] = set()
@@ -62,12 +65,26 @@ def environment_of(device: torch.device) -> str:
     names = ("torch", "transformers", "ds_finepage")
     found = (
         [_version(n) for n in names],
+        source_digest(PACKAGE),
         platform.python_version(),
         [device.type, device_of(device).name, platform.processor(), platform.machine()],
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
     )
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+
+@cache
+def source_digest(folder: Path) -> str:
+    """Return a hash of all Python files in a folder.
+
+    Plans and costs depend on the code that made them, and code changes more often than its version.
+    """
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\0".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _version(name: str) -> str:

@@ -418,6 +418,13 @@ RUNTIME = (
         is_named=True,
     ),
     mutant(
+        "plans-of-older-code-are-taken",
+        "execution/disk_cache.py",
+        "        source_digest(PACKAGE),\n",
+        "",
+        CACHE,
+    ),
+    mutant(
         "the-cache-grows-without-end",
         "execution/disk_cache.py",
         "        path.unlink(missing_ok=True)\n",

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from ds_finepage.execution import disk_cache, measure
-from ds_finepage.execution.disk_cache import Table, cache_root, open_folder, open_plan_folder, trim
+from ds_finepage.execution.disk_cache import (
+    Table,
+    cache_root,
+    open_folder,
+    open_plan_folder,
+    source_digest,
+    trim,
+)
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.graph.taskgraph import TaskGraph
 from tests.unit.execution.graphs import ACTIVATION, INPUT, WEIGHT, Draft
@@ -85,6 +92,26 @@ def test_another_version_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     filled()
     monkeypatch.setattr(disk_cache, "version", lambda name: "0.0")
     assert Table("numbers", CPU).get("a", number) is None
+
+
+def test_other_code_of_the_same_version_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled()
+    (tmp_path / "other.py").write_text("1")
+    monkeypatch.setattr(disk_cache, "PACKAGE", tmp_path)
+    assert Table("numbers", CPU).get("a", number) is None
+
+
+def test_the_digest_of_code_depends_on_names_and_contents(tmp_path: Path) -> None:
+    found = set()
+    for number, (name, text) in enumerate([("a.py", "1"), ("b.py", "1"), ("a.py", "2")]):
+        inner = tmp_path / str(number) / "inner"
+        inner.mkdir(parents=True)
+        (inner / name).write_text(text)
+        (inner / "notes.txt").write_text(str(number))
+        found.add(source_digest(inner.parent))
+    assert len(found) == 3
 
 
 def test_two_processes_keep_the_entries_of_each_other() -> None:
