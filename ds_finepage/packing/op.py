@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ds_finepage.graph.packed import SLICE_ROWS
-from ds_finepage.packing.form import Packed, PackedForm, unpack
+from ds_finepage.packing.form import WIDE_ROWS, Packed, PackedForm, unpack
 
 NAME = "ds_finepage::packed_linear"
 
@@ -33,15 +33,19 @@ def workspace_bytes(
 ) -> int:
     """Return the bytes that the op takes for itself: the largest slice, unpacked.
 
+    On a CPU it takes fewer in some forms.
+
     Args:
         numbers: Shape of the numbers.
         scales: Shape of the scales.
         group: Weights that share a scale.
         itemsize: Bytes of an unpacked weight.
     """
-    width = scales[1] * group
+    width, num_rows = scales[1] * group, min(SLICE_ROWS, numbers[0])
     halves = 0 if numbers[1] == width else numbers[1]  # numbers of 4 bits are taken apart first
-    return min(SLICE_ROWS, numbers[0]) * (width * itemsize + halves)
+    wide = width * torch.float32.itemsize if itemsize < torch.float32.itemsize else 0
+    beside = max(num_rows * halves, min(WIDE_ROWS, num_rows) * (wide + max(halves, wide // group)))
+    return num_rows * width * itemsize + beside
 
 
 @torch.no_grad()
