@@ -163,7 +163,8 @@ def unpack(packed: Packed, form: PackedForm, dtype: torch.dtype) -> torch.Tensor
         dtype: Of the result.
     """
     numbers = packed.numbers.unflatten(1, (packed.scales.shape[1], -1))
-    found = numbers.new_empty((*numbers.shape[:2], form.group), dtype=dtype)
+    shape = (*numbers.shape[:2], form.group)
+    found: torch.Tensor = numbers.new_empty(shape, dtype=dtype)
     scales, minima = packed.scales.unsqueeze(-1), packed.minima.unsqueeze(-1)
     if not numbers.is_cpu:
         _take_apart(numbers, form, found)

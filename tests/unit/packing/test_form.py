@@ -8,7 +8,7 @@ import torch
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import PACKED_FORMS
 from ds_finepage.packing import form as form_module
-from ds_finepage.packing.form import PackedForm, pack, unpack
+from ds_finepage.packing.form import Packed, PackedForm, pack, unpack
 
 FORMS = [PackedForm(bits, group) for bits in (4, 8) for group in (16, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,6 +78,22 @@ def test_shapes_are_known_without_data() -> None:
     real, meta = (pack(weight().to(device), PackedForm(4)) for device in ("cpu", "meta"))
     for one, other in zip(real, meta, strict=True):
         assert other.is_meta and (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_rows", [1, 33, 100])
+def test_a_cpu_unpacks_16_bits_as_accelerators_do(num_rows: int, bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    form = PackedForm(bits, 32)
+    packed = pack(torch.randn(num_rows, 96, dtype=dtype), form)
+    numbers = unpack(Packed(packed.numbers, *map(torch.ones_like, packed[1:])), form, dtype) - 1
+    scales, minima = (part.unsqueeze(-1) for part in packed[1:])
+    numbers = numbers.unflatten(1, (-1, 32))
+    expected = torch.addcmul(minima, numbers, scales)
+    if dtype == torch.float32:  # addcmul may round once there, and a CPU rounds twice
+        expected = numbers * scales + minima
+    assert torch.equal(unpack(packed, form, dtype), expected.flatten(1))
 
 
 def test_forms_have_names() -> None:
