@@ -83,7 +83,7 @@ def test_shapes_are_known_without_data() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("num_rows", [1, 33, 100])
-def test_a_cpu_unpacks_16_bits_as_accelerators_do(num_rows: int, bits: int, dtype: torch.dtype) -> None:
+def test_a_cpu_unpacks_as_accelerators_do(num_rows: int, bits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     form = PackedForm(bits, 32)
     packed = pack(torch.randn(num_rows, 96, dtype=dtype), form)
