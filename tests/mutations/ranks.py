@@ -6,6 +6,8 @@ from tests.mutations.mutant import mutant
 
 SEAM = "unit/integrations/test_seam.py"
 RANKS = "unit/runtime/test_ranks.py"
+SHARDS = "unit/capture/test_shards.py"
+CLI_PLAN = "integration/cli/test_plan.py"
 
 OF_RANKS = (
     mutant(
@@ -70,5 +72,61 @@ OF_RANKS = (
         "ranks.post({FAILED: str(error)})",
         "ranks",
         "unit/integrations/test_ranks.py",
+    ),
+    mutant(
+        "ranks-of-a-forecast-do-not-sum",
+        "capture/shards.py",
+        "layer.register_forward_hook(partial(_sum_over_ranks, num_ranks))",
+        "layer",
+        SHARDS,
+    ),
+    mutant(
+        "the-bias-of-a-sum-is-forgotten",
+        "capture/shards.py",
+        "return result if bias is None else result + bias",
+        "return result",
+        SHARDS,
+    ),
+    mutant(
+        "attention-of-a-shard-keeps-all-heads",
+        "capture/shards.py",
+        "if hasattr(attention, NUM_HEADS):",
+        "if False:",
+        SHARDS,
+    ),
+    mutant(
+        "tied-weights-are-cut",
+        "capture/shards.py",
+        "or uses[id(module.weight)] > 1",
+        "",
+        SHARDS,
+    ),
+    mutant(
+        "kv-heads-need-not-be-divided",
+        "capture/shards.py",
+        'for kind, number in (("attention heads", heads), ("KV heads", kv_heads)):',
+        'for kind, number in (("attention heads", heads),):',
+        SHARDS,
+    ),
+    mutant(
+        "a-forecast-is-of-the-whole-model",
+        "whatif.py",
+        "prepare=cutting(num_ranks, None if form is None else partial(pack, form=form))",
+        "prepare=None if form is None else partial(pack, form=form)",
+        CLI_PLAN,
+    ),
+    mutant(
+        "plan-forgets-its-ranks",
+        "cli/plan.py",
+        "num_ranks=arguments.ranks",
+        "num_ranks=1",
+        CLI_PLAN,
+    ),
+    mutant(
+        "curve-forgets-its-ranks",
+        "cli/curve.py",
+        "num_ranks=arguments.ranks",
+        "num_ranks=1",
+        "integration/cli/test_curve.py",
     ),
 )
