@@ -129,4 +129,27 @@ OF_RANKS = (
         "num_ranks=1",
         "integration/cli/test_curve.py",
     ),
+    mutant(
+        "a-rank-that-has-left-waits-for-numbers",
+        "runtime/ranks.py",
+        "        if self._left is not None:\n"
+        '            raise RankError(f"{self._left} Start all ranks again.")\n'
+        "        return self._channel.gather(numbers)",
+        "        return self._channel.gather(numbers)",
+        RANKS,
+    ),
+    mutant(
+        "the-table-over-ranks-has-one-rank",
+        "runtime/handle.py",
+        "for numbers in found]",
+        "for numbers in found[:1]]",
+        "unit/runtime/test_handle_ranks.py",
+    ),
+    mutant(
+        "each-rank-measures-the-link-with-its-own-bytes",
+        "runtime/ranks.py",
+        "min(LINK_BYTES, common_bytes)",
+        "min(LINK_BYTES, scratch_bytes)",
+        RANKS,
+    ),
 )
