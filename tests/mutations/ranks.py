@@ -152,4 +152,18 @@ OF_RANKS = (
         "min(LINK_BYTES, scratch_bytes)",
         RANKS,
     ),
+    mutant(
+        "ranks-may-have-other-versions-of-this-package",
+        "integrations/deepspeed/ranks.py",
+        'PACKAGES = ("torch", "transformers", "deepspeed", "ds_finepage")',
+        'PACKAGES = ("torch", "transformers", "deepspeed")',
+        "unit/integrations/test_ranks.py",
+    ),
+    mutant(
+        "grid-forgets-its-ranks",
+        "cli/grid.py",
+        "num_ranks=cell.num_ranks",
+        "num_ranks=1",
+        "integration/cli/test_grid.py",
+    ),
 )
