@@ -166,4 +166,32 @@ OF_RANKS = (
         "num_ranks=1",
         "integration/cli/test_grid.py",
     ),
+    mutant(
+        "the-first-rank-has-its-own-logits-alone",
+        "capture/shards.py",
+        "layer.register_forward_hook(partial(_gather_from_ranks, widths))",
+        "widths",
+        SHARDS,
+    ),
+    mutant(
+        "a-shard-is-not-packed",
+        "capture/shards.py",
+        "if then is not None:",
+        "if False:",
+        SHARDS,
+    ),
+    mutant(
+        "a-plan-hides-what-ranks-send",
+        "whatif.py",
+        "        sent_bytes=of_one_pass(sent_bytes(memgraph.graph)),\n",
+        "",
+        CLI_PLAN,
+    ),
+    mutant(
+        "a-missing-link-between-ranks-is-not-named",
+        "cli/plan.py",
+        "    options.note_link(arguments.ranks, profile)\n",
+        "",
+        CLI_PLAN,
+    ),
 )
