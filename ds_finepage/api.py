@@ -121,6 +121,7 @@ def plan_model(
     host_memory_bytes: int | None = None,
     weights: str | None = None,
     weights_group: int = GROUP,
+    num_ranks: int = 1,
 ) -> PlannedModel:
     """Capture, plan, check and simulate a pass of a model on a machine, with all figures.
 
@@ -139,6 +140,7 @@ def plan_model(
         weights: "bf16", "int8" or "int4"; by default they are as the config says. A budget that is
             a share of the weights is one of the packed weights.
         weights_group: Numbers that share a scale in a packed form.
+        num_ranks: Ranks that the model is cut over; the budget and the figures are those of one.
 
     Raises:
         ConfigError: An argument cannot be used.
@@ -152,7 +154,7 @@ def plan_model(
     profile = load_profile(hardware)
     shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
     form: dict[str, Any] = {"weights": weights, "weights_group": weights_group}
-    captured = whatif.capture_model(model, **shape, profile=profile, **form)
+    captured = whatif.capture_model(model, **shape, profile=profile, **form, num_ranks=num_ranks)
     budget_bytes = whatif.budget_on(budget, captured.graph.weight_bytes, profile)
     return whatif.plan_captured(
         captured,

@@ -24,15 +24,17 @@ from transformers import PretrainedConfig
 
 from ds_finepage.capture.from_config import SOURCE_ROWS, capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config
+from ds_finepage.capture.shards import cutting
 from ds_finepage.config import BudgetKind, DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.execution import collectives as _defines_them  # noqa: F401
 from ds_finepage.execution import host_ops
 from ds_finepage.execution.device import Accelerator
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.packed import GROUP, UNPACKED
-from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
@@ -50,8 +52,11 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,
+    kv_reloaded_bytes,
     layout_overhead,
     num_memory_dependencies,
+    sent_bytes,
+    written_bytes,
 )
 from ds_finepage.units import format_bytes
 
@@ -75,6 +80,7 @@ class CapturedModel:
         capture_seconds: Processor time of the capture.
         weights: The packed form of the weights in words, such as "int4, group 64"; None if they are
             not packed.
+        num_ranks: Ranks that the model is cut over; the pass is the first one's.
         kv_on_host: The KV cache is in host memory, except layers with a sliding window.
         capture_on_host: Captures the same pass with its KV cache in host memory, if that is known.
         capture_as_stock: Captures the same pass with weights packed as DeepSpeed packs them; None
@@ -88,6 +94,7 @@ class CapturedModel:
     graph: TaskGraph
     capture_seconds: float
     weights: str | None = None
+    num_ranks: int = 1
     kv_on_host: bool = False
     capture_on_host: Callable[[], CapturedModel] | None = None
     capture_as_stock: Callable[[], CapturedModel] | None = None
@@ -151,6 +158,7 @@ def capture_model(
     dtype: str | None = None,
     weights: str | None = None,
     weights_group: int = GROUP,
+    num_ranks: int = 1,
 ) -> CapturedModel:
     """Capture a pass from a model's config.
 
@@ -163,9 +171,10 @@ def capture_model(
         dtype: Of weights and activations; by default the one that suits the machine.
         weights: "bf16", "int8" or "int4"; by default they are as the config says.
         weights_group: Numbers that share a scale in a packed form.
+        num_ranks: Ranks that the model is cut over; the pass is the first one's.
 
     Raises:
-        ConfigError: The model, the dtype, the form of the weights or a size cannot be used.
+        ConfigError: The model, dtype, form of the weights, a size or the ranks cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
     config = load_model_config(model)
@@ -184,7 +193,7 @@ def capture_model(
             **shape,
             dtype=dtype,
             host_ops=host_ops if kv_on_host else None,
-            prepare=None if form is None else partial(pack, form=form),
+            prepare=cutting(num_ranks, None if form is None else partial(pack, form=form)),
         )
         return CapturedModel(
             model=model,
@@ -192,6 +201,7 @@ def capture_model(
             graph=estimate_workspaces(graph),
             capture_seconds=time.process_time() - start,
             weights=f"{name}{AS_STOCK}" if as_stock else name,
+            num_ranks=num_ranks,
             kv_on_host=kv_on_host,
             capture_on_host=None if kv_on_host else partial(capture, kv_on_host=True),
             capture_as_stock=None if form is None or as_stock else partial(capture, as_stock=True),
@@ -392,24 +402,6 @@ def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes
     )
 
 
-def _written_bytes(graph: TaskGraph) -> int:
-    """Return the bytes that a pass's tasks write to host memory: new rows of its KV cache."""
-    written = [b for task in graph.tasks if task.op == TO_HOST for b in task.writes]
-    return sum(graph.buffers[b].nbytes for b in written)
-
-
-def _kv_reloaded_bytes(memgraph: MemGraph) -> int:
-    """Return the bytes that a plan reloads of a KV cache in host memory."""
-    buffers = memgraph.graph.buffers
-    return sum(
-        memgraph.bytes_at(node)
-        for node in memgraph.nodes
-        if node.kind is NodeKind.RELOAD
-        and node.buffer is not None
-        and memgraph.graph.is_handed(buffers[node.buffer])
-    )
-
-
 def _figures(
     captured: CapturedModel, planned: Planned, needs: Needs, budget_bytes: int, plan_seconds: float
 ) -> PlanFigures:
@@ -418,7 +410,7 @@ def _figures(
     # The weights that the plan finds but does not leave have to be reloaded in every pass.
     reloaded_bytes = memgraph.reloaded_bytes
     reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in memgraph.lost)
-    kv_copied_bytes = _kv_reloaded_bytes(memgraph) + _written_bytes(memgraph.graph)
+    kv_copied_bytes = kv_reloaded_bytes(memgraph) + written_bytes(memgraph.graph)
 
     def of_one_pass(amount: int) -> int:
         return -(-amount // memgraph.graph.num_batches)
@@ -454,6 +446,8 @@ def _figures(
         layout_overhead=layout_overhead(memgraph),
         block_bound_ns=planned.block_bound_ns,
         weights=captured.weights,
+        num_ranks=captured.num_ranks,
+        sent_bytes=of_one_pass(sent_bytes(memgraph.graph)),
     )
 
 

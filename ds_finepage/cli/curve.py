@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     options.add_model(parser)
     options.add_weights(parser, many=True)
+    options.add_ranks(parser)
     parser.add_argument("--points", type=int, default=12, help="budgets to plan (12)")
     parser.add_argument(
         "--tokens-per-s",
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
     profile = load_profile(arguments.hardware)
+    options.note_link(arguments.ranks, profile)
     speeds = speeds_of(arguments.tokens_per_s)
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
     if arguments.plot is not None:
@@ -125,6 +127,7 @@ def planner_of(
             profile=profile,
             weights=form,
             weights_group=arguments.weights_group,
+            num_ranks=arguments.ranks,
         )
         for phase in options.PHASES
     )
@@ -289,6 +292,7 @@ def make_curve(
         points=points,
         needs=tuple(need for need in needs if need is not None),
         weights=planner.weights,
+        num_ranks=decode.num_ranks,
     )
 
 

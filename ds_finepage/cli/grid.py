@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{text}, with commas in between" + (f" ({default})" if default else ""),
         )
     options.add_weights(parser, many=True)
+    options.add_ranks(parser)
     options.add_budget(parser, "auto")
     options.add_host_memory(parser)
     options.add_split(parser)
@@ -102,9 +103,19 @@ def run(arguments: argparse.Namespace) -> int:
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     hardware = options.names_of(arguments.hardware, "--hardware")
     profiles = {name: load_profile(name) for name in hardware}
+    for profile in profiles.values():
+        options.note_link(arguments.ranks, profile)
     models = options.names_of(arguments.models, "--models")
     cells = [
-        Cell(model=model, hardware=card, batch=batch, seq=seq, policy=policy, weights=weights)
+        Cell(
+            model=model,
+            hardware=card,
+            batch=batch,
+            seq=seq,
+            policy=policy,
+            weights=weights,
+            num_ranks=arguments.ranks,
+        )
         for model, batch, seq, weights, card, policy in itertools.product(
             models,
             options.counts_of(arguments.batch, "--batch"),
@@ -347,6 +358,7 @@ class Planner:
                     profile=profile,
                     weights=cell.weights,
                     weights_group=self._weights_group,
+                    num_ranks=cell.num_ranks,
                 )
             except (ConfigError, CaptureError) as error:
                 self._captured[key] = error
@@ -384,6 +396,7 @@ def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, An
         for name, value in vars(arguments).items()
         if name in ("models", "hardware", "batch", "seq", "policies", "device_budget")
     }
+    given["ranks"] = None if arguments.ranks == 1 else arguments.ranks
     given |= {"host_memory": arguments.host_memory, **options.given_weights(arguments)}
     return {
         "date": datetime.date.today().isoformat(),

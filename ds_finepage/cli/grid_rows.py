@@ -12,6 +12,7 @@ from rich.table import Table
 from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
 from ds_finepage.planning.policies import POLICIES
+from ds_finepage.reporting.figures import of_ranks
 from ds_finepage.units import format_ns
 
 BASELINE = "zero"
@@ -25,7 +26,8 @@ OURS = "finepage"
 class Cell:
     """One combination of model, machine, shape, policy and form of the weights.
 
-    ``weights`` is "bf16", "int8" or "int4"; None leaves them as the model has them.
+    ``weights`` is "bf16", "int8" or "int4"; None leaves them as the model has them. All cells of a
+    grid have the same ``num_ranks``.
     """
 
     model: str
@@ -34,6 +36,7 @@ class Cell:
     seq: int
     policy: str
     weights: str | None = None
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +185,8 @@ def to_table(results: Results) -> Table:
         title="predicted tokens a second"
         + (f" (and times {BASELINE})" if has_baseline else "")
         + ", time to the first token"
-        + (f" ({ON_HOST}: the KV cache is in host memory)" if moved else ""),
+        + (f" ({ON_HOST}: the KV cache is in host memory)" if moved else "")
+        + of_ranks(max((cell.num_ranks for cell in results), default=1)),
         title_justify="left",
     )
     has_forms = any(cell.weights for cell in results)

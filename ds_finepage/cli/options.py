@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from rich.progress import track
 
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP, PACKED_FORMS, UNPACKED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import parse_bytes
@@ -80,6 +82,28 @@ def add_weights(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
         metavar="N",
         help="weights that share a scale, where they are packed (%(default)s)",
     )
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the ranks that the model is cut over."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut the model over N ranks as DeepSpeed's AutoTP does: budget, host memory and "
+        "figures are then those of one rank, tokens a second those of all (%(default)s)",
+    )
+
+
+def note_link(num_ranks: int, profile: HardwareProfile) -> None:
+    """Say on the standard error that the time of collectives is not known."""
+    if num_ranks > 1 and not profile.rank_bytes_per_s:
+        print(
+            f"{PROGRAM}: note: {profile.name} has no rank_bytes_per_s, so what ranks send to each "
+            f"other takes the time of its traffic in device memory",
+            file=sys.stderr,
+        )
 
 
 def weights_of(arguments: argparse.Namespace) -> list[str | None]:

@@ -20,6 +20,7 @@ from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget
 from ds_finepage.files import write_file
 from ds_finepage.graph import codec
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.chrome_trace import chrome_trace_json
 from ds_finepage.units import format_bytes
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill: all tokens at once; decode: one token (decode)",
     )
     options.add_weights(parser)
+    options.add_ranks(parser)
     options.add_budget(parser, "auto")
     options.add_host_memory(parser)
     output.add_json(parser)
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
     profile = load_profile(arguments.hardware)
+    options.note_link(arguments.ranks, profile)
     for path in (arguments.out, arguments.trace):
         if path is not None:
             options.require_writable(path, force=arguments.force)
@@ -75,14 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
         host_memory_bytes=host_memory_bytes,
         weights=weights,
         weights_group=arguments.weights_group,
+        num_ranks=arguments.ranks,
     )
     if planned.figures.budget_bytes > profile.capacity_bytes:
-        print(
-            f"{options.PROGRAM}: note: {arguments.device_budget} is more than the "
-            f"{format_bytes(profile.capacity_bytes)} of {profile.name}; this is what a card of its "
-            f"speed with more memory would do",
-            file=sys.stderr,
-        )
+        note_capacity(arguments.device_budget, profile)
     if arguments.out is not None:
         codec.save_plan(planned.memgraph, arguments.out)
     if arguments.trace is not None:
@@ -104,7 +103,18 @@ def run(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         seq=arguments.seq,
         hardware=arguments.hardware,
+        ranks=None if arguments.ranks == 1 else arguments.ranks,
         **options.given_weights(arguments),
     )
     print(f"figures of other budgets: {following}")
     return 0
+
+
+def note_capacity(budget: str, profile: HardwareProfile) -> None:
+    """Say on the standard error that a budget is more than the card has."""
+    print(
+        f"{options.PROGRAM}: note: {budget} is more than the "
+        f"{format_bytes(profile.capacity_bytes)} of {profile.name}; this is what a card of its "
+        f"speed with more memory would do",
+        file=sys.stderr,
+    )

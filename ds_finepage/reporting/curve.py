@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ds_finepage.reporting.figures import of_ranks
 from ds_finepage.units import format_bytes, format_ns
 
 KNEE = 0.1
@@ -75,6 +76,7 @@ class Curve:
     """The price list of one model on one machine; points are sorted by budget.
 
     ``weights`` names the form of the weights: "bf16", "int8" or "int4"; None if none was asked for.
+    Where a model is cut over ``num_ranks``, bytes are those of one rank, and speeds those of all.
     """
 
     model: str
@@ -87,6 +89,7 @@ class Curve:
     points: tuple[CurvePoint, ...]
     needs: tuple[Need, ...] = ()
     weights: str | None = None
+    num_ranks: int = 1
 
     @property
     def title(self) -> str:
@@ -94,7 +97,7 @@ class Curve:
         form = f" in {self.weights}" if self.weights else ""
         return (
             f"{self.model}{form}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
-            f"{self.hardware}"
+            f"{self.hardware}{of_ranks(self.num_ranks)}"
         )
 
     @property

@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.memgraph import EdgeKind, MemGraph, NodeKind
+from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.units import format_bytes, format_ns
 
 NS_PER_S = 10**9
@@ -28,7 +30,9 @@ class PlanFigures:
     in program order and the KV cache where it is, and include its copies. ``block_bound_ns`` is for
     a plan of several batches in turn: the least time per batch of a schedule that reloads each
     weight once for all of them. ``weights`` names the packed form of the weights, if they have one;
-    all bytes are then packed bytes.
+    all bytes are then packed bytes. Where a model is cut over ``num_ranks``, all figures are of one
+    rank, except tokens a second: all ranks work on the same tokens. ``sent_bytes`` is what a rank
+    sends to the next one in the collectives of a pass.
     """
 
     model: str
@@ -61,10 +65,12 @@ class PlanFigures:
     layout_overhead: float
     block_bound_ns: int | None = None
     weights: str | None = None
+    num_ranks: int = 1
+    sent_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the whole batch that a steady pass makes or reads in a second."""
+        """Tokens of the whole batch that a steady pass of all ranks makes or reads in a second."""
         tokens = self.batch * (self.seq if self.phase == "prefill" else 1)
         return tokens * NS_PER_S / self.predicted_ns if self.predicted_ns else 0.0
 
@@ -76,7 +82,7 @@ class PlanFigures:
         """Return the figures as a table for the terminal."""
         table = Table(
             title=f"{self.model}, {self.phase}, batch {self.batch}, sequence {self.seq}, "
-            f"{self.policy} on {self.hardware}",
+            f"{self.policy} on {self.hardware}{of_ranks(self.num_ranks)}",
             title_justify="left",
             show_header=False,
         )
@@ -87,6 +93,34 @@ class PlanFigures:
             if shown is not None:
                 table.add_row(label, shown)
         return table
+
+
+def of_ranks(num_ranks: int) -> str:
+    """Return what a title says of a model that is cut over ranks; nothing of a whole one."""
+    return "" if num_ranks == 1 else f", each of {num_ranks} ranks"
+
+
+def sent_bytes(graph: TaskGraph) -> int:
+    """Return the bytes that a rank sends to the next one in the collectives of a pass."""
+    return sum(traffic_of(graph, task)[1] for task in graph.tasks if is_collective(task))
+
+
+def written_bytes(graph: TaskGraph) -> int:
+    """Return the bytes that a pass's tasks write to host memory: new rows of its KV cache."""
+    written = [b for task in graph.tasks if task.op == TO_HOST for b in task.writes]
+    return sum(graph.buffers[b].nbytes for b in written)
+
+
+def kv_reloaded_bytes(memgraph: MemGraph) -> int:
+    """Return the bytes that a plan reloads of a KV cache in host memory."""
+    buffers = memgraph.graph.buffers
+    return sum(
+        memgraph.bytes_at(node)
+        for node in memgraph.nodes
+        if node.kind is NodeKind.RELOAD
+        and node.buffer is not None
+        and memgraph.graph.is_handed(buffers[node.buffer])
+    )
 
 
 def entry_bytes(memgraph: MemGraph) -> int:
@@ -159,7 +193,15 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
     ("  compute", lambda f: format_ns(f.compute_ns)),
     ("  transfer, busier lane", lambda f: format_ns(f.transfer_ns)),
     ("  stall", lambda f: format_ns(f.stall_ns)),
-    ("tokens a second", lambda f: f"{f.tokens_per_s:.2f}"),
+    (
+        "sent to the next rank by each pass",
+        lambda f: None if f.num_ranks == 1 else format_bytes(f.sent_bytes),
+    ),
+    ("tokens a second", lambda f: None if f.num_ranks > 1 else f"{f.tokens_per_s:.2f}"),
+    (
+        "tokens a second, all ranks together",
+        lambda f: None if f.num_ranks == 1 else f"{f.tokens_per_s:.2f}",
+    ),
     ("tasks", lambda f: str(f.num_tasks)),
     ("memory dependencies", lambda f: str(f.num_memory_dependencies)),
     ("peak of the arena / live bytes", lambda f: f"{f.layout_overhead:.4f}"),

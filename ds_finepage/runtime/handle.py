@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
+from rich.table import Table
 
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.executor import OpHook
@@ -20,6 +21,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.simulator import simulate
+from ds_finepage.reporting.rank_figures import RankFigures, rank_table
 from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
@@ -57,6 +59,7 @@ class Handle:
             around_call: Makes a context that holds while the module runs.
             ranks: Runs each pass together with other ranks.
         """
+        self._ranks = ranks
         self._apart = apart
         self._buffers = buffers
         self._weights = weights
@@ -104,6 +107,18 @@ class Handle:
         """Return the plan of every captured pass with its predicted timeline."""
         plans = [p.memgraph for p in self._runner.table.passes if p.memgraph is not None]
         return [(memgraph, simulate(memgraph, self.profile)) for memgraph in plans]
+
+    def rank_table(self) -> Table:
+        """Return the counters of all ranks side by side, for ``rich.print``.
+
+        Every rank has to call this, as it has to call the model; each of them gets the table.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        with self._calls.lock:
+            found = self._ranks.of_all(astuple(self.stats.of_rank))
+        return rank_table([RankFigures.of(numbers) for numbers in found])
 
     def record(self, on: bool = True) -> None:
         """Record the timelines of all later passes that run by plan, or stop.

@@ -84,6 +84,14 @@ class Ranks:
             PlanInfeasibleError: Another rank has no room for the pass.
         """
 
+    def of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return some numbers of this rank and of all others, by rank.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        return [list(numbers)]
+
     def with_link(
         self, profile: HardwareProfile, where: torch.device, scratch_bytes: int
     ) -> HardwareProfile:
@@ -174,11 +182,19 @@ class RankGroup(Ranks):
         self._channel.leave()
         return RankError(self._left)
 
+    def of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return some numbers of all ranks; every rank has to call this between two passes."""
+        if self._left is not None:
+            raise RankError(f"{self._left} Start all ranks again.")
+        return self._channel.gather(numbers)
+
     def with_link(
         self, profile: HardwareProfile, where: torch.device, scratch_bytes: int
     ) -> HardwareProfile:
         """Measure the link together with the other ranks; :class:`Ranks` describes it."""
-        rate, latency_ns = self._channel.measure_link(where, min(LINK_BYTES, scratch_bytes))
+        # Budgets differ where shards or free memory do, but all ranks need one size.
+        common_bytes = min(row[0] for row in self._channel.gather((scratch_bytes,)))
+        rate, latency_ns = self._channel.measure_link(where, min(LINK_BYTES, common_bytes))
         return replace(profile, rank_bytes_per_s=rate, rank_latency_ns=latency_ns)
 
 

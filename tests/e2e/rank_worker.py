@@ -1,4 +1,8 @@
-"""What one rank does in ``test_ranks.py``: writes what it found into a file of its own."""
+"""What one rank does in ``test_ranks.py``: writes what it found into a file of its own.
+
+The first argument is a mode: "all" for all families, budgets and faults on two ranks, "one" for one
+family and one budget on any number of ranks, "killed" for a rank that is gone.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -29,9 +35,13 @@ from transformers import (
 )
 
 import ds_finepage
+from ds_finepage.capture.from_config import capture_config
+from ds_finepage.capture.shards import cutting
 from ds_finepage.errors import FinepageError
+from ds_finepage.graph.collectives import is_collective
+from ds_finepage.graph.taskgraph import TaskGraph
 
-RANK = int(os.environ["RANK"])
+RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MODE, FOLDER = sys.argv[-2:]
 NUM_NEW = 4
 SIZES: dict[str, Any] = {
@@ -51,6 +61,9 @@ CUT_OF_MIXTRAL = {
 }
 MAKERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES)),
+    "llama of 4": lambda: LlamaForCausalLM(
+        LlamaConfig(**{**LLAMA_SIZES, "num_key_value_heads": 4, "vocab_size": 98})
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA_SIZES, head_dim=32)),
     "opt": lambda: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=128)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
@@ -64,7 +77,7 @@ FAMILIES = (
 )
 
 
-def ds_config(*, dtype: torch.dtype = torch.float32, size: int = 2, **changes: Any) -> Any:
+def ds_config(*, dtype: torch.dtype = torch.float32, size: int = NUM_RANKS, **changes: Any) -> Any:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
@@ -118,7 +131,9 @@ def refused_setups() -> dict[str, str]:
     return {name: error_of(partial(engine_of, *each)) for name, each in asked.items()}
 
 
-def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
+def run_family(
+    name: str, dtype: torch.dtype, shares: tuple[float, ...] = (0.7, 0.0, 1.0)
+) -> tuple[dict[str, Any], Any]:
     """Run one model by plan under budgets from the least to the whole, beside stock AutoTP."""
     torch.manual_seed(0)
     plain = MAKERS[name]().eval().to(dtype)
@@ -130,7 +145,7 @@ def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
     engine = engine_of(plain, ds_config(dtype=dtype, tensor_parallel=more))
     model, handle = engine.module.eval(), ds_finepage.handle_of(engine)
     found: dict[str, Any] = {"stock": (far - wanted).abs().max().item(), "budgets": {}}
-    for share in (0.7, 0.0, 1.0):
+    for share in shares:
         least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
         handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
         logits, made = generated(model, prompt())
@@ -139,9 +154,30 @@ def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
     found["unplanned"] = handle.stats.unplanned_reasons
     found["num_unplanned"] = handle.stats.num_unplanned_graphs + handle.stats.num_unplanned_modules
     found["link"] = [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns]
+    if name != "mixtral":  # which no forecast can cut
+        found["forecast"] = forecast_of(plain.config, dtype)
+        found["weight_bytes"] = handle.stats.weight_bytes
+        found["collectives"] = [collectives(plan.graph) for plan, _ in handle.plans()]
     if name == "llama":
         found["share of one rank"] = reloaded(model, handle) / reloaded_by_one_rank(plain)
     return found, engine
+
+
+def forecast_of(config: Any, dtype: torch.dtype) -> list[Any]:
+    """Return what a forecast from the config says of a rank: bytes of its weights, collectives."""
+    graph = capture_config(
+        config,
+        phase="decode",
+        batch=2,
+        seq=8,
+        dtype=str(dtype).removeprefix("torch."),
+        prepare=cutting(NUM_RANKS, None),
+    )
+    return [graph.weight_bytes, collectives(graph)]
+
+
+def collectives(graph: TaskGraph) -> list[str]:
+    return [task.op for task in graph.tasks if is_collective(task)]
 
 
 def reloaded(model: Any, handle: Any) -> int:
@@ -206,6 +242,13 @@ def be_killed() -> None:
     raise SystemExit(3)
 
 
+def shown(table: Table) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
 def write(found: dict[str, Any]) -> None:
     (Path(FOLDER) / f"rank{RANK}.json").write_text(json.dumps(found))
 
@@ -216,7 +259,12 @@ def main() -> None:
     if MODE == "killed":
         be_killed()
     deepspeed.init_distributed("gloo")
-    found: dict[str, Any] = {"setups": refused_setups()}
+    if MODE == "one":
+        found, engine = run_family("llama of 4", torch.float32, (0.7,))
+        found["table"] = shown(ds_finepage.handle_of(engine).rank_table())
+        write(found)
+        return
+    found = {"setups": refused_setups()}
     for name, dtype in FAMILIES:
         found[name], engine = run_family(name, dtype)
     found["out of step"] = out_of_step(engine)

@@ -1,4 +1,4 @@
-"""Two ranks on one machine, over gloo: each runs its shard by plan, as ``rank_worker.py`` says."""
+"""Ranks on one machine, over gloo: each runs its shard by plan, as ``rank_worker.py`` says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ds_finepage.units import format_bytes
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SECONDS = 300
@@ -22,6 +25,9 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
 def launch(command: list[str], mode: str, folder: Path, environment: dict[str, str]) -> int:
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
@@ -32,7 +38,7 @@ def launch(command: list[str], mode: str, folder: Path, environment: dict[str, s
         timeout=SECONDS,
         check=False,
     )
-    if mode == "all":
+    if mode != "killed":
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.returncode
 
@@ -47,8 +53,8 @@ def ranks(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    launch([*torchrun, "--master_port", free_port()], "all", folder, environment)
+    torchrun = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port()]
+    launch(torchrun, "all", folder, environment)
     return [found_by(rank, folder) for rank in (0, 1)]
 
 
@@ -71,6 +77,48 @@ def test_a_rank_reloads_its_share_of_what_one_rank_reloads(
     ranks: list[dict[str, Any]], rank: int
 ) -> None:
     assert ranks[rank]["llama"]["share of one rank"] <= 0.52
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3", "opt"))
+def test_a_forecast_cuts_a_model_as_autotp_does(ranks: list[dict[str, Any]], family: str) -> None:
+    found = ranks[0][family]
+    weight_bytes, collectives = found["forecast"]
+    assert weight_bytes == found["weight_bytes"]
+    assert collectives and all(each == collectives for each in found["collectives"])
+
+
+def require_one_budget(found: list[dict[str, Any]]) -> None:
+    """Check what each rank has found in the mode "one"."""
+    for each in found:
+        assert (each["unplanned"], each["num_unplanned"]) == ([], 0)
+        assert min(each["link"]) > 0
+        assert each["budgets"]["0.7"]["tokens"]
+        assert each["budgets"]["0.7"]["distance"] <= 2 * each["stock"]
+        assert each["forecast"][1] == each["collectives"][0]
+    assert found[0]["forecast"][0] == found[0]["weight_bytes"]
+
+
+def test_four_ranks_run_by_plan(tmp_path: Path, environment: dict[str, str]) -> None:
+    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
+    launch(torchrun, "one", tmp_path, environment)
+    found = [found_by(rank, tmp_path) for rank in range(4)]
+    require_one_budget(found)
+    for each in found:
+        assert each["table"] == found[0]["table"]
+        assert format_bytes(each["weight_bytes"]) in each["table"]
+
+
+def test_two_nodes_with_a_rank_each_run_by_plan(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Both are on this machine; each has a launcher of its own, as the documents say."""
+    at = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
+    at += ["--nproc_per_node", "1", "-m", "ds_finepage.run"]
+    nodes = [[*TORCHRUN, "--nnodes", "2", "--node_rank", node, *at] for node in "01"]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(launch, node, "one", tmp_path, environment) for node in nodes]
+        assert [job.result() for job in jobs] == [0, 0]
+    require_one_budget([found_by(rank, tmp_path) for rank in (0, 1)])
 
 
 SETUPS = {

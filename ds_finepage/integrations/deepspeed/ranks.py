@@ -13,7 +13,7 @@ from ds_finepage.config import SECTION
 from ds_finepage.errors import FinepageError, RankError
 from ds_finepage.runtime.ranks import ONE_RANK, RankGroup, Ranks, differences
 
-PACKAGES = ("torch", "transformers", "deepspeed")
+PACKAGES = ("torch", "transformers", "deepspeed", "ds_finepage")
 """Packages whose versions must be the same on all ranks."""
 
 STORE_KEY = "ds_finepage/setup"

@@ -48,6 +48,18 @@ def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert found["knees"][-1]["to_bytes"] == points[-1]["budget_bytes"]
 
 
+def test_a_model_is_cut_over_ranks(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*arguments, "--points", "2", "--tokens-per-s", "1", "--ranks", "2"]
+    found = curve(capsys, arguments)
+    whole = 500 * 256 + 5 * 256  # the table and the norms are not cut
+    assert found["weight_bytes"] == 2 * ((NUM_PARAMETERS - whole) // 2 + whole)
+    assert found["num_ranks"] == 2
+    assert main(arguments) == 0
+    assert "slow, each of 2 ranks" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_inverse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     points = curve(capsys, arguments)["points"]
     between = (points[2]["tokens_per_s"] + points[3]["tokens_per_s"]) / 2

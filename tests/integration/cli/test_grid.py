@@ -72,8 +72,8 @@ class Interrupted:
 def test_json_has_every_cell(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = cells(capsys, arguments)
     assert len(found) == 2 * 2 * 2
-    identity = ["model", "hardware", "batch", "seq", "policy", "weights"]
-    assert list(found[0])[:8] == [*identity, "runs", "reason"]
+    identity = ["model", "hardware", "batch", "seq", "policy", "weights", "num_ranks"]
+    assert list(found[0])[:9] == [*identity, "runs", "reason"]
     for cell in found:
         fits = not (cell["model"].endswith("two") and cell["seq"] == 128)
         assert cell["runs"] == fits, cell
@@ -84,6 +84,19 @@ def test_json_has_every_cell(arguments: list[str], capsys: pytest.CaptureFixture
         else:
             assert "more than the model's 64 positions" in cell["reason"]
             assert cell["tokens_per_s"] is None
+
+
+def test_models_are_cut_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(small_model(tmp_path)), tmp_path / "found.json"
+    arguments = ["grid", "--models", model, "--hardware", "t4", "--seq", "32"]
+    arguments += ["--policies", "finepage", "--batch", "2"]
+    assert main([*arguments, "--ranks", "2", "--out", str(out)]) == 0
+    assert "each of 2 ranks" in " ".join(capsys.readouterr().out.split())
+    document = json.loads(out.read_text())
+    assert "--ranks 2" in document["command"]
+    (cell,), (whole,) = document["cells"], cells(capsys, arguments)
+    assert (cell["num_ranks"], whole["num_ranks"]) == (2, 1)
+    assert cell["weight_bytes"] < 0.7 * whole["weight_bytes"]
 
 
 def test_a_card_that_is_too_small_says_so(

@@ -47,6 +47,8 @@ KEYS = [
     "layout_overhead",
     "block_bound_ns",
     "weights",
+    "num_ranks",
+    "sent_bytes",
 ]
 
 
@@ -145,6 +147,60 @@ def test_no_split_keeps_weights_whole(model: str, capsys: pytest.CaptureFixture[
     cut = figures(capsys, *arguments)
     assert cut["reloaded_bytes"] <= whole["reloaded_bytes"]
     assert cut["lower_bound_bytes"] <= whole["lower_bound_bytes"]
+
+
+# Several ranks.
+
+
+def test_a_model_is_cut_over_ranks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", model, "--device-budget", "50%weights"]
+    one, two, four = (figures(capsys, *arguments, "--ranks", n) for n in "124")
+    table_bytes = 2 * 500 * 256
+    for found in (two, four):
+        assert (found["weight_bytes"] - table_bytes) * found["num_ranks"] == pytest.approx(
+            one["weight_bytes"] - table_bytes, rel=0.01
+        )
+        assert found["kv_bytes"] * found["num_ranks"] == one["kv_bytes"]
+    assert two["reloaded_bytes"] <= 0.52 * one["reloaded_bytes"]
+    # Two layers sum twice over 256 numbers, and each rank gets the logits of all.
+    assert one["sent_bytes"] == 0
+    assert two["sent_bytes"] == 4 * 256 * 2 + 500
+    assert four["sent_bytes"] == 4 * 6 * 128 + 3 * 250
+
+
+def test_the_time_of_collectives_is_that_of_the_link_between_ranks(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compute_ns(latency_ns: int) -> int:
+        path = card(tmp_path, f"card{latency_ns}", rank_latency_ns=latency_ns)
+        arguments = ("--model", model, "--hardware", str(path), "--ranks", "2")
+        return int(figures(capsys, *arguments)["compute_ns"])
+
+    assert compute_ns(7_000_000) - compute_ns(5_000_000) == (4 * 2 + 1) * 2_000_000
+
+
+def test_the_table_says_what_is_of_one_rank(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan("--model", model, "--ranks", "2")) == 0
+    found = capsys.readouterr()
+    assert "each of 2 ranks" in " ".join(found.out.split())
+    assert "tokens a second, all ranks together" in found.out
+    assert "--ranks 2" in found.out.splitlines()[-1]
+    assert found.err == ""
+
+
+def test_a_card_without_a_link_between_ranks_is_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(card(tmp_path, rank_bytes_per_s=None))
+    assert main(plan("--model", model, "--ranks", "2", "--hardware", path)) == 0
+    assert "little has no rank_bytes_per_s" in capsys.readouterr().err
+    assert main(plan("--model", model, "--hardware", path)) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_do_not_divide_the_heads(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan("--model", model, "--ranks", "3")) == 2
+    assert "3 ranks do not divide the 4 attention heads" in capsys.readouterr().err
 
 
 # The plan as a file.

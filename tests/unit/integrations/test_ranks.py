@@ -69,6 +69,13 @@ def test_what_differs_is_named_with_the_ranks(two: Two) -> None:
     assert "autotp_size" not in text
 
 
+def test_another_version_of_this_package_is_named(two: Two) -> None:
+    two.rank_1_has({**ranks.facts_of(CONFIG), "version of ds_finepage": "9.9"})
+    with pytest.raises(RankError, match=r"version of ds_finepage: rank 0 .* rank 1 has '9\.9'"):
+        compare()
+    assert "version of ds_finepage" in two.rank_0_has()
+
+
 def test_a_setup_that_another_rank_refuses_is_refused_here(two: Two) -> None:
     two.rank_1_has({ranks.FAILED: "unknown key"})
     with pytest.raises(RankError, match="rank 1 refuses its setup: unknown key"):

@@ -99,6 +99,16 @@ def test_a_plan_of_several_batches_shows_the_bound_of_a_block_schedule_too() -> 
     assert values[at - 1 : at + 1] == ["2.00 s", "1.00 s"]
 
 
+def test_the_table_of_a_rank_says_what_it_sends_and_what_all_ranks_make() -> None:
+    table = dataclasses.replace(FIGURES, num_ranks=4, sent_bytes=3 << 20).to_table()
+    labels, values = (list(column.cells) for column in table.columns)
+    at = labels.index("sent to the next rank by each pass")
+    assert labels[at + 1] == "tokens a second, all ranks together"
+    assert values[at : at + 2] == ["3.00 MiB", "1.33"]
+    assert "tokens a second" not in labels
+    assert str(table.title).endswith("t4, each of 4 ranks")
+
+
 def test_the_table_says_where_the_kv_cache_is() -> None:
     table = dataclasses.replace(FIGURES, kv_on_host=True).to_table()
     assert "9.00 GiB in host memory" in list(table.columns[1].cells)

@@ -114,6 +114,21 @@ def test_ranks_with_the_same_pass_run_it() -> None:
     assert on_ranks(*[one_pass("abc", tokens)] * 3) == ["ran"] * 3
 
 
+def test_numbers_of_all_ranks_are_by_rank() -> None:
+    runs = (lambda group, _: group.of_all([1, 2]), lambda group, _: group.of_all([3, 4]))
+    assert on_ranks(*runs) == [[[1, 2], [3, 4]]] * 2
+    assert ONE_RANK.of_all((1, 2)) == [[1, 2]]
+
+
+def test_a_rank_that_has_left_has_no_numbers() -> None:
+    def run(group: RankGroup, channel: OnWire) -> Any:
+        tried(one_pass(within=KeyError("of the user")), group, channel)
+        return group.of_all([1])
+
+    for error in on_ranks(run, run):
+        assert isinstance(error, RankError) and "Start all ranks again." in str(error)
+
+
 def test_one_rank_agrees_with_itself() -> None:
     with ONE_RANK.together():
         ONE_RANK.agree("abc", ())
@@ -206,6 +221,17 @@ def test_the_link_is_measured_with_little_memory() -> None:
         return rates, small, channel.scratch_bytes, group.has_whole_model
 
     assert on_ranks(run) == [((5e9, 70), 100, 4 << 20, False)]
+
+
+def test_the_link_is_measured_with_the_memory_of_the_rank_that_has_least() -> None:
+    def with_room(scratch_bytes: int) -> Run:
+        def run(group: RankGroup, channel: OnWire) -> int:
+            group.with_link(PROFILE, CPU, scratch_bytes)
+            return channel.scratch_bytes
+
+        return run
+
+    assert on_ranks(with_room(120), with_room(100), with_room(1 << 40)) == [100] * 3
 
 
 def test_only_what_differs_is_named() -> None:
