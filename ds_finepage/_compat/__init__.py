@@ -59,6 +59,7 @@ HOOK_REGISTRY = "_diffusers_hook"
 """The attribute of a module that holds its hooks of diffusers."""
 
 ATTRIBUTES = {
+    "_apply_gate": "transformers.models.mixtral.modeling_mixtral.MixtralExperts",
     "_buffers": "torch.nn.Module",
     "_call_impl": "torch.nn.Module",
     "_cdata": "torch.UntypedStorage",

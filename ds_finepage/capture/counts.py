@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ds_finepage.graph.packed import PACKED_LINEAR
+from ds_finepage.graph.packed import PACKED_GROUPED, PACKED_PRODUCTS
 
 ROW_READS = frozenset(
     {"aten.embedding", "aten.index_select", "aten.index", "aten.gather", "aten.take"}
@@ -29,8 +29,11 @@ UNFILLED = frozenset({"aten.empty", "aten.new_empty", "aten.empty_like", "aten.e
 GROUPED_MM = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
 """Products of each row with the one matrix of the second argument that its group has."""
 
-PACKED_PACKET = PACKED_LINEAR.removesuffix(".default")
-"""A product of the first argument with a packed weight; the second holds its numbers."""
+PACKED_PACKETS = frozenset(op.removesuffix(".default") for op in PACKED_PRODUCTS)
+"""Products of the first argument with a packed weight; the second holds its numbers."""
+
+PACKED_GROUPED_PACKET = PACKED_GROUPED.removesuffix(".default")
+"""The one whose weight has a matrix for each expert."""
 
 
 def _count_cpu_attention(
@@ -52,15 +55,15 @@ def _count_grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__:
     return 2 * rows.shape[-2] * rows.shape[-1] * matrices.shape[-1]
 
 
-def _count_packed_linear(x: torch.Tensor, numbers: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * numbers.shape[0]
+def _count_packed(x: torch.Tensor, numbers: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * numbers.shape[-2]
 
 
 FLOP_COUNTS: dict[str, Callable[..., int]] = {
     **{str(packet): count for packet, count in flop_registry.items()},
     "aten._scaled_dot_product_flash_attention_for_cpu": _count_cpu_attention,
     **dict.fromkeys(GROUPED_MM, _count_grouped_mm),
-    PACKED_PACKET: _count_packed_linear,
+    **dict.fromkeys(PACKED_PACKETS, _count_packed),
 }
 """How to count an op's arithmetic, by the name of its overload packet."""
 
@@ -79,17 +82,20 @@ def moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) ->
         return sum(map(_bytes, given[1:])) + min(_bytes(given[0]), _bytes(given[-1]))
     if op in OVERWRITES:
         return sum(map(_bytes, given))
-    if op in GROUPED_MM:
-        rows, matrices = given[0], given[1]
-        used = min(rows.shape[-2], matrices.shape[0])  # no row needs more than one of them
-        others = sum(_bytes(t) for t in given if t is not matrices)
-        return others + _bytes(matrices) * used // matrices.shape[0] + sum(map(_bytes, made))
-    distinct = {id(t): t for t in given}.values()
-    moved = sum(map(_bytes, distinct)) + sum(map(_bytes, made))
-    if op == PACKED_PACKET:
+    used = 1
+    if op in GROUPED_MM or op == PACKED_GROUPED_PACKET:
+        matrices = given[1:4] if op == PACKED_GROUPED_PACKET else given[1:2]
+        num = matrices[0].shape[0]
+        used = min(given[0].shape[-2], num)  # no row needs more than one of them
+        others = sum(map(_bytes, given)) - sum(map(_bytes, matrices))
+        moved = others + sum(_bytes(m) * used // num for m in matrices) + sum(map(_bytes, made))
+    else:
+        distinct = {id(t): t for t in given}.values()
+        moved = sum(map(_bytes, distinct)) + sum(map(_bytes, made))
+    if op in PACKED_PACKETS:
         # Slices of the weight are unpacked into memory, scaled there, and read by the product.
-        x, num_out = given[0], given[1].shape[0]
-        moved += 4 * num_out * x.shape[-1] * x.element_size()
+        x, num_out = given[0], given[1].shape[-2]
+        moved += 4 * used * num_out * x.shape[-1] * x.element_size()
     return moved
 
 

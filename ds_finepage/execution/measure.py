@@ -42,7 +42,7 @@ from ds_finepage.execution.ops import (
 )
 from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
 from ds_finepage.graph.collectives import is_collective
-from ds_finepage.graph.packed import PACKED_LINEAR
+from ds_finepage.graph.packed import PACKED_PRODUCTS
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 from ds_finepage.packing.op import workspace_bytes
 
@@ -123,7 +123,7 @@ def _result_bytes(graph: TaskGraph, tensor: int) -> int:
 
 def _unpacked_bytes(graph: TaskGraph, task: Task) -> int:
     """Return the bytes that a product with a packed weight takes to unpack a slice of it."""
-    if task.op != PACKED_LINEAR:
+    if task.op not in PACKED_PRODUCTS:
         return 0
     x, numbers, scales = (graph.tensors[ref.tensor] for ref in task.args[:3])
     return workspace_bytes(

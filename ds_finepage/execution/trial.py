@@ -24,7 +24,8 @@ from ds_finepage.execution.ops import (
     plain_call,
 )
 from ds_finepage.graph.arguments import refs
-from ds_finepage.graph.routes import groups_of
+from ds_finepage.graph.packed import PACKED_GROUPED
+from ds_finepage.graph.routes import Groups, groups_of
 from ds_finepage.graph.taskgraph import Task, TaskGraph
 from ds_finepage.units import align_up
 
@@ -97,7 +98,7 @@ class Trial:
 
     Zeros are valid indices everywhere. But where they would mean that there is nothing to do, there
     is as much as there can be: masks choose everything, and of groups of rows the first has them
-    all.
+    all. Packed matrices are unpacked for each group that has rows, so there the rows are spread.
     """
 
     def __init__(
@@ -225,9 +226,18 @@ class Trial:
             return self._tiles.true
         groups = groups_of(self._task)
         if groups is not None and self._buffer(groups.ends) == buffer:
-            num_rows = self._graph.tensors[groups.rows].shape[0]
-            return self._tiles.all_of(num_rows, dtype)
+            return self._ends_of(groups, dtype)
         return self._tiles.zeros
+
+    def _ends_of(self, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+        """Return the ends of groups of rows."""
+        num_rows = self._graph.tensors[groups.rows].shape[0]
+        if self._task.op != PACKED_GROUPED:
+            return self._tiles.all_of(num_rows, dtype)
+        num_groups = self._graph.tensors[groups.ends].shape[0]
+        ends = [num_rows * (group + 1) // num_groups for group in range(num_groups)]
+        ends += [num_rows] * (-num_groups % 8)  # a tile is whole words
+        return torch.tensor(ends, dtype=dtype, device=self._tiles.device).view(torch.uint8)
 
 
 def reach(graph: TaskGraph, task: Task, buffer: int) -> int:

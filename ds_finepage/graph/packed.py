@@ -1,6 +1,6 @@
-"""The forms of weights, and the op that multiplies by a packed one, as all parts know them.
+"""The forms of weights, and the ops that multiply by packed ones, as all parts know them.
 
-The op computes ``SLICE_ROWS`` output features at a time, each slice as a product of its own, so a
+An op computes ``SLICE_ROWS`` output features at a time, each slice as a product of its own, so a
 plan may cut it between two slices and change no bit.
 """
 
@@ -24,5 +24,12 @@ GROUP = 64
 PACKED_LINEAR = "ds_finepage.packed_linear.default"
 """Its arguments: rows, numbers, scales, minima, bias or None, bits of a number, size of a group."""
 
+PACKED_GROUPED = "ds_finepage.packed_grouped_linear.default"
+"""A product with one packed matrix an expert. Its arguments: rows that are sorted by expert,
+numbers, scales, minima, the end of each expert's rows, bits of a number, size of a group."""
+
+PACKED_PRODUCTS = frozenset({PACKED_LINEAR, PACKED_GROUPED})
+"""The ops that unpack a weight; their second to fourth arguments are its parts."""
+
 SLICE_ROWS = 256
-"""Output features, which are rows of the weight, that it unpacks together."""
+"""Output features, which are rows of the weight, that they unpack together."""

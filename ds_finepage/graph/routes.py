@@ -1,16 +1,19 @@
 """Routed weights: the pass itself chooses which slices of them it uses.
 
-The matrices of a layer's experts are slices of one weight. After the router has run, a tensor of
-the pass holds the slices in use. A reload that waits for the router brings in only those slices.
-The bytes of all slices stay reserved, because each of them may be chosen.
+The matrices of a layer's experts are slices of one weight. If they are packed, their numbers,
+scales and minima are a weight each, and an expert has a slice of each of them. After the router has
+run, a tensor of the pass holds the slices in use. A reload that waits for the router brings in only
+those slices. The bytes of all slices stay reserved, because each of them may be chosen.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Ref, Task, TaskGraph
+from ds_finepage.graph.packed import PACKED_GROUPED
+from ds_finepage.graph.taskgraph import PACKED_ITEMSIZE, BufferKind, Ref, Task, TaskGraph
 
 GROUPED_PRODUCTS = frozenset(
     {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
@@ -55,9 +58,7 @@ def routes(graph: TaskGraph) -> dict[int, Route]:
     last_writer: dict[int, int] = {}
     found: dict[int, Route] = {}
     for task in graph.tasks:
-        route = _route(graph, task, last_writer)
-        if route is not None:
-            found[route.buffer] = route
+        found.update((route.buffer, route) for route in _routes(graph, task, last_writer))
         for buffer in task.buffers:
             times_used[buffer] += 1
         for buffer in (*task.writes, *task.touches):
@@ -65,30 +66,32 @@ def routes(graph: TaskGraph) -> dict[int, Route]:
     return {b: route for b, route in found.items() if times_used[b] == 1}
 
 
-def _route(graph: TaskGraph, task: Task, last_writer: dict[int, int]) -> Route | None:
+def _routes(graph: TaskGraph, task: Task, last_writer: dict[int, int]) -> Iterator[Route]:
     named = _named(graph, task)
     if named is None:
-        return None
-    rows, weight, tells = named
-    view = graph.tensors[weight]
-    buffer, table = graph.buffers[view.buffer], graph.tensors[tells].buffer
-    if buffer.kind is not BufferKind.WEIGHT or len(view.shape) < 2:
-        return None
+        return
+    rows, weights, tells = named
+    table = graph.tensors[tells].buffer
     if graph.buffers[table].kind is not BufferKind.ACTIVATION or table not in last_writer:
-        return None
-    num_slices, numel = view.shape[0], math.prod(view.shape)
-    is_whole = view.offset == 0 and buffer.nbytes == numel * ITEMSIZE.get(view.dtype, 0)
-    if not is_whole or view.stride[0] * num_slices != numel or rows >= num_slices:
-        return None
-    return Route(
-        buffer=buffer.id,
-        task=task.index,
-        tensor=tells,
-        source=last_writer[table],
-        is_ends=task.op in GROUPED_PRODUCTS,
-        num_slices=num_slices,
-        most_used=rows,
-    )
+        return
+    for weight in weights:
+        view = graph.tensors[weight]
+        buffer = graph.buffers[view.buffer]
+        if buffer.kind is not BufferKind.WEIGHT or len(view.shape) < 2:
+            continue
+        num_slices, numel = view.shape[0], math.prod(view.shape)
+        is_whole = view.offset == 0 and buffer.nbytes == numel * PACKED_ITEMSIZE.get(view.dtype, 0)
+        if not is_whole or view.stride[0] * num_slices != numel or rows >= num_slices:
+            continue
+        yield Route(
+            buffer=buffer.id,
+            task=task.index,
+            tensor=tells,
+            source=last_writer[table],
+            is_ends=task.op != LOOKUP,
+            num_slices=num_slices,
+            most_used=rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,29 +109,32 @@ class Groups:
 
 def groups_of(task: Task) -> Groups | None:
     """Return the groups of rows that a task works on; None if it has no groups."""
-    if task.op not in GROUPED_PRODUCTS or len(task.args) < 2:
+    if task.op == PACKED_GROUPED:
+        rows, ends = task.args[0], task.args[4]
+    elif task.op in GROUPED_PRODUCTS and len(task.args) > 1:
+        rows = task.args[0]
+        ends = task.args[2] if len(task.args) > 2 else dict(task.kwargs).get("offs")
+    else:
         return None
-    rows = task.args[0]
-    ends = task.args[2] if len(task.args) > 2 else dict(task.kwargs).get("offs")
     if not isinstance(rows, Ref) or not isinstance(ends, Ref):
         return None
     return Groups(rows=rows.tensor, ends=ends.tensor)
 
 
-def _named(graph: TaskGraph, task: Task) -> tuple[int, int, int] | None:
-    """Return the most slices that a task uses, the weight, and the tensor that names them."""
+def _named(graph: TaskGraph, task: Task) -> tuple[int, list[int], int] | None:
+    """Return the most slices that a task uses, the weights, and the tensor that names them."""
     groups = groups_of(task)
     if groups is not None:
-        weight = task.args[1]
-        if isinstance(weight, Ref):
-            shape, matrices = graph.tensors[groups.rows].shape, graph.tensors[weight.tensor].shape
-            if len(shape) == 2 and len(matrices) == 3:
-                return shape[0], weight.tensor, groups.ends
+        given = task.args[1:4] if task.op == PACKED_GROUPED else task.args[1:2]
+        weights = [value.tensor for value in given if isinstance(value, Ref)]
+        shape = graph.tensors[groups.rows].shape
+        if len(shape) == 2 and all(len(graph.tensors[w].shape) == 3 for w in weights):
+            return shape[0], weights, groups.ends
     if task.op == LOOKUP and isinstance(task.args[1], tuple) and len(task.args[1]) == 1:
         weight, numbers = task.args[0], task.args[1][0]
         if isinstance(weight, Ref) and isinstance(numbers, Ref):
             indices = graph.tensors[numbers.tensor]
             # The shape of a boolean mask does not say how many slices it selects.
             if indices.dtype in ("int32", "int64"):
-                return math.prod(indices.shape), weight.tensor, numbers.tensor
+                return math.prod(indices.shape), [weight.tensor], numbers.tensor
     return None

@@ -119,6 +119,9 @@ class Task:
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of an element, by dtype; for the dtypes of weights."""
 
+PACKED_ITEMSIZE = {**ITEMSIZE, "uint8": 1}
+"""The same, and for packed numbers."""
+
 JOIN = "finepage.join"
 TO_DEVICE = "finepage.to_device.default"
 TO_HOST = "finepage.to_host.default"

@@ -154,6 +154,28 @@ def pack(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Pack
     return packed
 
 
+def pack_each(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Packed:
+    """Pack the matrices of a weight, each by itself.
+
+    Args:
+        weight: (matrices, out, in), of a floating dtype; on the meta device only shapes are made.
+        form: How to pack it.
+        name: Of the weight, for messages.
+
+    Returns:
+        The parts of all matrices, behind each other along a first dimension.
+
+    Raises:
+        ConfigError: The form does not suit the weight, or the weight is not finite.
+    """
+    first = pack(weight[0], form, name)
+    packed = Packed(*(part.new_empty(len(weight), *part.shape) for part in first))
+    for at, matrix in enumerate(weight if not weight.is_meta else ()):
+        for part, made in zip(packed, pack(matrix, form, name) if at else first, strict=True):
+            part[at] = made
+    return packed
+
+
 def unpack(packed: Packed, form: PackedForm, dtype: torch.dtype) -> torch.Tensor:
     """Return the matrix, (out, in), that a packed one stands for.
 

@@ -1,53 +1,71 @@
-"""Packs the linear layers of a model."""
+"""Packs the linear layers and the experts of a model."""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.packing.experts import (
+    PackedExperts,
+    PackedMatrices,
+    as_matrices,
+    expert_weights,
+    pack_matrices,
+    unknown,
+)
 from ds_finepage.packing.form import Packed, PackedForm
 from ds_finepage.packing.linear import PackedLinear, matrix_of
+
+logger = logging.getLogger(__name__)
 
 METHOD = "finepage"
 """The method in the ``quantization_config`` of a model whose layers are packed."""
 
 Places = list[list[str]]
-"""The layers that have one weight, each with all of its names."""
+"""The layers that have the same weights, each with all of its names."""
+
+PACKED_LAYERS = (PackedLinear, PackedMatrices)
+"""The modules that hold packed weights."""
 
 
 def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
-    """Pack the weight of every linear layer, in place and one at a time.
+    """Pack the weights of every linear layer and of fused experts, in place and one at a time.
 
     These stay as they are: the output layer, unless the form packs it; all else that transformers'
     quantisers leave out by default; weights that another module has too, such as an output layer
-    that is tied to the embeddings; and subclasses of ``torch.nn.Linear``, because their code may
-    use the weight. A model that is packed in this form already stays as it is.
+    that is tied to the embeddings; subclasses of ``torch.nn.Linear``, because their code may use
+    the weight; and experts whose forward pass is not known, which the log names. A model that is
+    packed in this form already stays as it is.
 
     Args:
         model: Any module; it may be on the meta device.
         form: How to pack.
 
     Returns:
-        The names of the layers that were packed, in the model's order.
+        The names of the layers and the modules of experts that were packed, in the model's order.
 
     Raises:
         ConfigError: The form does not suit a weight, the model has no linear layer to pack, or it
             is quantised already. Then no layer was replaced, except if a weight is not finite.
     """
-    is_packed = _require_plain(model, form)
+    was_packed = _require_plain(model, form)
     weights = _weights_to_pack(model, form.packs_output)
-    if not weights and not is_packed:
+    if not weights and not was_packed:
         raise ConfigError(
             f"{type(model).__name__} has no linear layer whose weight can be packed. Leave out "
             "finepage.weights."
         )
     for places in weights:
-        name = places[0][0]
-        form.require(tuple(matrix_of(model.get_submodule(name)).shape), f"{name}.weight")
+        path = places[0][0]
+        layer = model.get_submodule(path)
+        for name, weight in weights_of(layer).items():
+            form.require(_shape_of_matrix(layer, weight), f"{path}.{name}")
     for places in weights:
         _replace(model, places, form)
     return [name for places in weights for names in places for name in names[:1]]
@@ -55,15 +73,47 @@ def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
 
 def form_of(model: torch.nn.Module) -> PackedForm | None:
     """Return the form of the packed layers of a model; None if it has none."""
-    return next((m.form for m in model.modules() if isinstance(m, PackedLinear)), None)
+    return next((m.form for m in model.modules() if isinstance(m, PACKED_LAYERS)), None)
+
+
+def is_packed(model: torch.nn.Module) -> bool:
+    """Tell whether a model has packed layers."""
+    return form_of(model) is not None
+
+
+def weights_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the weights of a layer that can be packed, by their names in it.
+
+    Args:
+        layer: Any module; if it is no linear layer and has no experts, there are none.
+    """
+    if type(layer) in _linear_types():
+        weight: Any = layer.weight
+        return {"weight": weight}
+    return expert_weights(layer)
+
+
+def _shape_of_matrix(layer: torch.nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a weight of a layer as (out, in)."""
+    if weight.dim() == 3:
+        return tuple(as_matrices(layer, weight).shape[1:])
+    return tuple(matrix_of(layer).shape)
 
 
 def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
-    """Put packed layers where those of one weight are; they share the packed one."""
+    """Put packed layers where those with the same weights are; they share the packed ones."""
     packed: Packed | None = None
+    matrices: dict[str, PackedMatrices] = {}
     for names in places:
         layer: Any = model.get_submodule(names[0])
-        if packed is None:
+        made: torch.nn.Module
+        if type(layer) not in _linear_types():
+            matrices = matrices or {
+                name: pack_matrices(layer, name, weight, form, names[0])
+                for name, weight in weights_of(layer).items()
+            }
+            made = PackedExperts(layer, matrices)
+        elif packed is None:
             made = PackedLinear.from_linear(layer, form, f"{names[0]}.weight")
             packed = Packed(made.numbers, made.scales, made.minima)
         else:
@@ -75,16 +125,22 @@ def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
 
 def _weights_to_pack(model: torch.nn.Module, packs_output: bool) -> list[Places]:
     """Find the layers to pack. Only names are kept, so that a layer that was replaced is freed."""
-    found: dict[int, dict[int, list[str]]] = {}  # by id of the weight and of the layer
+    found: dict[tuple[int, ...], dict[int, list[str]]] = {}  # by ids of the weights and the layer
     others: set[int] = set()  # weights of modules that stay as they are
     left_out = set(_left_out(model, packs_output))
     for name, module in model.named_modules(remove_duplicate=False):
-        if name and type(module) in _linear_types() and name not in left_out:
-            names = found.setdefault(id(module.weight), {}).setdefault(id(module), [])
-            names.append(name)
+        weights = weights_of(module) if name and name not in left_out else {}
+        if weights:
+            ids = tuple(map(id, weights.values()))
+            found.setdefault(ids, {}).setdefault(id(module), []).append(name)
         else:
             others.update(map(id, module._parameters.values()))
-    return [list(layers.values()) for weight, layers in found.items() if weight not in others]
+            why = unknown(module)
+            if why is not None:
+                logger.warning("the experts of %s stay as they are: %s", name or "the model", why)
+    times = Counter(weight for weights in found for weight in weights)
+    others.update(weight for weight, count in times.items() if count > 1)
+    return [list(layers.values()) for ids, layers in found.items() if others.isdisjoint(ids)]
 
 
 def _linear_types() -> tuple[type[torch.nn.Module], ...]:
@@ -135,7 +191,7 @@ def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         by = None
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PACKED_LAYERS):
             is_packed = True
             if module.form != form:
                 by = f"{name} is packed as {module.form}"

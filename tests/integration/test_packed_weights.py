@@ -22,7 +22,7 @@ from tests.integration.families import DTYPES, make_model, tiny, token_ids
 from tests.integration.parity import same_at_every_budget
 
 FORMS = {name: PackedForm.parse(name) for name in ("int4", "int8")}
-NUM_LAYERS = {"llama": 7, "qwen3": 7, "gemma": 7, "mixtral": 4, "gpt2": 4}
+NUM_LAYERS = {"llama": 7, "qwen3": 7, "gemma": 7, "mixtral": 5, "gpt2": 4}
 PROMPT = token_ids(7)
 
 

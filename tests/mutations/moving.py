@@ -361,8 +361,8 @@ MOVING = (
     mutant(
         "packed-weights-are-filled-again",
         "integrations/transformers/packed_loading.py",
-        "        missing_keys.discard(full_layer_name)\n",
-        "",
+        "missing_keys.difference_update(self._replace(model, full_layer_name, weight))",
+        "self._replace(model, full_layer_name, weight)",
         PACKED_LOADING,
     ),
     mutant(

@@ -7,11 +7,104 @@ from tests.mutations.mutant import mutant
 ARMS = "integration/compare/test_packed_arms.py"
 COMMANDS = "integration/cli/test_weights.py"
 OPTIONS = "unit/compare/test_cli_compare.py"
+EXPERTS = "unit/packing/test_packed_experts.py"
+PARTS = "unit/planning/rewrite/test_packed_experts.py"
 STOCK = "unit/packing/test_stock.py"
 AHEAD = "integration/test_look_ahead.py"
 PLANNING = "unit/planning"
 
 PACKED = (
+    mutant(
+        "experts-without-rows-are-unpacked",
+        "packing/op.py",
+        "        if end > begin:\n            packed",
+        "        if True:\n            packed",
+        f"{EXPERTS}::test_only_experts_with_rows_are_unpacked_slice_by_slice",
+    ),
+    mutant(
+        "rows-behind-the-last-end-are-what-was-there",
+        "packing/op.py",
+        "    out[begin:].zero_()\n",
+        "",
+        EXPERTS,
+    ),
+    mutant(
+        "experts-stay-as-they-were-trained",
+        "packing/model.py",
+        "    return expert_weights(layer)\n",
+        "    return {}\n",
+        EXPERTS,
+    ),
+    mutant(
+        "experts-of-an-unknown-kind-stay-and-nobody-hears-of-it",
+        "packing/model.py",
+        "            if why is not None:\n",
+        "            if False:\n",
+        EXPERTS,
+    ),
+    mutant(
+        "experts-that-share-one-weight-are-packed-apart",
+        "packing/model.py",
+        "    others.update(weight for weight, count in times.items() if count > 1)\n",
+        "",
+        EXPERTS,
+    ),
+    mutant(
+        "experts-on-other-ranks-are-packed",
+        "packing/experts.py",
+        'if getattr(own, "_is_expert_parallel", False):',
+        "if False:",
+        EXPERTS,
+    ),
+    mutant(
+        "packed-experts-forget-their-biases",
+        "packing/experts.py",
+        "        if self.has_bias:\n",
+        "        if False:\n",
+        EXPERTS,
+    ),
+    mutant(
+        "packed-experts-all-come",
+        "graph/routes.py",
+        "    if task.op == PACKED_GROUPED:\n        rows, ends",
+        "    if False:\n        rows, ends",
+        PARTS,
+    ),
+    mutant(
+        "packed-experts-are-never-cut",
+        "planning/rewrite/split.py",
+        "    is_grouped = task.op == PACKED_GROUPED\n",
+        "    is_grouped = False\n",
+        PARTS,
+    ),
+    mutant(
+        "scales-of-experts-are-cut-as-if-they-were-one-matrix",
+        "planning/rewrite/split.py",
+        "for part, _ in weight.parts if num > 1 else ():",
+        "for part, _ in weight.parts[:1] if num > 1 else ():",
+        PARTS,
+    ),
+    mutant(
+        "all-packed-experts-count-as-moved",
+        "capture/counts.py",
+        "if op in GROUPED_MM or op == PACKED_GROUPED_PACKET:",
+        "if op in GROUPED_MM:",
+        PARTS,
+    ),
+    mutant(
+        "one-packed-expert-is-timed-with-all-rows",
+        "execution/trial.py",
+        "if self._task.op != PACKED_GROUPED:",
+        "if True:",
+        PARTS,
+    ),
+    mutant(
+        "half-loaded-experts-are-put-in-place",
+        "integrations/transformers/packed_loading.py",
+        "            if len(waiting) < len(weights):\n                return []\n",
+        "",
+        "integration/test_packed_loading.py::test_a_checkpoint_is_packed_as_it_comes_and_saved_packed",
+    ),
     mutant(
         "the-output-layer-is-never-packed",
         "packing/model.py",

@@ -431,8 +431,8 @@ RUNNING = (
     mutant(
         "a-weight-of-two-kinds-of-modules-is-packed",
         "packing/model.py",
-        "if weight not in others",
-        "if weight",
+        "if others.isdisjoint(ids)",
+        "if ids",
         "unit/packing/test_pack_model.py",
     ),
     mutant(

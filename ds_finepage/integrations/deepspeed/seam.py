@@ -97,9 +97,9 @@ def _taken(
 
 
 def _is_packed(model: Any) -> bool:
-    from ds_finepage.packing.linear import PackedLinear
+    from ds_finepage.packing.model import is_packed
 
-    return any(isinstance(module, PackedLinear) for module in model.modules())
+    return is_packed(model)
 
 
 def _pack(model: Any, weights: str, group: int) -> None:

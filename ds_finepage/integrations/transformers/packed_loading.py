@@ -21,11 +21,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import GROUP
+from ds_finepage.packing.experts import PackedExperts, PackedMatrices, pack_matrices
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
-from ds_finepage.packing.model import METHOD, pack_model
+from ds_finepage.packing.model import METHOD, PACKED_LAYERS, pack_model, weights_of
 
-VERSION = 1
+VERSION = 2
 """Of packed checkpoints: of the names, dtypes and order of their tensors and numbers."""
 
 
@@ -79,10 +80,13 @@ class PackedQuantizer(HfQuantizer):
 
     Attributes:
         refusal: The error of a weight that cannot be packed, which transformers only logs.
+        waiting: Packed matrices of experts whose other weights have not come yet, by the name of
+            the module and of the weight.
     """
 
     quantization_config: PackedConfig
     refusal: ConfigError | None = None
+    waiting: dict[str, dict[str, PackedMatrices]]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         """Find the layers to pack, or replace them where the checkpoint is packed.
@@ -95,7 +99,10 @@ class PackedQuantizer(HfQuantizer):
         """
         form = self.quantization_config.form
         layers = pack_model(model if self.pre_quantized else copy.deepcopy(model), form)
-        self._weights = frozenset(f"{name}.weight" for name in layers)
+        self._weights = frozenset(
+            f"{path}.{name}" for path in layers for name in weights_of(model.get_submodule(path))
+        )
+        self.waiting = {}
 
     def expect_packed(self, model: Any) -> None:
         """Expect a packed checkpoint after all.
@@ -125,7 +132,7 @@ class PackedQuantizer(HfQuantizer):
 
 
 class PackWeight(ConversionOps):
-    """Puts a packed layer in the place of a layer whose weight has come."""
+    """Puts a packed layer in the place of a layer whose weights have come."""
 
     def __init__(self, quantizer: PackedQuantizer) -> None:
         """Pack as a quantiser says."""
@@ -159,30 +166,46 @@ class PackWeight(ConversionOps):
         (value,) = input_dict.values()
         weight = value[0] if isinstance(value, list) else value
         try:
-            self._replace(model, full_layer_name, weight)
+            missing_keys.difference_update(self._replace(model, full_layer_name, weight))
         except ConfigError as error:
             self._quantizer.refusal = error
             raise
-        missing_keys.discard(full_layer_name)
         return {}
 
-    def _replace(self, model: Any, full_layer_name: str, weight: torch.Tensor) -> None:
-        """Put a packed layer in the place of one."""
-        path = full_layer_name.rpartition(".")[0]
+    def _replace(self, model: Any, full_layer_name: str, weight: torch.Tensor) -> list[str]:
+        """Put a packed layer in the place of one if all of its weights have come.
+
+        Returns:
+            The qualified names of the weights that are packed now.
+        """
+        path, _, name = full_layer_name.rpartition(".")
         layer: Any = model.get_submodule(path)
-        if weight.shape != layer.weight.shape:
+        weights = weights_of(layer)
+        if weight.shape != weights[name].shape:
             raise ConfigError(
                 f"{full_layer_name} has shape {tuple(weight.shape)} in the checkpoint, and "
-                f"{tuple(layer.weight.shape)} in the model."
+                f"{tuple(weights[name].shape)} in the model."
             )
         form = self._quantizer.quantization_config.form
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        made: Any = PackedLinear.from_linear(layer, form, full_layer_name)
+        if name == "weight":
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            made: Any = PackedLinear.from_linear(layer, form, full_layer_name)
+        else:
+            waiting = self._quantizer.waiting.setdefault(path, {})
+            waiting[name] = pack_matrices(layer, name, weight, form, path)
+            if len(waiting) < len(weights):
+                return []
+            matrices = self._quantizer.waiting.pop(path)
+            made = PackedExperts(layer, {name: matrices[name] for name in weights})
         made._is_hf_initialized = True
-        for parameter in (made.numbers, made.scales, made.minima):
-            parameter._is_hf_initialized = True  # else transformers would fill it
+        layers: list[Any] = [m for m in made.modules() if isinstance(m, PACKED_LAYERS)]
+        for packed in layers:
+            packed._is_hf_initialized = True
+            for parameter in (packed.numbers, packed.scales, packed.minima):
+                parameter._is_hf_initialized = True  # else transformers would fill it
         outer, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(outer), attribute, made)
+        return [f"{path}.{name}" for name in weights]
 
 
 def asked_of(config: Any, given: Any, form: PackedForm) -> Any:

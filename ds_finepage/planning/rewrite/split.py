@@ -6,7 +6,8 @@ features: each slice of rows of the weight makes its own columns of the result. 
 of the whole product, up to the order in which a library sums. A product of rows in groups is cut in
 the same way: each slice has the same rows of the matrices of all groups. A product with a packed
 weight is cut where the op begins a slice of its own, so its values stay the same bit by bit; its
-numbers, scales and minima are one unit, with the same rows in each slice.
+numbers, scales and minima are one unit, with the same rows in each slice. Packed matrices of
+experts are cut in both ways.
 
 Sizes that differ from call to call stay formulas. Only sizes that are the same in every call are
 cut, and a slice begins at the same place in every row.
@@ -15,14 +16,16 @@ cut, and a slice begins at the same place in every row.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ds_finepage.graph.packed import PACKED_LINEAR, SLICE_ROWS
+from ds_finepage.graph.packed import PACKED_GROUPED, PACKED_LINEAR, PACKED_PRODUCTS, SLICE_ROWS
 from ds_finepage.graph.routes import GROUPED_PRODUCTS
 from ds_finepage.graph.taskgraph import (
     ITEMSIZE,
     JOIN,
+    PACKED_ITEMSIZE,
     BufferKind,
     ExpertMatrices,
     Length,
@@ -36,14 +39,12 @@ MATMULS = {
     "aten.mm.default": 1,
     "aten.addmm.default": 2,
     **dict.fromkeys(sorted(GROUPED_PRODUCTS), 1),
-    PACKED_LINEAR: 1,
+    **dict.fromkeys(sorted(PACKED_PRODUCTS), 1),
 }
 """Ops that can be cut, with the position of the weight among their arguments."""
 
 BIASES = {"aten.addmm.default": 0, PACKED_LINEAR: 4}
 """Those of them that may add a bias, with its position."""
-
-PACKED_ITEMSIZE = {**ITEMSIZE, "uint8": 1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
 
 def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
     """Return the matrix of a product if it can be cut by rows; any task may use or make it."""
-    if task.op == PACKED_LINEAR:
+    if task.op in PACKED_PRODUCTS:
         return _packed_operand(graph, task)
     at = _place_of_weight(task)
     if at is None:
@@ -126,22 +127,23 @@ def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
 
 
 def _packed_operand(graph: TaskGraph, task: Task) -> Divisible | None:
-    """Return the packed matrix of a product if it can be cut by rows.
+    """Return the packed matrix of a product, or those of experts, if it can be cut by rows.
 
     Each part must fill its buffer row by row, and the result its own.
     """
+    is_grouped = task.op == PACKED_GROUPED
     (result,) = task.results
     parts = task.args[1:4]
     if result is None or len(task.writes) != 1 or not all(isinstance(p, Ref) for p in parts):
         return None
     views, out = [graph.tensors[p.tensor] for p in parts], graph.tensors[result]
-    num_rows, sizes = views[0].shape[0], [graph.buffers[v.buffer].nbytes for v in views]
-    is_whole = all(
-        len(v.shape) == 2
-        and v.shape[0] == num_rows
+    *several, num_rows, _ = views[0].shape
+    sizes = [graph.buffers[v.buffer].nbytes for v in views]
+    is_whole = len(several) == is_grouped and all(
+        v.shape[:-1] == (*several, num_rows)
         and v.offset == 0
-        and v.stride == (v.shape[1], 1)
-        and size == num_rows * v.shape[1] * PACKED_ITEMSIZE.get(v.dtype, 0)
+        and v.stride == (*(num_rows * v.shape[-1] for _ in several), v.shape[-1], 1)
+        and size == math.prod(v.shape) * PACKED_ITEMSIZE.get(v.dtype, 0)
         and not varies(*v.shape, size)
         for v, size in zip(views, sizes, strict=True)
     )
@@ -151,11 +153,13 @@ def _packed_operand(graph: TaskGraph, task: Task) -> Divisible | None:
     for size, stride in zip(reversed(out.shape), reversed(out.stride), strict=True):
         fills = fills and (stride == step or size == 1)
         step *= size
-    bias = graph.tensors[task.args[4].tensor] if isinstance(task.args[4], Ref) else None
+    has_bias = not is_grouped and isinstance(task.args[4], Ref)
+    bias = graph.tensors[task.args[4].tensor] if has_bias else None
     if not fills or out.shape[-1] != num_rows or (bias and bias.shape != (num_rows,)):
         return None
     beside = tuple((v.buffer, n // num_rows) for v, n in zip(views[1:], sizes[1:], strict=True))
-    return Divisible(views[0].buffer, num_rows, sum(sizes) // num_rows, task.index, beside=beside)
+    row_bytes, num_matrices = sum(sizes) // num_rows, math.prod(several)
+    return Divisible(views[0].buffer, num_rows, row_bytes, task.index, num_matrices, beside)
 
 
 def packed_units(graph: TaskGraph) -> dict[int, tuple[int, ...]]:
@@ -163,7 +167,7 @@ def packed_units(graph: TaskGraph) -> dict[int, tuple[int, ...]]:
     parts = [
         [graph.tensors[a.tensor].buffer for a in task.args[1:4] if isinstance(a, Ref)]
         for task in graph.tasks
-        if task.op == PACKED_LINEAR
+        if task.op in PACKED_PRODUCTS
     ]
     return {numbers: tuple(others) for numbers, *others in parts}
 
@@ -203,8 +207,10 @@ def varies(*sizes: int) -> bool:
 
 def _form_of_slice(task: Task, view: TensorView, num_rows: int) -> dict[str, tuple[int, ...]]:
     """Return the shape and the strides of a slice of rows; its matrices lie side by side."""
-    if task.op == PACKED_LINEAR:
-        return {"shape": (num_rows, *view.shape[1:])}
+    if task.op in PACKED_PRODUCTS:
+        *several, _, width = view.shape
+        stride = (*(num_rows * width for _ in several), *view.stride[-2:])
+        return {"shape": (*several, num_rows, width), "stride": stride}
     *several, depth, _ = view.shape
     stride = (*(depth * num_rows for _ in several), *view.stride[-2:])
     return {"shape": (*several, depth, num_rows), "stride": stride}
@@ -294,10 +300,10 @@ class SliceWriter:
 
     def cut(self, task: Task, weight: Divisible, starts: Sequence[int]) -> None:
         """Replace a task by one task a slice and a join."""
-        whole = self.graph.buffers[weight.buffer]
-        if weight.num_matrices > 1:
-            matrix_bytes = whole.nbytes // weight.num_matrices
-            self._experts.append(ExpertMatrices(whole.name, weight.num_matrices, matrix_bytes))
+        num = weight.num_matrices
+        for part, _ in weight.parts if num > 1 else ():
+            whole = self.graph.buffers[part]
+            self._experts.append(ExpertMatrices(whole.name, num, whole.nbytes // num))
         for start, end in pairwise((*starts, weight.num_rows)):
             parts = {b: self.slice_of(b, size, start, end) for b, size in weight.parts}
             self.product(task, weight, parts, start, end)

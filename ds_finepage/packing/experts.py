@@ -1,0 +1,225 @@
+"""Fused experts whose matrices are packed, as transformers 5 holds them.
+
+transformers keeps the matrices of a layer's experts in two parameters of three dimensions. Its
+decorator ``use_experts_implementation`` gives all such modules one protocol, so that one way of
+computing serves every model. Here is another way of that kind, with packed matrices.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ds_finepage.packing.form import Packed, PackedForm, pack_each
+from ds_finepage.packing.op import packed_grouped_linear
+
+PROTOCOL = "transformers.integrations.moe"
+"""The module of transformers whose decorator makes the forward pass of fused experts."""
+
+
+class PackedMatrices(torch.nn.Module):
+    """One packed matrix for each expert, not trained.
+
+    Attributes:
+        form: How the matrices are packed.
+        numbers: Of the packed matrices, (experts, out, in * bits / 8).
+        scales: Of the packed matrices, (experts, out, in / group).
+        minima: Likewise.
+    """
+
+    def __init__(self, packed: Packed, form: PackedForm) -> None:
+        """Take the tensors as they are.
+
+        Args:
+            packed: The matrices.
+            form: How they are packed.
+        """
+        super().__init__()
+        self.form = form
+        numbers, scales, minima = (torch.nn.Parameter(p, requires_grad=False) for p in packed)
+        self.numbers, self.scales, self.minima = numbers, scales, minima
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Multiply each row by the matrix of its expert.
+
+        Args:
+            x: (rows, in), sorted by expert.
+            ends: (experts,), integers: where the rows of each expert end.
+
+        Returns:
+            (rows, out), of the dtype of the scales.
+        """
+        parts = (self.numbers, self.scales, self.minima)
+        rows = x.to(self.scales.dtype)
+        made = packed_grouped_linear(rows, *parts, ends, self.form.bits, self.form.group)
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the form."""
+        num, out_features, num_groups = self.scales.shape
+        return (
+            f"{num} matrices, in_features={num_groups * self.form.group}, "
+            f"out_features={out_features}, {self.form.name} in groups of {self.form.group}"
+        )
+
+
+class PackedExperts(torch.nn.Module):
+    """Stands for a module of fused experts; all but the matrices stays the same.
+
+    The matrices are submodules, named like the parameters without "_proj". So transformers, which
+    takes apart parameters of those names when it saves a model, leaves them alone.
+    """
+
+    def __init__(self, experts: torch.nn.Module, matrices: dict[str, PackedMatrices]) -> None:
+        """Take what the module has, and packed matrices for its own.
+
+        Args:
+            experts: A module that :func:`expert_weights` knows; it stays as it is.
+            matrices: The packed ones, by the names of the parameters.
+        """
+        super().__init__()
+        for name, value in vars(experts).items():
+            vars(self)[name] = value.copy() if isinstance(value, dict) else value
+        self._kind: Any = type(experts)
+        self._names = [submodule_of(name) for name in matrices]
+        self._num_experts = len(next(iter(matrices.values())).numbers)
+        for name, packed in matrices.items():
+            del self._parameters[name]
+            self.add_module(submodule_of(name), packed)
+
+    @property
+    def matrices(self) -> list[PackedMatrices]:
+        """The packed matrices, in the order of their use."""
+        found: list[Any] = [self._modules[name] for name in self._names]
+        return found
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the results of each token's experts.
+
+        Args:
+            hidden_states: (tokens, hidden).
+            top_k_index: (tokens, k), the experts of each token.
+            top_k_weights: (tokens, k), their weights.
+
+        Returns:
+            (tokens, hidden).
+        """
+        own: Any = self  # has what the module that it stands for has
+        num_top_k = top_k_index.shape[-1]
+        experts, order = torch.sort(top_k_index.reshape(-1))
+        numbers = torch.arange(self._num_experts, dtype=experts.dtype, device=experts.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        x = self._product(0, hidden_states[order // num_top_k], ends, experts)
+        x = self._kind._apply_gate(self, x) if own.has_gate else own.act_fn(x)
+        x = self._product(1, x, ends, experts)
+        if getattr(self, "has_post_expert_norm", False):
+            x = own.post_expert_norm(x)
+        x = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        x = x[back].view(-1, num_top_k, x.shape[-1]).sum(dim=1)
+        return x.to(hidden_states.dtype)
+
+    def _product(
+        self, at: int, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply rows by the first or the second matrices, and add biases if there are some."""
+        made = self.matrices[at](x, ends)
+        if self.has_bias:
+            made = made + getattr(self, f"{self._names[at]}_proj_bias")[experts]
+        assert isinstance(made, torch.Tensor)
+        return made
+
+
+def submodule_of(weight: str) -> str:
+    """Return the name of the packed matrices that stand for a parameter."""
+    return weight.removesuffix("_proj")
+
+
+def expert_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the weights of fused experts by name, in the order of their use.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Nothing if it has none, or is one whose forward pass is not known; see :func:`unknown`.
+    """
+    if not _follows_protocol(module) or unknown(module) is not None:
+        return {}
+    return {name: module._parameters[name] for name in _names(module)}  # type: ignore[misc]
+
+
+def pack_matrices(
+    experts: Any, name: str, weight: torch.Tensor, form: PackedForm, path: str
+) -> PackedMatrices:
+    """Pack one weight of fused experts.
+
+    Args:
+        experts: The module.
+        name: Of the weight in it.
+        weight: (experts, out, in), or (experts, in, out) if the module keeps it so.
+        form: How to pack.
+        path: Qualified name of the module, for messages.
+
+    Raises:
+        ConfigError: The form does not suit the weight.
+    """
+    given = as_matrices(experts, weight.detach())
+    return PackedMatrices(pack_each(given, form, f"{path}.{name}"), form).train(experts.training)
+
+
+def as_matrices(experts: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight of fused experts as (experts, out, in)."""
+    return weight.transpose(1, 2) if experts.is_transposed else weight
+
+
+def unknown(module: torch.nn.Module) -> str | None:
+    """Say why the weights of several matrices that a module has cannot be packed.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        None if they can be packed, or it has none.
+    """
+    own: Any = module
+    several = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
+    if not several or _is_torchs(module) or all(len(module._parameters[n]) < 2 for n in several):  # type: ignore[arg-type]
+        return None
+    if not _follows_protocol(module):
+        return f"how it uses {several[0]} is not known"
+    if getattr(own, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    if not set(_names(module)) <= {*several}:
+        return f"its weights are not {' and '.join(_names(module))}"
+    has_own_gate = own.has_gate and type(own)._apply_gate is not _default_gate()
+    if not has_own_gate and not callable(getattr(own, "act_fn", None)):
+        return "its activation is not known"
+    return None
+
+
+def _names(module: Any) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+def _follows_protocol(module: torch.nn.Module) -> bool:
+    """Tell whether the forward pass of a module is the one that transformers' decorator makes."""
+    if PROTOCOL not in sys.modules or "forward" in vars(module):
+        return False
+    made = getattr(type(module).forward, "__globals__", {})
+    return made.get("__name__") == PROTOCOL and hasattr(module, "has_gate")
+
+
+def _default_gate() -> Any:
+    return getattr(sys.modules[PROTOCOL], "_default_apply_gate", None)
+
+
+def _is_torchs(module: torch.nn.Module) -> bool:
+    """Tell whether a module is one of torch's own layers, such as a convolution."""
+    return type(module).__module__.startswith("torch.")

@@ -1,0 +1,133 @@
+"""Packed experts: equal to the same packed model, and only those that are chosen are brought in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finepage.api import attach
+from ds_finepage.config import DebugConfig
+from ds_finepage.execution.measure import estimate_workspaces
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.packed import PACKED_GROUPED, PACKED_PRODUCTS
+from ds_finepage.packing import op
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
+from ds_finepage.planning.rewrite import split
+from ds_finepage.runtime.stats import PassStats
+from tests.integration.families import DTYPES, SLOW_LINK, make_model, token_ids
+
+NUM_EXPERTS, SHARES = 8, (0, 0.05, 0.3, 1)
+EXPERTS = {
+    "mixtral": {"num_local_experts": NUM_EXPERTS},
+    "qwen3_moe": {"num_experts": NUM_EXPERTS},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()
+    for module in (op, split):
+        monkeypatch.setattr(module, "SLICE_ROWS", 32)  # so that a matrix has several slices
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+        yield
+
+
+def results(model: Any) -> list[torch.Tensor]:
+    """Return the tokens of a generation, and the logits of each."""
+    found = model.generate(
+        token_ids(5)[:1],
+        max_new_tokens=3,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return [found.sequences, *found.logits]
+
+
+def packed_model(family: str, form: str, dtype: torch.dtype) -> Any:
+    model = make_model(family, dtype, num_hidden_layers=1, **EXPERTS[family])
+    assert "model.layers.0.mlp.experts" in pack_model(model, PackedForm.parse(form, 32))
+    return model
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_packed_experts_are_the_same_at_every_budget(
+    family: str, form: str, dtype: torch.dtype, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = packed_model(family, form, dtype)
+    plain = results(model)
+    # Other products in slices are the same up to rounding only, so they stay whole.
+    monkeypatch.setattr(split, "MATMULS", dict.fromkeys(PACKED_PRODUCTS, 1))
+    handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOW_LINK, split=is_split)
+    try:
+        assert all(map(torch.equal, results(model), plain))
+        least, weight_bytes = handle.stats.min_budget_bytes, handle.stats.weight_bytes
+        for seed, share in enumerate(SHARES):
+            budget = int(least + share * weight_bytes)
+            debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
+            handle.replan(budget_bytes=budget, debug=debug)
+            with DeviceMeter(torch.device("cpu")) as meter:
+                found = results(model)
+            assert all(map(torch.equal, found, plain)), f"share {share}"
+            assert meter.peak_bytes <= budget
+            del found
+            step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
+            assert step.last_reloaded_bytes >= step.lower_bound_bytes
+        assert not handle.stats.unplanned_reasons
+    finally:
+        handle.detach()
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_step_reloads_all_parts_of_the_experts_that_it_uses(family: str, is_split: bool) -> None:
+    model = packed_model(family, "int4", torch.float32)
+    expert_bytes = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
+    handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOW_LINK, split=is_split)
+    try:
+        results(model)
+        stats = handle.stats
+        handle.replan(budget_bytes=stats.min_budget_bytes + stats.weight_bytes // 20)
+        results(model)
+        step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
+        # Two of eight; whatever else there is, once.
+        others = stats.weight_bytes - expert_bytes
+        assert step.last_reloaded_bytes <= expert_bytes * 2 // NUM_EXPERTS + others
+        (late,) = (memgraph for memgraph, _ in handle.plans() if memgraph.routed)
+        assert len({r.tensor for r in late.routed_reloads.values()}) == 1
+        if is_split or family == "mixtral":
+            parts = {late.graph.buffers[b].name.rpartition(".")[2] for b in late.routed}
+            assert parts == {"numbers", "scales", "minima"}
+    finally:
+        handle.detach()
+
+
+def test_a_product_takes_a_slice_for_itself() -> None:
+    model = packed_model("mixtral", "int4", torch.float32)
+    handle = attach(model, device_budget="1GiB", device="cpu")
+    try:
+        with torch.no_grad():
+            model(token_ids(5), use_cache=False)
+        ((memgraph, _),) = handle.plans()
+        graph = estimate_workspaces(memgraph.graph)
+        products = [
+            pair
+            for pair in zip(memgraph.graph.tasks, graph.tasks, strict=True)
+            if pair[0].op == PACKED_GROUPED
+        ]
+        assert len(products) == 2
+        for measured, known in products:
+            width = memgraph.graph.tensors[measured.args[0].tensor].shape[-1]
+            assert known.workspace_bytes == 32 * (width * 4 + width // 2)
+            assert 0 <= measured.workspace_bytes - known.workspace_bytes < 16
+    finally:
+        handle.detach()

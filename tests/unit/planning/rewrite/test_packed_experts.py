@@ -1,0 +1,109 @@
+"""Packed experts in a plan: they are routed, cut with their scales and minima, and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
+from ds_finepage.execution.measure import OpMeter, estimate_workspaces
+from ds_finepage.execution.trial import Tiles, Trial
+from ds_finepage.graph.packed import PACKED_GROUPED, SLICE_ROWS
+from ds_finepage.graph.routes import routes
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, packed_units
+from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
+
+NUM, ROWS, WIDTH, GROUP = 8, 3 * SLICE_ROWS, 64, 32
+PARTS = {"numbers": WIDTH // 2, "scales": 4 * WIDTH // GROUP, "minima": 4 * WIDTH // GROUP}
+PACKET = PACKED_GROUPED.removesuffix(".default")
+
+
+def layer(num_tokens: int = 2, num_rows: int = ROWS) -> TaskGraph:
+    """Two rows or more, the ends of experts that a task has made, and packed matrices."""
+    draft = Draft()
+    x, given = draft.tensor(INPUT, num_tokens, WIDTH), draft.tensor(INPUT, NUM, dtype="int32")
+    ends = draft.tensor(ACTIVATION, NUM, dtype="int32")
+    draft.task("aten.clone.default", given, out=(ends,))
+    shapes = {name: (NUM, num_rows, WIDTH // GROUP) for name in ("scales", "minima")}
+    parts = (
+        draft.tensor(WEIGHT, NUM, num_rows, WIDTH // 2, dtype="uint8", name="numbers"),
+        *(draft.tensor(WEIGHT, *shape, name=name) for name, shape in shapes.items()),
+    )
+    out = draft.tensor(OUTPUT, num_tokens, num_rows)
+    draft.task(PACKED_GROUPED, x, *parts, ends, 4, GROUP, out=(out,))
+    return draft.graph((x, given), (out,))
+
+
+def test_numbers_scales_and_minima_are_routed_by_one_tensor() -> None:
+    graph = layer()
+    found = routes(graph)
+    assert {graph.buffers[b].name for b in found} == set(PARTS)
+    assert {(r.source, r.task, r.is_ends) for r in found.values()} == {(0, 1, True)}
+    assert {(r.num_slices, r.most_used) for r in found.values()} == {(NUM, 2)}
+    assert routes(layer(num_tokens=NUM)) == {}
+
+
+def test_they_are_cut_at_the_same_rows_of_every_matrix() -> None:
+    graph = layer()
+    (unit,) = divisible_weights(graph)
+    assert (unit.num_rows, unit.num_matrices) == (ROWS, NUM)
+    assert [size for _, size in unit.parts] == [NUM * size for size in PARTS.values()]
+    assert list(packed_units(graph)) == [unit.buffer]
+    cut = cut_weights(graph, {unit.buffer: [0, SLICE_ROWS]})
+    assert {e.name: e.matrix_bytes for e in cut.experts} == {n: ROWS * s for n, s in PARTS.items()}
+    slices = [b for b in cut.buffers if b.name in PARTS]
+    assert [cut.num_pieces(b) for b in slices] == [NUM] * 6
+    assert set(routes(cut)) == {b.id for b in slices}
+    products = [t for t in cut.tasks if t.op == PACKED_GROUPED]
+    for task, rows in zip(products, (SLICE_ROWS, 2 * SLICE_ROWS), strict=True):
+        for ref, last in zip(task.args[1:4], (WIDTH // 2, 2, 2), strict=True):
+            view = cut.tensors[ref.tensor]
+            assert view.shape == (NUM, rows, last) and view.stride == (rows * last, last, 1)
+        assert task.args[4:] == graph.tasks[1].args[4:]
+    assert divisible_weights(layer(num_rows=SLICE_ROWS)) == []
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_parts_in_other_layouts_are_not_cut(at: int) -> None:
+    graph, tensors = layer(), list(layer().tensors)
+    part = graph.tasks[1].args[at].tensor
+    first, second, third = tensors[part].stride
+    tensors[part] = dataclasses.replace(tensors[part], stride=(second, first, third))
+    assert divisible_weights(dataclasses.replace(graph, tensors=tuple(tensors))) == []
+
+
+@pytest.mark.parametrize(("num_tokens", "used"), [(2, 2), (20, NUM)])
+def test_the_experts_that_have_rows_are_counted(num_tokens: int, used: int) -> None:
+    x, ends = torch.empty(num_tokens, WIDTH), torch.empty(NUM, dtype=torch.int32)
+    numbers = torch.empty(NUM, ROWS, WIDTH // 2, dtype=torch.uint8)
+    scales = torch.empty(NUM, ROWS, WIDTH // GROUP)
+    made = torch.empty(num_tokens, ROWS)
+    moved = moved_bytes(PACKET, [x, numbers, scales, scales.clone(), ends], [made])
+    packed = used * ROWS * sum(PARTS.values())
+    assert moved == x.nbytes + ends.nbytes + made.nbytes + packed + 4 * used * ROWS * WIDTH * 4
+    assert FLOP_COUNTS[PACKET](x, numbers, scales) == 2 * num_tokens * WIDTH * ROWS
+
+
+def test_a_slice_of_one_matrix_is_the_workspace() -> None:
+    graph = layer()
+    known = SLICE_ROWS * (WIDTH * 4 + WIDTH // 2)
+    assert estimate_workspaces(graph).tasks[1].workspace_bytes == known
+    measured = OpMeter(torch.device("cpu")).with_costs(graph).tasks[1]
+    assert 0 <= measured.workspace_bytes - known < 16 and measured.time_ns
+
+
+@pytest.mark.parametrize(("num_tokens", "used"), [(2, 2), (4, 4), (20, NUM)])
+def test_a_trial_spreads_its_rows_over_experts(num_tokens: int, used: int) -> None:
+    graph = layer(num_tokens)
+    trial = Trial(graph, graph.tasks[1], Tiles(torch.device("cpu")))
+    wanted = trial.alone()
+    bound = trial.bind(into_place=True)
+    bound.call(*bound.args, **bound.kwargs)
+    assert trial.fault(wanted) is None
+    ends = bound.args[4].tolist()
+    assert ends[-1] == num_tokens
+    counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    assert sum(count > 0 for count in counts) == used and max(counts) - min(counts) <= 1
