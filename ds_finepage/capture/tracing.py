@@ -132,14 +132,18 @@ def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 class QuickTracing:
-    """Hides the hooks while Dynamo compiles the outermost frame, and stops the collector."""
+    """Hides the hooks while Dynamo compiles the outermost frame; stops the collector.
+
+    Dynamo takes all numbers as constants meanwhile.
+    """
 
     def __init__(self, hooks: OwnHooks) -> None:
         """Take the hooks to hide."""
         self._hooks = hooks
         self._thread: int | None = None
         self._given: Arguments = ((), {})
-        self._has_traced = self._stopped_collector = self._collects_itself = False
+        self._has_traced = self._stopped_collector = False
+        self._settings = contextlib.ExitStack()  # of Dynamo, while it traces
         self._progress = Progress()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +183,7 @@ class QuickTracing:
 
     def _stop_listening(self) -> None:
         self._end()
-        self._resume_collector()
+        self._restore_compiler()
         self._progress.stop()
         try:
             callback_handler.remove_start_callback(self._begin)
@@ -190,7 +194,7 @@ class QuickTracing:
     def _begin(self, _: Any) -> None:
         if get_ident() != self._thread:
             return
-        self._stop_collector()
+        self._prepare_compiler()
         if not self._is_outermost(sys._getframe(1)):
             return
         self._progress.start()
@@ -212,20 +216,22 @@ class QuickTracing:
     def _end(self, _: Any = None) -> None:
         self._hooks.restore()
 
-    def _stop_collector(self) -> None:
+    def _prepare_compiler(self) -> None:
         if self._has_traced:
             return
         self._has_traced = True
-        self._collects_itself = dynamo_config.run_gc_after_compile
-        dynamo_config.run_gc_after_compile = False
+        # A number that differs between two models, such as the scale of attention, would become an
+        # input that the ops read, and no plan can know it.
+        settings = {"run_gc_after_compile": False, "specialize_float": True}
+        self._settings.enter_context(dynamo_config.patch(settings))
         if gc.isenabled():
             self._stopped_collector = True
             gc.disable()
 
-    def _resume_collector(self) -> None:
+    def _restore_compiler(self) -> None:
         if self._has_traced:
             self._has_traced = False
-            dynamo_config.run_gc_after_compile = self._collects_itself
+            self._settings.close()
             # Dynamo leaves cycles behind that hold the call's tensors. They are young, because
             # nothing was collected since: no need to walk all of torch and transformers.
             gc.collect(1)

@@ -93,3 +93,15 @@ def test_a_product_that_torch_expands_is_captured_for_all_lengths(split: bool) -
         handle.replan(budget_bytes=handle.stats.needed_budget_bytes // 2)
     assert handle.stats.num_unplanned_graphs == 0
     handle.detach()
+
+
+def test_models_with_other_numbers_have_plans_too() -> None:
+    """The heads differ in width, so attention has another scale."""
+    torch._dynamo.reset()
+    for num_heads in (2, 4, 8):
+        model = make_model("llama", num_attention_heads=num_heads, num_key_value_heads=num_heads)
+        plain = tokens(model, token_ids(7), 3)
+        handle = attach(model, device_budget="64MiB", device="cpu")
+        assert torch.equal(tokens(model, token_ids(7), 3), plain)
+        handle.detach()
+        assert handle.stats.num_unplanned_graphs == 0, handle.stats.unplanned_reasons

@@ -438,6 +438,13 @@ RUNTIME = (
         "except ZeroDivisionError as error:",
         CACHE,
     ),
+    mutant(
+        "numbers-of-a-model-become-inputs",
+        "capture/tracing.py",
+        ', "specialize_float": True}',
+        "}",
+        "integration/test_captures.py::test_models_with_other_numbers_have_plans_too",
+    ),
     # Calls.
     mutant(
         "the-order-of-passes-is-not-noted",

@@ -13,6 +13,7 @@ from ds_finepage.execution.trial import Tiles, Trial
 from ds_finepage.graph.packed import PACKED_GROUPED, SLICE_ROWS
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.packing.form import WIDE_ROWS
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, packed_units
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
@@ -89,10 +90,11 @@ def test_the_experts_that_have_rows_are_counted(num_tokens: int, used: int) -> N
 
 def test_a_slice_of_one_matrix_is_the_workspace() -> None:
     graph = layer()
-    known = SLICE_ROWS * (WIDTH * 4 + WIDTH // 2)
+    known, halves = SLICE_ROWS * (WIDTH * 4 + WIDTH // 2), WIDTH // 2
     assert estimate_workspaces(graph).tasks[1].workspace_bytes == known
     measured = OpMeter(torch.device("cpu")).with_costs(graph).tasks[1]
-    assert 0 <= measured.workspace_bytes - known < 16 and measured.time_ns
+    few = (SLICE_ROWS - WIDE_ROWS) * halves  # a CPU takes the halves of a few rows at a time
+    assert 0 <= measured.workspace_bytes - (known - few) < 16 and measured.time_ns
 
 
 @pytest.mark.parametrize(("num_tokens", "used"), [(2, 2), (4, 4), (20, NUM)])
