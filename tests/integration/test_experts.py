@@ -20,6 +20,7 @@ EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
+    torch._dynamo.reset()  # it would remember the batches of other tests, and leave the batch open
     with warnings.catch_warnings():
         # transformers asks for torch's version inside the experts' forward.
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")

@@ -102,9 +102,10 @@ def test_a_step_reloads_all_parts_of_the_experts_that_it_uses(family: str, is_sp
         # Two of eight; whatever else there is, once.
         others = stats.weight_bytes - expert_bytes
         assert step.last_reloaded_bytes <= expert_bytes * 2 // NUM_EXPERTS + others
-        (late,) = (memgraph for memgraph, _ in handle.plans() if memgraph.routed)
-        assert len({r.tensor for r in late.routed_reloads.values()}) == 1
+        # Whole weights of qwen3_moe may as well be copied ahead of their router here.
         if is_split or family == "mixtral":
+            (late,) = (memgraph for memgraph, _ in handle.plans() if memgraph.routed)
+            assert len({r.tensor for r in late.routed_reloads.values()}) == 1
             parts = {late.graph.buffers[b].name.rpartition(".")[2] for b in late.routed}
             assert parts == {"numbers", "scales", "minima"}
     finally:

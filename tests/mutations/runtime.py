@@ -362,7 +362,7 @@ RUNTIME = (
     mutant(
         "dynamo-ages-what-it-leaves",
         "capture/tracing.py",
-        "        dynamo_config.run_gc_after_compile = False\n",
+        '"run_gc_after_compile": False, ',
         "",
         TRACING,
     ),
