@@ -179,7 +179,8 @@ def attach(
 ) -> Handle:
     """Run the forward passes of a module by plan, under a device budget, from now on.
 
-    With ``weights="int8"`` or ``"int4"`` the linear layers are packed first, in place, and stay so.
+    With ``weights="int8"`` or ``"int4"`` linear layers and experts are packed first, in place, and
+    stay so.
     Results are then those of the quantised model.
 
     Args:
@@ -245,8 +246,8 @@ def _pack(module: torch.nn.Module, config: FinepageConfig) -> None:
     form = PackedForm.parse(config.weights, config.weights_group)
     pack_model(module, form)
     logger.warning(
-        "the linear layers of %s are packed as %s in groups of %d: results are those of the "
-        "quantised model",
+        "linear layers and experts of %s are packed as %s in groups of %d: results are those of "
+        "the quantised model",
         type(module).__name__,
         form.name,
         form.group,

@@ -291,7 +291,7 @@ class FinepageConfig(_Settings):
     policy: str = "finepage"
     split: bool = False  # cut matrix products; results may then differ in the last bit
     weights: PackedName | None = (
-        None  # pack linear layers' weights; results are those of the quantised model
+        None  # pack linear layers and experts; results are those of the quantised model
     )
     weights_group: Annotated[int, Field(gt=0, multiple_of=2)] = 64  # weights that share a scale
     weights_dir: Annotated[str, Field(pattern=r"\S")] | None = (

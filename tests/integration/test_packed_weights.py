@@ -79,8 +79,8 @@ def test_the_key_packs_a_model_and_leaves_it_packed(
         )
     said = [r.getMessage() for r in caplog.records if "quantised model" in r.getMessage()]
     assert said == [
-        f"the linear layers of LlamaForCausalLM are packed as {form} in groups of 32: results are "
-        "those of the quantised model"
+        f"linear layers and experts of LlamaForCausalLM are packed as {form} in groups of 32: "
+        "results are those of the quantised model"
     ]
     assert all(map(torch.equal, results(model), plain))
     stats = handle.stats
