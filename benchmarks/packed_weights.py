@@ -11,14 +11,12 @@ is not planned again. Exit status 1 if a figure misses its target.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import dataclass, replace
+
+from planned_page import command_of, keep, options_of, table, versions_used
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.profiles import load_profile
@@ -161,12 +159,6 @@ def summary(cases: Sequence[Case]) -> list[dict[str, float | str | bool]]:
 # The page.
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
 def own_rows(cases: Sequence[Case]) -> Iterable[list[str]]:
     """Yield a row for each budget that is a share of the form's own weights."""
     own = [case for case in cases if case.of == "own weights"]
@@ -202,7 +194,7 @@ def equal_rows(cases: Sequence[Case]) -> Iterable[list[str]]:
 
 def page(cases: Sequence[Case], date: str, command: str) -> str:
     """Return the page with all tables."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    versions = ", ".join(f"{name} {number}" for name, number in versions_used().items())
     forms = [heading for form in FORMS for heading in (f"{form} tokens/s", "reloaded")]
     holds = {True: "yes", False: "**no**"}
     rows = [
@@ -263,10 +255,7 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Plan all cases; write and print them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="files without their endings")
-    parser.add_argument("--models", default=",".join(MODELS))
-    options = parser.parse_args(arguments)
+    options = options_of(arguments, __doc__, MODELS)
     kept = options.out.with_suffix(".json")
     cases: list[Case] = []
     if kept.exists():
@@ -276,18 +265,9 @@ def main(arguments: list[str]) -> int:
         for case in () if model in done else cases_of(model):
             cases.append(case)
             print(f"\r{len(cases)} cases", end="", file=sys.stderr, flush=True)
-    command = shlex.join(["python", "benchmarks/packed_weights.py", *arguments])
+    command = command_of("packed_weights.py", arguments)
     text = page(cases, options.out.name[-10:], command)
-    document = {
-        "command": command,
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "summary": summary(cases),
-        "cases": [asdict(case) for case in cases],
-    }
-    kept.write_text(json.dumps(document, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(text)
-    print(text)
-    return 0 if all(each["holds"] for each in summary(cases)) else 1
+    return keep(options.out, command, text, summary(cases), cases)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,11 @@ the shipped hardware profile. Exit status 1 if a figure misses its target.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import dataclass
+
+from planned_page import command_of, keep, options_of, table, versions_used
 
 from ds_finepage.config import DeviceBudget
 from ds_finepage.graph.profiles import load_profile
@@ -139,12 +136,6 @@ def summary(cases: Sequence[Case]) -> list[dict[str, float | str | bool]]:
 # The page.
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
 HEADINGS = (
     "model",
     "ranks",
@@ -188,7 +179,7 @@ def rows_of(cases: Sequence[Case], *, are_shares: bool) -> Iterable[list[str]]:
 
 def page(cases: Sequence[Case], date: str, command: str) -> str:
     """Return the page with both tables."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    versions = ", ".join(f"{name} {number}" for name, number in versions_used().items())
     profile = load_profile(HARDWARE)
     holds = {True: "yes", False: "**no**"}
     targets = [
@@ -228,24 +219,11 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Plan all cases; write and print them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="files without their endings")
-    parser.add_argument("--models", default=",".join(MODELS))
-    options = parser.parse_args(arguments)
+    options = options_of(arguments, __doc__, MODELS)
     cases = [case for model in options.models.split(",") for case in cases_of(model)]
-    command = shlex.join(["python", "benchmarks/ranks_planned.py", *arguments])
+    command = command_of("ranks_planned.py", arguments)
     text = page(cases, options.out.name[-10:], command)
-    document = {
-        "command": command,
-        "is_simulated": True,
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "summary": summary(cases),
-        "cases": [asdict(case) for case in cases],
-    }
-    options.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(text)
-    print(text)
-    return 0 if all(each["holds"] for each in summary(cases)) else 1
+    return keep(options.out, command, text, summary(cases), cases)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from ds_finepage.errors import ConfigError
 
 Change = Callable[[nn.Module], object]
 
-GROUP = "ranks"
+NO_GROUP = "ranks"
 """Stands for the process group, which is not there."""
 
 COLUMNS, GATHERED, ROWS, WHOLE = "colwise", "colwise_gather_output", "rowwise", "whole"
@@ -38,7 +38,7 @@ STYLES = {
     "embedding_rowwise": WHOLE,
     "replicated_with_grad_allreduce": WHOLE,
 }
-"""What becomes of a layer, by the name in a plan of transformers. AutoTP refuses other names."""
+"""Name in a plan of transformers -> how a layer is cut. AutoTP refuses other names."""
 
 PLANS = {
     "opt": {
@@ -134,7 +134,7 @@ def _layers_to_cut(model: nn.Module) -> Iterator[tuple[str, str]]:
         )
         raise ConfigError(
             f"ranks: {type(model).__name__} cannot be cut over ranks: {reason}. Plan it on one "
-            f"rank."
+            "rank."
         )
     patterns = [(_expression(pattern), STYLES[style]) for pattern, style in plan.items()]
     modules = model.named_modules(remove_duplicate=False)
@@ -176,7 +176,7 @@ def _cut(layer: Any, num_ranks: int, style: str) -> tuple[int, nn.Parameter | No
 
 
 def _sum_over_ranks(num_ranks: int, layer: nn.Module, _: Any, result: torch.Tensor) -> torch.Tensor:
-    torch.ops.finepage.all_reduce_(result, "sum", GROUP, num_ranks)
+    torch.ops.finepage.all_reduce_(result, "sum", NO_GROUP, num_ranks)
     bias = getattr(layer, LATE_BIAS)
     return result if bias is None else result + bias
 
@@ -187,6 +187,6 @@ def _gather_from_ranks(
     """Put the columns of all ranks side by side, as AutoTP's layer does."""
     num_ranks = len(widths)
     found = result.new_empty((num_ranks * result.shape[0], *result.shape[1:]))
-    torch.ops.finepage.all_gather_into_(found, result.contiguous(), GROUP, num_ranks)
+    torch.ops.finepage.all_gather_into_(found, result.contiguous(), NO_GROUP, num_ranks)
     shards = found.view(num_ranks, *result.shape)
     return torch.cat([shards[i].narrow(-1, 0, w) for i, w in enumerate(widths)], dim=-1)

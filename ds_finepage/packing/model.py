@@ -187,12 +187,12 @@ def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
     Raises:
         ConfigError: It is quantised in another way.
     """
-    is_packed = False
+    was_packed = False
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         by = None
         if isinstance(module, PACKED_LAYERS):
-            is_packed = True
+            was_packed = True
             if module.form != form:
                 by = f"{name} is packed as {module.form}"
         elif not _is_ours(getattr(config, "quantization_config", None)):
@@ -204,7 +204,7 @@ def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
                 f"the model is quantised already: {by}. Leave out finepage.weights, or load the "
                 "model as it was trained."
             )
-    return is_packed
+    return was_packed
 
 
 def _is_ours(quantization: Any) -> bool:

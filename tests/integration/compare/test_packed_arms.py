@@ -20,8 +20,10 @@ from ds_finepage.compare.models import Models
 from ds_finepage.compare.orchestrate import completed, modelled_options
 from ds_finepage.compare.prompts import make_prompts
 from ds_finepage.compare.worker import Worker
+from ds_finepage.packing import op
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
+from ds_finepage.planning.rewrite import split
 from ds_finepage.reporting.results import Run
 from tests.integration.engines import one_process_deepspeed
 
@@ -46,6 +48,15 @@ PACKED = {**DS_CONFIG, "finepage": {"weights": "int4", "weights_group": 64}}
 def deepspeed() -> Iterator[Any]:
     with one_process_deepspeed() as found:
         yield found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_slices() -> Iterator[None]:
+    """As large beside these weights as a slice is beside those of a large model."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (op, split):
+            patch.setattr(module, "SLICE_ROWS", 96)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +182,10 @@ def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(
     unpacked = request_of("finepage", ds_config=DS_CONFIG, budget_bytes=whole.budget_bytes)
     plain, _ = ran(unpacked, tmp_path)
     assert found.decode.h2d_bytes and plain.decode.h2d_bytes
-    # In a small model the output layer and an unpacked slice weigh more than in a large one.
-    assert found.decode.h2d_bytes < 0.43 * plain.decode.h2d_bytes
+    # In a small model the output layer weighs more than in a large one.
+    assert found.decode.h2d_bytes < 0.42 * plain.decode.h2d_bytes
     bound = models.of(ARMS["finepage"]).decode.lower_bound_bytes
-    assert bound and found.decode.h2d_bytes < 1.12 * bound
+    assert bound and found.decode.h2d_bytes < 1.1 * bound
 
 
 def test_modules_that_stay_are_counted_packed(request_of: Callable[..., RunRequest]) -> None:

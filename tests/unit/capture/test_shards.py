@@ -14,7 +14,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_finepage.capture.from_config import capture_config
-from ds_finepage.capture.shards import GROUP, cut_model, cutting
+from ds_finepage.capture.shards import NO_GROUP, cut_model, cutting
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution import collectives as ops
 from ds_finepage.graph.collectives import ALL_GATHER, ALL_REDUCE, is_collective
@@ -105,7 +105,7 @@ def test_a_shard_computes_its_part_of_the_model(family: str) -> None:
 def test_a_layer_has_two_sums_and_the_output_layer_one_gathering(family: str, gathers: int) -> None:
     graph = captured(CONFIGS[family], 2)
     assert collectives(graph) == Counter({ALL_REDUCE: 4, ALL_GATHER: gathers})
-    assert {task.args[-2:] for task in graph.tasks if is_collective(task)} == {(GROUP, 2)}
+    assert {task.args[-2:] for task in graph.tasks if is_collective(task)} == {(NO_GROUP, 2)}
     assert collectives(captured(CONFIGS[family], 1)) == Counter()
 
 
