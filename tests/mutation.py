@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutations.around import AROUND
+from tests.mutations.batching import BATCHING
 from tests.mutations.checking import CHECKING
 from tests.mutations.comparing import COMPARING
 from tests.mutations.measuring import MEASURING
@@ -54,6 +55,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *MOVING,
     *COMPARING,
     *PACKED,
+    *BATCHING,
 )
 
 MOST_SURVIVORS = 0.05

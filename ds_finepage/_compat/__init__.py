@@ -18,6 +18,9 @@ ENGINE_CUT_MODEL = "_configure_tensor_parallel"
 ENGINE_INPUT_CHECK = "first_dataloader_check"
 """The hook by which an engine with tensor parallelism compares the inputs of its first call."""
 
+ENGINE_HOOKS = ("module_forward_pre_hook", "module_forward_post_hook")
+"""The hooks of an engine on its model; versions before 0.19 have none."""
+
 ENGINE_OFFLOAD = "DeepSpeedZeRoOffload"
 """The class that an engine builds for ZeRO stage 3 without an optimizer; looked up by name."""
 
@@ -57,6 +60,12 @@ GROUP_FETCH, GROUP_FREE = "onload_", "offload_"
 
 HOOK_REGISTRY = "_diffusers_hook"
 """The attribute of a module that holds its hooks of diffusers."""
+
+BATCHING_MEMORY = "get_device_and_memory_breakdown"
+"""The function by which continuous batching of transformers sizes its KV cache."""
+
+UNDISABLED = "_torchdynamo_orig_callable"
+"""The attribute of a function that ``torch.compiler.disable`` returned: what it was made of."""
 
 ATTRIBUTES = {
     "_apply_gate": "transformers.models.mixtral.modeling_mixtral.MixtralExperts",

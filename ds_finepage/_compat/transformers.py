@@ -18,3 +18,12 @@ def keeps_conversions(integration: ModuleType) -> bool:
 def is_initialized(layer: Any) -> bool:
     """Return whether a layer of a KV cache has its keys and values; linear attention has none."""
     return bool(getattr(layer, "is_initialized", False))
+
+
+def batching_memory_bytes() -> int:
+    """Return the device memory that continuous batching takes for free; a part is for its cache."""
+    from transformers.generation.continuous_batching import requests, utils
+
+    module = utils if hasattr(utils, _compat.BATCHING_MEMORY) else requests  # before 5.21
+    _, total, reserved, allocated = getattr(module, _compat.BATCHING_MEMORY)()
+    return int(total - max(reserved, allocated))

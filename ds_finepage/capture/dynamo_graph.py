@@ -16,6 +16,9 @@ from torch.fx import GraphModule, Node
 from ds_finepage._compat.torch import free_symbols
 from ds_finepage.capture.collectives import put_in_collectives
 
+SHARES_MEMORY = "_ds_finepage_shares_memory"
+"""An attribute of the tensors that are views of one block of memory: a paged KV cache."""
+
 
 class BufferChangedError(Exception):
     """A graph changes a large buffer, or hands it out, so that it cannot be a weight.
@@ -68,6 +71,9 @@ class DynamoGraph:
             if isinstance(arg, torch.Tensor) and id(arg) in weight_names
         }
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self._shared_positions = tuple(
+            position for position, arg in enumerate(example_args) if hasattr(arg, SHARES_MEMORY)
+        )
         self._outputs = _returned_nodes(module)
         self.key_positions = tuple(
             position
@@ -79,6 +85,37 @@ class DynamoGraph:
             i for i in self.key_positions if not isinstance(examples[i], torch.SymInt)
         )
         self._host_module = self._slice_host_outputs()
+
+    def blocks_of(self, args: Sequence[Any]) -> list[list[int]]:
+        """Return the positions of the arguments that share a block of memory, block by block.
+
+        Args:
+            args: Of a call.
+        """
+        found: dict[int, list[int]] = {}
+        for position in self._shared_positions:
+            found.setdefault(args[position].untyped_storage()._cdata, []).append(position)
+        return list(found.values())
+
+    def sharing_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Describe how the arguments of a call lie in the blocks that they share.
+
+        Calls with different descriptions need different taskgraphs.
+
+        Args:
+            args: Of the call.
+        """
+        if not self._shared_positions:
+            return ()
+
+        def described(position: int) -> tuple[Any, ...]:
+            arg = args[position]
+            return position, arg.storage_offset(), arg.shape, arg.stride()
+
+        return tuple(
+            (args[positions[0]].untyped_storage().nbytes(), *map(described, positions))
+            for positions in self.blocks_of(args)
+        )
 
     def host_outputs(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Compute the returned Python numbers of a call."""

@@ -19,24 +19,16 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from ds_finepage._compat.torch import (
-    ConstantSource,
-    DimDynamic,
-    FakeTensorMode,
-    PythonReferenceAnalysis,
-    ShapeEnv,
-    ValueRanges,
-    sympy_interp,
-)
+from ds_finepage._compat.torch import FakeTensorMode
 from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
+from ds_finepage.capture.fake_arguments import make_fakes
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
-from ds_finepage.capture.lengths import Size, size_of, symbols_of
-from ds_finepage.capture.plain import require_plain
+from ds_finepage.capture.lengths import Size, symbols_of
 from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.capture.symbolic_sizes import SymbolicSizes
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 
@@ -55,9 +47,6 @@ MIN_BUCKET = 16
 
 NEAR = 2
 SMALL = 8
-
-MAX_ANSWERS = 4096
-"""Sizes for which it is remembered whether a recording holds."""
 
 GRADIENT_FLAGS = {"aten._linalg_svd.default": (2, 1), "aten._linalg_eigh.default": (2, 0)}
 """Ops with an argument, by its position, that asks for vectors too, and is on if it is left out;
@@ -113,9 +102,10 @@ class Recordings:
             args: Of the call.
             strides_of: Tells how ops lay out their results, where the call is recorded now.
         """
+        sharing = self._graph.sharing_of(args)
         for recording in self._found:
             values = recording.values_of(args)
-            if recording.admits(values):
+            if recording.sharing == sharing and recording.admits(values):
                 return self._bucket(recording, args, values, is_new=False)
         if len(self._found) >= MAX_RECORDINGS or self._is_of_one_size:
             return None
@@ -141,13 +131,23 @@ class Recordings:
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured call, to be had as the taskgraph of any sizes that it admits."""
+    """A captured call, to be had as the taskgraph of any sizes that it admits.
+
+    Attributes:
+        name: Of the graph.
+        recorder: Holds the drafts of buffers, tensors and tasks.
+        inputs: The arguments that are tensors.
+        outputs: The returned values.
+        sizes: The symbols.
+        sharing: How arguments lie in blocks of memory that they share.
+    """
 
     name: str
     recorder: Recorder
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
     sizes: SymbolicSizes
+    sharing: tuple[Any, ...]
 
     def values_of(self, args: Sequence[Any]) -> dict[str, int]:
         """Return what a call passes for the symbols."""
@@ -289,7 +289,7 @@ def _record(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
     with torch.inference_mode(False), torch.no_grad(), mode:
         labeller = _Labeller(graph.module, recorder)
-        fakes, inputs = _fake_args(graph, args, recorder, sizes)
+        fakes, inputs = make_fakes(graph, args, recorder, sizes)
         try:
             with recorder:
                 returned = labeller.run(*fakes)
@@ -300,44 +300,7 @@ def _record(
         outputs = recorder.outputs_of(graph.name, returned, fakes)
     if sum(output.host is not None for output in outputs) != graph.num_host_outputs:
         raise CaptureError(f"{graph.name} returns a number that depends on tensor data")
-    return Recording(graph.name, recorder, inputs, outputs, sizes)
-
-
-def _fake_args(
-    graph: DynamoGraph, args: Sequence[Any], recorder: Recorder, sizes: SymbolicSizes
-) -> tuple[list[Any], tuple[GraphInput, ...]]:
-    fakes: list[Any] = []
-    inputs = []
-    for position, arg in enumerate(args):
-        example = graph.placeholders[position].meta.get("example_value")
-        if not isinstance(arg, torch.Tensor):
-            fakes.append(sizes.of(example) if sizes and isinstance(example, torch.SymInt) else arg)
-            continue
-        if arg.layout is not torch.strided:
-            raise CaptureError(f"{graph.name}: argument {position} is {arg.layout}")
-        require_plain(arg)
-        shape, stride = tuple(arg.shape), arg.stride()
-        varies = False
-        if sizes and isinstance(example, torch.Tensor):
-            shape, stride = sizes.all(example.shape), sizes.all(example.stride())
-            varies = any(isinstance(n, torch.SymInt) for n in (*shape, *stride))
-        fake = torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device)
-        nbytes = fake.untyped_storage().nbytes()
-        if position in graph.weights and not varies:
-            kind, name = BufferKind.WEIGHT, graph.weights[position][1]
-            # A product with a weight that asks for gradients is folded to two dimensions, and
-            # its last bits are others than those of a batch of products.
-            fake.requires_grad_(arg.requires_grad)
-        else:
-            kind, name = BufferKind.INPUT, graph.placeholders[position].name
-            if not varies:
-                nbytes = arg.untyped_storage().nbytes()
-        buffer = recorder.add_buffer(fake, kind, size_of(nbytes), name)
-        is_parameter = isinstance(arg, torch.nn.Parameter)
-        recorder.buffers[buffer].is_module_buffer = kind is BufferKind.WEIGHT and not is_parameter
-        inputs.append(GraphInput(position, recorder.tensor_id(fake)))
-        fakes.append(fake)
-    return fakes, tuple(inputs)
+    return Recording(graph.name, recorder, inputs, outputs, sizes, graph.sharing_of(args))
 
 
 def _require_ops_of_eager(graph: TaskGraph) -> None:
@@ -412,85 +375,6 @@ def _rounded(value: int) -> int:
 
 def _power_above(value: int) -> int:
     return 1 << (value - 1).bit_length()
-
-
-class SymbolicSizes:
-    """The symbols of one call of a Dynamo graph.
-
-    Attributes:
-        env: The shape environment that fake tensors and guards belong to.
-        positions: Symbol -> call position of the integer that carries it.
-        values: Symbol -> what this call passes.
-    """
-
-    def __init__(self, placeholders: Sequence[Node], args: Sequence[Any]) -> None:
-        """Make a symbol for each integer argument that Dynamo calls by a symbol of its own."""
-        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
-        self.positions: dict[str, int] = {}
-        self.values: dict[str, int] = {}
-        self._nodes: dict[sympy.Symbol, torch.SymInt] = {}
-        self._guards: tuple[sympy.Expr, ...] | None = None  # once the recording is done
-        self._asked: dict[tuple[int, ...], bool] = {}
-        for position, node in enumerate(placeholders):
-            example = node.meta.get("example_value")
-            if not isinstance(example, torch.SymInt) or type(args[position]) is not int:
-                continue
-            symbol = example.node.expr
-            if isinstance(symbol, sympy.Symbol) and symbol not in self._nodes:
-                self._nodes[symbol] = self._make(example, args[position], position)
-
-    def _make(self, example: torch.SymInt, value: int, position: int) -> torch.SymInt:
-        source = ConstantSource(f"call_{position}")
-        theirs = example.node.shape_env.var_to_range.get(
-            example.node.expr, ValueRanges.unknown_int()
-        )
-        symbol = self.env.create_symbol(
-            value,
-            source,
-            dynamic_dim=DimDynamic.DYNAMIC,
-            constraint_dim=None,
-            positive=None,
-            do_not_specialize_zero_one=True,
-        )
-        self.env.var_to_range[symbol] = theirs
-        self.positions[str(symbol)] = position
-        self.values[str(symbol)] = value
-        found = self.env.create_symintnode(symbol, hint=value, source=source)
-        assert isinstance(found, torch.SymInt)
-        return found
-
-    def __bool__(self) -> bool:
-        """True where any size varies."""
-        return bool(self._nodes)
-
-    def of(self, value: Any) -> Any:
-        """Return an integer of Dynamo's graph in terms of our symbols."""
-        if not isinstance(value, torch.SymInt):
-            return value
-        expression = value.node.expr
-        if expression.is_number:
-            return int(expression)
-        return sympy_interp(PythonReferenceAnalysis, self._nodes, expression)
-
-    def all(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return several of them."""
-        return tuple(self.of(v) for v in values)
-
-    def admits(self, values: Mapping[str, int]) -> bool:
-        """Tell whether what the recording took for granted holds for other sizes too."""
-        if self._guards is None:
-            self._guards = tuple(g.expr for g in self.env.guards)
-        if not self._guards:
-            return True
-        asked = tuple(values.values())
-        if asked not in self._asked:
-            if len(self._asked) >= MAX_ANSWERS:
-                self._asked.clear()
-            symbols = {s for guard in self._guards for s in guard.free_symbols}
-            at = {s: sympy.Integer(values[str(s)]) for s in symbols}
-            holds = all(guard.xreplace(at) == sympy.true for guard in self._guards)
-            self._asked[asked] = holds
-        return self._asked[asked]
 
 
 def versions() -> tuple[tuple[str, str], ...]:

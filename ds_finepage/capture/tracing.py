@@ -31,6 +31,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ds_finepage._compat.torch import callback_handler, dynamo_config, maybe_mark_dynamic
+from ds_finepage.capture.paged_cache import open_paged_caches
 from ds_finepage.capture.progress import Progress
 
 _TORCH = Path(torch.__file__).parent
@@ -39,8 +40,10 @@ COMPILER_FILES = (
     f"{_TORCH / 'utils'}/",
     str(_TORCH / "_utils_internal.py"),
     contextlib.__file__,
+    str(_TORCH / "nn" / "modules" / "module.py"),
 )
-"""Files of the frames of Dynamo's compiler."""
+"""Files of frames that Dynamo does not compile: its own, and the call of a module with its hooks.
+DeepSpeed's engine has a hook on its model."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: by position, and by name."""
@@ -200,18 +203,19 @@ class QuickTracing:
         self._progress.start()
         self._hooks.hide()
         mark_growing(*self._given)
+        open_paged_caches(*self._given)
 
     def _is_outermost(self, frame: FrameType | None) -> bool:
         """Tell whether Dynamo compiles the frame that :meth:`wrap` calls; see the note above.
 
-        That frame is then the only one between the call and the compiler.
+        No other frame of the model is then between the call and the compiler.
         """
-        others = 0
         while frame is not None and frame.f_code is not self._outermost:
             name = frame.f_code.co_filename
-            others += name in COMPILED_FILES or not name.startswith(COMPILER_FILES)
+            if name in COMPILED_FILES or not name.startswith(COMPILER_FILES):
+                return False
             frame = frame.f_back
-        return frame is not None and others <= 1
+        return frame is not None
 
     def _end(self, _: Any = None) -> None:
         self._hooks.restore()

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing
 from ds_finepage.execution.fallback import RunningCall, hook_modules
 from ds_finepage.execution.stores import WeightTable
+from ds_finepage.integrations.transformers.batching import BATCHING, BudgetedBatching
 from ds_finepage.integrations.transformers.preflight import WatchedGenerate, WatchesGeneration
 from ds_finepage.runtime.interception import (
     ModuleTree,
@@ -43,6 +44,9 @@ class TakesCalls(WatchesGeneration, Protocol):
 
     def is_weight(self, value: Any) -> bool:
         """Tell whether an argument of a graph is a weight."""
+
+    def budget_bytes(self) -> int:
+        """Return the device budget."""
 
     def run_unplanned(self, module: torch.nn.Module) -> None:
         """Prepare for a module that is called outside any graph."""
@@ -135,6 +139,9 @@ class Attachment:
             self._undo.append(attribute_restorer(module, "generate"))
             watched: Any = WatchedGenerate(module, calls)
             module.generate = watched
+        if hasattr(module, BATCHING):
+            self._undo.append(attribute_restorer(module, BATCHING))
+            setattr(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
         self.tree.see()
 
     def remove(self) -> None:

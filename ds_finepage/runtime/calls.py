@@ -118,6 +118,10 @@ class CallTaker:
         """Tell whether an argument of a graph is a weight."""
         return value in self._weights
 
+    def budget_bytes(self) -> int:
+        """Return the device budget."""
+        return self._runner.settings.budget_bytes
+
     def _run(self, call: CapturedCall) -> Any:
         rehearsal = self._rehearser.current
         if rehearsal is not None:

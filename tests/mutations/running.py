@@ -27,7 +27,7 @@ RUNNING = (
     ),
     mutant(
         "one-guard-is-enough",
-        "capture/recording.py",
+        "capture/symbolic_sizes.py",
         "holds = all(guard",
         "holds = any(guard",
         "unit/capture/test_recording.py",

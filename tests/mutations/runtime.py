@@ -103,8 +103,8 @@ RUNTIME = (
     mutant(
         "a-recording-serves-sizes-that-it-does-not-hold-for",
         "capture/recording.py",
-        "if recording.admits(values):",
-        "if True:",
+        "if recording.sharing == sharing and recording.admits(values):",
+        "if recording.sharing == sharing:",
         TABLE,
     ),
     mutant(

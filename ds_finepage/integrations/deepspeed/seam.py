@@ -136,8 +136,29 @@ def _configured(
     check = getattr(engine, _compat.ENGINE_INPUT_CHECK, None)
     if check is not None:
         check.remove()  # it would run in the middle of a captured call; every pass is compared
+    _keep_hooks_from_compiler(engine)
     with exchanged(engine_module, _compat.ENGINE_OFFLOAD, offload_class(config)):
         return original(*args, **kwargs)
+
+
+def _keep_hooks_from_compiler(engine: Any) -> None:
+    """Let Dynamo skip the hooks of an engine on its model, which hold nothing to plan.
+
+    They run before and after the captured forward. By itself Dynamo takes about a second to compile
+    them. If it captures the call of the model with its hooks, they stay as they are.
+    """
+    import torch
+
+    from ds_finepage._compat.torch import trace_rules
+
+    model = engine.module
+    if model._parameters or trace_rules.check(model.forward):
+        return
+    for name in _compat.ENGINE_HOOKS:
+        handle: Any = getattr(engine, name, None)
+        if handle is not None and handle.id in handle.hooks_dict_ref():
+            hooks = handle.hooks_dict_ref()
+            hooks[handle.id] = torch.compiler.disable(hooks[handle.id])
 
 
 def config_of(engine: Any) -> FinepageConfig:

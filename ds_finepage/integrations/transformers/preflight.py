@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from ds_finepage.capture.from_config import DTYPES, capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.integrations.transformers.replaced import ReplacedMethod
 from ds_finepage.packing.model import form_of, pack_model
 from ds_finepage.planning.pipeline import PlanSettings, needs_of
 from ds_finepage.units import format_bytes
@@ -341,11 +340,8 @@ class WatchesGeneration(Protocol):
         """Refuse a generation that would run out of memory."""
 
 
-class WatchedGenerate:
-    """``generate`` of one model, with a preflight check before it.
-
-    A copy of the model gets the ordinary ``generate`` of its class.
-    """
+class WatchedGenerate(ReplacedMethod):
+    """``generate`` of one model, with a preflight check before it."""
 
     def __init__(self, module: Any, watcher: WatchesGeneration) -> None:
         """Take the place of ``module.generate``.
@@ -354,10 +350,8 @@ class WatchedGenerate:
             module: The model.
             watcher: Checks generations, and explains refused ones.
         """
-        self._module = module
-        self._generate = module.generate
+        super().__init__(module, "generate")
         self._watcher = watcher
-        functools.update_wrapper(self, self._generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check, then generate.
@@ -369,18 +363,10 @@ class WatchedGenerate:
         try:
             self._watcher.preflight(args, kwargs)
             with self._watcher.generation(cache_use_of(self._module, args, kwargs)):
-                return self._generate(*args, **kwargs)
+                return self._original(*args, **kwargs)
         except PlanInfeasibleError as error:
             refusal = error.bare()
-        raise self._watcher.refused_generation(refusal, self._generate, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the ordinary ``generate`` of the copy that is being made."""
-        return types.MethodType(type(self._module).generate, copy.deepcopy(self._module, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return the ordinary ``generate`` of the module that is being pickled."""
-        return getattr, (self._module, "generate")
+        raise self._watcher.refused_generation(refusal, self._original, args, kwargs)
 
 
 def _cache_bytes(cache: Any) -> int:

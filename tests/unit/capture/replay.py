@@ -84,7 +84,7 @@ def replay(graph: TaskGraph, args: Sequence[Any]) -> list[Any]:
     for given in graph.inputs:
         view, arg = graph.tensors[given.tensor], args[given.position]
         assert (tuple(arg.shape), arg.stride()) == (view.shape, view.stride)
-        bases[view.buffer] = (arg, arg.storage_offset() * arg.element_size())
+        bases[view.buffer] = (arg, (arg.storage_offset() - view.offset) * arg.element_size())
 
     def tensor(index: int) -> torch.Tensor:
         view = graph.tensors[index]

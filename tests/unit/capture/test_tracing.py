@@ -125,6 +125,14 @@ def test_frames_behind_a_graph_break_see_the_hooks(model: Pair) -> None:
     assert gc.isenabled()
 
 
+def test_a_model_with_a_hook_of_an_engine_is_traced_as_quickly(model: Pair) -> None:
+    seen: list[tuple[list[int], bool]] = []
+    hooks = hooked(model)
+    model.register_forward_pre_hook(torch.compiler.disable(ignore))
+    compiled(model, hooks, seen)(torch.ones(2, 4))
+    assert [sum(present) for present, _ in seen] == [0, 6]
+
+
 def test_a_module_with_other_hooks_keeps_all_of_them(model: Pair) -> None:
     hooks = hooked(model)
     model.first.register_forward_pre_hook(ignore)

@@ -31,6 +31,7 @@ def engine_module() -> Any:
     class DeepSpeedEngine:
         def __init__(self, settings: dict[str, Any], stage: int = 3) -> None:
             self.client_optimizer = None
+            self.module = torch.nn.Sequential(torch.nn.Linear(2, 2))
             self._config = SimpleNamespace(
                 _param_dict=settings,
                 zero_optimization_stage=stage,
@@ -224,6 +225,51 @@ def test_every_pass_is_compared_so_deepspeeds_check_of_the_first_goes(
     engine.first_dataloader_check = SimpleNamespace(remove=lambda: found.append(1))
     engine._configure_zero_optimizer("theirs")
     assert found == removed
+
+
+class Plain(torch.nn.Module):
+    """A model whose root has no weights, so that its hooks run outside of what is captured."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class Weighted(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+
+def hook(*_: Any) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "skips"),
+    [
+        (Plain, SUPPORTED, True),
+        (Plain, {}, False),
+        (Weighted, SUPPORTED, False),
+        (torch.nn.Sequential, SUPPORTED, False),
+    ],
+)
+def test_the_compiler_skips_hooks_outside_of_what_is_captured(
+    engines: Any, make: Any, settings: dict[str, Any], skips: bool
+) -> None:
+    engine = engines.DeepSpeedEngine(settings)
+    engine.module = make()
+    other = engine.module.register_forward_hook(hook)
+    engine.module_forward_pre_hook = engine.module.register_forward_pre_hook(hook)
+    engine.module_forward_post_hook = engine.module.register_forward_hook(hook)
+    engine._configure_zero_optimizer("theirs")
+    (before,) = engine.module._forward_pre_hooks.values()
+    theirs, after = engine.module._forward_hooks.values()
+    assert (before is hook, after is hook) == (not skips, not skips)
+    assert theirs is hook
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    assert list(engine.module._forward_hooks) == [other.id]
+    engine._configure_zero_optimizer("theirs")  # hooks that are gone
 
 
 def test_installing_twice_is_installing_once() -> None:

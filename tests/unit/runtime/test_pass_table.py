@@ -33,6 +33,11 @@ class OneSizeGraph:
         self.captured: list[int] = []
         self.refused: set[int] = set()
 
+    sharing: tuple[Any, ...] = ()
+
+    def sharing_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return self.sharing
+
     def record_range(self, args: Sequence[Any], **_: Any) -> None:
         return None
 
@@ -142,6 +147,14 @@ def test_after_forgetting_every_call_is_captured_again() -> None:
     assert made.table.maker.most_resident_bytes == 0
     made.find(graph, 4)
     assert graph.captured == [4, 5, 4]
+
+
+def test_arguments_that_lie_otherwise_in_shared_memory_are_captured_again() -> None:
+    made, graph = remembering(), OneSizeGraph()
+    made.find(graph, 4)
+    graph.sharing = (64, 0, 16)
+    made.find(graph, 4, 4)
+    assert graph.captured == [4, 4]
 
 
 @pytest.mark.parametrize("split", (False, True))

@@ -1,0 +1,101 @@
+"""The sizes of a call that differ from call to call, as symbols of a shape environment of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ds_finepage._compat.torch import (
+    ConstantSource,
+    DimDynamic,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    ValueRanges,
+    sympy_interp,
+)
+
+MAX_ANSWERS = 4096
+"""Sizes for which it is remembered whether a recording holds."""
+
+
+class SymbolicSizes:
+    """The symbols of one call of a Dynamo graph.
+
+    Attributes:
+        env: The shape environment that fake tensors and guards belong to.
+        positions: Symbol -> call position of the integer that carries it.
+        values: Symbol -> what this call passes.
+    """
+
+    def __init__(self, placeholders: Sequence[Node], args: Sequence[Any]) -> None:
+        """Make a symbol for each integer argument that Dynamo calls by a symbol of its own."""
+        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+        self.positions: dict[str, int] = {}
+        self.values: dict[str, int] = {}
+        self._nodes: dict[sympy.Symbol, torch.SymInt] = {}
+        self._guards: tuple[sympy.Expr, ...] | None = None  # once the recording is done
+        self._asked: dict[tuple[int, ...], bool] = {}
+        for position, node in enumerate(placeholders):
+            example = node.meta.get("example_value")
+            if not isinstance(example, torch.SymInt) or type(args[position]) is not int:
+                continue
+            symbol = example.node.expr
+            if isinstance(symbol, sympy.Symbol) and symbol not in self._nodes:
+                self._nodes[symbol] = self._make(example, args[position], position)
+
+    def _make(self, example: torch.SymInt, value: int, position: int) -> torch.SymInt:
+        source = ConstantSource(f"call_{position}")
+        theirs = example.node.shape_env.var_to_range.get(
+            example.node.expr, ValueRanges.unknown_int()
+        )
+        symbol = self.env.create_symbol(
+            value,
+            source,
+            dynamic_dim=DimDynamic.DYNAMIC,
+            constraint_dim=None,
+            positive=None,
+            do_not_specialize_zero_one=True,
+        )
+        self.env.var_to_range[symbol] = theirs
+        self.positions[str(symbol)] = position
+        self.values[str(symbol)] = value
+        found = self.env.create_symintnode(symbol, hint=value, source=source)
+        assert isinstance(found, torch.SymInt)
+        return found
+
+    def __bool__(self) -> bool:
+        """True where any size varies."""
+        return bool(self._nodes)
+
+    def of(self, value: Any) -> Any:
+        """Return an integer of Dynamo's graph in terms of our symbols."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = value.node.expr
+        if expression.is_number:
+            return int(expression)
+        return sympy_interp(PythonReferenceAnalysis, self._nodes, expression)
+
+    def all(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return several of them."""
+        return tuple(self.of(v) for v in values)
+
+    def admits(self, values: Mapping[str, int]) -> bool:
+        """Tell whether what the recording took for granted holds for other sizes too."""
+        if self._guards is None:
+            self._guards = tuple(g.expr for g in self.env.guards)
+        if not self._guards:
+            return True
+        asked = tuple(values.values())
+        if asked not in self._asked:
+            if len(self._asked) >= MAX_ANSWERS:
+                self._asked.clear()
+            symbols = {s for guard in self._guards for s in guard.free_symbols}
+            at = {s: sympy.Integer(values[str(s)]) for s in symbols}
+            holds = all(guard.xreplace(at) == sympy.true for guard in self._guards)
+            self._asked[asked] = holds
+        return self._asked[asked]

@@ -1,0 +1,117 @@
+"""Continuous batching of transformers runs by plan, and gives the tokens of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from ds_finepage.api import attach
+from ds_finepage.execution.meter import DeviceMeter
+from tests.integration.families import token_ids
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LENGTHS = (5, 40, 17, 3, 60, 33)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).eval()
+
+
+def gemma3() -> Any:
+    """Layers with a sliding window, and layers without."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = hf.Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=16, layer_types=kinds)
+    return hf.Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def outputs_of(model: Any, **settings: Any) -> list[Any]:
+    found = model.generate_batch(
+        inputs=[token_ids(n, seed=n)[0].tolist() for n in LENGTHS],
+        generation_config=GenerationConfig(
+            max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=16, max_batch_tokens=64, max_requests_per_batch=4, **settings
+        ),
+        progress_bar=False,
+    )
+    return list(found.values())
+
+
+def tokens_of(model: Any, **settings: Any) -> list[list[int]]:
+    return [output.generated_tokens for output in outputs_of(model, **settings)]
+
+
+@contextmanager
+def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceMeter]]:
+    """Meter the thread that makes the cache and runs the passes."""
+    run, meters = ContinuousBatchingManager._run_generation_loop, []
+
+    def metered_run(manager: Any) -> None:
+        with DeviceMeter(torch.device("cpu")) as meter:
+            run(manager)
+        meters.append(meter)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ContinuousBatchingManager, "_run_generation_loop", metered_run)
+        yield meters
+
+
+@pytest.mark.parametrize("make", [llama, gemma3])
+def test_requests_get_the_plain_tokens_within_the_budget(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    expected = tokens_of(model, num_blocks=64)
+    handle = attach(model, device_budget="70%weights", device="cpu")
+    try:
+        with metered(monkeypatch) as meters:
+            assert tokens_of(model) == expected
+        (meter,) = meters
+        stats = handle.stats
+        assert 0 < meter.peak_bytes <= stats.budget_bytes
+        assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
+        assert min(p.num_tasks for p in stats.passes) > 100  # the whole model is one graph
+        assert stats.num_captures <= 6
+        assert tokens_of(model, max_memory_percent=0.3) == expected  # a cache of another size
+        assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    finally:
+        handle.detach()
+    assert tokens_of(model, num_blocks=64) == expected
+
+
+def test_a_cache_that_leaves_no_room_for_the_weights_is_refused_by_name() -> None:
+    model = llama()
+    handle = attach(model, device_budget="60%weights", device="cpu")
+    try:
+        outputs = outputs_of(model, num_blocks=400)
+        assert all("min_budget_bytes" in str(output.error) for output in outputs)
+        assert not any(output.generated_tokens for output in outputs)
+        assert all(tokens_of(model))
+    finally:
+        handle.detach()
