@@ -18,6 +18,7 @@ from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.policies import POLICIES
 from tests.accelerator.subjects import AMPLE, plain_on, subject
+from tests.integration.batching import llama, tokens_of
 from tests.integration.families import SLOW_LINK, greedy, logits, make_model, token_ids, tokens
 
 BATCH, LENGTH, NEW = 4, 60, 4
@@ -41,6 +42,20 @@ def test_a_cache_larger_than_the_budget_goes_to_host_memory(device: torch.device
         assert torch.equal(found.cpu(), plain)
         assert 0 < meter.peak_bytes <= handle.stats.budget_bytes < cache_bytes
     assert handle.stats.num_caches_on_host == 2
+    assert not handle.stats.unplanned_reasons
+    handle.detach()
+
+
+def test_continuous_batching_holds_the_budget(device: torch.device) -> None:
+    torch._dynamo.reset()
+    model = llama()
+    expected = tokens_of(model.to(plain_on(device)), num_blocks=64)
+    handle = ds_finepage.attach(
+        model.to("cpu"), device_budget="80%weights", device=device, profile=SLOW_LINK
+    )
+    with DeviceMeter(device) as meter:
+        assert tokens_of(model) == expected
+    assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
     assert not handle.stats.unplanned_reasons
     handle.detach()
 

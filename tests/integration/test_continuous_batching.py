@@ -8,63 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from ds_finepage.api import attach
 from ds_finepage.execution.meter import DeviceMeter
-from tests.integration.families import token_ids
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-LENGTHS = (5, 40, 17, 3, 60, 33)
+from tests.integration.batching import gemma3, llama, outputs_of, tokens_of
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch.set_num_threads(1)
     torch._dynamo.reset()
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).eval()
-
-
-def gemma3() -> Any:
-    """Layers with a sliding window, and layers without."""
-    torch.manual_seed(0)
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = hf.Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=16, layer_types=kinds)
-    return hf.Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def outputs_of(model: Any, **settings: Any) -> list[Any]:
-    found = model.generate_batch(
-        inputs=[token_ids(n, seed=n)[0].tolist() for n in LENGTHS],
-        generation_config=GenerationConfig(
-            max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=16, max_batch_tokens=64, max_requests_per_batch=4, **settings
-        ),
-        progress_bar=False,
-    )
-    return list(found.values())
-
-
-def tokens_of(model: Any, **settings: Any) -> list[list[int]]:
-    return [output.generated_tokens for output in outputs_of(model, **settings)]
 
 
 @contextmanager
