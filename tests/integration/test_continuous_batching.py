@@ -42,7 +42,7 @@ def test_requests_get_the_plain_tokens_within_the_budget(
 ) -> None:
     model = make()
     expected = tokens_of(model, num_blocks=64)
-    handle = attach(model, device_budget="70%weights", device="cpu")
+    handle = attach(model, device_budget="90%weights", device="cpu")
     try:
         with metered(monkeypatch) as meters:
             assert tokens_of(model) == expected
@@ -52,7 +52,7 @@ def test_requests_get_the_plain_tokens_within_the_budget(
         assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
         assert min(p.num_tasks for p in stats.passes) > 100  # the whole model is one graph
         assert stats.num_captures <= 6
-        assert tokens_of(model, max_memory_percent=0.3) == expected  # a cache of another size
+        assert tokens_of(model, max_memory_percent=0.6) == expected  # a cache of another size
         assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     finally:
         handle.detach()
