@@ -34,8 +34,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     switches = torch.get_device_module(found)
     switches.set_num_devices(1)
     switches.reset_switches()
+    torch.get_device_module.cache_clear()  # torch remembers that there was no accelerator
     yield found
     switches.set_num_devices(0)
+    torch.get_device_module.cache_clear()
     torch._dynamo.reset()
 
 
