@@ -10,14 +10,14 @@ import torch
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.trial import Tiles, Trial
-from ds_finepage.graph.packed import PACKED_GROUPED, SLICE_ROWS
+from ds_finepage.graph.packed import CUT_ROWS, PACKED_GROUPED, SLICE_ROWS
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.packing.form import WIDE_ROWS
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, packed_units
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
-NUM, ROWS, WIDTH, GROUP = 8, 3 * SLICE_ROWS, 64, 32
+NUM, ROWS, WIDTH, GROUP = 8, 3 * CUT_ROWS, 64, 32
 PARTS = {"numbers": WIDTH // 2, "scales": 4 * WIDTH // GROUP, "minima": 4 * WIDTH // GROUP}
 PACKET = PACKED_GROUPED.removesuffix(".default")
 
@@ -53,18 +53,18 @@ def test_they_are_cut_at_the_same_rows_of_every_matrix() -> None:
     assert (unit.num_rows, unit.num_matrices) == (ROWS, NUM)
     assert [size for _, size in unit.parts] == [NUM * size for size in PARTS.values()]
     assert list(packed_units(graph)) == [unit.buffer]
-    cut = cut_weights(graph, {unit.buffer: [0, SLICE_ROWS]})
+    cut = cut_weights(graph, {unit.buffer: [0, CUT_ROWS]})
     assert {e.name: e.matrix_bytes for e in cut.experts} == {n: ROWS * s for n, s in PARTS.items()}
     slices = [b for b in cut.buffers if b.name in PARTS]
     assert [cut.num_pieces(b) for b in slices] == [NUM] * 6
     assert set(routes(cut)) == {b.id for b in slices}
     products = [t for t in cut.tasks if t.op == PACKED_GROUPED]
-    for task, rows in zip(products, (SLICE_ROWS, 2 * SLICE_ROWS), strict=True):
+    for task, rows in zip(products, (CUT_ROWS, 2 * CUT_ROWS), strict=True):
         for ref, last in zip(task.args[1:4], (WIDTH // 2, 2, 2), strict=True):
             view = cut.tensors[ref.tensor]
             assert view.shape == (NUM, rows, last) and view.stride == (rows * last, last, 1)
         assert task.args[4:] == graph.tasks[1].args[4:]
-    assert divisible_weights(layer(num_rows=SLICE_ROWS)) == []
+    assert divisible_weights(layer(num_rows=CUT_ROWS)) == []
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
@@ -91,7 +91,7 @@ def test_the_experts_that_have_rows_are_counted(num_tokens: int, used: int) -> N
 def test_a_slice_of_one_matrix_is_the_workspace() -> None:
     graph = layer()
     known, halves = SLICE_ROWS * (WIDTH * 4 + WIDTH // 2), WIDTH // 2
-    assert estimate_workspaces(graph).tasks[1].workspace_bytes == known
+    assert estimate_workspaces(graph, on_accelerator=False).tasks[1].workspace_bytes == known
     measured = OpMeter(torch.device("cpu")).with_costs(graph).tasks[1]
     few = (SLICE_ROWS - WIDE_ROWS) * halves  # a CPU takes the halves of a few rows at a time
     assert 0 <= measured.workspace_bytes - (known - few) < 16 and measured.time_ns
