@@ -16,6 +16,27 @@ PLANNING = "unit/planning"
 
 PACKED = (
     mutant(
+        "a-reload-that-no-task-uses-stays",
+        "planning/rewrite/late_experts.py",
+        "    memgraph = _without_unused(memgraph, packed_experts(memgraph.graph).keys())\n",
+        "",
+        f"{PARTS}::test_a_reload_that_no_task_uses_is_left_out",
+    ),
+    mutant(
+        "what-waited-for-a-left-out-node-waits-for-nothing",
+        "planning/rewrite/late_experts.py",
+        "waits.get(edge.before, set()) if edge.before in unused",
+        "set() if edge.before in unused",
+        f"{PARTS}::test_a_reload_that_no_task_uses_is_left_out",
+    ),
+    mutant(
+        "packed-experts-are-kept-like-other-weights",
+        "planning/finepage/small_arena.py",
+        "            if room >= 0 and chosen:\n",
+        "            if False:\n",
+        f"{PARTS}::test_what_is_not_of_experts_may_be_kept_first",
+    ),
+    mutant(
         "an-accelerator-unpacks-few-rows-at-a-time",
         "packing/op.py",
         "step, at_once = CUT_ROWS, _rows_at_once(rows.shape[1] * rows.element_size())",
