@@ -15,8 +15,10 @@ from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
 from ds_finepage.execution.reload_sources import ReloadSources, copy_master
 from ds_finepage.execution.routed import RoutedReload, RouteRead
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
-from ds_finepage.graph.routes import Route
-from ds_finepage.graph.taskgraph import BufferKind
+from ds_finepage.graph.packed import PACKED_GROUPED
+from ds_finepage.graph.routes import Route, groups_of
+from ds_finepage.graph.taskgraph import BufferKind, Task
+from ds_finepage.packing.op import grouped_into, packed_grouped_linear
 
 
 class BoundPlan:
@@ -29,7 +31,8 @@ class BoundPlan:
         sizes: The graph's tensors in the shapes of the current call.
         patches: Places in bound tasks that take a tensor of the call for one pass.
         routed: The routed reloads.
-        route_reads: The reads that they wait for, by tensor and the task that makes it.
+        route_reads: The reads that they and products wait for, by tensor and the task that makes
+            it.
     """
 
     def __init__(
@@ -93,9 +96,33 @@ class BoundPlan:
         bound = bind(task, tensor, patches, self._unused, into_place=task.index in self._in_place)
         for patch in patches:
             self._place(patch, extents)
+        self._share_ends(task, bound, extents)
         if not patches:  # the arguments stay as they are, so no frame of Python is needed
             return partial(bound.call, *bound.args, **bound.kwargs)
         return _action_of(bound)
+
+    def _share_ends(self, task: Task, bound: BoundTask, extents: Mapping[int, Extent]) -> None:
+        """Let the packed products of a layer of experts read the ends of their rows once a pass.
+
+        Each read is a wait for an accelerator. On a CPU it is none.
+        """
+        is_read = task.op == PACKED_GROUPED and bound.call is packed_grouped_linear.out
+        groups = groups_of(task) if is_read and not self._arena.bytes.is_cpu else None
+        if groups is None or self._graph.tensors[groups.ends].buffer not in extents:
+            return
+        buffer = self._graph.tensors[groups.ends].buffer
+        changes = (t for t in self._graph.tasks[: task.index] if buffer in (*t.writes, *t.touches))
+        source = max((t.index for t in changes), default=-1)
+        read = self._read_of(groups.ends, source, extents[buffer])
+        bound.call = partial(grouped_into, read_ends=read.values)
+
+    def _read_of(self, tensor: int, source: int, extent: Extent) -> RouteRead:
+        """Return the one read of a tensor that a task has made."""
+
+        def named() -> torch.Tensor:
+            return self._arena.view(self.sizes.views[tensor], extent)
+
+        return self.route_reads.setdefault((tensor, source), RouteRead(named))
 
     def _place(self, patch: Patch, extents: Mapping[int, Extent]) -> None:
         """Decide who fills a place: the sizes of a call, or its tensors."""
@@ -141,11 +168,7 @@ class BoundPlan:
         view = self._graph.tensors[route.tensor]
         (node,) = (n.id for n in self._memgraph.nodes if n.task == route.task)
         extent = self._memgraph.placements[node][view.buffer]
-
-        def chosen() -> torch.Tensor:
-            return self._arena.view(self.sizes.views[view.id], extent)
-
-        read = self.route_reads.setdefault((route.tensor, route.source), RouteRead(chosen))
+        read = self._read_of(route.tensor, route.source, extent)
         return RoutedReload(route, on_device, on_host, read)
 
 

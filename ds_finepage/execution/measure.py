@@ -95,23 +95,28 @@ def _parse_cost(value: Any) -> OpCost:
     return OpCost(time_ns, workspace_bytes, into_place, fault)
 
 
-def estimate_workspaces(graph: TaskGraph) -> TaskGraph:
+def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> TaskGraph:
     """Return the taskgraph with ``workspace_bytes`` as far as they follow from the ops alone.
 
     Nothing is run: an op without an ``out=`` overload takes the bytes of its results once more,
     until they are copied to their place. The workspace of a kernel itself is not counted unless the
     op is ours, and every ``out=`` overload counts as writing into place.
+
+    Args:
+        graph: The pass.
+        on_accelerator: It is to run on an accelerator, where our ops take more.
     """
     known: dict[Any, int] = {}
     tasks = []
     for task in graph.tasks:
         # The kind of argument decides whether there is an overload, not the tensors themselves.
         results = tuple(None if r is None else _result_bytes(graph, r) for r in task.results)
-        key = (task.op, results, _unpacked_bytes(graph, task))
+        own_bytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
+        key = (task.op, results, own_bytes)
         if key not in known:
             bound = bind(task, lambda _: None, patches=[], into_place=True)
             copies = bound.call is run_and_copy
-            known[key] = key[2] + (sum(filter(None, results)) if copies else 0)
+            known[key] = own_bytes + (sum(filter(None, results)) if copies else 0)
         tasks.append(dataclasses.replace(task, workspace_bytes=known[key]))
     return dataclasses.replace(graph, tasks=tuple(tasks))
 
@@ -125,8 +130,8 @@ def _is_state(graph: TaskGraph, tensor: int) -> bool:
     return graph.buffers[graph.tensors[tensor].buffer].kind is BufferKind.STATE
 
 
-def _unpacked_bytes(graph: TaskGraph, task: Task) -> int:
-    """Return the bytes that a product with a packed weight takes to unpack a slice of it."""
+def _unpacked_bytes(graph: TaskGraph, task: Task, *, on_accelerator: bool) -> int:
+    """Return the bytes that a product with a packed weight takes to unpack some of it."""
     if task.op not in PACKED_PRODUCTS:
         return 0
     x, numbers, scales = (graph.tensors[ref.tensor] for ref in task.args[:3])
@@ -135,6 +140,8 @@ def _unpacked_bytes(graph: TaskGraph, task: Task) -> int:
         scales.shape,
         group=task.args[6],
         itemsize=getattr(torch, x.dtype).itemsize,
+        num_given=math.prod(x.shape[:-1]),
+        on_accelerator=on_accelerator,
     )
 
 
@@ -238,10 +245,12 @@ class OpMeter:
         self._table.save()
 
     def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
+        unpacked_bytes = _unpacked_bytes(graph, task, on_accelerator=self._device.is_accelerator)
         estimate = _unmeasured(graph, task)
         if self._is_modest and has_out_form(task) and not is_random(task):
-            return dataclasses.replace(estimate, workspace_bytes=_unpacked_bytes(graph, task))
-        return estimate
+            return dataclasses.replace(estimate, workspace_bytes=unpacked_bytes)
+        workspace_bytes = estimate.workspace_bytes + unpacked_bytes
+        return dataclasses.replace(estimate, workspace_bytes=workspace_bytes)
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Ops that draw random numbers must not draw them from the program's own sequence.
@@ -368,7 +377,7 @@ def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
 def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
     """Estimate an op that cannot be tried, such as one that refuses random numbers."""
     made = [r for r in task.results if r is not None and not _is_state(graph, r)]
-    results = sum(_result_bytes(graph, r) for r in made) + _unpacked_bytes(graph, task)
+    results = sum(_result_bytes(graph, r) for r in made)
     has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
     fault = "writes to a tensor given as out= and could not be tried" if has_out else None
     return OpCost(time_ns=None, workspace_bytes=results, fault=fault)

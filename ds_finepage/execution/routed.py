@@ -1,4 +1,4 @@
-"""Reloads of experts: only the slices of a weight that the pass has chosen."""
+"""The router's choice, read once a pass, and reloads of the experts that it names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class RouteRead:
     """Reads a router's choice from the device, once a pass.
 
     On an accelerator the host waits here, because it must know the choice before it can issue a
-    copy. A second read, for another weight of the layer, would be behind the copies of the first.
-    The planner weighs the wait against the bytes that it saves.
+    copy, or which rows each expert has. A second read, for another weight of the layer, would be
+    behind the copies of the first. The planner weighs the wait against the bytes that it saves.
     """
 
     def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The forms of weights, and the ops that multiply by packed ones, as all parts know them.
 
-An op computes ``SLICE_ROWS`` output features at a time, each slice as a product of its own, so a
-plan may cut it between two slices and change no bit.
+An op makes its output features a slice at a time, each as a product of its own, so a plan may cut
+it between two slices and change no bit.
 """
 
 from __future__ import annotations
@@ -32,4 +32,7 @@ PACKED_PRODUCTS = frozenset({PACKED_LINEAR, PACKED_GROUPED})
 """The ops that unpack a weight; their second to fourth arguments are its parts."""
 
 SLICE_ROWS = 256
-"""Output features, which are rows of the weight, that they unpack together."""
+"""Output features, which are rows of the weight, that a CPU unpacks and multiplies together."""
+
+CUT_ROWS = 2 * SLICE_ROWS
+"""Those that an accelerator multiplies together. Plans cut between them."""

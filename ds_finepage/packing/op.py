@@ -1,12 +1,20 @@
 """The ops that multiply by packed weights.
 
-Each is one op to torch, so one task of a plan. It unpacks ``SLICE_ROWS`` rows of a weight at a time
-and multiplies by them, so a whole weight is never unpacked. Experts without rows are not unpacked.
-So the host reads from the device how many rows each has.
+Each is one op to torch, so one task of a plan. A CPU unpacks ``SLICE_ROWS`` rows of a weight at a
+time and multiplies by them, so that they stay in its caches. An accelerator unpacks as many as
+``SCRATCH_BYTES`` hold, because each kernel has to be started.
 
 [Note: slices are products of their own]
-Slices begin at multiples of ``SLICE_ROWS``, and each is a product by itself. So the outputs of a
-slice are the same bits, whether other slices are computed with it or not.
+Products begin at fixed rows: multiples of ``SLICE_ROWS`` on a CPU, of ``CUT_ROWS`` on an
+accelerator, however much is unpacked at a time. Plans cut at multiples of both. So the outputs of a
+slice are the same bits, whether other slices are computed with it or not. One product over all of
+them would be faster, but its last bits may differ: they did on a CPU in bfloat16, for a matrix of
+4096 x 11008.
+
+[Note: who knows which experts have rows]
+Experts without rows are not unpacked. On a CPU the op looks where the rows of each end. On an
+accelerator the host would wait for that. So with few rows each row takes its expert by an index on
+the device. The host waits only if rows are as many as experts, or too many for the scratch.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ds_finepage.graph.packed import SLICE_ROWS
+from ds_finepage.graph.packed import CUT_ROWS, SLICE_ROWS
 from ds_finepage.packing.form import WIDE_ROWS, Packed, PackedForm, unpack
 
 _WEIGHT = "Tensor x, Tensor numbers, Tensor scales, Tensor minima"
@@ -27,10 +35,21 @@ _ARGUMENTS = {
 _LIBRARY = torch.library.Library("ds_finepage", "DEF")
 
 
+SCRATCH_BYTES = 32 << 20
+"""Bytes that an accelerator unpacks at a time; where ``CUT_ROWS`` rows need more, it takes those.
+A weight of 4096 x 4096 in 16 bits has as many. Each piece takes three kernels to unpack."""
+
+
 def workspace_bytes(
-    numbers: Sequence[int], scales: Sequence[int], *, group: int, itemsize: int
+    numbers: Sequence[int],
+    scales: Sequence[int],
+    *,
+    group: int,
+    itemsize: int,
+    num_given: int,
+    on_accelerator: bool,
 ) -> int:
-    """Return the bytes that an op takes for itself: the largest slice, unpacked.
+    """Return the bytes that an op takes for itself: the most that is unpacked at a time.
 
     On a CPU it takes fewer in some forms.
 
@@ -39,12 +58,34 @@ def workspace_bytes(
         scales: Shape of the scales.
         group: Weights that share a scale.
         itemsize: Bytes of an unpacked weight.
+        num_given: Rows that are multiplied by the weight.
+        on_accelerator: The device is no CPU.
     """
-    width, num_rows = scales[-1] * group, min(SLICE_ROWS, numbers[-2])
+    width = scales[-1] * group
+    if on_accelerator:
+        row_bytes, packed_bytes, at_once = width * itemsize, 0, 1
+        if len(numbers) == 3 and _takes_by_index(num_given, numbers[0], row_bytes):
+            packed_bytes, at_once = numbers[-1] + 2 * scales[-1] * itemsize, num_given
+        num_rows = min(_rows_at_once(at_once * row_bytes), numbers[-2])
+        return at_once * num_rows * (row_bytes + packed_bytes)
+    num_rows = min(SLICE_ROWS, numbers[-2])
     halves = 0 if numbers[-1] == width else numbers[-1]  # numbers of 4 bits are taken apart first
     wide = width * torch.float32.itemsize if itemsize < torch.float32.itemsize else 0
     beside = max(num_rows * halves, min(WIDE_ROWS, num_rows) * (wide + max(halves, wide // group)))
     return num_rows * width * itemsize + beside
+
+
+def _rows_at_once(row_bytes: int) -> int:
+    """Return how many rows an accelerator unpacks at a time."""
+    return max(1, SCRATCH_BYTES // (row_bytes * CUT_ROWS)) * CUT_ROWS
+
+
+def _takes_by_index(num_given: int, num_matrices: int, row_bytes: int) -> bool:
+    """Tell whether on an accelerator each row takes its matrix by an index.
+
+    It depends on nothing that cutting a weight changes.
+    """
+    return num_given < num_matrices and num_given * CUT_ROWS * row_bytes <= SCRATCH_BYTES
 
 
 @torch.no_grad()
@@ -78,7 +119,7 @@ def _into(
 
 
 @torch.no_grad()
-def _grouped_into(
+def grouped_into(
     x: torch.Tensor,
     numbers: torch.Tensor,
     scales: torch.Tensor,
@@ -88,6 +129,7 @@ def _grouped_into(
     group: int,
     *,
     out: torch.Tensor,
+    read_ends: Callable[[], list[int]] | None = None,
 ) -> torch.Tensor:
     """Write the product of each row with the matrix of its expert into a tensor.
 
@@ -100,12 +142,18 @@ def _grouped_into(
         bits: Of a number.
         group: Weights that share a scale.
         out: (rows, out).
+        read_ends: Returns the ends on the host, where a caller has read them before.
     """
-    form, begin = PackedForm(bits, group), 0
-    for expert, end in enumerate(ends.tolist()):
+    form, packed = PackedForm(bits, group), Packed(numbers, scales, minima)
+    row_bytes = x.shape[-1] * x.element_size()
+    if not x.is_cpu and _takes_by_index(len(x), len(numbers), row_bytes):
+        _multiply_by_index(x, packed, ends, form, out)
+        return out
+    begin = 0
+    for expert, end in enumerate(ends.tolist() if read_ends is None else read_ends()):
         if end > begin:
-            packed = Packed(numbers[expert], scales[expert], minima[expert])
-            _multiply(x[begin:end], packed, None, form, out[begin:end])
+            matrix = Packed(*(part[expert] for part in packed))
+            _multiply(x[begin:end], matrix, None, form, out[begin:end])
             begin = end
     out[begin:].zero_()
     return out
@@ -118,16 +166,45 @@ def _multiply(
     form: PackedForm,
     results: torch.Tensor,
 ) -> None:
-    """Multiply rows by one packed matrix, a slice of it after another."""
-    for begin in range(0, packed.numbers.shape[0], SLICE_ROWS):
-        span = slice(begin, begin + SLICE_ROWS)
+    """Multiply rows by one packed matrix; see [Note: slices are products of their own]."""
+    step = at_once = SLICE_ROWS
+    if not rows.is_cpu:
+        step, at_once = CUT_ROWS, _rows_at_once(rows.shape[1] * rows.element_size())
+    columns = results.split(step, dim=1)
+    biases = () if bias is None else bias.split(step)
+    for begin in range(0, packed.numbers.shape[0], at_once):
+        span = slice(begin, begin + at_once)
         weight = unpack(Packed(*(part[span] for part in packed)), form, rows.dtype)
-        result = results[:, span]
-        if bias is None:
-            torch.mm(rows, weight.t(), out=result)
-        else:
-            torch.addmm(bias[span], rows, weight.t(), out=result)
-        del weight  # before the next slice is made
+        for at, piece in enumerate(weight.t().split(step, dim=1), begin // step):
+            if bias is None:
+                torch.mm(rows, piece, out=columns[at])
+            else:
+                torch.addmm(biases[at], rows, piece, out=columns[at])
+        del weight, piece  # before the next ones are made
+
+
+def _multiply_by_index(
+    rows: torch.Tensor,
+    packed: Packed,
+    ends: torch.Tensor,
+    form: PackedForm,
+    results: torch.Tensor,
+) -> None:
+    """Multiply each row by the matrix of its expert, without a look at the ends on the host."""
+    places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+    experts = torch.searchsorted(ends, places, right=True)
+    is_behind = experts >= len(ends)
+    experts.clamp_(max=len(ends) - 1)
+    at_once = _rows_at_once(rows.numel() * rows.element_size())
+    for begin in range(0, results.shape[1], at_once):
+        span = slice(begin, begin + at_once)
+        taken = (part[:, span].index_select(0, experts).flatten(0, 1) for part in packed)
+        weight = unpack(Packed(*taken), form, rows.dtype).unflatten(0, (len(rows), -1))
+        columns = results[:, span].split(CUT_ROWS, dim=1)
+        for result, piece in zip(columns, weight.split(CUT_ROWS, dim=1), strict=True):
+            torch.bmm(rows.unsqueeze(1), piece.transpose(1, 2), out=result.unsqueeze(1))
+        del weight, piece  # before the next ones are made
+    results.masked_fill_(is_behind.unsqueeze(1), 0)
 
 
 def _new(x: torch.Tensor, numbers: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -148,7 +225,7 @@ def _define(name: str, into: Callable[..., torch.Tensor]) -> None:
 
 
 _define("packed_linear", _into)
-_define("packed_grouped_linear", _grouped_into)
+_define("packed_grouped_linear", grouped_into)
 
 packed_linear = torch.ops.ds_finepage.packed_linear
 packed_grouped_linear = torch.ops.ds_finepage.packed_grouped_linear

@@ -106,7 +106,7 @@ def test_a_product_is_one_task_that_writes_into_place() -> None:
     assert [t.flops for t in products] == [2 * 3 * 16 * 32] * 2
     kinds = [memgraph.graph.buffers[b].kind for b in products[0].reads]
     assert kinds.count(BufferKind.WEIGHT) == 4
-    estimated = estimate_workspaces(memgraph.graph)
+    estimated = estimate_workspaces(memgraph.graph, on_accelerator=False)
     for measured, known in zip(memgraph.graph.tasks, estimated.tasks, strict=True):
         if measured.op == PACKED_LINEAR:
             # A slice, and a byte or two for the constants of its bit operations: no result.

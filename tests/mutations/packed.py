@@ -10,15 +10,79 @@ OPTIONS = "unit/compare/test_cli_compare.py"
 EXPERTS = "unit/packing/test_packed_experts.py"
 PARTS = "unit/planning/rewrite/test_packed_experts.py"
 STOCK = "unit/packing/test_stock.py"
+ON_CARD = "accelerator/test_packed.py"
 AHEAD = "integration/test_look_ahead.py"
 PLANNING = "unit/planning"
 
 PACKED = (
     mutant(
+        "a-reload-that-no-task-uses-stays",
+        "planning/rewrite/late_experts.py",
+        "    memgraph = _without_unused(memgraph, packed_experts(memgraph.graph).keys())\n",
+        "",
+        f"{PARTS}::test_a_reload_that_no_task_uses_is_left_out",
+    ),
+    mutant(
+        "what-waited-for-a-left-out-node-waits-for-nothing",
+        "planning/rewrite/late_experts.py",
+        "waits.get(edge.before, set()) if edge.before in unused",
+        "set() if edge.before in unused",
+        f"{PARTS}::test_a_reload_that_no_task_uses_is_left_out",
+    ),
+    mutant(
+        "packed-experts-are-kept-like-other-weights",
+        "planning/finepage/small_arena.py",
+        "            if room >= 0 and chosen:\n",
+        "            if False:\n",
+        f"{PARTS}::test_what_is_not_of_experts_may_be_kept_first",
+    ),
+    mutant(
+        "an-accelerator-unpacks-few-rows-at-a-time",
+        "packing/op.py",
+        "step, at_once = CUT_ROWS, _rows_at_once(rows.shape[1] * rows.element_size())",
+        "step, at_once = CUT_ROWS, CUT_ROWS",
+        f"{ON_CARD}::test_a_product_starts_few_kernels",
+    ),
+    mutant(
+        "an-accelerator-takes-numbers-apart-by-way-of-copies",
+        "packing/form.py",
+        "torch.bitwise_and(numbers, 15, out=found[..., : form.group // 2])",
+        "found[..., : form.group // 2] = numbers & 15",
+        f"{ON_CARD}::test_the_estimate_is_what_a_product_takes",
+    ),
+    mutant(
+        "few-rows-wait-for-their-experts",
+        "packing/op.py",
+        "if not x.is_cpu and _takes_by_index(len(x), len(numbers), row_bytes):",
+        "if False:",
+        f"{ON_CARD}::test_a_step_with_packed_experts_waits_for_routers_alone",
+    ),
+    mutant(
+        "rows-behind-the-last-end-get-products",
+        "packing/op.py",
+        "    results.masked_fill_(is_behind.unsqueeze(1), 0)\n",
+        "",
+        f"{ON_CARD}::test_few_rows_take_their_experts_by_index",
+    ),
+    mutant(
+        "each-product-of-experts-reads-its-rows",
+        "execution/bound_plan.py",
+        "        self._share_ends(task, bound, extents)\n",
+        "",
+        f"{ON_CARD}::test_a_prompt_reads_the_rows_of_experts_once_a_layer",
+    ),
+    mutant(
+        "the-estimate-of-an-accelerator-is-that-of-a-cpu",
+        "execution/measure.py",
+        "        on_accelerator=on_accelerator,\n    )",
+        "        on_accelerator=False,\n    )",
+        f"{ON_CARD}::test_the_estimate_is_what_a_product_takes",
+    ),
+    mutant(
         "experts-without-rows-are-unpacked",
         "packing/op.py",
-        "        if end > begin:\n            packed",
-        "        if True:\n            packed",
+        "        if end > begin:\n            matrix",
+        "        if True:\n            matrix",
         f"{EXPERTS}::test_only_experts_with_rows_are_unpacked_slice_by_slice",
     ),
     mutant(
@@ -214,7 +278,7 @@ PACKED = (
     mutant(
         "packed-weights-are-cut-inside-a-slice-of-the-op",
         "planning/rewrite/split.py",
-        "    if weight.beside:\n        return SLICE_ROWS\n",
+        "    if weight.beside:\n        return CUT_ROWS\n",
         "",
         f"{PLANNING}/finepage/test_packed_weights.py",
     ),

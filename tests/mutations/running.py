@@ -410,14 +410,14 @@ RUNNING = (
     mutant(
         "a-packed-weight-is-unpacked-whole",
         "packing/op.py",
-        "span = slice(begin, begin + SLICE_ROWS)",
-        "span = slice(begin, None)",
+        "        span = slice(begin, begin + at_once)\n        weight = unpack(Packed(*(",
+        "        span = slice(begin, None)\n        weight = unpack(Packed(*(",
         "unit/packing/test_packed_linear.py",
     ),
     mutant(
         "the-estimate-forgets-the-unpacked-slice",
         "execution/measure.py",
-        "known[key] = key[2] + (sum",
+        "known[key] = own_bytes + (sum",
         "known[key] = (sum",
         "unit/execution/test_measure.py",
     ),

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Set
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
+from ds_finepage.graph.routes import packed_experts
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
@@ -83,6 +84,7 @@ def sets_to_keep(problem: Problem, options: FinepageOptions = DEFAULTS) -> list[
     sizes = problem.sizes(weights)
     times_used = {b: len(found) for b, found in enumerate(problem.graph.uses) if b in sizes}
     found: dict[frozenset[int], None] = {frozenset(weights): None}
+    chosen = packed_experts(problem.graph)
     # A weight that is larger than the others needs a large lower region if it streams, so it may
     # pay to keep just these. A weight that is used twice may have to be reloaded twice.
     for limit in sorted(set(sizes.values()), reverse=True)[:4]:
@@ -93,6 +95,11 @@ def sets_to_keep(problem: Problem, options: FinepageOptions = DEFAULTS) -> list[
             room = problem.arena_bytes - int(least * factor) - sum(sizes[b] for b in always)
             if room >= 0:
                 found[frozenset(always) | spread(rest, sizes, room)] = None
+            if room >= 0 and chosen:  # to keep a byte of an expert saves a share of a byte
+                whole = spread([b for b in rest if b not in chosen], sizes, room)
+                left = room - sum(sizes[b] for b in whole)
+                few = spread([b for b in rest if b in chosen], sizes, left)
+                found[frozenset(always) | whole | few] = None
     found[frozenset()] = None
     return list(found)
 

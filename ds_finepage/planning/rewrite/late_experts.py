@@ -2,14 +2,18 @@
 
 An early reload has to copy all experts of a layer; right after the router it copies just the chosen
 ones. Extents stay the same, so only the order of nodes changes.
+
+A tight plan may bring a weight in ahead and evict it again before its use. Then no reload of it can
+wait, so packed experts lose such a reload. Other weights keep it, and their plans stay the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence, Set
 
 from ds_finepage.graph.memgraph import Edge, EdgeKind, MemGraph, Node, NodeKind
-from ds_finepage.graph.routes import routes
+from ds_finepage.graph.routes import packed_experts, routes
 
 
 def wait_for_routes(memgraph: MemGraph) -> MemGraph:
@@ -26,6 +30,7 @@ def wait_for_routes(memgraph: MemGraph) -> MemGraph:
     known = routes(memgraph.graph)
     if not known:
         return memgraph
+    memgraph = _without_unused(memgraph, packed_experts(memgraph.graph).keys())
     computes = {n.task: n.id for n in memgraph.nodes if n.kind is NodeKind.COMPUTE}
     lives = _Lives(memgraph)
     moves: list[_Move] = []
@@ -39,6 +44,36 @@ def wait_for_routes(memgraph: MemGraph) -> MemGraph:
             holder = max([computes[route.source], *back])
             moves.append(_Move(buffer, reloads[0], holder, lives.vacator(tells, use)))
     return _rewritten(memgraph, moves) if moves else memgraph
+
+
+def _without_unused(memgraph: MemGraph, weights: Set[int]) -> MemGraph:
+    """Leave out stays of some weights in the arena that end before a use."""
+    begun: dict[int, list[int]] = {}
+    unused: set[int] = set()
+    for node in memgraph.nodes:
+        if node.kind is NodeKind.COMPUTE:
+            for buffer in memgraph.graph.tasks[node.task or 0].reads:
+                begun.pop(buffer, None)
+        elif node.buffer in weights and node.kind is NodeKind.ALLOC:
+            begun[node.buffer] = [node.id]
+        elif node.buffer in begun:
+            begun[node.buffer].append(node.id)
+            if node.kind is NodeKind.DROP:
+                unused.update(begun.pop(node.buffer))
+    if not unused:
+        return memgraph
+    # A node that waited for one of them now waits for those that it waited for.
+    waits: dict[int, set[int]] = {}
+    edges: dict[tuple[int, int], EdgeKind] = {}
+    for edge in sorted(memgraph.edges, key=lambda e: (e.after, e.before)):
+        before = waits.get(edge.before, set()) if edge.before in unused else {edge.before}
+        if edge.after in unused:
+            waits.setdefault(edge.after, set()).update(before)
+        else:
+            for held in before:
+                edges.setdefault((held, edge.after), edge.kind)
+    left = [n for n in range(len(memgraph.nodes)) if n not in unused]
+    return _renumbered(memgraph, left, edges)
 
 
 class _Lives:
@@ -79,10 +114,17 @@ def _rewritten(memgraph: MemGraph, moves: list[_Move]) -> MemGraph:
         edges.setdefault((move.reload, move.end), EdgeKind.READ_DROP)
     # A moved node comes right after the one that it waits for; moved ones keep their order.
     order = sorted(range(len(memgraph.nodes)), key=lambda n: (behind.get(n, n), n in behind, n))
+    routed = tuple(sorted(move.buffer for move in moves))
+    return dataclasses.replace(_renumbered(memgraph, order, edges), routed=routed)
+
+
+def _renumbered(
+    memgraph: MemGraph, order: Sequence[int], edges: Mapping[tuple[int, int], EdgeKind]
+) -> MemGraph:
+    """Return a plan with these of its nodes, in this order, and with these edges."""
     new_id = {old: new for new, old in enumerate(order)}
     return dataclasses.replace(
         memgraph,
         nodes=tuple(dataclasses.replace(memgraph.nodes[n], id=new_id[n]) for n in order),
         edges=tuple(sorted(Edge(new_id[b], new_id[a], k) for (b, a), k in edges.items())),
-        routed=tuple(sorted(move.buffer for move in moves)),
     )

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ds_finepage.graph.packed import PACKED_GROUPED, PACKED_LINEAR, PACKED_PRODUCTS, SLICE_ROWS
+from ds_finepage.graph.packed import CUT_ROWS, PACKED_GROUPED, PACKED_LINEAR, PACKED_PRODUCTS
 from ds_finepage.graph.routes import GROUPED_PRODUCTS
 from ds_finepage.graph.taskgraph import (
     ITEMSIZE,
@@ -78,7 +78,7 @@ class Divisible:
 def quantum(weight: Divisible) -> int:
     """Return the rows that are cut together, so that a slice is a good shape for a kernel."""
     if weight.beside:
-        return SLICE_ROWS
+        return CUT_ROWS
     return 64 if weight.num_rows >= 1024 else 16 if weight.num_rows >= 128 else 1
 
 
@@ -147,7 +147,7 @@ def _packed_operand(graph: TaskGraph, task: Task) -> Divisible | None:
         and not varies(*v.shape, size)
         for v, size in zip(views, sizes, strict=True)
     )
-    if not is_whole or num_rows <= SLICE_ROWS or len({v.buffer for v in views}) < len(views):
+    if not is_whole or num_rows <= CUT_ROWS or len({v.buffer for v in views}) < len(views):
         return None
     step, fills = 1, out.offset == 0 and not varies(out.shape[-1])
     for size, stride in zip(reversed(out.shape), reversed(out.stride), strict=True):

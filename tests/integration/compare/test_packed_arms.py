@@ -54,8 +54,8 @@ def deepspeed() -> Iterator[Any]:
 def _small_slices() -> Iterator[None]:
     """As large beside these weights as a slice is beside those of a large model."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (op, split):
-            patch.setattr(module, "SLICE_ROWS", 96)
+        patch.setattr(op, "SLICE_ROWS", 96)
+        patch.setattr(split, "CUT_ROWS", 96)
         yield
 
 

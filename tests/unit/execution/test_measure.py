@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -350,6 +351,9 @@ def test_an_estimate_runs_nothing() -> None:
     assert estimate_workspaces(draft.graph()).tasks == draft.graph().tasks
 
 
+estimated_on_cpu = partial(estimate_workspaces, on_accelerator=False)
+
+
 def packed_product(bits: int, dtype: str = "float32") -> Draft:
     """Make a product of two rows with a packed weight of 1000 x 128."""
     draft = Draft()
@@ -366,7 +370,7 @@ def packed_product(bits: int, dtype: str = "float32") -> Draft:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_product_in_bfloat16_takes_no_more_than_was_estimated(bits: int) -> None:
     draft = packed_product(bits, dtype="bfloat16")
-    (estimated,), (task,) = estimate_workspaces(draft.graph()).tasks, measured(draft)
+    (estimated,), (task,) = estimated_on_cpu(draft.graph()).tasks, measured(draft)
     slice_bytes, piece = SLICE_ROWS * 128 * 2, WIDE_ROWS * 128 * 4
     assert slice_bytes + piece < task.workspace_bytes <= estimated.workspace_bytes + 16
     assert estimated.workspace_bytes <= 1.4 * slice_bytes
@@ -376,7 +380,7 @@ def test_a_product_in_bfloat16_takes_no_more_than_was_estimated(bits: int) -> No
 def test_a_product_with_a_packed_weight_takes_one_unpacked_slice(bits: int, halves: int) -> None:
     slice_bytes = SLICE_ROWS * (128 * 4 + halves)
     graph = packed_product(bits).graph()
-    (estimated,), (task,) = estimate_workspaces(graph).tasks, measured(packed_product(bits))
+    (estimated,), (task,) = estimated_on_cpu(graph).tasks, measured(packed_product(bits))
     assert estimated.workspace_bytes == slice_bytes
     # Constants of bit operations, and on the CPU the halves of a few rows at a time.
     few = (SLICE_ROWS - WIDE_ROWS) * halves

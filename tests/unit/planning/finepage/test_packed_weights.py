@@ -28,7 +28,7 @@ from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.execution.test_slices import executor_of
 
 WIDTH, GROUP = 64, 32
-ROWS = 3 * packed.SLICE_ROWS + 100
+ROWS = 3 * packed.CUT_ROWS + 100
 CUTTING = FinepageOptions(tries_whole=False)
 
 
@@ -96,7 +96,7 @@ def test_slices_give_the_bits_of_the_whole(bits: int, with_bias: bool, num_rows:
     graph = layers(bits=bits, with_bias=with_bias, num_rows=num_rows)
     expected = results_of(planned(graph, ample_arena_bytes(graph, 64)), graph)
     (unit,) = divisible_weights(graph)
-    rows = packed.SLICE_ROWS
+    rows = packed.CUT_ROWS
     for starts in ([0, rows], [0, 2 * rows], [0, rows, 2 * rows, 3 * rows]):
         cut = cut_weights(graph, {unit.buffer: starts})
         assert cut.weight_bytes == graph.weight_bytes
@@ -112,9 +112,9 @@ def test_the_parts_of_a_weight_are_one_unit() -> None:
     assert names == ["numbers0", "scales0", "minima0"]
     assert [n for _, n in unit.parts] == [WIDTH // 2, 4 * WIDTH // GROUP, 4 * WIDTH // GROUP]
     assert unit.row_bytes == sum(n for _, n in unit.parts)
-    assert quantum(unit) == packed.SLICE_ROWS
-    cut = cut_weights(graph, {unit.buffer: [0, 256, 512]})
-    for index, (start, end) in enumerate(((0, 256), (256, 512), (512, ROWS))):
+    assert quantum(unit) == packed.CUT_ROWS
+    cut = cut_weights(graph, {unit.buffer: [0, 512, 1024]})
+    for index, (start, end) in enumerate(((0, 512), (512, 1024), (1024, ROWS))):
         parts = [cut.buffers[cut.tensors[a.tensor].buffer] for a in cut.tasks[index].args[1:4]]
         assert [p.name for p in parts] == names
         assert [p.offset for p in parts] == [start * n for _, n in unit.parts]
@@ -137,7 +137,7 @@ def test_any_order_of_a_plan_reads_the_right_tokens(seed: int) -> None:
                     for a in task.args[1:2]
                 ]
                 first_row = begins[0] * 8 // (WIDTH * task.args[5])
-                assert first_row % packed.SLICE_ROWS == 0
+                assert first_row % packed.CUT_ROWS == 0
 
 
 def test_bytes_are_close_to_the_bound_of_the_packed_ones() -> None:
@@ -146,7 +146,7 @@ def test_bytes_are_close_to_the_bound_of_the_packed_ones() -> None:
     found = planned(graph, arena_bytes)
     bound = divisible_lower_bound_bytes(graph, arena_bytes, 64)
     (unit, *_) = divisible_weights(graph)
-    assert 0 <= found.reloaded_bytes - bound <= 4 * packed.SLICE_ROWS * unit.row_bytes
+    assert 0 <= found.reloaded_bytes - bound <= 4 * packed.CUT_ROWS * unit.row_bytes
     assert found.offloaded_bytes == 0
 
 
@@ -208,7 +208,7 @@ def test_scales_that_another_task_uses_stay_whole_with_their_numbers() -> None:
 def test_a_weight_of_one_slice_stays_whole() -> None:
     graph = layers()
     small = [
-        dataclasses.replace(t, shape=(packed.SLICE_ROWS, *t.shape[1:]))
+        dataclasses.replace(t, shape=(packed.CUT_ROWS, *t.shape[1:]))
         if graph.buffers[t.buffer].kind is BufferKind.WEIGHT
         else t
         for t in graph.tensors

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
+from ds_finepage.checker.checker import check
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.trial import Tiles, Trial
-from ds_finepage.graph.packed import PACKED_GROUPED, SLICE_ROWS
+from ds_finepage.graph.memgraph import Extent, MemGraph
+from ds_finepage.graph.packed import CUT_ROWS, PACKED_GROUPED, SLICE_ROWS
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.packing.form import WIDE_ROWS
+from ds_finepage.planning.builder import MemGraphBuilder
+from ds_finepage.planning.finepage.small_arena import least_lower_bytes, sets_to_keep
+from ds_finepage.planning.liveness import extent_bytes
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, packed_units
+from tests.property.token_interpreter import run_random_order
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
-NUM, ROWS, WIDTH, GROUP = 8, 3 * SLICE_ROWS, 64, 32
+UNIT = 64
+NUM, ROWS, WIDTH, GROUP = 8, 3 * CUT_ROWS, 64, 32
 PARTS = {"numbers": WIDTH // 2, "scales": 4 * WIDTH // GROUP, "minima": 4 * WIDTH // GROUP}
 PACKET = PACKED_GROUPED.removesuffix(".default")
 
 
-def layer(num_tokens: int = 2, num_rows: int = ROWS) -> TaskGraph:
+def layer(num_tokens: int = 2, num_rows: int = ROWS, *, with_dense: bool = False) -> TaskGraph:
     """Two rows or more, the ends of experts that a task has made, and packed matrices."""
     draft = Draft()
     x, given = draft.tensor(INPUT, num_tokens, WIDTH), draft.tensor(INPUT, NUM, dtype="int32")
@@ -33,6 +43,10 @@ def layer(num_tokens: int = 2, num_rows: int = ROWS) -> TaskGraph:
         draft.tensor(WEIGHT, NUM, num_rows, WIDTH // 2, dtype="uint8", name="numbers"),
         *(draft.tensor(WEIGHT, *shape, name=name) for name, shape in shapes.items()),
     )
+    if with_dense:
+        dense = draft.tensor(WEIGHT, WIDTH, WIDTH, name="dense")
+        x_of_experts = draft.tensor(ACTIVATION, num_tokens, WIDTH)
+        draft.task("aten.mm.default", x, dense, out=(x_of_experts,))
     out = draft.tensor(OUTPUT, num_tokens, num_rows)
     draft.task(PACKED_GROUPED, x, *parts, ends, 4, GROUP, out=(out,))
     return draft.graph((x, given), (out,))
@@ -53,18 +67,18 @@ def test_they_are_cut_at_the_same_rows_of_every_matrix() -> None:
     assert (unit.num_rows, unit.num_matrices) == (ROWS, NUM)
     assert [size for _, size in unit.parts] == [NUM * size for size in PARTS.values()]
     assert list(packed_units(graph)) == [unit.buffer]
-    cut = cut_weights(graph, {unit.buffer: [0, SLICE_ROWS]})
+    cut = cut_weights(graph, {unit.buffer: [0, CUT_ROWS]})
     assert {e.name: e.matrix_bytes for e in cut.experts} == {n: ROWS * s for n, s in PARTS.items()}
     slices = [b for b in cut.buffers if b.name in PARTS]
     assert [cut.num_pieces(b) for b in slices] == [NUM] * 6
     assert set(routes(cut)) == {b.id for b in slices}
     products = [t for t in cut.tasks if t.op == PACKED_GROUPED]
-    for task, rows in zip(products, (SLICE_ROWS, 2 * SLICE_ROWS), strict=True):
+    for task, rows in zip(products, (CUT_ROWS, 2 * CUT_ROWS), strict=True):
         for ref, last in zip(task.args[1:4], (WIDTH // 2, 2, 2), strict=True):
             view = cut.tensors[ref.tensor]
             assert view.shape == (NUM, rows, last) and view.stride == (rows * last, last, 1)
         assert task.args[4:] == graph.tasks[1].args[4:]
-    assert divisible_weights(layer(num_rows=SLICE_ROWS)) == []
+    assert divisible_weights(layer(num_rows=CUT_ROWS)) == []
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
@@ -91,7 +105,7 @@ def test_the_experts_that_have_rows_are_counted(num_tokens: int, used: int) -> N
 def test_a_slice_of_one_matrix_is_the_workspace() -> None:
     graph = layer()
     known, halves = SLICE_ROWS * (WIDTH * 4 + WIDTH // 2), WIDTH // 2
-    assert estimate_workspaces(graph).tasks[1].workspace_bytes == known
+    assert estimate_workspaces(graph, on_accelerator=False).tasks[1].workspace_bytes == known
     measured = OpMeter(torch.device("cpu")).with_costs(graph).tasks[1]
     few = (SLICE_ROWS - WIDE_ROWS) * halves  # a CPU takes the halves of a few rows at a time
     assert 0 <= measured.workspace_bytes - (known - few) < 16 and measured.time_ns
@@ -109,3 +123,50 @@ def test_a_trial_spreads_its_rows_over_experts(num_tokens: int, used: int) -> No
     assert ends[-1] == num_tokens
     counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     assert sum(count > 0 for count in counts) == used and max(counts) - min(counts) <= 1
+
+
+def brought_in_twice(graph: TaskGraph) -> MemGraph:
+    """Bring the numbers in, evict them before their use, and bring them in again."""
+    extents, end = {}, 0
+    for buffer in graph.buffers:
+        extents[buffer.id] = Extent(end, extent_bytes(buffer.nbytes, UNIT))
+        end += extents[buffer.id].nbytes if buffer.kind.is_paged else 0
+    builder = MemGraphBuilder(graph, "by hand", end, UNIT)
+    builder.begin(())
+    (numbers,) = (b.id for b in graph.buffers if b.name == "numbers")
+    builder.alloc(numbers, extents[numbers], [])
+    builder.reload(numbers)
+    vacators = {numbers: [builder.drop(numbers)]}
+    for task in graph.tasks:
+        for buffer in graph.paged(task):
+            if builder.states[buffer].extent is None:
+                builder.alloc(buffer, extents[buffer], vacators.get(buffer, []))
+                if buffer in task.reads:
+                    builder.reload(buffer)
+        builder.compute(task)
+    for buffer, state in enumerate(builder.states):
+        if state.extent is not None:
+            builder.drop(buffer)
+    return check(builder.finish())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reload_that_no_task_uses_is_left_out(seed: int) -> None:
+    memgraph = brought_in_twice(layer())
+    late = check(wait_for_routes(memgraph))
+    names = [late.graph.buffers[b].name for b in late.routed]
+    assert sorted(names) == ["minima", "numbers", "scales"]
+    assert len(memgraph.nodes) - len(late.nodes) == 3  # alloc, reload, drop
+    expert_bytes = sum(b.nbytes for b in late.graph.buffers if b.kind is WEIGHT)
+    assert late.reloaded_bytes == expert_bytes * 2 // NUM
+    run_random_order(late, random.Random(seed))
+
+
+def test_what_is_not_of_experts_may_be_kept_first() -> None:
+    """A kept byte of theirs saves a share of a byte, because each pass uses few of them."""
+    graph = layer(num_rows=600, with_dense=True)
+    sizes = {b.name: extent_bytes(b.nbytes, UNIT) for b in graph.buffers}
+    assert sizes["dense"] < sizes["scales"]
+    least = least_lower_bytes(Problem(graph, 0, UNIT), frozenset())
+    (dense,) = (b.id for b in graph.buffers if b.name == "dense")
+    assert frozenset({dense}) in sets_to_keep(Problem(graph, least + sizes["scales"], UNIT))
