@@ -79,18 +79,11 @@ class Modeller:
         self._num_steps = max(1, new_tokens - 1)
         self._found: dict[str, ZeroSettings] = {}
         lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + self._num_steps}
+        shared: dict[str, Any] = {"batch": batch, "profile": self._profile, "dtype": dtype}
+        shared |= {"weights": weights, "weights_group": weights_group}
         try:
             self._prefill, self._decode = (
-                capture_model(
-                    model,
-                    phase=phase,
-                    batch=batch,
-                    seq=seq,
-                    profile=self._profile,
-                    dtype=dtype,
-                    weights=weights,
-                    weights_group=weights_group,
-                )
+                capture_model(model, phase=phase, seq=seq, **shared)
                 for phase, seq in lengths.items()
             )
         except FinepageError:

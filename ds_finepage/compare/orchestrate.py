@@ -206,7 +206,7 @@ class Comparison:
         modelled: Modelled,
         prompts: Prompts,
     ) -> Run:
-        """Run one arm, and compare its tokens. Whatever goes wrong is the reason in its row.
+        """Run one arm, and compare its tokens. A fault is the reason in its row.
 
         Args:
             checkpoint: The model.
