@@ -88,3 +88,9 @@ class StoreError(FinepageError):
 
 class RankError(FinepageError):
     """Another rank failed, is gone, or does something else than this one."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error in one line; only our own errors go without their class."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, FinepageError) else f"{type(error).__name__}: {first}"

@@ -2,7 +2,8 @@
 
 A device map keeps the first modules on the device. Their number is the setting
 ``modules_on_device``. Without it, a simulation of both passes says how many fit the budget; an
-accelerator then tries that number, and takes fewer until the peak is within the budget.
+accelerator then tries that number, and takes fewer until the peak is within the budget. If the
+simulator cannot capture the model, every device tries, from as many as have room for their weights.
 
 If the ds_config has ``offload_param.pin_memory``, the weights are pinned, which Accelerate itself
 does not do.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from ds_finepage.capture.models import load_model_config
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.compare.hooks import HookedEngine, drop_own_forwards
 from ds_finepage.compare.loading import dtype_of, form_of, load_model
-from ds_finepage.errors import ConfigError
+from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
@@ -48,9 +50,13 @@ def load(request: RunRequest) -> Engine:
     engine = AccelerateEngine(model, device)
     if request.arm == MAP:
         chosen = request.settings.get(KEPT)
-        num_modules = modules_that_fit(request) if chosen is None else int(chosen)
+        tries = is_accelerator and chosen is None
+        try:
+            num_modules = modules_that_fit(request) if chosen is None else int(chosen)
+        except CaptureError:
+            num_modules, tries = modules_within(model, request.budget_bytes), True
         engine = mapped = DeviceMapEngine(model, device, num_modules)
-        if chosen is None and is_accelerator:
+        if tries:
             mapped.try_out(request)
     if is_accelerator and pins_weights(request.ds_config):
         engine.pin()
@@ -136,7 +142,7 @@ class DeviceMapEngine(AccelerateEngine):
     def _fits(self, request: RunRequest) -> bool:
         ids = torch.zeros(request.batch, request.prompt_tokens, dtype=torch.long)
         try:
-            with DeviceMeter(self.device) as meter:
+            with DeviceMeter(self.device) as meter, self.counting():
                 self.place()
                 with torch.no_grad():
                     self.model.generate(
@@ -191,6 +197,13 @@ def map_modules_of(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]
     for name, parameter in model.named_parameters():
         found.setdefault(map_module(name), []).append(parameter)
     return found
+
+
+def modules_within(model: torch.nn.Module, budget_bytes: int) -> int:
+    """Return how many modules, from the first on, have room for their weights in a budget."""
+    modules = map_modules_of(model).values()
+    ends = accumulate(sum(weight.nbytes for weight in weights) for weights in modules)
+    return sum(end <= budget_bytes for end in ends)
 
 
 def modules_to_place(model: torch.nn.Module) -> dict[str, str | None]:

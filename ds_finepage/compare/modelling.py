@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_finepage.config import DeviceBudget
+from ds_finepage.errors import CaptureError, FinepageError, reason_of
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.baselines.zero import ZeroSettings
@@ -78,19 +79,17 @@ class Modeller:
         self._num_steps = max(1, new_tokens - 1)
         self._found: dict[str, ZeroSettings] = {}
         lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + self._num_steps}
-        self._prefill, self._decode = (
-            capture_model(
-                model,
-                phase=phase,
-                batch=batch,
-                seq=seq,
-                profile=self._profile,
-                dtype=dtype,
-                weights=weights,
-                weights_group=weights_group,
+        shared: dict[str, Any] = {"batch": batch, "profile": self._profile, "dtype": dtype}
+        shared |= {"weights": weights, "weights_group": weights_group}
+        try:
+            self._prefill, self._decode = (
+                capture_model(model, phase=phase, seq=seq, **shared)
+                for phase, seq in lengths.items()
             )
-            for phase, seq in lengths.items()
-        )
+        except FinepageError:
+            raise
+        except Exception as error:  # any op may be new to the recorder
+            raise CaptureError(reason_of(error)) from error
         self.weight_bytes = self._prefill.graph.weight_bytes
         budget = DeviceBudget.parse(device_budget, name="device_budget")
         self.budget_bytes = budget_on(budget, self.weight_bytes, self._profile)

@@ -1,20 +1,61 @@
-"""Models each arm before it runs: its settings, times and bounds."""
+"""Models each arm before it runs: its settings, times and bounds.
+
+[Note: a model that the simulator cannot capture]
+Engines that need no plan run it all the same, with settings that follow from its shapes. Their
+modelled figures stay empty, and a note says why. Only an arm whose settings are searched by the
+simulator has none to run with.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ds_finepage.compare.arms import Arm
+from ds_finepage.compare.loading import shapes_of
 from ds_finepage.compare.modelling import Modeller
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.config import DeviceBudget
+from ds_finepage.errors import CaptureError, PlanInfeasibleError, reason_of
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.baselines.zero import ZeroSettings, authors_settings_for
 from ds_finepage.planning.policies import POLICIES
-from ds_finepage.reporting.results import PhaseFigures
+from ds_finepage.reporting.results import CompareSettings, PhaseFigures
 from ds_finepage.units import format_bytes
+from ds_finepage.whatif import budget_on
 
 AMPLE = "1000000%weights"
 """A budget under which everything can be modelled."""
+
+UNSEARCHED: dict[str, Callable[[int], ZeroSettings]] = {
+    "zero": lambda hidden: ZeroSettings(),
+    "zero-authors": authors_settings_for,
+    "zero-leaf": lambda hidden: ZeroSettings(),
+}
+"""Policies of DeepSpeed whose settings follow from the hidden size."""
+
+NOT_MODELLED = "not modelled"
+NOT_SEARCHED = "the simulator, which searches its settings, cannot capture the model"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """The sizes of a model as far as they follow from its shapes.
+
+    Attributes:
+        weight_bytes: Bytes of all weights.
+        hidden: The length of the embedding's rows.
+        budget_bytes: The limit on all device bytes.
+    """
+
+    weight_bytes: int
+    hidden: int
+    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +67,8 @@ class Modelled:
         prefill: Modelled figures of a prefill.
         decode: Modelled figures of a steady decode step.
         refusal: Why the arm cannot hold the budget; its figures are then without one.
-        can_run: False if no settings of the arm hold the budget.
+        can_run: False if no settings of the arm hold the budget, or none are known.
+        why_not: Why there are no figures; None if there are, or if no policy models the arm.
     """
 
     settings: dict[str, int]
@@ -34,6 +76,27 @@ class Modelled:
     decode: PhaseFigures = field(default_factory=PhaseFigures)
     refusal: PlanInfeasibleError | None = None
     can_run: bool = True
+    why_not: str | None = None
+
+
+def outline_of(folder: Path, settings: CompareSettings) -> Outline:
+    """Return the sizes of a model by its shapes alone; nothing is captured.
+
+    Args:
+        folder: The folder of the checkpoint.
+        settings: The decisions of the user.
+
+    Raises:
+        ConfigError: The model or the budget cannot be used.
+    """
+    model = shapes_of(folder, json.loads(settings.ds_config))
+    weight_bytes = sum(weight.nbytes for weight in model.parameters())
+    budget = DeviceBudget.parse(settings.device_budget, name="device_budget")
+    return Outline(
+        weight_bytes=weight_bytes,
+        hidden=model.get_input_embeddings().weight.shape[-1],
+        budget_bytes=budget_on(budget, weight_bytes, load_profile(settings.hardware)),
+    )
 
 
 class Models:
@@ -42,32 +105,66 @@ class Models:
     Attributes:
         budget_bytes: The limit on all device bytes.
         weight_bytes: Bytes of all weights.
+        why_not: Why no arm can be modelled; None if the passes were captured.
     """
 
-    def __init__(self, make: Callable[[str], Any], device_budget: str) -> None:
+    def __init__(
+        self, make: Callable[[str], Any], device_budget: str, outline: Callable[[], Outline]
+    ) -> None:
         """Capture the passes.
 
         Args:
             make: Makes a :class:`Modeller` of the model for a device budget.
             device_budget: As in a ds_config.
+            outline: Returns the sizes of a model that cannot be captured.
+
+        Raises:
+            ConfigError: The model or a setting cannot be used.
         """
         self._make = make
-        self._within: Modeller = make(device_budget)
+        self._within: Modeller | None = None
         self._ample: Modeller | None = None
-        self.budget_bytes = self._within.budget_bytes
-        self.weight_bytes = self._within.weight_bytes
+        self.why_not: str | None = None
+        sizes: Modeller | Outline
+        try:
+            sizes = self._within = make(device_budget)
+        except CaptureError as error:
+            self.why_not = f"{NOT_MODELLED}, for the simulator cannot capture the model: {error}"
+            sizes = outline()
+            self._hidden = sizes.hidden
+        self.budget_bytes, self.weight_bytes = sizes.budget_bytes, sizes.weight_bytes
 
     def of(self, arm: Arm) -> Modelled:
         """Model an arm under the budget; one that cannot hold it, without a budget."""
+        if self._within is None:
+            return self._unmodelled(arm)
         if arm.policy and arm.policy not in POLICIES:
             return Modelled(settings={})
-        refusal: PlanInfeasibleError | None = None
+        settings: dict[str, int] | None = None
         try:
             settings = self._within.settings(arm.policy)
+            return self._modelled(arm, self._within, settings)
         except PlanInfeasibleError as error:
             return Modelled(settings={}, refusal=error.bare(), can_run=False)
+        except Exception as error:  # a fault of one policy must not end the other arms
+            _log.warning("cannot model %s", arm.name, exc_info=True)
+            why_not = f"{NOT_MODELLED}: {reason_of(error)}"
+            return Modelled(settings=settings or {}, can_run=settings is not None, why_not=why_not)
+
+    def _unmodelled(self, arm: Arm) -> Modelled:
+        """Return settings; see [Note: a model that the simulator cannot capture]."""
+        policy = POLICIES.get(arm.policy)
+        settings: dict[str, int] = {}
+        if policy is not None and policy.zero_settings is not None:
+            if arm.policy not in UNSEARCHED:
+                return Modelled(settings={}, can_run=False, why_not=NOT_SEARCHED)
+            settings = UNSEARCHED[arm.policy](self._hidden).keys
+        return Modelled(settings=settings, why_not=self.why_not)
+
+    def _modelled(self, arm: Arm, within: Modeller, settings: dict[str, int]) -> Modelled:
+        refusal: PlanInfeasibleError | None = None
         try:
-            prefill, decode = self._within.figures(arm.policy, settings)
+            prefill, decode = within.figures(arm.policy, settings)
         except PlanInfeasibleError as error:
             refusal = error.bare()
             self._ample = self._ample or self._make(AMPLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ from ds_finepage.capture.models import default_dtype, load_model_config, model_n
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
 from ds_finepage.compare.engine import RunRequest, save_request
 from ds_finepage.compare.loading import dtype_of
-from ds_finepage.compare.models import Modelled, Models, require_some_arm
+from ds_finepage.compare.models import Modelled, Models, outline_of, require_some_arm
 from ds_finepage.compare.prompts import Prompts, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.config import SECTION
-from ds_finepage.errors import ConfigError
+from ds_finepage.errors import ConfigError, reason_of
 from ds_finepage.execution.disk_cache import VARIABLE as CACHE_VARIABLE
 from ds_finepage.files import read_file
 from ds_finepage.graph.packed import GROUP
@@ -41,6 +43,8 @@ from ds_finepage.reporting.results import (
 
 MODEL_FOLDER = "model"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,8 @@ class Comparison:
         with self._step(f"batch {batch}: modelling {len(arms)} arms on {settings.hardware}"):
             models = self._models(checkpoint, batch)
             modelled = {arm.name: models.of(arm) for arm in arms}
+        if models.why_not is not None:
+            self._say(f"batch {batch}: {models.why_not}")
         if not any(run.batch == batch for run in self.results.runs):
             pairs = [(arm, modelled[arm.name]) for arm in arms]
             require_some_arm(pairs, budget_bytes=models.budget_bytes, batch=batch)
@@ -165,7 +171,10 @@ class Comparison:
                 run = self._run_arm(checkpoint, arm, batch, models.budget_bytes, found, prompts)
                 self._keep(self.results.with_run(completed(run, found, models.weight_bytes)))
             if run.reason is not None:
-                self._console.print(f"  did not run: {run.reason}", highlight=False, markup=False)
+                self._say(f"  did not run: {run.reason}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
 
     def _models(self, checkpoint: Checkpoint, batch: int) -> Models:
         settings = self._settings
@@ -182,7 +191,9 @@ class Comparison:
                 **modelled_options(self._ds_config),
             )
 
-        return Models(make, settings.device_budget)
+        return Models(
+            make, settings.device_budget, partial(outline_of, checkpoint.folder, settings)
+        )
 
     # Arms.
 
@@ -195,7 +206,7 @@ class Comparison:
         modelled: Modelled,
         prompts: Prompts,
     ) -> Run:
-        """Run one arm in a process of its own, and compare its tokens.
+        """Run one arm, and compare its tokens. A fault is the reason in its row.
 
         Args:
             checkpoint: The model.
@@ -204,29 +215,47 @@ class Comparison:
             budget_bytes: The limit on all device bytes.
             modelled: What the simulator says of it.
             prompts: Token ids, a row for each sequence.
+
+        Raises:
+            ConfigError: A file of the comparison cannot be written or read.
         """
         empty = Run(arm=arm.name, batch=batch, budget_bytes=budget_bytes, settings={})
-        if arm.missing is not None:
-            return replace(empty, reason=arm.missing)
         if not modelled.can_run:
-            return replace(empty, reason=str(modelled.refusal))
+            return replace(empty, reason=str(modelled.refusal or modelled.why_not))
+        settings = self._settings
+        try:
+            if arm.missing is not None:
+                return replace(empty, reason=arm.missing)
+            request = RunRequest(
+                arm=arm.name,
+                model_dir=str(checkpoint.folder),
+                ds_config=self._ds_config,
+                device=self._device,
+                budget_bytes=budget_bytes,
+                batch=batch,
+                prompt_tokens=settings.prompt_tokens,
+                new_tokens=settings.new_tokens,
+                repeats=settings.repeats,
+                settings=dict(modelled.settings),
+                observes=arm.observes,
+                prompt_ids=prompts,
+            )
+            return self._in_a_process(request, empty)
+        except ConfigError:
+            raise  # the folder cannot be used, so no arm could go on
+        except Exception as error:
+            _log.warning("cannot run %s", arm.name, exc_info=True)
+            return replace(empty, reason=reason_of(error))
+
+    def _in_a_process(self, request: RunRequest, empty: Run) -> Run:
+        """Run one arm in a process of its own, and compare its tokens.
+
+        Args:
+            request: The run.
+            empty: The run without figures.
+        """
         folder = run_folder(self._folder, empty.name)
         make_empty(folder)
-        settings = self._settings
-        request = RunRequest(
-            arm=arm.name,
-            model_dir=str(checkpoint.folder),
-            ds_config=self._ds_config,
-            device=self._device,
-            budget_bytes=budget_bytes,
-            batch=batch,
-            prompt_tokens=settings.prompt_tokens,
-            new_tokens=settings.new_tokens,
-            repeats=settings.repeats,
-            settings=dict(modelled.settings),
-            observes=arm.observes,
-            prompt_ids=prompts,
-        )
         path = folder / "request.json"
         save_request(request, path)
         log = folder / LOG_FILE
@@ -262,7 +291,7 @@ class Comparison:
         with self._console.status(text):
             yield
         took = time.perf_counter() - start
-        self._console.print(f"{text}: {took:.1f} s", highlight=False, markup=False)
+        self._say(f"{text}: {took:.1f} s")
 
 
 def completed(run: Run, modelled: Modelled, weight_bytes: int) -> Run:
@@ -281,6 +310,8 @@ def completed(run: Run, modelled: Modelled, weight_bytes: int) -> Run:
     notes = run.notes
     if modelled.refusal is not None and run.reason is None:
         notes = (*notes, "cannot hold the budget by its model, and is modelled without one")
+    if modelled.why_not is not None and run.reason is None:
+        notes = (*notes, modelled.why_not)
     return replace(
         run,
         weight_bytes=weight_bytes,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 
 from ds_finepage.compare.judge import holds_budget, is_modelled, time_of, winners
-from ds_finepage.reporting.results import PhaseFigures, Results, Run
+from ds_finepage.reporting.results import PhaseFigures, Results, Run, notes_of
 from ds_finepage.units import format_bytes, format_ns
 
 UNKNOWN = "-"
@@ -62,13 +62,14 @@ def remarks(results: Results, batch: int) -> Iterator[str]:
     """
     for winner in winners(results, batch):
         yield f"Batch {batch}, {winner.text()}."
-    for run in results.runs:
-        if run.batch != batch:
-            continue
+    runs = [run for run in results.runs if run.batch == batch]
+    for run in runs:
         if run.settings:
             yield f"Settings of {run.arm}: {json.dumps(run.settings)}"
-        for note in run.notes:
-            yield f"{run.arm}: {note}"
+    arms = {run.name: run.arm for run in runs if run.reason is None}
+    for note, names in notes_of(runs).items():
+        is_of_all = len(names) == len(arms) > 1
+        yield f"{'all arms' if is_of_all else ', '.join(arms[n] for n in names)}: {note}"
 
 
 def footnotes(results: Results) -> str:

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import Engine, RunRequest, load_request
 from ds_finepage.compare.stopwatch import Forward, Stopwatch, median_ns
-from ds_finepage.errors import FinepageError
+from ds_finepage.errors import reason_of
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.probe import probe
@@ -210,12 +210,6 @@ def _link_rate(observed: ObservedPass | None, counted: Forward) -> float | None:
 def busy_ns(timeline: Timeline, lane: Lane) -> int:
     """Return the time during which a lane had work."""
     return sum(span.end_ns - span.start_ns for span in timeline.spans if span.lane is lane)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an error in one line; only our own errors go without their class."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return first if isinstance(error, FinepageError) else f"{type(error).__name__}: {first}"
 
 
 def main(arguments: list[str]) -> None:

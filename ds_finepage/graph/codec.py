@@ -104,7 +104,7 @@ def _form(
 _MADE_FOR: dict[str, Any] = {"taskgraph": str, "fingerprint": str, "versions": Versions}
 _FORMS: dict[type[Encodable], _Form] = {
     TaskGraph: _form(  # without symbols: a file has one size
-        TaskGraph, "taskgraph", 2, without="symbols", sparse=("experts",)
+        TaskGraph, "taskgraph", 3, without="symbols", sparse=("experts",)
     ),
     MemGraph: _form(MemGraph, "memgraph", 2, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),
@@ -146,7 +146,7 @@ def fingerprint(graph: TaskGraph) -> str:
     these may differ from run to run.
     """
     _require_graph_positions(graph)
-    measured = {"tasks": {"__all__": {"workspace_bytes", "time_ns"}}}
+    measured = {"tasks": {"__all__": {"workspace_bytes", "time_ns", "warm_ns"}}}
     text = _text(graph, exclude={"versions": True, **measured})
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 

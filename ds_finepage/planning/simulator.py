@@ -21,7 +21,7 @@ from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
-from ds_finepage.graph.taskgraph import TO_HOST, Task, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.graph.timeline import Span, Timeline
 from ds_finepage.planning.overlap import NO_WORK, Overlap, Work, start_ns
 
@@ -72,10 +72,17 @@ class Costs:
             Lane.D2H: _Rate(profile.d2h_bytes_per_s),
         }
 
-    def task_ns(self, graph: TaskGraph, task: Task) -> int:
-        """Return the time of a task on the device."""
+    def task_ns(self, graph: TaskGraph, task: Task, fresh: Collection[int | None] = ()) -> int:
+        """Return the time of a task on the device.
+
+        Args:
+            graph: Where the task stands.
+            task: The task.
+            fresh: Weights that were reloaded since the last task that used them. A measured task
+                takes less time for its share of them.
+        """
         if task.time_ns is not None:
-            return task.time_ns
+            return task.time_ns - _saved_ns(graph, task, fresh)
         if is_collective(task):
             return self._collective_ns(graph, task)
         if task.op == TO_HOST:
@@ -98,6 +105,16 @@ class Costs:
         if self._shares:
             bytes_ns = math.ceil(bytes_ns / share_at(self._shares, nbytes // max(1, num_copies)))
         return self._latency_ns * num_copies + bytes_ns
+
+
+def _saved_ns(graph: TaskGraph, task: Task, fresh: Collection[int | None]) -> int:
+    """Return the time that a measured task saves on weights that were just reloaded."""
+    if task.warm_ns is None or task.time_ns is None or not fresh:
+        return 0
+    weights = [b for b in task.reads if graph.buffers[b].kind is BufferKind.WEIGHT]
+    nbytes = sum(graph.buffers[b].nbytes for b in weights)
+    fresh_bytes = sum(graph.buffers[b].nbytes for b in weights if b in fresh)
+    return (task.time_ns - task.warm_ns) * fresh_bytes // nbytes if nbytes else 0
 
 
 def share_at(shares: Sequence[tuple[int, float]], nbytes: int) -> float:
@@ -180,15 +197,20 @@ def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: 
     """Return what each node needs; buffers in ``missing`` are copied when the pass begins."""
     graph, issued_ns = memgraph.graph, begin_ns
     found = []
+    fresh: set[int | None] = set()  # reloaded since the last task that used it
     for node in memgraph.nodes:
         loads_late = node.kind is NodeKind.RESIDENT and node.buffer in missing
         lane = Lane.H2D if loads_late else LANE_OF.get(node.kind)
+        if lane is Lane.H2D:
+            fresh.add(node.buffer)
         if lane is None:
             found.append(NO_WORK)
             continue
         if lane is Lane.COMPUTE:
             assert node.task is not None
-            took, num_calls = costs.task_ns(graph, graph.tasks[node.task]), 1
+            task = graph.tasks[node.task]
+            took, num_calls = costs.task_ns(graph, task, fresh), 1
+            fresh.difference_update(task.reads)
         else:
             num_calls = memgraph.copies_at(node)
             took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)

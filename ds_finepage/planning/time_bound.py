@@ -35,9 +35,11 @@ def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int)
 
 
 def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
-    """Return the time of each task on the device; none for a copy to host memory."""
+    """Return the least time of each task on the device; none for a copy to host memory."""
     costs = Costs(profile)
-    return [0 if task.op == TO_HOST else costs.task_ns(graph, task) for task in graph.tasks]
+    return [
+        0 if task.op == TO_HOST else costs.task_ns(graph, task, task.reads) for task in graph.tasks
+    ]
 
 
 def end_times_ns(tasks_ns: Sequence[int], profile: HardwareProfile) -> list[int]:

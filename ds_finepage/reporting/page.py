@@ -17,7 +17,7 @@ from ds_finepage.reporting.pictures import (
     picture_of_budgets,
     pictures_of_pass,
 )
-from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run
+from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run, notes_of
 
 OURS = "finepage"
 PAGE_FILE, FIGURES_FOLDER = "report.html", "figures"
@@ -137,7 +137,7 @@ def render(results: Results, sections: Sequence[Section], findings: Findings) ->
 
 
 def _page(results: Results, sections: Sequence[Section], findings: Findings) -> dict[str, Any]:
-    notes = [(run.name, note) for run in results.runs for note in run.notes]
+    notes = [(", ".join(names), note) for note, names in notes_of(results.runs).items()]
     notes += [(run.name, f"did not run: {run.reason}") for run in results.runs if run.reason]
     return {
         "title": _title(results),

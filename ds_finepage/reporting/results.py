@@ -174,6 +174,15 @@ class Results:
         return replace(self, runs=(*others, run))
 
 
+def notes_of(runs: Iterable[Run]) -> dict[str, list[str]]:
+    """Return each note of the runs that ran once, with their names."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        for note in run.notes if run.reason is None else ():
+            found.setdefault(note, []).append(run.name)
+    return found
+
+
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed, by name."""
     found = {}

@@ -16,13 +16,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.checker.checker import check
+from ds_finepage.compare import accelerate_arms
 from ds_finepage.compare.accelerate_arms import (
     modules_that_fit,
     modules_to_place,
+    modules_within,
     pins_weights,
 )
 from ds_finepage.compare.engine import Engine, RunRequest
-from ds_finepage.errors import ConfigError
+from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
@@ -238,6 +240,30 @@ def test_fewer_modules_stay_where_the_prefill_needs_more(folders: dict[str, Path
     request = replace(request_of(folders["llama"], "accelerate-map", share=1.5), batch=4)
     found = [modules_that_fit(replace(request, prompt_tokens=n)) for n in (4, 40)]
     assert found[0] > found[1] > 0
+
+
+@every_model
+def test_without_the_simulator_a_device_map_is_found_by_trying(
+    folders: dict[str, Path], model_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: RunRequest) -> int:
+        raise CaptureError("the forward looks at values")
+
+    graph = captured(model_name, "prefill")
+    weights = [b for found in list(map_modules(graph).values())[:4] for b in found]
+    exact_bytes = sum(graph.buffers[b].nbytes for b in weights)  # and none for activations
+    request = request_of(folders[model_name], "accelerate-map", budget_bytes=exact_bytes)
+    monkeypatch.setattr(accelerate_arms, "modules_that_fit", refuse)
+    engine = load_arm(request)
+    chosen = engine.settings["modules_on_device"]
+    assert isinstance(chosen, int)
+    assert 0 < chosen < modules_within(engine.model, exact_bytes) == 4
+    expected = generate(engine.model)
+    with DeviceMeter(engine.device) as meter, engine.counting():
+        engine.place()
+        assert torch.equal(generate(engine.model), expected)
+    assert meter.peak_bytes <= exact_bytes
+    engine.close()
 
 
 def test_weights_beside_those_of_submodules_have_no_place() -> None:

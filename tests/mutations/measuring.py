@@ -7,6 +7,8 @@ from tests.mutations.mutant import mutant
 OBSERVING = "unit/runtime/test_observing.py"
 SIMULATOR = "unit/planning/test_simulator.py"
 PROBE = "unit/execution/test_probe.py"
+WARM = "unit/planning/test_warm_weights.py"
+WEIGHT_TIMES = "unit/execution/test_weight_times.py"
 
 MEASURING = (
     mutant(
@@ -135,5 +137,76 @@ MEASURING = (
         "begin_ns=statistics.median_low(begins_ns),",
         "begin_ns=0,",
         OBSERVING,
+    ),
+    # Two times of an op on weights.
+    mutant(
+        "a-reloaded-weight-is-as-cold-as-a-resident-one",
+        "planning/simulator.py",
+        "            fresh.add(node.buffer)\n",
+        "            pass\n",
+        WARM,
+    ),
+    mutant(
+        "a-weight-stays-warm-after-its-use",
+        "planning/simulator.py",
+        "            fresh.difference_update(task.reads)\n",
+        "            pass\n",
+        WARM,
+    ),
+    mutant(
+        "the-bound-counts-cold-weights",
+        "planning/time_bound.py",
+        "costs.task_ns(graph, task, task.reads)",
+        "costs.task_ns(graph, task)",
+        WARM,
+    ),
+    mutant(
+        "weights-are-not-written-before-a-warm-run",
+        "execution/weight_times.py",
+        "            lane.submit(trials[signature].write_again, weights[signature]).result()\n",
+        "            pass\n",
+        WEIGHT_TIMES,
+    ),
+    mutant(
+        "caches-keep-weights-before-a-cold-run",
+        "execution/weight_times.py",
+        "before_round=lambda: flushed.fill_(1)",
+        "before_round=lambda: None",
+        WEIGHT_TIMES,
+    ),
+    mutant(
+        "scratch-of-a-batch-has-no-limit",
+        "execution/weight_times.py",
+        "if batch and taken + nbytes > most:",
+        "if False:",
+        WEIGHT_TIMES,
+    ),
+    mutant(
+        "the-second-times-are-dropped",
+        "execution/measure.py",
+        "self._costs[signature], time_ns=cold_ns, warm_ns=warm_ns",
+        "self._costs[signature], time_ns=cold_ns",
+        WEIGHT_TIMES,
+    ),
+    mutant(
+        "tasks-do-not-get-their-second-time",
+        "execution/measure.py",
+        "                    warm_ns=cost.warm_ns,\n",
+        "",
+        WEIGHT_TIMES,
+    ),
+    mutant(
+        "a-slice-has-the-warm-time-of-the-whole",
+        "planning/rewrite/split.py",
+        "warm_ns=None if task.warm_ns is None else share(task.warm_ns),",
+        "",
+        "unit/planning/rewrite/test_split.py",
+    ),
+    mutant(
+        "experts-are-timed-with-rows-for-the-first-one",
+        "execution/weight_times.py",
+        "unused, is_timed=True)",
+        "unused)",
+        WEIGHT_TIMES,
     ),
 )

@@ -158,8 +158,8 @@ PACKED = (
     mutant(
         "one-packed-expert-is-timed-with-all-rows",
         "execution/trial.py",
-        "if self._task.op != PACKED_GROUPED:",
-        "if True:",
+        "self._spreads = is_timed or task.op == PACKED_GROUPED",
+        "self._spreads = is_timed",
         PARTS,
     ),
     mutant(

@@ -95,11 +95,16 @@ class ZeroPass:
 
 
 def authors_settings(graph: TaskGraph) -> ZeroSettings:
+    """Return the settings of the ZeRO-Inference authors' benchmark for a pass."""
+    return authors_settings_for(_hidden_size(graph))
+
+
+def authors_settings_for(hidden: int) -> ZeroSettings:
     """Return the settings of the ZeRO-Inference authors' benchmark.
 
-    They follow from the hidden size, which is the length of the embedding's rows.
+    Args:
+        hidden: The hidden size, which is the length of the embedding's rows.
     """
-    hidden = _hidden_size(graph)
     return ZeroSettings(
         prefetch_bucket_size=2 * hidden * hidden,
         param_persistence_threshold=hidden,

@@ -347,6 +347,7 @@ class SliceWriter:
             flops=share(task.flops),
             moved_bytes=share(task.moved_bytes),
             time_ns=None if task.time_ns is None else share(task.time_ns),
+            warm_ns=None if task.warm_ns is None else share(task.warm_ns),
         )
 
     def _cut_bias(self, bias: Ref, start: int, end: int) -> Ref:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_finepage.compare.modelling import RESIDENT, Modeller
-from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.compare.models import outline_of
+from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import PhaseFigures
 from tests.integration.cli.models import card, small_model
+from tests.unit.compare.runs import settings
 
 OTHERS = [p for p in POLICIES if p != "zero" and p != "zero-leaf"]
 SMALL = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
@@ -51,6 +54,35 @@ def test_the_budget_is_a_share_of_the_weights(tight: Modeller) -> None:
     layer = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
     assert tight.weight_bytes == 2 * (6 * layer + 2 * 300 * 256 + 256)
     assert tight.budget_bytes == int(0.7 * tight.weight_bytes)
+
+
+def test_a_fault_of_capture_is_an_error_of_capture(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("an op")
+
+    monkeypatch.setattr("ds_finepage.compare.modelling.capture_model", fail)
+    with pytest.raises(CaptureError, match="^KeyError: 'an op'$"):
+        modeller(folder)
+
+
+@pytest.mark.parametrize("packing", [{}, {"weights": "int4", "weights_group": 32}])
+def test_the_sizes_of_a_model_follow_from_its_shapes(folder: Path, packing: dict[str, Any]) -> None:
+    hardware = str(folder.parent / "little.json")
+    ds_config = json.dumps({"bf16": {"enabled": True}, "finepage": packing})
+    decided = settings(ds_config=ds_config, device_budget="70%weights", hardware=hardware)
+    found, same = outline_of(folder, decided), modeller(folder, **packing)
+    assert (found.weight_bytes, found.budget_bytes) == (same.weight_bytes, same.budget_bytes)
+    assert found.hidden == 256
+
+
+def test_a_model_that_cannot_be_made_has_no_sizes(folder: Path) -> None:
+    other = folder.parent / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ConfigError, match="transformers cannot make the model in .*other: "):
+        outline_of(other, settings())
 
 
 @pytest.mark.parametrize("policy", OTHERS)

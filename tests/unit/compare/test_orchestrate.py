@@ -18,6 +18,7 @@ from rich.console import Console
 from ds_finepage.compare import orchestrate
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import RunRequest, load_request
+from ds_finepage.compare.models import Outline
 from ds_finepage.compare.orchestrate import (
     Checkpoint,
     Comparison,
@@ -26,8 +27,10 @@ from ds_finepage.compare.orchestrate import (
     modelled_dtype,
     run_process,
 )
+from ds_finepage.compare.tables import remarks
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
-from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
+from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.reporting.results import (
     LOG_FILE,
     PhaseFigures,
@@ -45,9 +48,13 @@ class FakeModeller:
 
     budget_bytes, weight_bytes = 1000, 2000
     tuned: tuple[str, ...] = ()  # policies that search settings, and need more as well
+    captures = True
+    broken: tuple[str, ...] = ()  # policies with a fault
     large: tuple[str, ...] = ("zero", "finepage")  # policies that need more than 5% of the weights
 
     def __init__(self, model: str, *, device_budget: str, **options: Any) -> None:
+        if not self.captures:
+            raise CaptureError("its forward looks at values")
         self.options = {"model": model, **options}
         self.is_small = device_budget == "5%weights"
 
@@ -57,6 +64,8 @@ class FakeModeller:
         return {"stage3_max_live_parameters": 7} if policy == "zero" else {}
 
     def figures(self, policy: str, settings: Any) -> tuple[PhaseFigures, PhaseFigures]:
+        if policy in self.broken:
+            raise IndexError("no such buffer\nand more")
         if self.is_small and policy in self.large:
             raise PlanInfeasibleError(f"{policy} has no room", min_budget_bytes=len(policy))
         prefill = PhaseFigures(modelled_ns=len(policy), lower_bound_bytes=3)
@@ -78,6 +87,7 @@ class Fake:
         self.tokens: dict[str, Any] = {}
         self.act: Callable[[str], None] = lambda name: None
         self.writes = True
+        self.console = io.StringIO()
 
     def run_process(self, arguments: Sequence[str], log: Path) -> int:
         log.write_text("loading\nKilled by something\n")
@@ -99,7 +109,7 @@ class Fake:
         return Comparison(
             start.settings,
             self.folder,
-            Console(file=io.StringIO()),
+            Console(file=self.console),
             device="cpu",
             start=start,
             make_modeller=FakeModeller,
@@ -240,6 +250,79 @@ def test_an_arm_without_settings_that_hold_the_budget_does_not_run(
     _, zero, ours = fake.comparison(device_budget="5%weights").run().runs
     assert zero.reason == "no settings of zero have room" and ours.reason is None
     assert [name for name, _ in fake.arms] == ["plain", "finepage"]
+
+
+# Faults of one arm, or of the simulator, are rows.
+
+
+def test_a_model_that_the_simulator_cannot_capture_is_run_all_the_same(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeModeller, "captures", False)
+    sizes = Outline(weight_bytes=2000, hidden=3, budget_bytes=900)
+    monkeypatch.setattr(orchestrate, "outline_of", lambda folder, settings: sizes)
+    arms = ("plain", "zero", "zero-authors", "zero-persistence", "zero-leaf", "finepage")
+    found = fake.comparison(arms=arms).run()
+    by_arm = {each.arm: each for each in found.runs}
+    assert list(by_arm) == list(arms)
+    searched = by_arm.pop("zero-persistence")
+    assert searched.reason == "the simulator, which searches its settings, cannot capture the model"
+    why = "not modelled, for the simulator cannot capture the model: its forward looks at values"
+    assert " ".join(fake.console.getvalue().split()).count(why) == 1
+    for each in by_arm.values():
+        assert (each.reason, each.tokens_equal, each.weight_bytes) == (None, True, 2000)
+        assert each.decode == PhaseFigures(h2d_bytes=5, wall_ns=9)  # counted, and nothing modelled
+        assert each.notes == (why,)
+    requests = {request.arm: request for request in fake.requests}
+    assert {request.budget_bytes for request in requests.values()} == {900}
+    assert requests["zero"].settings == ZeroSettings().keys == requests["zero-leaf"].settings
+    assert requests["zero-authors"].settings["stage3_prefetch_bucket_size"] == 2 * 3 * 3
+    assert requests["finepage"].settings == {} == requests["plain"].settings
+    assert [line for line in remarks(found, 1) if why in line] == [f"all arms: {why}"]
+
+
+def test_a_fault_of_one_policy_is_a_note_of_its_arm(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeModeller, "broken", ("zero",))
+    plain, zero, ours = fake.comparison().run().runs
+    assert zero.notes == ("not modelled: IndexError: no such buffer",)
+    assert zero.reason is None and zero.decode == PhaseFigures(h2d_bytes=5, wall_ns=9)
+    assert fake.requests[1].settings == {"stage3_max_live_parameters": 7}
+    assert plain.notes == () == ours.notes and ours.decode.modelled_ns == 16
+
+
+def test_a_fault_in_the_search_of_settings_is_the_reason_of_its_arm(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(self: FakeModeller, policy: str) -> dict[str, int]:
+        return {} if policy != "zero" else {}[policy]
+
+    monkeypatch.setattr(FakeModeller, "settings", settings)
+    _, zero, ours = fake.comparison().run().runs
+    assert zero.reason == "not modelled: KeyError: 'zero'" and zero.notes == ()
+    assert ours.reason is None and [name for name, _ in fake.arms] == ["plain", "finepage"]
+
+
+@pytest.mark.parametrize("fault", ["no process", "no figures", "no tokens"])
+def test_a_fault_around_the_process_of_an_arm_is_its_reason(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def run_one(arguments: Sequence[str], log: Path) -> int:
+        status = fake.run_process(arguments, log)
+        if fake.requests[-1].arm == "zero" and fault == "no process":
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        if fake.requests[-1].arm == "zero":
+            name = RUN_FILE if fault == "no figures" else TOKENS_FILE
+            (Path(arguments[-1]) / name).write_text("{")
+        return status
+
+    monkeypatch.setattr(orchestrate, "run_process", run_one)
+    plain, zero, ours = fake.comparison().run().runs
+    named = {"no process": "BlockingIOError: ", "no figures": "ValidationError: 1 "}
+    assert str(zero.reason).startswith(named.get(fault, "JSONDecodeError: "))
+    assert plain.tokens_equal is True is ours.tokens_equal
+    assert zero.budget_bytes == 1000 and zero.weight_bytes == 2000
 
 
 def test_files_of_an_earlier_try_are_gone(fake: Fake) -> None:

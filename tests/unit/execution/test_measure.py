@@ -14,6 +14,7 @@ from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import BoundTask
 from ds_finepage.execution.trial import Trial, reach
+from ds_finepage.execution.weight_times import CORE_BYTES, LEAST_FLUSHED_BYTES
 from ds_finepage.graph.packed import PACKED_LINEAR, SLICE_ROWS
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.packing.form import WIDE_ROWS
@@ -218,11 +219,23 @@ def test_weights_are_colder_than_other_operands_and_small_models_lose_less() -> 
     draft.task("aten.mm.default", x, w, out=(y,))
     draft.task("aten.neg.default", y, out=(draft.tensor(ACTIVATION, 1, 1 << 12),))
     graph = draft.graph()
+    later = [measure._is_timed_later(graph, task) for task in graph.tasks]
     cold = [measure._cold_bytes(graph, task) for task in graph.tasks]
-    assert cold == [measure.WEIGHT_COLD_BYTES, measure.COLD_BYTES]
-    for n, expected in ((200, 1 << 17), (64, 0)):  # 160000 bytes, 16384 bytes
-        small = product(n).graph()
+    assert (later, cold) == ([True, False], [0, CORE_BYTES])
+    for n, expected in ((200, CORE_BYTES), (64, 0)):  # 160000 bytes, 16384 bytes
+        small = product(n).graph()  # no more than half of the operands are weights
+        assert [measure._is_timed_later(small, task) for task in small.tasks] == [False]
         assert [measure._cold_bytes(small, task) for task in small.tasks] == [expected]
+
+
+def test_weights_that_no_cache_holds_are_timed_once() -> None:
+    draft = Draft()
+    x = draft.tensor(INPUT, 1, 1 << 12)
+    w = draft.tensor(WEIGHT, 1 << 12, (1 << 12) + 1, name="w")
+    draft.task("aten.mm.default", x, w, out=(draft.tensor(ACTIVATION, 1, (1 << 12) + 1),))
+    graph = draft.graph()
+    assert not measure._is_timed_later(graph, graph.tasks[0])
+    assert measure._cold_bytes(graph, graph.tasks[0]) == LEAST_FLUSHED_BYTES
 
 
 def test_a_copy_to_host_memory_is_measured() -> None:
