@@ -53,7 +53,7 @@ from ds_finepage.execution.weight_times import (
 )
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.packed import PACKED_PRODUCTS
-from ds_finepage.graph.taskgraph import JOIN, Ref, Task, TaskGraph
+from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 from ds_finepage.packing.op import workspace_bytes
 
 LEAST_COLD_BYTES = 64 << 10
