@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.graph.unpacking import unpacked_buffers
@@ -52,12 +53,14 @@ class LowerBound:
         parts: The weights that can be kept.
         per_call_bytes: Bytes that each call brings in itself, so they cannot be kept.
         kept_bytes: The most bytes that a plan can keep from pass to pass.
+        may_cut: Plans may cut weights, and the tasks that use them.
     """
 
     graph: TaskGraph
     parts: tuple[_Part, ...]
     per_call_bytes: int
     kept_bytes: int
+    may_cut: bool = False
 
     @property
     def needed_bytes(self) -> int:
@@ -98,7 +101,10 @@ class LowerBound:
             h2d_bytes_per_s: The rate of the link.
         """
         weights = {p.share for p in self.parts if p.is_routed}
-        outside_ns = sum(tasks_ns[t] for t in _outside_windows(self.graph)) if weights else 0
+        outside = _outside_windows(self.graph) if weights else []
+        if self.may_cut:  # a slice of a product runs while the next one is reloaded
+            outside = [t for t in outside if self.graph.tasks[t].op != PACKED_GROUPED]
+        outside_ns = sum(tasks_ns[t] for t in outside)
         return max(
             sum(tasks_ns),
             *(
@@ -166,6 +172,7 @@ def lower_bound(
             graph.buffers[b].nbytes for b in {b for room in rooms for b in room.per_call}
         ),
         kept_bytes=max(0, kept_bytes),
+        may_cut=may_cut,
     )
 
 

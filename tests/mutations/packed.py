@@ -16,6 +16,13 @@ PLANNING = "unit/planning"
 
 PACKED = (
     mutant(
+        "the-bound-of-time-waits-for-whole-products-of-experts",
+        "planning/bounds.py",
+        "        if self.may_cut:  #",
+        "        if False:  #",
+        f"{PARTS}::test_a_slice_of_a_product_runs_while_the_next_is_reloaded",
+    ),
+    mutant(
         "a-reload-that-no-task-uses-stays",
         "planning/rewrite/late_experts.py",
         "    memgraph = _without_unused(memgraph, packed_experts(memgraph.graph).keys())\n",
@@ -32,8 +39,8 @@ PACKED = (
     mutant(
         "packed-experts-are-kept-like-other-weights",
         "planning/finepage/small_arena.py",
-        "            if room >= 0 and chosen:\n",
-        "            if False:\n",
+        "if room >= 0 and chosen:  #",
+        "if False:  #",
         f"{PARTS}::test_what_is_not_of_experts_may_be_kept_first",
     ),
     mutant(

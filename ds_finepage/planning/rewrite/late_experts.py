@@ -54,7 +54,9 @@ def _without_unused(memgraph: MemGraph, weights: Set[int]) -> MemGraph:
         if node.kind is NodeKind.COMPUTE:
             for buffer in memgraph.graph.tasks[node.task or 0].reads:
                 begun.pop(buffer, None)
-        elif node.buffer in weights and node.kind is NodeKind.ALLOC:
+        elif node.buffer is None or node.buffer not in weights:
+            continue
+        elif node.kind is NodeKind.ALLOC:
             begun[node.buffer] = [node.id]
         elif node.buffer in begun:
             begun[node.buffer].append(node.id)
