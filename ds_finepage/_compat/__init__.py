@@ -27,16 +27,20 @@ ENGINE_OFFLOAD = "DeepSpeedZeRoOffload"
 MODEL = "PreTrainedModel"
 MODEL_BUILD = "get_init_context"
 MODEL_LOAD = "_load_pretrained_model"
+MODEL_FINISH = "_finalize_model_loading"
 MODEL_READ_FILE = "load_state_dict"
 MODEL_QUANTIZER = "get_hf_quantizer"
 MODEL_FILL = "_load_state_dict_into_zero3_model"
+IS_ZERO3 = "is_deepspeed_zero3_enabled"
+"""The function of transformers that tells whether it loads into ZeRO's partitions."""
+
 MODEL_NEEDS = (
     MODEL,
     MODEL_READ_FILE,
     MODEL_FILL,
     MODEL_QUANTIZER,
     "deepspeed_config",
-    "is_deepspeed_zero3_enabled",
+    IS_ZERO3,
 )
 """The names that loading into partitions needs in ``transformers.modeling_utils``."""
 
@@ -73,6 +77,8 @@ ATTRIBUTES = {
     "_call_impl": "torch.nn.Module",
     "_cdata": "torch.UntypedStorage",
     "_compiled_call_impl": "torch.nn.Module",
+    "_convert_to_deepspeed_param": "deepspeed.runtime.zero.partition_parameters.Init",
+    "_convert_to_zero_parameters": "deepspeed.runtime.zero.partition_parameters.Init",
     "_config": "deepspeed.runtime.engine.DeepSpeedEngine",
     "_getframe": "sys",
     "_keep_in_fp32_modules": "transformers.PreTrainedModel",
@@ -84,6 +90,7 @@ ATTRIBUTES = {
     "_remove_module_hooks": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
     "_schema": "torch._ops.OpOverload",
     "_sleep": "torch.cuda",
+    "_to_copy": "torch.ops.aten",
     "_version": "torch.Tensor",
 }
 """Private attribute that the product reads or replaces -> its owner."""

@@ -4,7 +4,9 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
+    Init,
     InsertPostInitMethodToModuleSubClasses,
+    PartitionedParamStatus,
     ZeroParamStatus,
     _init_external_params,
     is_zero_param,
@@ -13,7 +15,9 @@ from deepspeed.runtime.zero.partition_parameters import (
 __all__ = [
     "DeepSpeedZeRoOffload",
     "GatheredParameters",
+    "Init",
     "InsertPostInitMethodToModuleSubClasses",
+    "PartitionedParamStatus",
     "ZeROOrderedDict",
     "ZeroParamStatus",
     "_init_external_params",

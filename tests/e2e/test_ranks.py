@@ -28,10 +28,16 @@ def free_port() -> str:
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-def launch(command: list[str], mode: str, folder: Path, environment: dict[str, str]) -> int:
+def launch(
+    command: list[str],
+    mode: str,
+    folder: Path,
+    environment: dict[str, str],
+    worker: Path = WORKER,
+) -> int:
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
-        [*command, str(WORKER), mode, str(folder)],
+        [*command, str(worker), mode, str(folder)],
         env=environment,
         capture_output=True,
         text=True,

@@ -166,19 +166,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("name", LARGE)
 def test_host_bytes_stay_within_a_tenth_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    family, changes = LARGE[name]
-    make_model(family, torch.bfloat16).save_pretrained(tmp_path / "small")
-    with torch.device("meta"):
-        model = make_model(family, torch.bfloat16, **changes)
-    model.to_empty(device="cpu").tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    model.save_pretrained(tmp_path / "large", max_shard_size="50MB")
-    files = list((tmp_path / "large").glob("*.safetensors"))
-    num_bytes = sum(path.stat().st_size for path in files)
-    assert len(files) > 1 and 120 * MB < num_bytes < 160 * MB
-
+    num_bytes = make_large(name, tmp_path)
     config = json.dumps(ds_config(bf16={"enabled": True}))
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, tmp_path / "small", tmp_path / "large", config],
@@ -190,6 +178,23 @@ def test_host_bytes_stay_within_a_tenth_of_the_checkpoint(name: str, tmp_path: P
     peak_bytes = int(done.stdout.split()[-1])
     assert num_bytes < 1.01 * peak_bytes  # the masters themselves were seen
     assert peak_bytes <= 1.1 * num_bytes
+
+
+def make_large(name: str, folder: Path) -> int:
+    """Save a small model, and a large one of several files; return the bytes of the large one."""
+    family, changes = LARGE[name]
+    make_model(family, torch.bfloat16).save_pretrained(folder / "small")
+    with torch.device("meta"):
+        model = make_model(family, torch.bfloat16, **changes)
+    model.to_empty(device="cpu").tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model.save_pretrained(folder / "large", max_shard_size="50MB")
+    files = list((folder / "large").glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in files)
+    assert len(files) > 1 and 120 * MB < num_bytes < 160 * MB
+    return num_bytes
 
 
 # Values.

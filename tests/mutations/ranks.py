@@ -7,6 +7,9 @@ from tests.mutations.mutant import mutant
 SEAM = "unit/integrations/test_seam.py"
 RANKS = "unit/runtime/test_ranks.py"
 SHARDS = "unit/capture/test_shards.py"
+LOADING = "integration/test_shard_loading.py"
+DEFERRED = "unit/integrations/test_deferred.py"
+NODE_MEMORY = "unit/integrations/test_node_memory.py"
 CLI_PLAN = "integration/cli/test_plan.py"
 
 OF_RANKS = (
@@ -193,5 +196,124 @@ OF_RANKS = (
         "    options.note_link(arguments.ranks, profile)\n",
         "",
         CLI_PLAN,
+    ),
+    mutant(
+        "a-load-for-ranks-reads-the-whole-model",
+        "integrations/deepspeed/loading.py",
+        "    if is_wanted_by_ranks(modeling_utils):\n        return _load_unread",
+        "    if False:\n        return _load_unread",
+        LOADING,
+    ),
+    mutant(
+        "transformers-partitions-what-autotp-cuts",
+        "integrations/deepspeed/loading.py",
+        "exchanged(modeling_utils, _compat.IS_ZERO3, lambda: False)",
+        "exchanged(modeling_utils, _compat.IS_ZERO3, lambda: True)",
+        LOADING,
+    ),
+    mutant(
+        "unread-parameters-keep-their-place",
+        "integrations/deepspeed/loading.py",
+        "    leave_unread(inspect",
+        "    (lambda _: 0)(inspect",
+        LOADING,
+    ),
+    mutant(
+        "the-cut-of-autotp-is-not-noted",
+        "integrations/deepspeed/seam.py",
+        "    note_parts(model)\n",
+        "",
+        SEAM,
+    ),
+    mutant(
+        "an-unread-model-becomes-stock",
+        "integrations/deepspeed/seam.py",
+        "        refuse_unread(model)\n",
+        "        pass\n",
+        SEAM,
+    ),
+    mutant(
+        "an-unread-model-stays-unread",
+        "integrations/deepspeed/seam.py",
+        "    read_parts(engine, model)\n",
+        "",
+        SEAM,
+    ),
+    mutant(
+        "unread-masters-keep-the-dtype-of-the-model",
+        "integrations/deepspeed/shard_loading.py",
+        "parameter.data = parameter.data.to(dtype)",
+        "parameter",
+        LOADING,
+    ),
+    mutant(
+        "pinned-masters-are-shared",
+        "integrations/deepspeed/shard_loading.py",
+        "not is_pinned and not each.is_cut",
+        "not each.is_cut",
+        LOADING,
+    ),
+    mutant(
+        "a-rank-that-cannot-read-is-silent",
+        "integrations/deepspeed/shard_loading.py",
+        "        meetings.fail(error)\n",
+        "",
+        LOADING,
+    ),
+    mutant(
+        "weights-of-no-checkpoint-stay-outside-zero",
+        "integrations/deepspeed/shard_loading.py",
+        "init._convert_to_zero_parameters(model.parameters())",
+        "init",
+        LOADING,
+    ),
+    mutant(
+        "a-shard-is-the-beginning-of-its-weight",
+        "integrations/deepspeed/deferred.py",
+        "found.append(range(start, start + length))",
+        "found.append(range(length))",
+        DEFERRED,
+    ),
+    mutant(
+        "a-cast-of-an-unread-tensor-is-forgotten",
+        "integrations/deepspeed/deferred.py",
+        "[source.dtype, *casts]",
+        "casts",
+        DEFERRED,
+    ),
+    mutant(
+        "a-conversion-may-write-into-unread-tensors",
+        "integrations/deepspeed/deferred.py",
+        "if op._schema.is_mutable:",
+        "if False:",
+        DEFERRED,
+    ),
+    mutant(
+        "a-cut-by-columns-is-read-whole",
+        "integrations/deepspeed/deferred.py",
+        "PIECE_BYTES // (row_elements * region.dtype.itemsize)",
+        "len(rows)",
+        DEFERRED,
+    ),
+    mutant(
+        "ranks-write-into-the-weights-of-others",
+        "integrations/deepspeed/node_memory.py",
+        "size=size) for each",
+        "size=size, is_shared=True) for each",
+        NODE_MEMORY,
+    ),
+    mutant(
+        "every-rank-reads-the-weights-that-are-shared",
+        "integrations/deepspeed/node_memory.py",
+        "if owner == mine]",
+        "]",
+        NODE_MEMORY,
+    ),
+    mutant(
+        "files-of-other-machines-are-mapped",
+        "integrations/deepspeed/node_memory.py",
+        "if name and name == nodes[rank]",
+        "if True",
+        NODE_MEMORY,
     ),
 )

@@ -11,11 +11,12 @@ ZeRO's partitions out; DeepSpeed makes them of the packed weights. Every other l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -52,14 +53,35 @@ def install(modeling_utils: ModuleType) -> None:
     wrap(modeling_utils, _compat.MODEL_QUANTIZER, functools.partial(_quantizer, modeling_utils))
     wrap(model_class, _compat.MODEL_BUILD, functools.partial(_build, modeling_utils))
     wrap(model_class, _compat.MODEL_LOAD, functools.partial(_load, modeling_utils))
+    if _loads_shards(modeling_utils):
+        wrap(model_class, _compat.MODEL_FINISH, functools.partial(_finish, modeling_utils))
 
 
 def uninstall(modeling_utils: ModuleType) -> None:
     """Unwrap the model class, and the choice of a quantiser."""
     unwrap(modeling_utils, _compat.MODEL_QUANTIZER)
     model_class = getattr(modeling_utils, _compat.MODEL, object)
-    for name in (_compat.MODEL_BUILD, _compat.MODEL_LOAD):
+    for name in (_compat.MODEL_BUILD, _compat.MODEL_LOAD, _compat.MODEL_FINISH):
         unwrap(model_class, name)
+
+
+def _loads_shards(modeling_utils: ModuleType) -> bool:
+    """Return whether this version of transformers can load for tensor parallelism."""
+    model_class = getattr(modeling_utils, _compat.MODEL)
+    return isinstance(vars(model_class).get(_compat.MODEL_FINISH), staticmethod)
+
+
+def is_wanted_by_ranks(modeling_utils: ModuleType) -> bool:
+    """Say whether the active ``HfDeepSpeedConfig`` asks for finepage and tensor parallelism.
+
+    Raises:
+        ConfigError: Its ``finepage`` section is not valid.
+    """
+    active = _active_config(modeling_utils)
+    if not active.enabled or active.weights is not None or not _loads_shards(modeling_utils):
+        return False
+    tensor_parallel = modeling_utils.deepspeed_config().get("tensor_parallel") or {}
+    return int(tensor_parallel.get("autotp_size", 1)) > 1
 
 
 def is_wanted(modeling_utils: ModuleType) -> bool:
@@ -117,6 +139,9 @@ def _build(
     kwargs: dict[str, Any],
 ) -> Any:
     """Add a mode to the contexts in which transformers builds a model before it loads weights."""
+    if is_wanted_by_ranks(modeling_utils):
+        with _as_without_zero(modeling_utils):
+            return original(*args, **kwargs)
     contexts = original(*args, **kwargs)  # zero.Init is among them, which counts the ranks
     if is_wanted(modeling_utils):
         from ds_finepage.integrations.deepspeed.partitions import NothingIntoNothing
@@ -136,6 +161,8 @@ def _load(
     call = inspect.signature(original).bind(*args, **kwargs)
     if _is_packed(call.arguments.get("load_config")):
         return _load_packed(modeling_utils, original, call)
+    if is_wanted_by_ranks(modeling_utils):
+        return _load_unread(modeling_utils, original, call)
     if not is_wanted(modeling_utils):
         return original(*args, **kwargs)
     import deepspeed
@@ -157,6 +184,49 @@ def _load(
     ):
         result = original(*args, **kwargs)
     trim_heap()
+    return result
+
+
+@contextlib.contextmanager
+def _as_without_zero(modeling_utils: ModuleType) -> Iterator[None]:
+    """Let transformers load as if ZeRO had no part in it."""
+    with _one_at_a_time, exchanged(modeling_utils, _compat.IS_ZERO3, lambda: False):
+        yield
+
+
+def _load_unread(
+    modeling_utils: ModuleType, original: Callable[..., Any], call: inspect.BoundArguments
+) -> Any:
+    """Run transformers' loading with tensors of safetensors files that are read later."""
+    from ds_finepage.integrations.deepspeed.checkpoint_files import open_file
+    from ds_finepage.integrations.deepspeed.deferred import DeferredTensor
+    from ds_finepage.integrations.deepspeed.packed_files import merged
+
+    options = call.arguments
+    files = options["checkpoint_files"] or []
+    if options["state_dict"] is None and all(file.endswith(".safetensors") for file in files):
+        opened: Any = merged(map(open_file, files))
+        if opened is not None:
+            options["state_dict"] = {k: DeferredTensor.of(t.region) for k, t in opened.items()}
+    with _as_without_zero(modeling_utils):
+        return original(*call.args, **call.kwargs)
+
+
+def _finish(
+    modeling_utils: ModuleType,
+    original: Callable[..., Any],
+    _owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Let transformers tie and initialise weights, then take the memory of unread ones."""
+    if not is_wanted_by_ranks(modeling_utils):
+        return original(*args, **kwargs)
+    from ds_finepage.integrations.deepspeed.shard_loading import leave_unread
+
+    with _as_without_zero(modeling_utils):
+        result = original(*args, **kwargs)
+    leave_unread(inspect.signature(original).bind(*args, **kwargs).arguments["model"])
     return result
 
 

@@ -70,29 +70,29 @@ def setup_of_all_ranks(ds_config: Mapping[str, Any]) -> Iterator[Setup]:
 class Meeting:
     """Compares what the ranks have posted in a store."""
 
-    def __init__(self, store: Any, number: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Any, name: int | str, rank: int, num_ranks: int) -> None:
         """Take part.
 
         Args:
             store: The store of the process group.
-            number: Tells this meeting from others.
+            name: Tells this meeting from others.
             rank: The number of this rank.
             num_ranks: Ranks altogether.
         """
         self._store, self._rank = store, rank
-        self._keys = [f"{STORE_KEY}/{number}/{each}" for each in range(num_ranks)]
+        self._keys = [f"{STORE_KEY}/{name}/{each}" for each in range(num_ranks)]
 
     def post(self, facts: Mapping[str, Any]) -> None:
         """Say what this rank has."""
         self._store.set(self._keys[self._rank], json.dumps(facts))
 
-    def compare(self) -> None:
-        """Wait for the other ranks; the process group's timeout holds.
+    def posted(self) -> list[dict[str, Any]]:
+        """Wait for the other ranks, and return the facts of all; the store's timeout holds.
 
         Raises:
-            RankError: A rank has other facts, has failed, or does not come.
+            RankError: A rank has failed, or does not come.
         """
-        found = []
+        found: list[dict[str, Any]] = []
         for rank, key in enumerate(self._keys):
             try:
                 found.append(json.loads(self._store.get(key)))
@@ -103,9 +103,49 @@ class Meeting:
                 ) from error
             if FAILED in found[-1]:
                 raise RankError(f"rank {rank} refuses its setup: {found[-1][FAILED]}")
-        text = differences(found)
+        return found
+
+    def compare(self) -> None:
+        """Wait for the other ranks.
+
+        Raises:
+            RankError: A rank has other facts, has failed, or does not come.
+        """
+        text = differences(self.posted())
         if text:
             raise RankError(f"{text} Start all ranks with the same ds_config and versions.")
+
+
+class Meetings:
+    """Several meetings in a row, all of the same ranks."""
+
+    def __init__(self) -> None:
+        """Take part; every rank has to do this."""
+        from deepspeed import comm
+
+        from ds_finepage._compat.torch import _get_default_store
+
+        self.rank, self._num_ranks = comm.get_rank(), comm.get_world_size()
+        self._store, self._number = _get_default_store(), next(_engines)
+        self._rounds = itertools.count()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks.
+
+        Raises:
+            RankError: A rank has failed, or does not come.
+        """
+        meeting = self._next()
+        meeting.post({"value": value})
+        return [each["value"] for each in meeting.posted()]
+
+    def fail(self, error: Exception) -> None:
+        """Let the other ranks know of an error of this one."""
+        self._next().post({FAILED: str(error)})
+
+    def _next(self) -> Meeting:
+        name = f"{self._number}/{next(self._rounds)}"
+        return Meeting(self._store, name, self.rank, self._num_ranks)
 
 
 def facts_of(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,14 +63,18 @@ def _cut(
     """Let DeepSpeed cut the model into the shards of the ranks; say so if it cannot."""
     if not config_of(engine).enabled:
         return original(*args, **kwargs)
+    from ds_finepage.integrations.deepspeed.shard_loading import note_parts
+
     model = args[0] if args else kwargs["model"]
     try:
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"DeepSpeed's AutoTP cannot cut {type(model).__name__} over the ranks: {error} Say in "
             f"tensor_parallel.partition_config how to cut its layers, or start with --num_gpus 1."
         ) from error
+    note_parts(model)
+    return result
 
 
 def _taken(
@@ -80,15 +84,20 @@ def _taken(
 
     They stay apart: DeepSpeed has no partitions of a subclass.
     """
+    from ds_finepage.integrations.deepspeed.shard_loading import read_parts, refuse_unread
+
     config = config_of(engine)
+    model = args[0] if args else kwargs["model"]
+    if not config.enabled or config.weights is not None:
+        refuse_unread(model)
     if not config.enabled:
         return original(*args, **kwargs)
     from ds_finepage.execution.subclasses import TakenApart
 
-    model = args[0] if args else kwargs["model"]
     if config.weights is not None:
         _pack(model, config.weights, config.weights_group)
     TakenApart(model)
+    read_parts(engine, model)
     # DeepSpeed casts the model, which transformers refuses where it knows of quantised weights.
     # A cast leaves packed numbers as they are.
     knows = _is_packed(model) and getattr(model, "is_quantized", False)

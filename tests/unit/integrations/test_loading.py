@@ -106,6 +106,7 @@ def test_a_load_by_an_old_version_copies_by_conversion(
 ) -> None:
     pytest.importorskip("deepspeed")
     monkeypatch.setattr(loading, "is_wanted", lambda _: True)
+    monkeypatch.setattr(loading, "is_wanted_by_ranks", lambda _: False)
     monkeypatch.setattr(loading, "keeps_conversions", lambda _: old)
     utils: Any = SimpleNamespace(**{_compat.MODEL_FILL: fill, _compat.MODEL_READ_FILE: None})
     found = loading._load(utils, lambda: getattr(utils, _compat.MODEL_FILL), None, (), {})

@@ -31,10 +31,10 @@ class Two:
         monkeypatch.setattr("ds_finepage._compat.torch._get_default_store", lambda: self.store)
         monkeypatch.setattr(ranks, "_engines", iter([0, 1]))
 
-    def rank_1_has(self, facts: dict[str, Any], number: int = 0) -> None:
+    def rank_1_has(self, facts: dict[str, Any], number: int | str = 0) -> None:
         self.store.set(f"{ranks.STORE_KEY}/{number}/1", json.dumps(facts))
 
-    def rank_0_has(self, number: int = 0) -> dict[str, Any]:
+    def rank_0_has(self, number: int | str = 0) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.store.get(f"{ranks.STORE_KEY}/{number}/0"))
         return found
 
@@ -129,3 +129,22 @@ def test_several_ranks_are_those_of_the_tensor_parallel_group(
     monkeypatch.setattr(groups, "get_tensor_model_parallel_group", lambda: group)
     found: Any = ranks.ranks_of_model()
     assert found._channel == ["channel of", "seven"]
+
+
+def test_ranks_gather_values_round_by_round(two: Two) -> None:
+    meetings = ranks.Meetings()
+    two.rank_1_has({"value": "b"}, number="0/0")
+    assert meetings.gather("a") == ["a", "b"]
+    two.rank_1_has({"value": None}, number="0/1")
+    assert meetings.gather([1, 2]) == [[1, 2], None]
+    two.rank_1_has({ranks.FAILED: "no such file"}, number="0/2")
+    with pytest.raises(RankError, match="rank 1 refuses its setup: no such file"):
+        meetings.gather(0)
+
+
+def test_an_error_of_this_rank_reaches_the_others(two: Two) -> None:
+    meetings = ranks.Meetings()
+    two.rank_1_has({"value": 0}, number="0/0")
+    meetings.gather(0)
+    meetings.fail(OSError("no such file"))
+    assert two.rank_0_has("0/1") == {ranks.FAILED: "no such file"}

@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("deepspeed")
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed import seam
+from ds_finepage.integrations.deepspeed import seam, shard_loading
 from ds_finepage.integrations.deepspeed.offload import FinepageOffload
+from ds_finepage.integrations.deepspeed.shard_loading import Pending
 from tests.unit.execution.packed import packed_linear
 
 SUPPORTED: dict[str, Any] = {"finepage": {"enabled": True, "device_budget": "1GiB"}}
@@ -207,6 +208,34 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(engines: Any) -> None:
         engines.DeepSpeedEngine(SUPPORTED)._configure_tensor_parallel(model, "theirs")
     with pytest.raises(AssertionError, match="theirs"):
         engines.DeepSpeedEngine({})._configure_tensor_parallel(model, "theirs")
+
+
+def unread_model() -> torch.nn.Module:
+    """Make a model as a load for tensor parallelism leaves it."""
+    model = torch.nn.Linear(2, 4, device="meta", bias=False)
+    values: Any = None
+    setattr(model.weight, shard_loading.PENDING, Pending(values, model.weight.data))
+    return model
+
+
+def test_the_part_that_autotp_leaves_is_noted(engines: Any) -> None:
+    model = unread_model()
+    model.weight.data = model.weight.data.chunk(2)[1]
+    engines.DeepSpeedEngine(SUPPORTED)._configure_tensor_parallel(model, None)
+    assert getattr(model.weight, shard_loading.PENDING).part == (range(2, 4), range(2))
+    model.weight.data = torch.cat(model.weight.data.chunk(2, dim=1))
+    with pytest.raises(ConfigError, match="weight cannot be loaded shard by shard: AutoTP cuts it"):
+        engines.DeepSpeedEngine(SUPPORTED)._configure_tensor_parallel(model, None)
+
+
+@pytest.mark.parametrize("changes", ({"enabled": False}, {"weights": "int8"}, {}))
+def test_an_unread_model_is_refused_where_it_stays_unread(
+    engines: Any, changes: dict[str, Any]
+) -> None:
+    """Nothing has cut it in the last case."""
+    engine = engines.DeepSpeedEngine({"finepage": {**SUPPORTED["finepage"], **changes}})
+    with pytest.raises(ConfigError, match="weight is not read yet: the model was loaded under an"):
+        engine._configure_distributed_model(unread_model())
 
 
 def test_a_version_without_tensor_parallelism_is_left_alone() -> None:
