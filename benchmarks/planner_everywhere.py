@@ -1,9 +1,11 @@
 """Holds policy finepage against every other policy: other families, least and full budgets.
 
-    python benchmarks/planner_everywhere.py --out benchmarks/planner_everywhere_2026-11-22.json
+    python benchmarks/planner_everywhere.py --out benchmarks/planner_everywhere_2026-11-23.jsonl
 
 A case is a model, a phase, a batch and a budget. Each policy that can run plans it, finepage also
-without cutting weights. Told are finepage's predicted time over the best other one's, and over the
+without cutting weights. Each plan is appended to the file as one line, and a plan that the file has
+is not made again. So a run may be ended and started again, and ``--arms`` makes some plans only.
+At the end the cases are told: finepage's predicted time over the best other one's, and over the
 lower bound of time. Nothing here depends on the machine that it runs on but ``plan_seconds``.
 """
 
@@ -13,16 +15,18 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import transformers
+from planned_page import table
 
 from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.whatif import CapturedModel, PlannedModel, capture_model, plan_captured
+from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
 
 CONFIGS = {
     "gpt2": (transformers.GPT2Config, 1024),
@@ -33,57 +37,56 @@ CONFIGS = {
 """Models of small size by the defaults of transformers, with the tokens that they can hold."""
 
 SHIPPED = {
-    name: 1024 for name in ("llama-7b", "llama-65b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-32b")
+    name: 1024 for name in ("llama-7b", "mixtral-8x7b", "qwen3-32b", "qwen3-30b-a3b", "llama-65b")
 }
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
 PERCENTS = (5, 10, 25, 50, 75, 90, 95, 97, 99, 100, 102)
-OTHERS = ("horizon", "static", "zero-persistence")
+ARMS = {
+    "finepage": ("finepage", True),
+    "whole": ("finepage", False),
+    "horizon": ("horizon", False),
+    "static": ("static", False),
+    "zero-persistence": ("zero-persistence", False),
+}
+"""Policies, and whether they may cut weights."""
+
 MOST_TASKS = 8000
 """Of a pass that policy horizon, which takes long, plans."""
 
+SLOWER, MOST_DENSE, MOST_EXPERTS, NEAR_LEAST = 1.005, 1.05, 1.10, 1.1
+"""The bounds: over the best other policy, over the lower bound, and from which budget on."""
 
-def arms(captured: CapturedModel, budget_bytes: int, hardware: str) -> dict[str, PlannedModel]:
-    """Plan a case by each policy that can."""
-    found = {}
-    choices = [("finepage", "finepage", True), ("whole", "finepage", False)]
-    for name, policy, split in [*choices, *((name, name, False) for name in OTHERS)]:
-        if name == "horizon" and len(captured.graph.tasks) > MOST_TASKS:
-            continue
-        try:
-            found[name] = plan_captured(
-                captured,
-                budget_bytes=budget_bytes,
-                profile=load_profile(hardware),
-                policy=policy,
-                split=split,
-            )
-        except PlanInfeasibleError:
-            continue
-    return found
+Case = tuple[str, str, int, float]
+Line = dict[str, Any]
 
 
-def measure(captured: CapturedModel, percent: float, hardware: str) -> dict[str, Any] | None:
-    """Plan one case; None if nothing fits."""
-    budget_bytes = int(captured.needs.needed_budget_bytes * percent / 100)
-    found = arms(captured, budget_bytes, hardware)
-    if "finepage" not in found:
-        return None
-    own = found.pop("finepage")
-    times = {name: planned.figures.predicted_ns for name, planned in found.items()}
-    nodes = own.memgraph.nodes
+def case_of(line: Line) -> Case:
+    """Return the case of a plan: model, phase, batch, percent."""
+    return line["model"], line["phase"], line["batch"], line["percent"]
+
+
+def planned(captured: CapturedModel, budget_bytes: int, profile: HardwareProfile, arm: str) -> Line:
+    """Plan one case by one policy; without figures if it cannot run."""
+    policy, split = ARMS[arm]
+    if policy == "horizon" and len(captured.graph.tasks) > MOST_TASKS:
+        return {"left_out": "too many tasks"}
+    try:
+        found = plan_captured(
+            captured, budget_bytes=budget_bytes, profile=profile, policy=policy, split=split
+        )
+    except PlanInfeasibleError:
+        return {"left_out": "no room"}
+    figures = found.figures
     return {
-        "model": captured.model,
-        "phase": captured.phase,
-        "batch": captured.batch,
-        "percent": percent,
-        "budget_over_least": budget_bytes / own.figures.min_budget_bytes,
-        "predicted_ns": own.figures.predicted_ns,
-        "over_bound": own.figures.predicted_ns / own.figures.lower_bound_ns,
-        "over_best_other": own.figures.predicted_ns / min(times.values(), default=10**18),
-        "others_ns": times,
-        "bytes_over_bound": own.figures.reloaded_bytes / max(1, own.figures.lower_bound_bytes),
-        "offloaded_bytes": own.figures.offloaded_bytes,
-        "nodes_a_task": len(nodes) / len(captured.graph.tasks),
-        "plan_seconds": own.figures.plan_seconds,
+        "predicted_ns": figures.predicted_ns,
+        "lower_bound_ns": figures.lower_bound_ns,
+        "budget_over_least": round(budget_bytes / figures.min_budget_bytes, 3),
+        "reloaded_bytes": figures.reloaded_bytes,
+        "offloaded_bytes": figures.offloaded_bytes,
+        "lower_bound_bytes": figures.lower_bound_bytes,
+        "kv_on_host": figures.kv_on_host,
+        "nodes_a_task": round(len(found.memgraph.nodes) / len(captured.graph.tasks), 2),
+        "plan_seconds": round(figures.plan_seconds, 2),
     }
 
 
@@ -100,55 +103,144 @@ def models(names: Sequence[str]) -> Iterator[tuple[str, str, int]]:
             yield name, str(path), tokens
 
 
-def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure all cases."""
+def missing(arguments: argparse.Namespace, known: set[tuple[Case, str]]) -> Iterator[Line]:
+    """Make the plans that are not known."""
+    profile = load_profile(arguments.hardware)
+    percents, arms = map_of(float, arguments.percents), arguments.arms.split(",")
     for name, where, tokens in models(arguments.models.split(",")):
         for phase in arguments.phases.split(","):
-            for batch in map(int, arguments.batch.split(",")):
+            for batch in map_of(int, arguments.batch):
+                wanted = [
+                    (percent, arm)
+                    for percent in percents
+                    for arm in arms
+                    if ((name, phase, batch, percent), arm) not in known
+                ]
+                if not wanted:
+                    continue
                 try:
                     captured = capture_model(
-                        where,
-                        phase=phase,
-                        batch=batch,
-                        seq=tokens,
-                        profile=load_profile(arguments.hardware),
+                        where, phase=phase, batch=batch, seq=tokens, profile=profile
                     )
                 except FinepageError as error:
                     print(f"{name} {phase} {batch}: {error}", file=sys.stderr)
                     continue
-                for percent in map(float, arguments.percents.split(",")):
-                    case = measure(captured, percent, arguments.hardware)
-                    if case is not None:
-                        yield {**case, "model": name}
+                for percent, arm in wanted:
+                    budget_bytes = int(captured.needs.needed_budget_bytes * percent / 100)
+                    yield {
+                        "model": name,
+                        "phase": phase,
+                        "batch": batch,
+                        "percent": percent,
+                        "arm": arm,
+                        **planned(captured, budget_bytes, profile, arm),
+                    }
+
+
+def map_of(kind: Any, values: str) -> list[Any]:
+    """Read values with commas between them."""
+    return [kind(value) for value in values.split(",")]
+
+
+def cases_of(lines: Iterable[Line]) -> list[Line]:
+    """Sum up the plans of each case that finepage can run."""
+    grouped: dict[Case, dict[str, Line]] = {}
+    for line in lines:
+        if "predicted_ns" in line:
+            grouped.setdefault(case_of(line), {})[line["arm"]] = line
+    found = []
+    for arms in grouped.values():
+        own = arms.pop("finepage", None)
+        if own is None:
+            continue
+        times = {arm: other["predicted_ns"] for arm, other in arms.items()}
+        best = min(times, key=lambda arm: times[arm], default="none")
+        found.append(
+            {
+                **own,
+                "best_other": best,
+                "over_best_other": own["predicted_ns"] / times.get(best, 10**18),
+                "over_bound": own["predicted_ns"] / own["lower_bound_ns"],
+            }
+        )
+    return found
+
+
+def misses(case: Line) -> list[str]:
+    """List the bounds that a case misses."""
+    most = MOST_EXPERTS if case["model"] in EXPERTS else MOST_DENSE
+    found = []
+    if case["over_best_other"] > SLOWER:
+        found.append(f"{case['over_best_other']:.3f} x {case['best_other']}")
+    if case["over_bound"] > most and case["budget_over_least"] >= NEAR_LEAST:
+        found.append(f"{case['over_bound']:.3f} x the bound")
+    return found
+
+
+def report(lines: Iterable[Line]) -> tuple[str, int]:
+    """Return the page of some plans, and the number of cases that miss a bound."""
+    cases = cases_of(lines)
+    groups: dict[tuple[str, str, int], list[Line]] = {}
+    for case in cases:
+        groups.setdefault(case_of(case)[:3], []).append(case)
+    rows = []
+    for (model, phase, batch), each in groups.items():
+        room = [c for c in each if c["budget_over_least"] >= NEAR_LEAST] or each
+        slow = max(room, key=lambda c: c["over_bound"])
+        beaten = max(each, key=lambda c: c["over_best_other"])
+        rows.append(
+            (
+                model,
+                phase,
+                str(batch),
+                f"{min(c['percent'] for c in each):g} to {max(c['percent'] for c in each):g}%",
+                f"{median(c['over_bound'] for c in room):.3f}",
+                f"{slow['over_bound']:.3f} ({slow['percent']:g}%)",
+                f"{beaten['over_best_other']:.3f} ({beaten['percent']:g}%, {beaten['best_other']})",
+                f"{max(c['nodes_a_task'] for c in each):.1f}",
+                f"{max(c['plan_seconds'] for c in each):.1f}",
+                f"{sum(bool(misses(c)) for c in each)} of {len(each)}",
+            )
+        )
+    headings = ("model", "phase", "batch", "budgets", "time / bound: median", "worst (at)")
+    headings += ("over the best other policy: worst", "nodes a task", "plan s", "cases that miss")
+    beyond = [case for case in cases if misses(case)]
+    listed = (
+        (
+            *map(str, case_of(c)[:3]),
+            f"{c['percent']:g}%",
+            f"{c['budget_over_least']:g}",
+            *["; ".join(misses(c))],
+        )
+        for c in beyond
+    )
+    page = [f"{len(cases)} cases, {len(beyond)} miss a bound.", "", *table(headings, rows), ""]
+    page += table(("model", "phase", "batch", "budget", "x least", "misses"), listed)
+    return "\n".join(page), len(beyond)
 
 
 def main() -> int:
-    """Run the cases; exit status 1 if another policy beats finepage by more than half a percent."""
+    """Make the plans and tell about them; exit status 1 if a case misses a bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join([*CONFIGS, *SHIPPED]))
     parser.add_argument("--phases", default="prefill,decode")
     parser.add_argument("--batch", default="1,4,16")
     parser.add_argument("--percents", default=",".join(map(str, PERCENTS)))
+    parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--hardware", default="a100-80gb")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="a line for each plan")
     arguments = parser.parse_args()
-    found = []
-    for case in cases(arguments):
-        found.append(case)
-        best = min(case["others_ns"], key=case["others_ns"].get, default="")
-        print(
-            f"{case['model']:14} {case['phase']:8} {case['batch']:3} {case['percent']:5g}% "
-            f"bound x {case['over_bound']:.3f}  best other x {case['over_best_other']:.3f} "
-            f"({best})  bytes x {case['bytes_over_bound']:.3f}  "
-            f"offloaded {case['offloaded_bytes']}  nodes {case['nodes_a_task']:.1f}  "
-            f"{case['plan_seconds']:.1f} s",
-            flush=True,
-        )
-    if arguments.out is not None:
-        versions = {name: version(name) for name in ("torch", "transformers")}
-        document = {"versions": versions, "hardware": arguments.hardware, "cases": found}
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(case["over_best_other"] > 1.005 for case in found) else 0
+    lines: list[Line] = []
+    if arguments.out.exists():
+        lines = [json.loads(line) for line in arguments.out.read_text().splitlines()]
+    known = {(case_of(line), line["arm"]) for line in lines}
+    with arguments.out.open("a", encoding="utf-8") as file:
+        for line in missing(arguments, known):
+            lines.append(line)
+            print(json.dumps(line), file=file, flush=True)
+    page, num_misses = report(lines)
+    print(page)
+    return 1 if num_misses else 0
 
 
 if __name__ == "__main__":

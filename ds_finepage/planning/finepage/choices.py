@@ -82,6 +82,8 @@ class Chooser:
     ) -> int:
         """Choose bytes to keep of some weights, evenly over their uses.
 
+        The ring is empty when a pass begins, so of whole weights the first are kept.
+
         Args:
             weights: The weights, by use.
             room: Most bytes to keep.
@@ -92,21 +94,26 @@ class Chooser:
             The room that is left.
         """
         total = sum(self._weights.sizes[b] for b in weights)
-        left = room
+        left, streams_none = room, True
         due = 0  # bytes still to be kept after rounding, in units of 1/total
         for buffer in weights:
             due += self._weights.sizes[buffer] * min(room, total)
             if buffer in self._weights.divisible:
                 weight = self._weights.divisible[buffer]
                 unit = quantum(weight) * weight.row_bytes * total
-                rows = max(0, min(due // unit * quantum(weight), weight.num_rows))
+                most = left // (unit // total) * quantum(weight)
+                rows = max(0, min(due // unit * quantum(weight), weight.num_rows, most))
                 due -= rows * weight.row_bytes * total
                 left -= rows * weight.row_bytes
                 kept_rows[buffer] = rows
-            elif due >= self._weights.sizes[buffer] * total:
+            elif self._weights.sizes[buffer] <= left and (
+                due >= self._weights.sizes[buffer] * total or (streams_none and due > 0)
+            ):
                 due -= self._weights.sizes[buffer] * total
                 left -= self._weights.sizes[buffer]
                 kept.add(buffer)
+            else:
+                streams_none = False
         return left
 
     def _stream_in_grains(

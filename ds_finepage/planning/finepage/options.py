@@ -30,7 +30,10 @@ class FinepageOptions:
         ring_shares: Lengths of the ring if weights can be cut, as shares of the bytes that have to
             be reloaded. The first is tried first.
         ring_weights: Lengths of the ring for whole weights, in units of each of the largest ones.
+        other_length: A ring for whole weights has to be longer than another by this factor.
         grained_rings: Rings for few large slices to try.
+        long_rings: More of them, for short passes. Where weights are small beside the activations,
+            some stretches of a pass use many weights in a short time.
         slices_a_task: Most slices to stream, in units of the tasks, where a longer ring has room.
         always_slices: As many slices are always fine.
         most_short_lengths: Plans with more slices to try where no longer ring has room.
@@ -38,8 +41,13 @@ class FinepageOptions:
         lower_factors: Sizes of the lower region of a small arena, in units of the smallest in which
             every task can run.
         fixed_share: Weights up to this share of the largest one (norms, biases) are always kept.
-        good_enough: A plan within this factor of the lower bound of time ends a list of candidates.
-        equal_times: Times within this factor of the least are equal, and fewer bytes decide.
+        good_enough: A plan within this factor of the lower bound of time ends the search for better
+            graphs: with cheap tasks run again, or with sets of kept weights.
+        fast_enough: A plan within this factor of that bound makes whole weights needless.
+        equal_times: Times within this factor of the least are equal, and fewer bytes decide. A plan
+            within this factor of the bound, and with few bytes, ends a list of candidates.
+        few_bytes: As many bytes are few, in units of the lower bound of bytes. A plan that moves
+            more has to be faster by ``fast_enough``.
         max_tasks_for_horizon: A longer pass uses the two-horizon simulation, which then takes
             seconds, only if there is no other plan.
         settling_rounds: Passes to plan again by the published algorithm until one leaves what it
@@ -52,12 +60,20 @@ class FinepageOptions:
 
     ring_shares: tuple[float, ...] = (0.012,)
     ring_weights: tuple[float, ...] = (1.0, 2.0, 1.5, 3.0, 4.0)
+    other_length: float = 1.02
     grained_rings: tuple[GrainedRing, ...] = (
         GrainedRing(1, 2, 1, keeps_small=True),
         GrainedRing(0.5, 2, 1, keeps_small=True),
         GrainedRing(1, 2, 0.5),
-        GrainedRing(0.7, 4, 1),
+        GrainedRing(0.6, 3, 1),
+        GrainedRing(0.85, 4, 1),
         GrainedRing(2, 2, 1),
+    )
+    long_rings: tuple[GrainedRing, ...] = (
+        GrainedRing(1.5, 2, 0.5),
+        GrainedRing(3, 2, 0.5),
+        GrainedRing(4, 4, 0.5),
+        GrainedRing(6, 4, 0.5),
     )
     slices_a_task: float = 1.25
     always_slices: int = 500
@@ -66,7 +82,9 @@ class FinepageOptions:
     lower_factors: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
     fixed_share: float = 0.001
     good_enough: float = 1.02
-    equal_times: float = 1.005
+    fast_enough: float = 1.005
+    equal_times: float = 1.001
+    few_bytes: float = 1.05
     max_tasks_for_horizon: int = 800
     settling_rounds: int = 3
     tries_whole: bool = True

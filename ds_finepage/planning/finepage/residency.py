@@ -130,8 +130,13 @@ class WeightClasses:
             whole = sorted({self.sizes[b] for b in self.order}, reverse=True)[:3]
             factors = self.options.ring_weights
             least = max(self._runs_bytes(set(self.order)), default=0)
-            lengths = {max(least, self.aligned(int(n * f))) for n in whole for f in factors}
-            yield from sorted(lengths)
+            last = 0
+            for length in sorted(
+                max(least, self.aligned(int(n * f))) for n in whole for f in factors
+            ):
+                if length > last * self.options.other_length:
+                    yield length
+                    last = length
             return
         least = self.least_ring_bytes()
         shares = self.options.ring_shares
@@ -204,7 +209,10 @@ class WeightClasses:
         if not self.divisible or self.latency_bytes == 0 or missing <= 0:
             return
         least = self.least_ring_bytes()
-        for ring in self.options.grained_rings:
+        rings = self.options.grained_rings
+        if len(self.problem.graph.tasks) <= self.options.max_tasks_for_horizon:
+            rings += self.options.long_rings
+        for ring in rings:
             best = math.sqrt(ring.num_slices * self.latency_bytes * missing)
             ring_bytes = self.aligned(max(least, int(best * ring.length)))
             slice_bytes = ring_bytes // ring.num_slices

@@ -24,7 +24,7 @@ from functools import cached_property
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.bounds import lower_bound
+from ds_finepage.planning.bounds import LowerBound, lower_bound
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
@@ -85,7 +85,7 @@ class _Search:
 
     Attributes:
         has_good: One of the plans is close to the lower bound of time.
-        has_fastest: None of the others can be faster by more than what counts as equal.
+        has_fastest: Hardly any other can be faster.
     """
 
     def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
@@ -103,20 +103,36 @@ class _Search:
     # The score.
 
     @cached_property
-    def _bound_ns(self) -> int:
-        """The time of the tasks alone, or of the fewest bytes if that is longer."""
-        problem, profile = self._problem, self._problem.profile
-        assert profile is not None
-        bound = lower_bound(
+    def _bound(self) -> LowerBound:
+        problem = self._problem
+        return lower_bound(
             problem.graph, problem.arena_bytes, problem.alignment, may_cut=problem.split
         )
-        return least_time_ns(bound, profile, problem.arena_bytes)
+
+    @cached_property
+    def _bound_ns(self) -> int:
+        """The time of the tasks alone, or of the fewest bytes if that is longer."""
+        assert self._problem.profile is not None
+        return least_time_ns(self._bound, self._problem.profile, self._problem.arena_bytes)
+
+    @property
+    def _is_done(self) -> bool:
+        """True if no other plan is faster than the best, or moves clearly fewer bytes.
+
+        Without a profile, and beside shared residents, every good plan is the last.
+        """
+        if self._problem.profile is None or self._problem.shared:
+            return True
+        moved, total_ns, _ = self._front[0]
+        if total_ns > self._options.equal_times * self._bound_ns:
+            return False
+        return moved <= self._options.few_bytes * self._bound.nbytes
 
     def offer(self, plan: MemGraph | None) -> bool:
         """Take a plan, or the same plan with delayed experts, if it is the best so far.
 
         Returns:
-            Whether it ends the search.
+            Whether it is close to the lower bound of time.
         """
         if plan is None:
             return False
@@ -135,8 +151,11 @@ class _Search:
             # Beside shared residents no plan comes near the bound of a pass that is alone.
             bound_ns = timeline.lower_bound_ns if self._problem.shared else self._bound_ns
             is_good = total_ns <= self._options.good_enough * bound_ns
-            if total_ns <= self._options.equal_times * bound_ns:
+            if total_ns <= self._options.fast_enough * bound_ns:
                 self.has_fastest = True
+            if not self._problem.shared and moved > self._options.few_bytes * self._bound.nbytes:
+                # A little time is not worth that much traffic.
+                total_ns = int(total_ns * self._options.fast_enough)
         self._compare(total_ns, moved, plan)
         self.has_good = self.has_good or is_good
         return is_good
@@ -171,17 +190,18 @@ class _Search:
     # The loop.
 
     def try_plans(self, plans: Iterable[MemGraph | None]) -> tuple[bool, bool]:
-        """Offer plans until one is good enough.
+        """Offer plans until one is good enough, and no other can be better.
 
         Returns:
             Whether there was any plan, and whether one was good enough.
         """
-        has_room = self._left_out = False
+        has_room = is_good = self._left_out = False
         for plan in plans:
             has_room = has_room or plan is not None
-            if self.offer(plan):
-                return True, True
-        return has_room or self._left_out, False
+            is_good = self.offer(plan) or is_good
+            if is_good and self._is_done:
+                break
+        return has_room or self._left_out, is_good
 
     def try_both_graphs(self, attempt: Callable[[Problem], bool]) -> bool:
         """Try the pass as it is and, if something moves, with cheap tasks run again.
@@ -213,7 +233,7 @@ class _Search:
         before, after = (
             top_of(place_activations(self._problem.of(g))) for g in (self._problem.graph, graph)
         )
-        return before - after <= (self._options.equal_times - 1) * _moved_bytes(self.best)
+        return before - after <= (self._options.fast_enough - 1) * _moved_bytes(self.best)
 
     # The candidates.
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
+from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -48,15 +52,26 @@ def test_weights_that_every_pass_uses_whole_are_kept_before_experts() -> None:
 
 def test_what_rounding_leaves_over_at_one_weight_is_due_to_the_next() -> None:
     weights = classes(chain(8))
-    assert streamed(Chooser(weights).choose(5 * UNIT, shape(UNIT))) == ["w0", "w2", "w4", "w6"]
+    assert streamed(Chooser(weights).choose(5 * UNIT, shape(UNIT))) == ["w1", "w2", "w4", "w6"]
     assert streamed(Chooser(weights).choose(3 * UNIT, shape(UNIT))) == [
-        "w0",
         "w1",
         "w2",
+        "w3",
         "w4",
         "w5",
         "w6",
     ]
+
+
+def test_the_first_weights_are_kept_because_the_ring_is_empty_when_a_pass_begins() -> None:
+    """Six of eight fit, and the two that stream come late."""
+    graph = sketch(
+        "small:64 " + " ".join(f"w{n}:128" for n in range(8)) + " a:64",
+        "small a -> a",
+        *(f"w{n} a -> a" for n in range(8)),
+    )
+    found = streamed(Chooser(classes(graph)).choose(64 + 6 * 128 + 128, shape(128)))
+    assert found == ["w5", "w6"]
 
 
 def test_what_is_larger_than_the_ring_is_kept() -> None:
@@ -66,6 +81,37 @@ def test_what_is_larger_than_the_ring_is_kept() -> None:
     weights = classes(graph)
     assert streamed(Chooser(weights).choose(640 + 128, shape(128))) == ["w1", "w2", "w3"]
     assert Chooser(weights).choose(640 + 127, shape(128)) is None
+
+
+def test_rings_for_whole_weights_differ_in_length() -> None:
+    graph = sketch("w0:6400 w1:6464 w2:6400 a:64", "w0 a -> a", "w1 a -> a", "w2 a -> a")
+    weights = classes(graph)
+    lengths = [found.nbytes for found in weights.ring_shapes(0)]
+    assert lengths[:2] == [6400, 2 * 4800]  # 6464, and 1.5 times that, are hardly longer
+    assert all(b > 1.02 * a for a, b in pairwise(lengths))
+
+
+def test_a_short_pass_gets_long_rings_too() -> None:
+    graph = matmul_chain([64] * 12)
+    machine = HardwareProfile(
+        name="made up",
+        source="test",
+        capacity_bytes=2**30,
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        memory_bytes_per_s=1e12,
+        flops_per_s={"default": 1e12},
+        transfer_latency_ns=100_000,
+    )
+    problem = Problem(graph, 0, UNIT, machine, split=True)
+
+    def lengths(most_tasks: int) -> list[int]:
+        options = FinepageOptions(max_tasks_for_horizon=most_tasks)
+        weights = WeightClasses.of(problem, may_split=True, options=options)
+        return [found.nbytes for found in weights.grained_rings(0)]
+
+    assert len(lengths(len(graph.tasks))) == len(lengths(len(graph.tasks) - 1)) + 4
+    assert max(lengths(len(graph.tasks))) > 2 * max(lengths(len(graph.tasks) - 1))
 
 
 def test_all_are_kept_without_a_ring() -> None:

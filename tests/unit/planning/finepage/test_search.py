@@ -16,6 +16,7 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.options import FinepageOptions
@@ -199,7 +200,8 @@ def test_a_fast_link_hides_all_reloads() -> None:
 
 def test_without_a_profile_the_bytes_decide() -> None:
     memgraph = planned(chain(16), 10)
-    assert memgraph.reloaded_bytes == min(
+    assert memgraph.reloaded_bytes == 8 * UNIT
+    assert memgraph.reloaded_bytes <= min(
         planned(chain(16), 10, machine(h2d=h2d)).reloaded_bytes for h2d in (1e8, 1e9, 1e12)
     )
 
@@ -266,7 +268,8 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
 
 def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
     tight, roomy = tight_and_roomy()
-    tried = search()
+    options = FinepageOptions(equal_times=1.005)
+    tried = _Search(Problem(chain(16), ARENA, UNIT), options)
     tried._compare(1000, 50, tight)
     tried._compare(1004, 40, roomy)
     assert tried.best is roomy
@@ -300,6 +303,61 @@ def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     assert not search().offer(tight)
     assert search().offer(planned(chain(16), 17))
     assert search(slow).offer(planned(chain(16), 17))
+
+
+def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> None:
+    """All these plans are good: the search would not look for another graph."""
+    tight, roomy = tight_and_roomy()
+    fast, problem = machine(h2d=1e15), Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e15))
+    tight_ns, roomy_ns = (simulate(plan, fast).total_ns for plan in (tight, roomy))
+    bound_ns, bound_bytes = 16 * 100, lower_bound_bytes(problem.graph, 10 * UNIT, UNIT)
+    assert bound_ns < min(tight_ns, roomy_ns) <= max(tight_ns, roomy_ns) < 1.02 * bound_ns
+    assert roomy.reloaded_bytes <= 1.5 * bound_bytes < tight.reloaded_bytes
+
+    def tried(equal_times: float = 1.02, few_bytes: float = 1.5) -> list[MemGraph | None]:
+        """List the plans that the search takes from its candidates."""
+        plans = iter([tight, roomy, None])
+        options = FinepageOptions(equal_times=equal_times, few_bytes=few_bytes)
+        assert _Search(problem, options).try_plans(plans) == (True, True)
+        return [tight, roomy, None][: 3 - len(list(plans))]
+
+    assert tried() == [tight, roomy]  # the first moves too much
+    assert tried(few_bytes=10) == [tight]
+    assert tried(few_bytes=1) == [tight, roomy, None]
+    assert tried(equal_times=1, few_bytes=10) == [tight, roomy, None]  # not as fast as the bound
+
+
+def test_a_plan_that_moves_clearly_more_has_to_be_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tight, roomy = tight_and_roomy()
+    problem = Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e9))
+    assert roomy.reloaded_bytes < 1.5 * lower_bound_bytes(problem.graph, 10 * UNIT, UNIT)
+
+    def best(tight_ns: int, few_bytes: float = 1.5) -> MemGraph | None:
+        times = {tight.reloaded_bytes: tight_ns, roomy.reloaded_bytes: 100_400}
+        monkeypatch.setattr(
+            "ds_finepage.planning.finepage.search.simulate",
+            lambda plan, _: Timeline(
+                spans=(), total_ns=times[plan.reloaded_bytes], compute_ns=0, transfer_ns=0,
+                stall_ns=0, peak_bytes=0, lower_bound_ns=0,
+            ),
+        )  # fmt: skip
+        tried = _Search(problem, FinepageOptions(few_bytes=few_bytes))
+        for plan in (tight, roomy):
+            tried.offer(plan)
+        return tried.best
+
+    assert best(100_000) is roomy
+    assert best(100_000, few_bytes=10) is tight
+    assert best(99_000) is tight
+
+
+def test_without_a_profile_the_first_good_plan_ends_a_list() -> None:
+    _, roomy = tight_and_roomy()
+    plans = iter([planned(chain(16), 17), roomy])
+    assert search().try_plans(plans) == (True, True)
+    assert next(plans) is roomy
 
 
 def test_a_plan_is_good_for_the_tasks_of_the_pass_not_for_those_that_it_adds() -> None:
