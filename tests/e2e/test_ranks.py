@@ -28,10 +28,16 @@ def free_port() -> str:
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-def launch(command: list[str], mode: str, folder: Path, environment: dict[str, str]) -> int:
+def launch(
+    command: list[str],
+    mode: str,
+    folder: Path,
+    environment: dict[str, str],
+    worker: Path = WORKER,
+) -> int:
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
-        [*command, str(WORKER), mode, str(folder)],
+        [*command, str(worker), mode, str(folder)],
         env=environment,
         capture_output=True,
         text=True,
@@ -124,7 +130,6 @@ def test_two_nodes_with_a_rank_each_run_by_plan(
 SETUPS = {
     "other budgets": "RankError: The ranks differ in finepage.device_budget: rank 0 has "
     "'70%weights', rank 1 has '60%weights'.",
-    "no tensor parallelism": "there are 2, and tensor_parallel.autotp_size is 1. Set it to 2",
     "more than there are": "there are 2, and tensor_parallel.autotp_size is 3. Set it to 2",
     "cannot be cut": "AutoTP cannot cut GPT2LMHeadModel over the ranks: ",
 }
