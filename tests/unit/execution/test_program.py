@@ -33,7 +33,7 @@ def steps(program: Program, memgraph: MemGraph) -> dict[str, list[str]]:
             " <".join([named[s.node.id], *(at[wait] for wait in s.waits)])
             for s in program.lanes[lane]
         ]
-        for lane in LANES
+        for lane in (COMPUTE, H2D, D2H)
     }
 
 
