@@ -190,7 +190,7 @@ def attach(
         profile: Rates to plan with; by default they are measured now.
         take: Makes the host masters of weights; DeepSpeed's are there already.
         around_call: Makes a context that holds while the module runs.
-        ranks: Runs each pass together with the other ranks of a model that is cut over several.
+        ranks: Runs each pass together with the other ranks of a model that they share.
         **settings: Keys of the section, one by one.
 
     Returns:
@@ -209,7 +209,7 @@ def attach(
     _pack(module, config)
     with ExitStack() as undo:
         apart, weights, buffers = _taken(module, take, where, undo)
-        budget_bytes = resolve_budget(config, weights.nbytes, where)
+        budget_bytes = _common_budget(resolve_budget(config, weights.nbytes, where), ranks)
         try:
             run_settings = _run_settings(config, where, budget_bytes, profile, ranks, plan_dir)
             handle = Handle(
@@ -226,6 +226,13 @@ def attach(
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
         undo.pop_all()
         return handle
+
+
+def _common_budget(budget_bytes: int, ranks: Ranks) -> int:
+    """Return the budget of a rank: the least of all ranks if they run one plan."""
+    if not ranks.collects_weights:
+        return budget_bytes
+    return min(row[0] for row in ranks.of_all((budget_bytes,)))
 
 
 def _taken(
@@ -271,6 +278,7 @@ def _run_settings(
         budget_bytes=budget_bytes,
         profile=ranks.with_link(rates, where, scratch_bytes),
         plan_dir=plan_dir,
+        may_cut=not ranks.collects_weights,
     )
 
 

@@ -50,6 +50,7 @@ class Fault(str, enum.Enum):
     ROUTE_WRONG = (
         "route_wrong"  # a routed reload reads another table than its task, or cannot be routed
     )
+    COLLECT_WRONG = "collect_wrong"  # a collect without the reload of this rank's part before it
     STORED_WRONG = "stored_wrong"  # not a weight, repeated, or missing for a reload
 
     # Host memory.

@@ -14,6 +14,7 @@ from ds_finepage.checker.shape import title_of
 from ds_finepage.checker.state import (
     INITIAL,
     UNDEFINED,
+    Contents,
     Life,
     contents_at_start,
     program_order,
@@ -46,6 +47,7 @@ class Walk:
             b.id: Life(self.latest[b.id], None) for b in graph.buffers if not b.kind.is_paged
         }
         self.started_resident: set[int] = set()
+        self.collected_by: dict[int, Contents] = {}  # reload of a part -> the whole contents
 
     def run(self) -> list[Violation]:
         """Find everything that is wrong."""
@@ -166,6 +168,20 @@ class Walk:
         )
         if buffer in self.routed:
             self._route(node)
+        if self.graph.num_parts(self.graph.buffers[buffer]) > 1:
+            self.collected_by[node.id] = contents
+            contents = UNDEFINED  # the other ranks have the rest
+        life.hold(node.id, contents)
+
+    def _collect(self, node: Node) -> None:
+        life = self._life(node)
+        if life is None:
+            return
+        contents = self.collected_by.get(-1 if life.holder is None else life.holder)
+        if contents is None:
+            self.report.wrong(Fault.COLLECT_WRONG, node.id, "follows no reload of this rank's part")
+            return
+        self.report.require_waits(Fault.NO_DATA_EDGE, [life.holder], node.id, "its reload")
         life.hold(node.id, contents)
 
     def _route(self, node: Node) -> None:
@@ -251,6 +267,7 @@ class Walk:
         NodeKind.STORED: _at_start,
         NodeKind.ALLOC: _alloc,
         NodeKind.RELOAD: _reload,
+        NodeKind.COLLECT: _collect,
         NodeKind.COMPUTE: _compute,
         NodeKind.OFFLOAD: _offload,
         NodeKind.DROP: _drop,

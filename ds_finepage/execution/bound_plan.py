@@ -12,6 +12,7 @@ from ds_finepage.execution.call_tensors import CallTensors
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.reload_sources import ReloadSources, copy_master
 from ds_finepage.execution.routed import RoutedReload, RouteRead
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
@@ -44,6 +45,7 @@ class BoundPlan:
         masters: Mapping[str, torch.Tensor],
         in_place: frozenset[int],
         poison: bool,
+        parts: RankParts | None = None,
     ) -> None:
         """Bind every node; :class:`Executor` describes the arguments.
 
@@ -53,7 +55,7 @@ class BoundPlan:
         graph = memgraph.graph
         self._memgraph, self._graph = memgraph, graph
         self._arena, self._pool = arena, pool
-        self._in_place, self._poison = in_place, poison
+        self._in_place, self._poison, self._parts = in_place, poison, parts
         self._slots = dict(memgraph.host_slots)
         self._unused = unused_results(graph)
         self.sizes = MovingViews(graph)
@@ -71,6 +73,9 @@ class BoundPlan:
             return self._bind_task(node)
         if node.kind in (NodeKind.RELOAD, NodeKind.RESIDENT, NodeKind.OFFLOAD):
             return self._bind_transfer(node)
+        if node.kind is NodeKind.COLLECT:
+            assert node.extent is not None and node.buffer is not None
+            return self._collect(node.extent, self._graph.buffers[node.buffer].nbytes)
         if node.kind is NodeKind.DROP and self._poison:
             assert node.extent is not None
             vacated = self._arena.slice(node.extent, node.extent.nbytes)
@@ -151,6 +156,8 @@ class BoundPlan:
         if route is not None:
             self.routed.append(self._bind_routed(route, on_device, on_host))
             return self.routed[-1]
+        if self._graph.num_parts(buffer) > 1 and node.kind is not NodeKind.OFFLOAD:
+            return self._bind_part(node, on_device, on_host)
         if node.kind is not NodeKind.OFFLOAD:
             return lambda: copy_master(on_device, on_host)
         vacated = self._arena.slice(node.extent, node.extent.nbytes)
@@ -161,6 +168,24 @@ class BoundPlan:
                 _fill_poison(vacated)
 
         return offload
+
+    def _bind_part(self, node: Node, whole: torch.Tensor, on_host: torch.Tensor) -> Action:
+        """Bind the reload of a part; a resident weight that is not in place is also collected."""
+        assert self._parts is not None and node.extent is not None
+        own = self._parts.own(whole)
+        if node.kind is NodeKind.RELOAD:
+            return lambda: copy_master(own, on_host)
+        collect = self._collect(node.extent, whole.numel())
+
+        def load() -> None:
+            copy_master(own, on_host)
+            collect()
+
+        return load
+
+    def _collect(self, extent: Extent, nbytes: int) -> Action:
+        assert self._parts is not None
+        return partial(self._parts.collect, self._arena.slice(extent, nbytes))
 
     def _bind_routed(
         self, route: Route, on_device: torch.Tensor, on_host: torch.Tensor

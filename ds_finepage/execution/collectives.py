@@ -53,14 +53,28 @@ def all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: 
     Raises:
         RankError: Another rank is gone.
     """
-    gather = getattr(distributed, "all_gather_single", None)  # its name since torch 2.13
-    with _named("all-gather"):
-        (gather or distributed.all_gather_into_tensor)(out, x, group=group_named(group))
+    gather_into(out, x, group)
 
 
 @all_gather_into_.register_fake
 def _(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: int) -> None:
     pass
+
+
+def gather_into(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    """Write the tensors of all ranks into one, as :func:`all_gather_into_` does.
+
+    Args:
+        out: The result, contiguous.
+        x: This rank's tensor, contiguous. It may be its place in the result.
+        group: The name of the process group.
+
+    Raises:
+        RankError: Another rank is gone.
+    """
+    gather = getattr(distributed, "all_gather_single", None)  # its name since torch 2.13
+    with _named("all-gather"):
+        (gather or distributed.all_gather_into_tensor)(out, x, group=group_named(group))
 
 
 @contextmanager

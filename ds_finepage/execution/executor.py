@@ -16,9 +16,11 @@ import torch
 from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.lanes import Action, Lanes
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.arguments import refs
+from ds_finepage.graph.collectives import collects_of
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.taskgraph import Task
 
@@ -71,6 +73,7 @@ class Executor:
         in_place: frozenset[int] = frozenset(),
         poison: bool = False,
         hooks: Sequence[OpHook] = (),
+        parts: RankParts | None = None,
     ) -> None:
         """Bind every node.
 
@@ -84,6 +87,7 @@ class Executor:
                 The results of all other tasks are copied into their extents.
             poison: Fill vacated extents with NaN.
             hooks: The user's hooks; the executor reads the sequence in every pass.
+            parts: The ranks that hold the masters together; None where this rank has all of them.
 
         Raises:
             StoreError: A master is missing, or smaller than the captured weight.
@@ -93,11 +97,17 @@ class Executor:
         self._arena, self._lanes = arena, lanes
         self._poison, self._hooks = poison, hooks
         self._bound = BoundPlan(
-            memgraph, arena=arena, pool=pool, masters=masters, in_place=in_place, poison=poison
+            memgraph,
+            arena=arena,
+            pool=pool,
+            masters=masters,
+            in_place=in_place,
+            poison=poison,
+            parts=parts,
         )
         self.actions = self._bound.actions
         self._planned_reload_bytes = sum(
-            self._graph.buffers[n.buffer].nbytes
+            self._host_bytes(n.buffer)
             for n in memgraph.nodes
             if n.kind is NodeKind.RELOAD and n.buffer is not None
         )
@@ -106,6 +116,7 @@ class Executor:
         self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
         self._offloaded_bytes = memgraph.offloaded_bytes
         self._steady = lower(memgraph, poison=poison)
+        self._collects: dict[frozenset[int], str] = {}  # by the missing buffers of ``entry``
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
@@ -153,12 +164,28 @@ class Executor:
         residents.update(self._exit)
         return bound.tensors.outputs(args, host_outputs, tensors)
 
+    def collects(self, residents: Residents) -> str:
+        """Return what stands for the collects of a pass, in order.
+
+        Args:
+            residents: The weights in the arena before the pass.
+        """
+        missing = self._missing(residents)
+        if missing not in self._collects:
+            self._collects[missing] = collects_of(self.memgraph, missing)
+        return self._collects[missing]
+
+    def _host_bytes(self, buffer: int) -> int:
+        """Return the bytes that a reload of a buffer copies from this rank's host memory."""
+        found = self._graph.buffers[buffer]
+        return found.nbytes // self._graph.num_parts(found)
+
     def _missing(self, residents: Residents) -> frozenset[int]:
         return frozenset(b for b, key, extent in self._entry if residents.get(key) != extent)
 
     def _count(self, missing: frozenset[int]) -> None:
         skipped = sum(reload.skipped_bytes for reload in self._bound.routed)
-        entry = sum(self._graph.buffers[b].nbytes for b in missing)
+        entry = sum(self._host_bytes(b) for b in missing)
         self.counters = PassCounters(
             reloaded_bytes=self._planned_reload_bytes - skipped + entry,
             entry_reloaded_bytes=entry,

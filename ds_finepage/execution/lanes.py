@@ -1,4 +1,4 @@
-"""Three lanes that wait for each other through events only.
+"""Lanes that wait for each other through events only.
 
 On the CPU each transfer lane is a worker thread, and the compute lane is the caller's thread. Torch
 copies release the GIL, so transfers really run beside tasks. On an accelerator each lane is a
@@ -117,9 +117,9 @@ class CpuLanes:
             delay_seed: Delay steps of every lane at random, so that races show as wrong results.
             max_delay_us: The longest delay.
         """
-        self._workers = {lane: _Worker(f"finepage-{lane.value}") for lane in (Lane.H2D, Lane.D2H)}
-        for worker in self._workers.values():  # in case the caller never closes the lanes
-            weakref.finalize(self, worker.end)
+        self._workers: dict[Lane, _Worker] = {}
+        for lane in (Lane.H2D, Lane.D2H):
+            self._start(lane)
         self._random = None if delay_seed is None else random.Random(delay_seed)
         self._max_delay_us = max_delay_us
 
@@ -141,6 +141,8 @@ class CpuLanes:
         errors: list[BaseException] = []
         busy: list[threading.Event] = []
         try:
+            if program.lanes[Lane.RANKS] and Lane.RANKS not in self._workers:
+                self._start(Lane.RANKS)
             for lane, worker in self._workers.items():
                 steps = program.lanes[lane]
                 if steps:
@@ -164,6 +166,10 @@ class CpuLanes:
         for worker in self._workers.values():
             worker.close()
         self._workers = {}
+
+    def _start(self, lane: Lane) -> None:
+        worker = self._workers[lane] = _Worker(f"finepage-{lane.value}")
+        weakref.finalize(self, worker.end)  # in case the caller never closes the lanes
 
     def _drain(self) -> None:
         """Wait until the workers have done all their jobs."""
@@ -225,10 +231,10 @@ def _wait_through_interrupts(idle: threading.Event) -> None:
 class StreamLanes:
     """A stream for each lane; the compute lane is the caller's current stream.
 
-    ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both. All waits are
-    event waits on the device. On every lane a pass begins after the end of the pass before. At its
-    end the caller's stream waits for both transfer lanes, so no other stream uses a tensor that the
-    caller frees.
+    ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both, and ``_ranks``
+    overlaps collects with all of them. All waits are event waits on the device. On every lane a
+    pass begins after the end of the pass before. At its end the caller's stream waits for the
+    transfer lanes, so no other stream uses a tensor that the caller frees.
     """
 
     def __init__(
@@ -245,6 +251,7 @@ class StreamLanes:
         self._device = device
         self._h2d = device.new_stream()
         self._d2h = device.new_stream()
+        self._ranks: Any = None  # made for the first program that collects
         # Program -> an event for each merged step that another lane waits for.
         self._events: weakref.WeakKeyDictionary[Program, list[Any]] = weakref.WeakKeyDictionary()
         self._last: torch.Event | None = None
@@ -287,6 +294,10 @@ class StreamLanes:
         begin = compute.record_event()
         self._h2d.wait_event(begin)
         self._d2h.wait_event(begin)
+        if program.lanes[Lane.RANKS]:
+            self._ranks = self._ranks or self._device.new_stream()
+            self._ranks.wait_event(begin)
+            streams[Lane.RANKS] = self._ranks
         signalled: dict[tuple[Lane, int], torch.Event] = {}
         for step, event in zip(program.merged, events, strict=True):
             stream = streams[step.lane]
@@ -304,6 +315,8 @@ class StreamLanes:
                 signalled[step.lane, step.position] = event
         compute.wait_stream(self._h2d)
         compute.wait_stream(self._d2h)
+        if program.lanes[Lane.RANKS]:
+            compute.wait_stream(self._ranks)
         self._last = compute.record_event()
 
     def _events_of(self, program: Program) -> list[Any]:

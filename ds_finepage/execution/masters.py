@@ -10,6 +10,7 @@ import torch
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.device import device_of
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.watch import data_of, is_watched, set_data
 
 
@@ -27,6 +28,8 @@ class HostWeight:
         restore: Detach calls it with this object, to restore the parameter.
         gathered: For a master that is ZeRO's own partition: returns True while ZeRO has gathered
             the parameter. None for every other master.
+        parts: For a master that is this rank's part of the weight: the ranks. None where it is the
+            whole weight.
     """
 
     name: str
@@ -37,6 +40,26 @@ class HostWeight:
     dtype: torch.dtype
     restore: Callable[[HostWeight], None]
     gathered: Callable[[], bool] | None = None
+    parts: RankParts | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device; all parts have the same size, so there may be some at the end."""
+        return self.master.numel() * (1 if self.parts is None else self.parts.num_ranks)
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the weight; of a weight in parts every rank has to do this.
+
+        Args:
+            target: 1-d uint8 of ``nbytes``.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        own = target if self.parts is None else self.parts.own(target)
+        own.copy_(self.master, non_blocking=True)
+        if self.parts is not None:
+            self.parts.collect(target)
 
     @property
     def value(self) -> torch.Tensor:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
+from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind, lane_of_late
 
-LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+LANES = tuple(Lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def lower(
     clock_of: dict[tuple[Lane, int], tuple[int, ...]] = {}
     for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
         need = [max(c) for c in zip((0,) * len(LANES), *(clocks[b] for b in before), strict=True)]
-        lane = _lane(node, missing, poison)
+        lane = _lane(memgraph, node, missing, poison)
         if lane is None:
             clocks.append(tuple(need))
             continue
@@ -82,9 +82,9 @@ def lower(
     return _assemble(drafts)
 
 
-def _lane(node: Node, missing: frozenset[int], poison: bool) -> Lane | None:
+def _lane(memgraph: MemGraph, node: Node, missing: frozenset[int], poison: bool) -> Lane | None:
     if node.kind is NodeKind.RESIDENT and node.buffer in missing:
-        return Lane.H2D
+        return lane_of_late(memgraph, node)
     if node.kind is NodeKind.DROP and poison:
         return Lane.COMPUTE
     return LANE_OF.get(node.kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import distributed
@@ -73,6 +74,19 @@ class RankChannel:
         except RuntimeError as error:
             raise RankError(f"another rank is gone: {error}") from error
         return found
+
+    def share(self, value: Any) -> Any:
+        """Return the value of rank 0; any object that can be pickled.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        found = [value]
+        try:
+            distributed.broadcast_object_list(found, src=0, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"another rank is gone: {error}") from error
+        return found[0]
 
     def post(self, text: str) -> None:
         """Leave an error of this rank for the others; nothing where the store is gone."""

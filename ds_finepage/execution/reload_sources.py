@@ -52,7 +52,8 @@ class ReloadSources:
     def of_weight(self, buffer: Buffer) -> torch.Tensor:
         """Return the bytes of a weight, of a slice of it, or of its rows, as 1-d uint8.
 
-        A slice of a weight of experts is 2-d: it has the bytes of each matrix in a row.
+        A weight that lies in parts on several ranks gives the bytes of this rank's part. A slice of
+        a weight of experts is 2-d: it has the bytes of each matrix in a row.
 
         Raises:
             StoreError: The master is missing, or smaller than the captured weight.
@@ -62,6 +63,14 @@ class ReloadSources:
             raise StoreError(f"no host master for weight {buffer.name!r}")
         if buffer.gather is not None:
             return self._rows_of(buffer, buffer.gather, master)
+        num_parts = self._graph.num_parts(buffer)
+        if num_parts > 1:
+            if master.numel() * num_parts != buffer.nbytes:
+                raise StoreError(
+                    f"{num_parts} parts of {buffer.name!r} have {master.numel()} bytes each; the "
+                    f"plan has {buffer.nbytes} bytes for them"
+                )
+            return master
         num = self._graph.num_pieces(buffer)
         experts = self._graph.experts_by_name[buffer.name] if num > 1 else None
         end = buffer.offset + buffer.nbytes if experts is None else experts.nbytes

@@ -8,7 +8,8 @@ copies masters into the arena. See [Note: how a change of a weight is noticed].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,7 +19,10 @@ from ds_finepage._compat.torch import TensorBase
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.masters import HostWeight, device_view, rehome
+from ds_finepage.execution.parts import RankParts, freed
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
+from ds_finepage.graph.parts import with_parts
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.units import align_up
 
 BLOCK_ALIGNMENT = 512
@@ -60,14 +64,24 @@ class _Shown:
         self.note()
 
     def show(self) -> None:
-        """Let the parameter show its master."""
+        """Let the parameter show its master; a weight in parts stays as ZeRO has it."""
+        if self.weight.parts is not None:
+            self.view = data_of(self.weight.parameter)
+            self._form = freed(self.weight.shape, self.weight.stride, self.weight.dtype)
+            return
         self.view = device_view(self.weight, self._device)
         if not self.shows_view:
             set_data(self.weight.parameter, self.view)
 
+    def show_form(self, *, is_whole: bool) -> None:
+        """Give a parameter in parts the form of the whole weight, for a call, or take it away."""
+        set_data(self.weight.parameter, self._form if is_whole else self.view)
+
     @property
     def shows_view(self) -> bool:
         parameter = self.weight.parameter
+        if self.weight.parts is not None:
+            return parameter.numel() == 0 or self.weight.shape == tuple(self.view.shape)
         return (
             parameter.data_ptr() == self.view.data_ptr()
             and parameter.device == self.view.device
@@ -99,7 +113,67 @@ class _Shown:
         return self.view if is_freed else value
 
 
-class WeightTable:
+class PartTable:
+    """The part of a weight table that knows of weights in parts on several ranks."""
+
+    _weights: list[HostWeight]
+    _shown: dict[int, _Shown]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(w.nbytes for w in self._weights)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all weights in the host memory of this rank."""
+        return sum(w.master.numel() for w in self._weights)
+
+    @property
+    def parts(self) -> RankParts | None:
+        """The ranks that hold the masters together; None where this rank has all of them."""
+        return next((w.parts for w in self._weights if w.parts is not None), None)
+
+    def parted(self, graph: TaskGraph) -> TaskGraph:
+        """Return a taskgraph that says which weights lie in parts on several ranks."""
+        parts = self.parts
+        if parts is None:
+            return graph
+        whole_bytes = {w.name: w.nbytes for w in self._weights if w.parts is not None}
+        return with_parts(graph, whole_bytes, parts.num_ranks)
+
+    @contextmanager
+    def in_form(self) -> Iterator[None]:
+        """Give parameters in parts the form of whole weights, without bytes, during a call."""
+        parted = [s for s in self._shown.values() if s.weight.parts is not None]
+        for shown in parted:
+            shown.show_form(is_whole=True)
+        try:
+            yield
+        finally:
+            for shown in parted:
+                shown.show_form(is_whole=False)
+
+    def require_whole(self, what: str) -> None:
+        """Refuse what runs without a plan if this rank has parts of the weights only.
+
+        Args:
+            what: What runs without a plan, and why.
+
+        Raises:
+            StoreError: Some weights lie in parts on several ranks.
+        """
+        parts = self.parts
+        if parts is not None:
+            raise StoreError(
+                f"{what} cannot run without a plan on {parts.num_ranks} ranks, because each of "
+                f"them has a part of every weight. Start with --num_gpus 1, set "
+                f"tensor_parallel.autotp_size to {parts.num_ranks}, or set finepage.enabled to "
+                f"false for stock ZeRO-Inference."
+            )
+
+
+class WeightTable(PartTable):
     """All weights of a module, tied ones once.
 
     Attributes:
@@ -118,7 +192,7 @@ class WeightTable:
         """
         self._weights = list(weights)
         self._device = device
-        self._shown: dict[int, _Shown] = {}  # by id(parameter)
+        self._shown = {}  # by id(parameter)
         self._used: list[DataWatch] = []
         self.masters: dict[str, torch.Tensor] = {}
         self.on_device: dict[str, torch.Tensor] = {}
@@ -131,14 +205,9 @@ class WeightTable:
         self.masters.update({w.name: w.master for w in self._weights})
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(w.master.numel() for w in self._weights)
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of all weights on the device at once, as :meth:`load_all` places them."""
-        return sum(align_up(w.master.numel(), BLOCK_ALIGNMENT) for w in self._weights)
+        return sum(align_up(w.nbytes, BLOCK_ALIGNMENT) for w in self._weights)
 
     def __contains__(self, parameter: object) -> bool:
         """Tell whether a parameter is one of ours."""
@@ -245,8 +314,10 @@ class WeightTable:
         return self._take_over(list(self._shown.values()))
 
     def _take_over(self, disturbed: list[_Shown]) -> WeightChanges:
-        self._used.clear()
         others = [s for s in disturbed if not s.shows_view]
+        for shown in others:
+            _refuse_whole(shown.weight)
+        self._used.clear()
         moved = reshaped = False
         # All are read before any partition is written: two weights may have been swapped.
         for shown, value in [(s, self._value_of(s)) for s in others]:
@@ -326,9 +397,9 @@ class WeightTable:
             block = torch.empty(self.block_bytes, dtype=torch.uint8, device=self._device)
             end = 0
             for weight in self._weights:
-                nbytes = weight.master.numel()
+                nbytes = weight.nbytes
                 part = block[end : end + nbytes]
-                part.copy_(weight.master, non_blocking=True)
+                weight.copy_to(part)
                 flat = part.view(weight.dtype)
                 whole = flat.as_strided(weight.shape, weight.stride, flat.storage_offset())
                 found[weight.name] = whole.detach()
@@ -355,6 +426,20 @@ def own_weights(module: torch.nn.Module, weights: WeightTable) -> list[torch.Ten
     """Return the parameters and buffers that a module itself holds, as far as they are weights."""
     held = chain(module.parameters(recurse=False), module.buffers(recurse=False))
     return [tensor for tensor in held if tensor in weights]
+
+
+def _refuse_whole(weight: HostWeight) -> None:
+    """Refuse a tensor of a parameter whose weight lies in parts on several ranks.
+
+    Raises:
+        StoreError: It does.
+    """
+    if weight.parts is not None:
+        raise StoreError(
+            f"parameter {weight.name} holds a whole tensor, and its weight lies in parts on "
+            f"{weight.parts.num_ranks} ranks. Leave deepspeed.zero.GatheredParameters before the "
+            f"model runs, and change the values inside of it."
+        )
 
 
 def _has_version(tensor: torch.Tensor) -> bool:

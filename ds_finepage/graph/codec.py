@@ -104,7 +104,7 @@ def _form(
 _MADE_FOR: dict[str, Any] = {"taskgraph": str, "fingerprint": str, "versions": Versions}
 _FORMS: dict[type[Encodable], _Form] = {
     TaskGraph: _form(  # without symbols: a file has one size
-        TaskGraph, "taskgraph", 3, without="symbols", sparse=("experts",)
+        TaskGraph, "taskgraph", 3, without="symbols", sparse=("experts", "parted", "num_ranks")
     ),
     MemGraph: _form(MemGraph, "memgraph", 2, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 
 from ds_finepage.graph.arguments import refs
+from ds_finepage.graph.memgraph import Lane, MemGraph, NodeKind, lane_of_late
 from ds_finepage.graph.taskgraph import ITEMSIZE, Task, TaskGraph
 
 ALL_REDUCE = "finepage.all_reduce_.default"
@@ -49,5 +51,29 @@ def order_of(graph: TaskGraph) -> str:
         (task.op, graph.tensors[next(refs(task.args)).tensor].dtype, *task.args[-2:])
         for task in graph.tasks
         if is_collective(task)
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+def collects_of(memgraph: MemGraph, missing: Collection[int]) -> str:
+    """Return a digest of the weights whose parts the ranks collect in a pass, in order.
+
+    Args:
+        memgraph: The plan.
+        missing: Buffers of ``memgraph.entry`` that are not in the arena.
+    """
+    buffers = memgraph.graph.buffers
+    found = [
+        (buffers[node.buffer].key, node.extent)
+        for node in memgraph.nodes
+        if node.buffer is not None
+        and (
+            node.kind is NodeKind.COLLECT
+            or (
+                node.kind is NodeKind.RESIDENT
+                and node.buffer in missing
+                and lane_of_late(memgraph, node) is Lane.RANKS
+            )
+        )
     ]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]

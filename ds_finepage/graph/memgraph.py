@@ -22,7 +22,8 @@ class NodeKind(str, enum.Enum):
     RESIDENT = "resident"  # the buffer is in its extent when the pass begins
     STORED = "stored"  # the buffer is in host memory when the pass begins
     ALLOC = "alloc"  # the buffer owns its extent from here on
-    RELOAD = "reload"  # host -> extent
+    RELOAD = "reload"  # host -> extent; of a parted weight, this rank's part
+    COLLECT = "collect"  # the parts of the other ranks -> extent
     COMPUTE = "compute"  # run one task
     OFFLOAD = "offload"  # extent -> host, then free
     DROP = "drop"  # free without a copy
@@ -34,10 +35,12 @@ class Lane(str, enum.Enum):
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
+    RANKS = "ranks"  # collects; all ranks run them in the same order
 
 
 LANE_OF: dict[NodeKind, Lane] = {
     NodeKind.RELOAD: Lane.H2D,
+    NodeKind.COLLECT: Lane.RANKS,
     NodeKind.COMPUTE: Lane.COMPUTE,
     NodeKind.OFFLOAD: Lane.D2H,
 }
@@ -83,7 +86,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node. ``extent`` is set on RESIDENT, ALLOC, RELOAD, OFFLOAD and DROP.
+    """One node. ``extent`` is set on RESIDENT, ALLOC, RELOAD, COLLECT, OFFLOAD and DROP.
 
     Invariant: ``id`` is the position in ``MemGraph.nodes``; ids are a topological order.
     """
@@ -175,9 +178,17 @@ class MemGraph:
         }
 
     def bytes_at(self, node: Node) -> int:
-        """Return the bytes that a node moves or frees; for a routed reload, the most it may."""
+        """Return the bytes that a node moves or frees; for a routed reload, the most it may.
+
+        A rank reloads its own part of a parted weight, and collects those of the others.
+        """
         assert node.buffer is not None
         nbytes = self.graph.buffers[node.buffer].nbytes
+        part_bytes = nbytes // self.graph.num_parts(self.graph.buffers[node.buffer])
+        if node.kind is NodeKind.COLLECT:
+            return nbytes - part_bytes
+        if node.kind is NodeKind.RELOAD:
+            nbytes = part_bytes
         route = self.routed_reloads.get(node.id)
         return nbytes if route is None else route.most_bytes(nbytes)
 
@@ -216,3 +227,13 @@ class MemGraph:
     def peak_bytes(self) -> int:
         """The largest end of any extent in the arena."""
         return max((n.extent.end for n in self.nodes if n.extent is not None), default=0)
+
+
+def lane_of_late(memgraph: MemGraph, node: Node) -> Lane:
+    """Return the lane of a RESIDENT node whose weight is not in place, and is reloaded first.
+
+    A node of a parted weight also collects the parts of the other ranks, in their lane.
+    """
+    assert node.buffer is not None
+    is_parted = memgraph.graph.num_parts(memgraph.graph.buffers[node.buffer]) > 1
+    return Lane.RANKS if is_parted else Lane.H2D

@@ -85,6 +85,8 @@ def _routes(graph: TaskGraph, task: Task, last_writer: dict[int, int]) -> Iterat
         buffer = graph.buffers[view.buffer]
         if buffer.kind is not BufferKind.WEIGHT or len(view.shape) < 2:
             continue
+        if graph.num_parts(buffer) > 1:  # the choice of one rank is not that of the others
+            continue
         num_slices, numel = view.shape[0], math.prod(view.shape)
         is_whole = view.offset == 0 and buffer.nbytes == numel * PACKED_ITEMSIZE.get(view.dtype, 0)
         if not is_whole or view.stride[0] * num_slices != numel or rows >= num_slices:

@@ -194,6 +194,8 @@ class TaskGraph:
     one. ``symbols`` are the sizes that differ from call to call, and the call position that carries
     each. Buffers have the sizes of the largest planned call; sizes that depend on a symbol are a
     :class:`Length`. ``experts`` describes weights whose slices take rows of several matrices.
+    ``parted`` names the weights whose host masters lie in equal parts on ``num_ranks`` ranks, one
+    part after the other; their buffers have room for all parts.
     """
 
     name: str
@@ -207,6 +209,17 @@ class TaskGraph:
     num_batches: NonNegativeInt = 1
     symbols: tuple[tuple[str, int], ...] = ()
     experts: tuple[ExpertMatrices, ...] = ()
+    parted: tuple[str, ...] = ()
+    num_ranks: NonNegativeInt = 1
+
+    @cached_property
+    def _parted(self) -> frozenset[str]:
+        return frozenset(self.parted)
+
+    def num_parts(self, buffer: Buffer) -> int:
+        """Return the number of ranks that hold the host master of a buffer together."""
+        is_parted = buffer.kind is BufferKind.WEIGHT and buffer.name in self._parted
+        return self.num_ranks if is_parted else 1
 
     @cached_property
     def experts_by_name(self) -> dict[str, ExpertMatrices]:

@@ -31,7 +31,7 @@ class Timeline:
     spans: tuple[Span, ...]
     total_ns: NonNegativeInt
     compute_ns: NonNegativeInt
-    transfer_ns: NonNegativeInt  # the busier of the two transfer lanes
+    transfer_ns: NonNegativeInt  # the busiest of the transfer lanes
     stall_ns: NonNegativeInt
     peak_bytes: NonNegativeInt  # largest sum of bytes that are allocated in the arena at one time
     lower_bound_ns: (

@@ -111,13 +111,21 @@ class MemGraphBuilder:
             self._edge(vacator, state.alloc, EdgeKind.MEMORY)
 
     def reload(self, buffer: int) -> int:
-        """Reload the contents from host memory into the extent; return the node."""
+        """Reload the contents from host memory into the extent.
+
+        Returns:
+            The node after which they are there: for a parted weight, the one that collects the
+            parts of the other ranks.
+        """
         state = self.states[buffer]
         assert state.alloc is not None and state.host_copy is not None
         node = self._add(NodeKind.RELOAD, buffer, extent=state.extent)
         self._edge(state.alloc, node, EdgeKind.ALLOC)
         self._edge(state.host_copy, node, EdgeKind.STORE_RELOAD)
         state.slot_users.append(node)
+        if self._graph.num_parts(self._graph.buffers[buffer]) > 1:
+            part, node = node, self._add(NodeKind.COLLECT, buffer, extent=state.extent)
+            self._edge(part, node, EdgeKind.DATA)
         state.holder, state.readers = node, []
         return node
 

@@ -80,12 +80,12 @@ class Planned:
 
     @property
     def lower_bound_bytes(self) -> int:
-        """Bytes that a pass reloads at least, whatever the plan, with these settings and budget.
+        """Bytes that a rank reloads at least, whatever the plan, with these settings and budget.
 
         It holds for one batch at a time, with tasks in program order. The rows of a KV cache in
         host memory differ in each pass, so none of them is kept.
         """
-        return self._bound.nbytes
+        return self._bound.nbytes // self.graph.num_ranks
 
     @cached_property
     def lower_bound_ns(self) -> int:

@@ -1,6 +1,6 @@
 """Predicts the time of a memgraph: MemGraph and HardwareProfile in, Timeline out.
 
-Three lanes run side by side, each its own nodes in the order of their ids. The host issues the
+The lanes run side by side, each its own nodes in the order of their ids. The host issues the
 nodes of all lanes in that order and never waits. A node starts when the host has issued it, its
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, stored,
 alloc, drop) take no time: they are complete when the last of their predecessors is.
@@ -19,7 +19,7 @@ from dataclasses import replace
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind
+from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind, lane_of_late
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.graph.timeline import Span, Timeline
@@ -62,6 +62,7 @@ class Costs:
             Lane.COMPUTE: profile.host_op_ns,
             Lane.H2D: profile.host_copy_ns,
             Lane.D2H: profile.host_copy_ns,
+            Lane.RANKS: profile.host_op_ns,
         }
         self._memory = _Rate(profile.memory_bytes_per_s)
         self._ranks = _Rate(profile.rank_bytes_per_s) if profile.rank_bytes_per_s else None
@@ -95,9 +96,22 @@ class Costs:
     def _collective_ns(self, graph: TaskGraph, task: Task) -> int:
         """Return the time of a collective: of its steps, and of the bytes that a rank sends."""
         num_steps, nbytes = traffic_of(graph, task)
-        sent_ns = 0 if self._ranks is None else self._ranks.ns(nbytes)
         own_ns = max(self._memory.ns(task.moved_bytes), self._launch_ns)
-        return max(num_steps * self._rank_latency_ns + sent_ns, own_ns)
+        return max(self._ranks_ns(num_steps, nbytes), own_ns)
+
+    def collect_ns(self, nbytes: int, num_ranks: int) -> int:
+        """Return the time to collect the parts of a weight from the other ranks.
+
+        Args:
+            nbytes: The bytes that come from them.
+            num_ranks: The ranks that have parts.
+        """
+        return self._ranks_ns(num_ranks - 1, nbytes)
+
+    def _ranks_ns(self, num_steps: int, nbytes: int) -> int:
+        """Return the time of a transfer between ranks that sends some bytes in some steps."""
+        sent_ns = 0 if self._ranks is None else self._ranks.ns(nbytes)
+        return num_steps * self._rank_latency_ns + sent_ns
 
     def copy_ns(self, lane: Lane, nbytes: int, num_copies: int = 1) -> int:
         """Return the time of a copy on its link, or of several that one node makes."""
@@ -169,10 +183,12 @@ def simulate(
     costs = Costs(profile)
     work = _work(memgraph, costs, _resident(memgraph, entry_missing), begin_ns)
     copied = {Lane.H2D: 0, Lane.D2H: 0}
-    compute_ns = num_copies = extents_bytes = 0
+    compute_ns = collect_ns = num_copies = extents_bytes = 0
     for node, each in zip(memgraph.nodes, work, strict=True):
         if each.lane is Lane.COMPUTE:
             compute_ns += each.took_ns
+        elif each.lane is Lane.RANKS:
+            collect_ns += each.took_ns
         elif each.lane is not None:
             copied[each.lane] += memgraph.bytes_at(node)
             extents_bytes += 0 if node.extent is None else node.extent.nbytes
@@ -190,7 +206,9 @@ def simulate(
         if w.lane is not None
     ]
     links_ns = (costs.links[lane].ns(n) for lane, n in copied.items())
-    return _timeline(memgraph, spans, complete, lower_bound_ns=max(compute_ns, *links_ns))
+    return _timeline(
+        memgraph, spans, complete, lower_bound_ns=max(compute_ns, collect_ns, *links_ns)
+    )
 
 
 def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: int) -> list[Work]:
@@ -200,7 +218,7 @@ def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: 
     fresh: set[int | None] = set()  # reloaded since the last task that used it
     for node in memgraph.nodes:
         loads_late = node.kind is NodeKind.RESIDENT and node.buffer in missing
-        lane = Lane.H2D if loads_late else LANE_OF.get(node.kind)
+        lane = lane_of_late(memgraph, node) if loads_late else LANE_OF.get(node.kind)
         if lane is Lane.H2D:
             fresh.add(node.buffer)
         if lane is None:
@@ -211,12 +229,24 @@ def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: 
             task = graph.tasks[node.task]
             took, num_calls = costs.task_ns(graph, task, fresh), 1
             fresh.difference_update(task.reads)
+        elif lane is Lane.RANKS:
+            took, num_calls = _collect_ns(memgraph, costs, node, loads_late=loads_late), 1
         else:
             num_calls = memgraph.copies_at(node)
             took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)
         issued_ns += costs.host_ns[lane] * num_calls
         found.append(Work(lane, took, issued_ns))
     return found
+
+
+def _collect_ns(memgraph: MemGraph, costs: Costs, node: Node, *, loads_late: bool) -> int:
+    """Return the time of a collect; one that loads late also copies this rank's part."""
+    assert node.buffer is not None
+    buffer = memgraph.graph.buffers[node.buffer]
+    num_ranks = memgraph.graph.num_parts(buffer)
+    part_bytes = buffer.nbytes // num_ranks
+    copy_ns = costs.copy_ns(Lane.H2D, part_bytes) if loads_late else 0
+    return copy_ns + costs.collect_ns(buffer.nbytes - part_bytes, num_ranks)
 
 
 def _in_order(
@@ -288,7 +318,7 @@ def _timeline(
         spans=tuple(spans),
         total_ns=max(ends.values()),
         compute_ns=busy[Lane.COMPUTE],
-        transfer_ns=max(busy[Lane.H2D], busy[Lane.D2H]),
+        transfer_ns=max(busy[Lane.H2D], busy[Lane.D2H], busy[Lane.RANKS]),
         stall_ns=ends[Lane.COMPUTE] - busy[Lane.COMPUTE],
         peak_bytes=_peak_bytes(memgraph, complete),
         lower_bound_ns=lower_bound_ns,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Lane
@@ -24,6 +25,8 @@ def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int)
         arena_bytes: Size of the arena.
     """
     graph, tasks_ns = bound.graph, alone_ns(bound.graph, profile)
+    # Each rank reloads its part of a weight over a link of its own.
+    profile = replace(profile, h2d_bytes_per_s=profile.h2d_bytes_per_s * graph.num_ranks)
     written = {b for task in graph.tasks if task.op == TO_HOST for b in task.writes}
     written_bytes = sum(graph.buffers[b].nbytes for b in written)
     return max(

@@ -28,7 +28,10 @@ def chrome_trace(
     for process, (title, timeline) in enumerate(timelines.items(), start=1):
         events.append(_metadata("process_name", process, 0, name=title))
         events.append(_metadata("process_sort_index", process, 0, sort_index=process))
+        used = {span.lane for span in timeline.spans}
         for lane, thread in _THREADS.items():
+            if lane is Lane.RANKS and lane not in used:
+                continue  # one rank has no others
             events.append(_metadata("thread_name", process, thread, name=lane.value))
             events.append(_metadata("thread_sort_index", process, thread, sort_index=thread))
         events.extend(

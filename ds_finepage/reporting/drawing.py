@@ -49,9 +49,14 @@ KIND_COLOURS = {
     MemoryKind.WORKSPACE: PURPLE,
     MemoryKind.OTHER: GREY,
 }
-LANE_COLOURS = {Lane.COMPUTE: GREEN, Lane.H2D: BLUE, Lane.D2H: PURPLE}
-LANES = tuple(reversed(Lane))  # from below
-LANE_LABELS = {Lane.COMPUTE: "compute", Lane.H2D: "to the device", Lane.D2H: "to the host"}
+LANE_COLOURS = {Lane.COMPUTE: GREEN, Lane.H2D: BLUE, Lane.D2H: PURPLE, Lane.RANKS: ORANGE}
+LANES = (Lane.D2H, Lane.H2D, Lane.COMPUTE)  # from below; that between ranks is above them
+LANE_LABELS = {
+    Lane.COMPUTE: "compute",
+    Lane.H2D: "to the device",
+    Lane.D2H: "to the host",
+    Lane.RANKS: "between ranks",
+}
 LINES = (VERMILION, BLUE, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
 MARKERS = "osD^vP*X"
 STALL_COLOUR = "#F7D9C8"
@@ -169,14 +174,16 @@ def draw_lanes(
     for axes, (label, timeline, begin) in zip(all_axes, rows, strict=True):
         waits = f"{format_ns(timeline.total_ns)}, waits {_share(timeline.stall_ns, timeline)}"
         _caption(axes, f"{label}: {waits}" if width_ns is None else label)
-        for row, lane in enumerate(LANES):
+        between = any(s.lane is Lane.RANKS for s in timeline.spans)
+        lanes = (*LANES, Lane.RANKS) if between else LANES
+        for row, lane in enumerate(lanes):
             spans = [(s.start_ns, s.end_ns) for s in timeline.spans if s.lane is lane]
             _bars(axes, row, _within(spans, begin, width), unit, color=LANE_COLOURS[lane])
         waiting = _within(stalls(timeline), begin, width)
         _bars(axes, LANES.index(Lane.COMPUTE), waiting, unit, color=STALL_COLOUR)
         axes.axvline((timeline.total_ns - begin) / unit, color=INK, linewidth=1)
-        axes.set_yticks(range(len(LANES)), [LANE_LABELS[lane] for lane in LANES])
-        axes.set_ylim(-0.6, len(LANES) - 0.4)
+        axes.set_yticks(range(len(lanes)), [LANE_LABELS[lane] for lane in lanes])
+        axes.set_ylim(-0.6, len(lanes) - 0.4)
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, width / unit * 1.005)
         axes.grid(axis="y", visible=False)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from ds_finepage.checker.checker import check
 from ds_finepage.execution.executor import OpHook
+from ds_finepage.graph.parts import on_device
+from ds_finepage.planning.pipeline import Planned
 from ds_finepage.runtime.device_memory import Memory
+from ds_finepage.runtime.parted_ranks import shape_of
 from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import BoundPass, Pass
-from ds_finepage.runtime.plan_cache import plan_pass
+from ds_finepage.runtime.plan_cache import alternating_plan, plan_pass
+from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
 
@@ -23,7 +29,12 @@ class Binder:
     """
 
     def __init__(
-        self, table: PassTable, memory: Memory, counters: Counters, hooks: Sequence[OpHook]
+        self,
+        table: PassTable,
+        memory: Memory,
+        counters: Counters,
+        hooks: Sequence[OpHook],
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """Start without a pass.
 
@@ -32,7 +43,9 @@ class Binder:
             memory: The device memory.
             counters: Counts plans.
             hooks: The user's op hooks, read again in every run.
+            ranks: The ranks, which may have to run one plan.
         """
+        self._ranks = ranks
         self._table = table
         self._memory = memory
         self._counters = counters
@@ -73,10 +86,10 @@ class Binder:
         if found.executor is not None:
             return found.executor
         while True:
-            arena_bytes = self._arena_bytes(found, settings)
+            arena_bytes = -self._ranks.most("arena", -self._arena_bytes(found, settings))
             if found.memgraph is not None and found.memgraph.arena_bytes == arena_bytes:
                 break
-            planned = plan_pass(found, arena_bytes, settings, self._counters)
+            planned = self._plan(found, arena_bytes, settings)
             found.set_plan(planned)
             if planned.memgraph.graph is not found.graph:
                 # The plan rewrote tasks; it is dropped where one needs more room.
@@ -85,6 +98,19 @@ class Binder:
                     found.set_costs(measured)
         in_place = self._table.maker.meter.in_place(found.memgraph.graph)
         return self._memory.bind(found, in_place, self._hooks)
+
+    def _plan(self, found: Pass, arena_bytes: int, settings: RunSettings) -> Planned:
+        """Plan a pass; where the ranks collect weights, take the plan of rank 0."""
+        if not self._ranks.collects_weights:
+            return plan_pass(found, arena_bytes, settings, self._counters)
+        alternating_plan(found, arena_bytes)
+        memgraph = self._ranks.shared(
+            f"plan of {shape_of(found.graph)} in {arena_bytes} bytes",
+            lambda: plan_pass(found, arena_bytes, settings, self._counters).memgraph,
+        )
+        is_rewritten = shape_of(memgraph.graph) != shape_of(found.graph)
+        graph = on_device(memgraph.graph, str(settings.device)) if is_rewritten else found.graph
+        return Planned(found.graph, check(replace(memgraph, graph=graph)), settings.planning)
 
     def _arena_bytes(self, found: Pass, settings: RunSettings) -> int:
         """Return the size of the arena that a pass runs in.

@@ -77,8 +77,7 @@ class CallTaker:
         self._graphs: dict[Any, DynamoGraph] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
         self._rehearser = Rehearser(module, weights, runner)
-        self.generation: Callable[[CacheUse], AbstractContextManager[None]]
-        self.generation = runner.kv_offload.generation
+        self.generation: Callable[[CacheUse], AbstractContextManager[None]] = runner.generation
         self.refused_generation = self._rehearser.refused_generation
         self._preflight = Preflight(module)
         self._attachment = Attachment(module, weights, self, runner.settings.device)
@@ -108,10 +107,13 @@ class CallTaker:
             self._first_graph_run = self.num_graph_runs + 1
             self.running.begin()
             try:
-                with self._around_call():
+                with self._around_call(), self._weights.in_form():
                     return self._run(CapturedCall(compiled, module, args, kwargs))
             finally:
                 self.running.end()
+                if self._runner.ranks.take_difference() and self.shares_steps:
+                    self._forget_passes()  # each rank may have captured something else
+                    torch.compiler.reset()
                 self._release(self._buffers.replaced() + self._weights.written_buffers())
 
     def is_weight(self, value: Any) -> bool:
@@ -176,6 +178,7 @@ class CallTaker:
         """
         if self._rehearser.current is not None:
             raise RehearsalError("a module is called outside any graph")
+        self._weights.require_whole("a module that is called outside any graph")
         self._runner.counters.num_unplanned_modules += 1
         if module not in self._unplanned_modules:
             self._unplanned_modules.append(module)
@@ -186,6 +189,11 @@ class CallTaker:
         self._runner.memory.to_released()
 
     # Generations.
+
+    @property
+    def shares_steps(self) -> bool:
+        """True where a step of a generation needs all ranks, until the last of them is done."""
+        return self._runner.ranks.collects_weights
 
     def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a generation that would run out of memory, before its first token.

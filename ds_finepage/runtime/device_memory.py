@@ -134,7 +134,7 @@ class DeviceMemory:
             return 0
         self._free_arena()
         self._weights.load_all()
-        return self._weights.nbytes
+        return self._weights.host_bytes
 
     def _free_arena(self) -> None:
         if self._arena is None:
@@ -181,6 +181,7 @@ class DeviceMemory:
             in_place=in_place,
             poison=self._debug.poison_vacated,
             hooks=hooks,
+            parts=self._weights.parts,
         )
         found.bind(executor)
         self._bound[id(found)] = found
@@ -197,6 +198,8 @@ class DeviceMemory:
         changed = set(names)
         for key in [k for k in self.residents if name_of_key(k) in changed]:
             del self.residents[key]
+        if names and self._weights.on_device and self._weights.parts is not None:
+            self.to_released()  # the ranks bring them in together, before the next pass
         self._weights.reload(names)
 
     def use(self, settings: RunSettings) -> None:

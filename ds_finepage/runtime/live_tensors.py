@@ -16,6 +16,7 @@ import torch
 from ds_finepage._compat.torch import StorageWeakRef
 from ds_finepage.planning.budget import selected_bytes
 from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 
 
 class LiveTensors:
@@ -47,6 +48,7 @@ class LiveTensors:
         budget_bytes: int,
         *,
         is_reordered: bool = False,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """Let a pass leave room for live tensors that are no arguments of its call.
 
@@ -55,6 +57,7 @@ class LiveTensors:
             args: The arguments of its call.
             budget_bytes: The limit on all device bytes.
             is_reordered: Whether the sequences of its KV cache get another order after it.
+            ranks: The ranks, which leave the same room.
         """
         before, self._last = self._last, (found, is_reordered)
         # A pass that repeats mostly finds that its own earlier results are gone.
@@ -68,7 +71,7 @@ class LiveTensors:
         if not found.has_room(live_bytes, budget_bytes):
             gc.collect()  # tensors in dead cycles are still there
             live_bytes = self.bytes_beside(inputs) + copied_bytes
-        found.leave_room(live_bytes, budget_bytes)
+        found.leave_room(ranks.most("room for live tensors", live_bytes), budget_bytes)
 
     def bytes_beside(self, inputs: Iterable[torch.Tensor]) -> int:
         """Add up the bytes of live tensors that are no inputs of the next pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ds_finepage.capture.layouts import StridesOf
 from ds_finepage.execution.layouts import LayoutProbe
@@ -12,7 +13,9 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.pipeline import Needs, needs_of
 from ds_finepage.planning.policies import unpacking_that_fits
+from ds_finepage.runtime.parted_ranks import shape_of
 from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.units import align_up
 
@@ -32,7 +35,13 @@ class PassMaker:
     """
 
     def __init__(
-        self, meter: OpMeter, *, model_bytes: int, free_device: Callable[[], None]
+        self,
+        meter: OpMeter,
+        *,
+        model_bytes: int,
+        free_device: Callable[[], None],
+        prepare: Callable[[TaskGraph], TaskGraph] = lambda graph: graph,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """Start without a pass.
 
@@ -40,7 +49,10 @@ class PassMaker:
             meter: What ops take on this device.
             model_bytes: Bytes of the whole model on the device.
             free_device: Frees the device memory that is ours, before something is measured there.
+            prepare: Makes a captured taskgraph ready for the way in which its masters lie.
+            ranks: The ranks, which plan with the same costs.
         """
+        self._prepare, self._ranks = prepare, ranks
         self.meter = meter
         self.model_bytes = model_bytes
         self.most_resident_bytes = 0
@@ -88,6 +100,7 @@ class PassMaker:
             PlanInfeasibleError: Some task needs more than the budget, and plans cannot cut it.
         """
         planning = settings.planning
+        graph = self._prepare(graph)
         graph = unpacking_that_fits(graph, policy=planning.policy, split=planning.split)
         graph = self.measured(graph, settings)
         needs = self._needs(graph, settings)
@@ -109,6 +122,20 @@ class PassMaker:
             graph: The taskgraph.
             settings: The settings of now.
         """
+        measured = self._measured(graph, settings)
+        if not self._ranks.collects_weights:
+            return measured
+        costs = self._ranks.shared(
+            f"costs of {shape_of(graph)}",
+            lambda: [(task.time_ns, task.workspace_bytes) for task in measured.tasks],
+        )
+        tasks = zip(measured.tasks, costs, strict=True)
+        return replace(
+            measured,
+            tasks=tuple(replace(t, time_ns=ns, workspace_bytes=n) for t, (ns, n) in tasks),
+        )
+
+    def _measured(self, graph: TaskGraph, settings: RunSettings) -> TaskGraph:
         non_arena = non_arena_bytes(graph, settings.planning.alignment) + self.meter.library_bytes
         outputs = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.OUTPUT)
         # Outputs do not exist yet while the ops are measured.
@@ -121,7 +148,7 @@ class PassMaker:
 
     def _needs(self, graph: TaskGraph, settings: RunSettings) -> Needs:
         return needs_of(
-            graph,
+            self._prepare(graph),
             alignment=settings.planning.alignment,
             cuts_weights=settings.planning.cuts_weights,
             library_bytes=self.meter.library_bytes,

@@ -11,6 +11,7 @@ from ds_finepage.checker.checker import check
 from ds_finepage.errors import ConfigError, InvalidPlanError
 from ds_finepage.files import write_file
 from ds_finepage.graph.codec import dumps, fingerprint, load_memgraph
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.finepage.stacking import residents_of
 from ds_finepage.planning.pipeline import Planned, graph_to_plan, plan_checked
 from ds_finepage.runtime.passes import Pass
@@ -43,6 +44,20 @@ def plan_folder(plan_dir: str) -> Path:
     return folder
 
 
+def alternating_plan(found: Pass, arena_bytes: int) -> MemGraph | None:
+    """Return the plan of the pass that a pass alternates with; forget one in another arena.
+
+    Args:
+        found: The pass.
+        arena_bytes: Size of its arena.
+    """
+    theirs = None if found.alternating is None else found.alternating.memgraph
+    if theirs is not None and theirs.arena_bytes == arena_bytes:
+        return theirs
+    found.forget_alternating()  # its next plan may differ
+    return None
+
+
 def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Counters) -> Planned:
     """Plan a pass, or read its plan from the folder; either is checked.
 
@@ -57,10 +72,7 @@ def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Co
         InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
     planning = settings.planning
-    theirs = None if found.alternating is None else found.alternating.memgraph
-    if theirs is None or theirs.arena_bytes != arena_bytes:
-        found.forget_alternating()  # its next plan may differ
-        theirs = None
+    theirs = alternating_plan(found, arena_bytes)
     residents = () if theirs is None else residents_of(theirs)
     graph = graph_to_plan(found.graph, arena_bytes, planning)
     path = None

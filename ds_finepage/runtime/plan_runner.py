@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ import torch
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.device import DeviceMemoryError
-from ds_finepage.execution.executor import Executor, OpHook, PassCounters
+from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
+from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.captured_call import CapturedCall
@@ -24,7 +27,7 @@ from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.observing import Observer
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
-from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.passes import BoundPass, Pass
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters, Stats
@@ -82,10 +85,16 @@ class PlanRunner:
             make_room=self._make_room,
             note_live=self.live.note_more,
         )
-        maker = PassMaker(meter, model_bytes=weights.block_bytes, free_device=memory.to_released)
+        maker = PassMaker(
+            meter,
+            model_bytes=weights.block_bytes,
+            free_device=memory.to_released,
+            prepare=weights.parted,
+            ranks=ranks,
+        )
         self.table = PassTable(maker, self.counters, on_unplanned or self.warn_unplanned)
         self._weights = weights
-        self.binder = Binder(self.table, memory, self.counters, self.hooks)
+        self.binder = Binder(self.table, memory, self.counters, self.hooks, ranks)
         self.observer = Observer(settings.device)
         self.ranks = ranks
         self._last: Pass | None = None  # that ran on the arena
@@ -145,6 +154,21 @@ class PlanRunner:
         """
         return self.kv_offload.call(call, may_move=self.settings.moves_kv_caches)
 
+    def generation(self, use: CacheUse) -> AbstractContextManager[None]:
+        """Return the context of a generation.
+
+        Args:
+            use: How it uses its KV cache. Ranks that run the same steps give it the same room.
+
+        Raises:
+            RankError: Another rank does not generate, or fails.
+        """
+        if self.ranks.collects_weights:
+            with self.ranks.together():
+                longest = self.ranks.most("a generation", use.longest or 0)
+            use = replace(use, longest=longest or None)
+        return self.kv_offload.generation(use)
+
     def _make_room(self, rooms: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
         """Make room for a KV cache that moves to other tensors; the arena makes way.
 
@@ -193,7 +217,7 @@ class PlanRunner:
             RankError: Another rank fails, or is about to run something else.
         """
         try:
-            with self.ranks.together():
+            with self.ranks.together(args):
                 return self._run(graph, args)
         except torch.OutOfMemoryError as error:
             where, budget_bytes = self.settings.device, self.settings.budget_bytes
@@ -204,8 +228,11 @@ class PlanRunner:
         refusal: PlanInfeasibleError | None = None
         for found in self.table.candidates(graph, args, settings):
             is_reordered = self.kv_offload.use.is_reordered
-            self.live.reserve(found, args, settings.budget_bytes, is_reordered=is_reordered)
+            self.live.reserve(
+                found, args, settings.budget_bytes, is_reordered=is_reordered, ranks=self.ranks
+            )
             if found is None:
+                self._weights.require_whole("a graph")
                 self.counters.num_unplanned_graphs += 1
                 memory.to_released()
                 self.ranks.agree(None, args)
@@ -214,6 +241,7 @@ class PlanRunner:
             if self._keeps_weights and found.may_be_resident(most, settings.budget_bytes):
                 if memory.state is not DeviceState.RESIDENT:
                     self.binder.bind(found, settings)  # its plan gives the figures of the pass
+                    self.ranks.most("all weights on the device", 1)
                 entry_bytes = memory.to_resident()
                 self.ranks.agree(found.collectives, args)
                 on_device = self._weights.on_device
@@ -232,7 +260,7 @@ class PlanRunner:
                     continue  # smaller sizes may still have room
                 if executor is None:
                     continue
-                self.ranks.agree(found.collectives, args)
+                self.ranks.agree(_collectives(found, executor, memory.residents), args)
                 if isinstance(executor, Executor):  # a rehearsal runs nothing
                     self.observer.before_run(found, executor)
                 result = executor.run(args, graph.host_outputs(args), memory.residents)
@@ -256,3 +284,10 @@ class PlanRunner:
             and not self.hooks
             and not self.settings.shows_ops
         )
+
+
+def _collectives(found: Pass, executor: BoundPass, residents: Residents) -> str:
+    """Return what stands for the collectives of a pass: those of its tasks, and its collects."""
+    if found.graph.parted and isinstance(executor, Executor):
+        return f"{found.collectives} {executor.collects(residents)}"
+    return found.collectives

@@ -12,22 +12,28 @@ closes its connections, so that they fail too. No rank can run another pass afte
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
 from ds_finepage.graph.hardware import HardwareProfile
 
+T = TypeVar("T")
+
 READY, NO_ROOM, FAILED = range(3)
 """What a rank says of a pass: it can run it, it has no room for it, or it fails otherwise."""
 
 UNPLANNED = "not planned"
 """Stands for the collectives of a pass that runs without a plan."""
+
+NUM_SHAPES = 4
+"""Inputs whose sizes an error names."""
 
 LINK_BYTES = 4 << 20
 """The tensor that the link between ranks is measured with."""
@@ -48,6 +54,9 @@ class Channel(Protocol):
     def post(self, text: str) -> None:
         """Leave an error of this rank for the others."""
 
+    def share(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+
     def posted(self) -> dict[int, str]:
         """Return the errors that other ranks have left."""
 
@@ -63,13 +72,19 @@ class Ranks:
 
     Attributes:
         has_whole_model: The model's config tells the sizes of what this rank runs.
+        collects_weights: The ranks hold each weight together, so all of them run one plan.
     """
 
     has_whole_model = True
+    collects_weights = False
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Hold while a pass is found, planned and run."""
+    def together(self, args: Sequence[Any] = ()) -> Iterator[None]:
+        """Hold while a pass is found, planned and run.
+
+        Args:
+            args: The arguments of the call, for errors.
+        """
         yield
 
     def agree(self, collectives: str | None, args: Sequence[Any]) -> None:
@@ -83,6 +98,35 @@ class Ranks:
             RankError: They are not, or another rank fails before the pass.
             PlanInfeasibleError: Another rank has no room for the pass.
         """
+
+    def shared(self, what: str, make: Callable[[], T]) -> T:
+        """Return what every rank is to use: what each has made, where they need not have the same.
+
+        Args:
+            what: What it is, and what it depends on; the same on all ranks.
+            make: Makes it.
+
+        Raises:
+            PlanInfeasibleError: There is no room.
+            RankError: Another rank needs something else, or fails.
+        """
+        return make()
+
+    def most(self, what: str, number: int) -> int:
+        """Return the largest number of all ranks that have to use the same one.
+
+        Args:
+            what: What it is; the same on all ranks.
+            number: That of this rank.
+
+        Raises:
+            RankError: Another rank needs something else, or fails.
+        """
+        return number
+
+    def take_difference(self) -> bool:
+        """Tell whether the ranks were about to do different things since the last time."""
+        return False
 
     def of_all(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return some numbers of this rank and of all others, by rank.
@@ -109,6 +153,10 @@ class RankGroup(Ranks):
     """One rank of several; see [Note: in step]."""
 
     has_whole_model = False
+    _advice = (
+        "With tensor parallelism every rank must get the same prompts, and draw the same tokens: "
+        "give all of them the same inputs and the same seed."
+    )
 
     def __init__(self, channel: Channel) -> None:
         """Stand for this end of a channel."""
@@ -116,10 +164,12 @@ class RankGroup(Ranks):
         self._is_compared = False  # all ranks know whether they run the pass
         self._is_running = False  # from before the comparison, if that ends well
         self._left: str | None = None
+        self._shapes = ""  # of the arguments of the call
+        self._has_differed = False
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Hold while a pass is found, planned and run.
+    def together(self, args: Sequence[Any] = ()) -> Iterator[None]:
+        """Hold while a pass is found, planned and run; :class:`Ranks` describes it.
 
         Raises:
             RankError: An earlier pass failed in the middle, or another rank fails in this one.
@@ -127,6 +177,7 @@ class RankGroup(Ranks):
         if self._left is not None:
             raise RankError(f"{self._left} Start all ranks again.")
         self._is_compared = self._is_running = False
+        self._shapes = shapes_of(args)
         try:
             yield
         except RankError as error:
@@ -142,14 +193,18 @@ class RankGroup(Ranks):
 
     def agree(self, collectives: str | None, args: Sequence[Any]) -> None:
         """Compare the pass with those of the other ranks; :class:`Ranks` describes it."""
-        facts = {"collectives": collectives or UNPLANNED, "integer inputs": _digest(args)}
+        self._is_running = True
+        self._compare({"collectives": collectives or UNPLANNED, "integer inputs": _digest(args)})
+
+    def _compare(self, facts: dict[str, str]) -> None:
+        """Go on when all ranks have the same facts; else none of them runs the pass."""
         text = json.dumps(facts)
         number = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
-        self._is_running = True
         rows = self._channel.gather((READY, number))
         if all(row == [READY, number] for row in rows):
             return
-        texts = self._channel.gather_texts(text)
+        self._has_differed = True
+        texts = self._channel.gather_texts(json.dumps({"shapes of inputs": self._shapes, **facts}))
         self._is_compared, self._is_running = True, False
         failed = {rank: texts[rank] for rank, row in enumerate(rows) if row[0] != READY}
         if failed:
@@ -157,16 +212,20 @@ class RankGroup(Ranks):
             error = RankError if has_room else PlanInfeasibleError
             raise error(f"{_of_ranks(failed)} No rank has run this pass.")
         raise RankError(
-            f"{differences(list(map(json.loads, texts)))} No rank has run this pass. With tensor "
-            f"parallelism every rank must get the same prompts, and draw the same tokens: give all "
-            f"of them the same inputs and the same seed."
+            f"{differences(list(map(json.loads, texts)))} No rank has run this pass. {self._advice}"
         )
+
+    def take_difference(self) -> bool:
+        """Tell whether the ranks differed; :class:`Ranks` describes it."""
+        found, self._has_differed = self._has_differed, False
+        return found
 
     def _refuse(self, error: Exception) -> None:
         """Let the other ranks know that this one cannot run the pass."""
         status = NO_ROOM if isinstance(error, PlanInfeasibleError) else FAILED
         try:
-            self._channel.gather((status, 0))
+            rows = self._channel.gather((status, 0))
+            self._has_differed = any(row[0] == READY for row in rows)
             self._channel.gather_texts(_text(error))
         except RankError as lost:
             self._leave(lost)
@@ -196,6 +255,17 @@ class RankGroup(Ranks):
         common_bytes = min(row[0] for row in self._channel.gather((scratch_bytes,)))
         rate, latency_ns = self._channel.measure_link(where, min(LINK_BYTES, common_bytes))
         return replace(profile, rank_bytes_per_s=rate, rank_latency_ns=latency_ns)
+
+
+def shapes_of(args: Sequence[Any]) -> str:
+    """Return the sizes of the first tensors of a call that are no weights, in words.
+
+    Args:
+        args: The arguments of the call.
+    """
+    tensors = (a for a in args if isinstance(a, torch.Tensor))
+    given = (t for t in tensors if not isinstance(t, torch.nn.Parameter))
+    return ", ".join("x".join(map(str, t.shape)) for t in itertools.islice(given, NUM_SHAPES))
 
 
 def differences(facts: Sequence[dict[str, Any]]) -> str:

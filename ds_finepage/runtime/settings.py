@@ -24,6 +24,7 @@ class RunSettings:
         budget_bytes: The limit on all device bytes, from the section's budget.
         profile: Rates of the device and of its link.
         plan_dir: Folder that keeps plans; None keeps none.
+        may_cut: Plans may cut weights, if they are to. Weights in parts on several ranks are whole.
     """
 
     config: FinepageConfig
@@ -31,6 +32,7 @@ class RunSettings:
     budget_bytes: int
     profile: HardwareProfile
     plan_dir: Path | None = None
+    may_cut: bool = True
 
     @property
     def debug(self) -> DebugConfig:
@@ -62,7 +64,7 @@ class RunSettings:
         """The part that the planner needs. Plans are made for the rates of the machine alone."""
         return PlanSettings(
             policy=self.config.policy,
-            split=self.config.split and POLICIES[self.config.policy].can_split,
+            split=self.may_cut and self.config.split and POLICIES[self.config.policy].can_split,
             alignment=device_of(self.device).alignment,
             profile=self.profile.without_details(),
         )

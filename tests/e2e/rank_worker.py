@@ -124,7 +124,6 @@ def refused_setups() -> dict[str, str]:
     budget = "70%weights" if RANK == 0 else "60%weights"
     asked: dict[str, tuple[Any, Any]] = {
         "other budgets": (llama, ds_config(device_budget=budget)),
-        "no tensor parallelism": (llama, ds_config(size=1)),
         "more than there are": (llama, ds_config(size=3)),
         "cannot be cut": (MAKERS["gpt2"](), ds_config()),
     }

@@ -130,7 +130,6 @@ def test_two_nodes_with_a_rank_each_run_by_plan(
 SETUPS = {
     "other budgets": "RankError: The ranks differ in finepage.device_budget: rank 0 has "
     "'70%weights', rank 1 has '60%weights'.",
-    "no tensor parallelism": "there are 2, and tensor_parallel.autotp_size is 1. Set it to 2",
     "more than there are": "there are 2, and tensor_parallel.autotp_size is 3. Set it to 2",
     "cannot be cut": "AutoTP cannot cut GPT2LMHeadModel over the ranks: ",
 }

@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutant
 
 SEAM = "unit/integrations/test_seam.py"
 RANKS = "unit/runtime/test_ranks.py"
+PARTS = "unit/execution/test_parts.py"
 SHARDS = "unit/capture/test_shards.py"
 LOADING = "integration/test_shard_loading.py"
 DEFERRED = "unit/integrations/test_deferred.py"
@@ -65,9 +66,93 @@ OF_RANKS = (
     mutant(
         "a-part-of-the-ranks-may-share-a-model",
         "integrations/deepspeed/seam.py",
-        "num_ranks > 1 and size != num_ranks",
-        "num_ranks > 1 and size == 1",
+        "if size not in (1, num_ranks):",
+        "if False:",
         SEAM,
+    ),
+    mutant(
+        "partitions-may-lie-on-a-part-of-the-ranks",
+        "integrations/deepspeed/seam.py",
+        "if num_ranks > 1 and zero.get(name, 1) > 1:",
+        "if False:",
+        SEAM,
+    ),
+    mutant(
+        "a-part-is-used-as-if-it-were-the-whole-weight",
+        "checker/walk.py",
+        "            contents = UNDEFINED  # the other ranks have the rest\n",
+        "",
+        "unit/checker/test_faults.py",
+    ),
+    mutant(
+        "a-part-is-never-collected",
+        "planning/builder.py",
+        "if self._graph.num_parts(self._graph.buffers[buffer]) > 1:",
+        "if False:",
+        "unit/planning/test_rank_link.py",
+    ),
+    mutant(
+        "every-rank-reloads-whole-weights",
+        "graph/memgraph.py",
+        "            nbytes = part_bytes\n",
+        "            pass\n",
+        "unit/planning/test_rank_link.py",
+    ),
+    mutant(
+        "a-late-weight-keeps-the-parts-of-the-others-as-they-were",
+        "execution/bound_plan.py",
+        "            collect()\n",
+        "            pass\n",
+        PARTS,
+    ),
+    mutant(
+        "a-weight-in-parts-is-copied-to-the-device-without-the-others",
+        "execution/masters.py",
+        "            self.parts.collect(target)",
+        "            pass",
+        PARTS,
+    ),
+    mutant(
+        "a-missing-weight-is-not-among-the-collects",
+        "graph/collectives.py",
+        "and node.buffer in missing",
+        "and False",
+        PARTS,
+    ),
+    mutant(
+        "a-gathered-parameter-is-taken-for-a-part",
+        "execution/stores.py",
+        "            _refuse_whole(shown.weight)",
+        "            pass",
+        PARTS,
+    ),
+    mutant(
+        "a-graph-without-a-plan-runs-on-a-part",
+        "runtime/plan_runner.py",
+        'self._weights.require_whole("a graph")',
+        "pass",
+        "unit/runtime/test_plan_runner.py",
+    ),
+    mutant(
+        "ranks-at-different-steps-go-on",
+        "runtime/parted_ranks.py",
+        "        self._compare({NEXT_STEP: what})\n        made",
+        "        made",
+        "unit/runtime/test_parted_ranks.py",
+    ),
+    mutant(
+        "a-rank-that-stops-early-stalls-the-others",
+        "integrations/transformers/preflight.py",
+        'if self._watcher.shares_steps and kwargs.get("synced_gpus") is None:',
+        "if False:",
+        "unit/integrations/test_preflight.py",
+    ),
+    mutant(
+        "ranks-give-a-generation-rooms-of-different-sizes",
+        "runtime/plan_runner.py",
+        "use = replace(use, longest=longest or None)",
+        "pass",
+        "unit/runtime/test_plan_runner.py",
     ),
     mutant(
         "a-refused-setup-is-kept-from-the-others",

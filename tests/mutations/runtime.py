@@ -60,8 +60,8 @@ RUNTIME = (
     mutant(
         "an-alternating-pass-with-another-arena-counts",
         "runtime/plan_cache.py",
-        "if theirs is None or theirs.arena_bytes != arena_bytes:",
-        "if theirs is None:",
+        "if theirs is not None and theirs.arena_bytes == arena_bytes:",
+        "if theirs is not None:",
         PLANS,
     ),
     mutant(

@@ -25,8 +25,9 @@ from ds_finepage.api import attach
 from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.watch import data_of, set_data
-from ds_finepage.integrations.deepspeed.ranks import ranks_of_model
+from ds_finepage.integrations.deepspeed.ranks import parts_of, ranks_of_model
 from ds_finepage.runtime.handle import Handle
 
 
@@ -63,7 +64,7 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             device=get_accelerator().current_device_name(),
             take=weights_of_zero,
             around_call=_plain_linear,
-            ranks=ranks_of_model(),
+            ranks=ranks_of_model(self.module),
         )
 
     def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
@@ -139,7 +140,7 @@ def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
 
 
 def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> list[HostWeight]:
-    """Use ZeRO's own partitions as masters: on one rank each holds the whole parameter.
+    """Use ZeRO's own partitions as masters: each is the whole parameter, or this rank's part of it.
 
     A buffer, and a parameter that came later without ZeRO, get a master as in a plain module.
 
@@ -161,6 +162,9 @@ def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> 
 
 def _partition_weight(name: str, parameter: Any) -> HostWeight:
     shape = tuple(parameter.ds_shape)
+    parts = parts_of(parameter)
+    if parts is not None:
+        return _part_weight(name, parameter, parts)
     partition = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel)
     partitioned = data_of(parameter)
 
@@ -180,4 +184,24 @@ def _partition_weight(name: str, parameter: Any) -> HostWeight:
         partition.dtype,
         restore,
         gathered=lambda: parameter.ds_status is ZeroParamStatus.AVAILABLE,
+    )
+
+
+def _part_weight(name: str, parameter: Any, parts: RankParts) -> HostWeight:
+    """Use ZeRO's partition as this rank's part; the parameter stays as ZeRO has it."""
+    shape, partitioned = tuple(parameter.ds_shape), data_of(parameter)
+
+    def restore(weight: HostWeight) -> None:
+        set_data(parameter, partitioned)
+
+    return HostWeight(
+        name,
+        parameter,
+        byte_view(parameter.ds_tensor.data),
+        shape,
+        torch.empty(shape, device="meta").stride(),
+        parameter.ds_tensor.dtype,
+        restore,
+        gathered=lambda: parameter.ds_status is ZeroParamStatus.AVAILABLE,
+        parts=parts,
     )

@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+import torch
+
 from ds_finepage.config import SECTION
 from ds_finepage.errors import FinepageError, RankError
+from ds_finepage.execution.parts import RankParts
+from ds_finepage.runtime.parted_ranks import PartedRanks
 from ds_finepage.runtime.ranks import ONE_RANK, RankGroup, Ranks, differences
 
 PACKAGES = ("torch", "transformers", "deepspeed", "ds_finepage")
@@ -162,8 +166,29 @@ def facts_of(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def ranks_of_model() -> Ranks:
-    """Return the ranks that a model is cut over; every rank has to call this."""
+def parts_of(parameter: Any) -> RankParts | None:
+    """Return the ranks that hold a parameter of ZeRO in parts; None where this rank has all of it.
+
+    Args:
+        parameter: A parameter that ZeRO has partitioned.
+    """
+    from deepspeed import comm
+
+    group = parameter.ds_process_group
+    num_ranks = comm.get_world_size(group=group)
+    if num_ranks == 1:
+        return None
+    return RankParts(comm.get_rank(group=group), num_ranks, group.group_name)
+
+
+def ranks_of_model(model: torch.nn.Module) -> Ranks:
+    """Return the ranks that a model is cut over, or that hold its weights together.
+
+    Every rank has to call this.
+
+    Args:
+        model: The model, which ZeRO has partitioned.
+    """
     from deepspeed import comm
 
     if not comm.is_initialized() or comm.get_world_size() == 1:
@@ -172,4 +197,8 @@ def ranks_of_model() -> Ranks:
 
     from ds_finepage.execution.rank_channel import RankChannel
 
+    zero = (parts_of(p) for p in model.parameters() if hasattr(p, "ds_tensor"))
+    parts = next((each for each in zero if each is not None), None)
+    if parts is not None:
+        return PartedRanks(RankChannel(parts.group))
     return RankGroup(RankChannel(groups.get_tensor_model_parallel_group().group_name))

@@ -206,12 +206,19 @@ def refuse_unsupported(engine: Any) -> None:
         )
     num_ranks = comm.get_world_size()
     size = (settings.get("tensor_parallel") or {}).get("autotp_size", 1)
-    if num_ranks > 1 and size != num_ranks:
+    if size not in (1, num_ranks):
         raise ConfigError(
-            f"finepage runs on several ranks by tensor parallelism over all of them; there are "
-            f"{num_ranks}, and tensor_parallel.autotp_size is {size}. Set it to {num_ranks}, start "
-            f"with --num_gpus 1, {stock}, which shards over ranks."
+            f"finepage runs on several ranks by tensor parallelism over all of them, or on ZeRO's "
+            f"partitions without it; there are {num_ranks}, and tensor_parallel.autotp_size is "
+            f"{size}. Set it to {num_ranks} or to 1, {stock}."
         )
+    zero = settings.get("zero_optimization", {})
+    for name in ("zero_hpz_partition_size", "mics_shard_size"):
+        if num_ranks > 1 and zero.get(name, 1) > 1:
+            raise ConfigError(
+                f"finepage needs partitions over all ranks; unset zero_optimization.{name}, "
+                f"{stock}."
+            )
     offload = engine._config.zero_config.offload_param
     target = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
     if target != "cpu":

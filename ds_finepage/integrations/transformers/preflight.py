@@ -336,6 +336,10 @@ class WatchesGeneration(Protocol):
     generation: Callable[[CacheUse], AbstractContextManager[None]]
     refused_generation: Callable[..., PlanInfeasibleError]
 
+    @property
+    def shares_steps(self) -> bool:
+        """True where each step of a generation needs all ranks, until the last of them is done."""
+
     def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse a generation that would run out of memory."""
 
@@ -360,6 +364,9 @@ class WatchedGenerate(ReplacedMethod):
             ConfigError: The prompt is longer than a table of positions.
             PlanInfeasibleError: The generation would run out of memory.
         """
+        if self._watcher.shares_steps and kwargs.get("synced_gpus") is None:
+            # transformers asks this itself, but only under HfDeepSpeedConfig.
+            kwargs = {**kwargs, "synced_gpus": True}
         try:
             self._watcher.preflight(args, kwargs)
             with self._watcher.generation(cache_use_of(self._module, args, kwargs)):

@@ -102,8 +102,8 @@ def _lookup(graph: TaskGraph, task: Task) -> _Lookup | None:
         and whole.nbytes == prod(table.shape) * ITEMSIZE.get(table.dtype, 0)
         and not varies(*table.shape, *table.stride, table.offset)
     )
-    if whole.kind is not BufferKind.WEIGHT or not is_whole:
-        return None
+    if whole.kind is not BufferKind.WEIGHT or not is_whole or graph.num_parts(whole) > 1:
+        return None  # a rank has the rows of its own part alone
     if indices.id not in {i.tensor for i in graph.inputs}:
         return None
     if graph.buffers[indices.buffer].kind is not BufferKind.INPUT:

@@ -90,9 +90,12 @@ def unpack_by_rows(graph: TaskGraph, *, cuts_products: bool) -> TaskGraph:
         cuts_products: Cut the products with unpacked weights at the same rows.
 
     Returns:
-        The taskgraph; ``graph`` itself if it unpacks nothing, or is cut already.
+        The taskgraph; ``graph`` itself if it unpacks nothing, or is cut already. The weights of
+        several ranks are not cut.
     """
     graph = _unpacked_again(graph)
+    if graph.parted:  # a slice of rows would lie on one rank
+        return graph
     found = {u.place: u for u in _unpackings(graph, cuts_products=cuts_products)}
     if not found:
         return graph

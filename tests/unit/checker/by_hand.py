@@ -68,7 +68,7 @@ def memgraph(
 
 RESIDENT, STORED, ALLOC = NodeKind.RESIDENT, NodeKind.STORED, NodeKind.ALLOC
 RELOAD, COMPUTE = NodeKind.RELOAD, NodeKind.COMPUTE
-OFFLOAD, DROP = NodeKind.OFFLOAD, NodeKind.DROP
+OFFLOAD, DROP, COLLECT = NodeKind.OFFLOAD, NodeKind.DROP, NodeKind.COLLECT
 
 
 def gathering(m: MemGraph, buffer: int) -> MemGraph:
@@ -109,6 +109,18 @@ def paging() -> MemGraph:
         exit=(Residency(1, LEFT),),
         host_slots=((2, 0),),
         host_bytes=128,
+    )
+
+
+def collecting() -> MemGraph:
+    """A weight of several ranks comes in two steps: the part of this rank, then the others."""
+    graph = taskgraph("wo", task(0, reads=[0], writes=[1]))
+    buffers = (replace(graph.buffers[0], name="w"), graph.buffers[1])
+    return memgraph(
+        replace(graph, buffers=buffers, parted=("w",), num_ranks=2),
+        [(STORED, 0), (ALLOC, 0, LEFT), (RELOAD, 0, LEFT), (COLLECT, 0, LEFT), (COMPUTE, 0)],
+        "0>2 1>2 2>3 3>4",
+        exit=(Residency(0, LEFT),),
     )
 
 

@@ -24,6 +24,7 @@ from tests.unit.checker.by_hand import (
     RIGHT,
     STORED,
     changes,
+    collecting,
     edges,
     gathering,
     host_copies,
@@ -51,6 +52,11 @@ class Case(NamedTuple):
 
 F = Fault
 PINNED: dict[str, Any] = {"host_slots": ((0, 128), (2, 0)), "host_bytes": 256}
+
+
+def _of_one_rank(m: MemGraph) -> MemGraph:
+    return replace(m, graph=replace(m.graph, num_ranks=1))
+
 
 CASES = [
     # Shape.
@@ -294,6 +300,15 @@ CASES = [
     Case(F.NO_STORE_RELOAD_EDGE, paging, lambda m: edges(m, remove="1>7")),
     Case(F.NO_STORE_RELOAD_EDGE, paging, lambda m: edges(m, remove="5>10")),
     Case(F.NO_JOIN_EDGE, touches, lambda m: edges(m, remove="6>7")),
+    Case(F.NO_DATA_EDGE, collecting, lambda m: edges(m, remove="2>3")),
+    Case(F.NO_DATA_EDGE, collecting, lambda m: edges(m, remove="3>4")),
+    Case(
+        F.UNDEFINED_READ,
+        collecting,
+        lambda m: without(m, 3),
+        frozenset({F.EXIT_MISMATCH, F.NO_DATA_EDGE}),
+    ),
+    Case(F.COLLECT_WRONG, collecting, _of_one_rank, frozenset({F.NO_DATA_EDGE})),
     Case(F.NO_ORDER_EDGE, changes, lambda m: edges(m, remove="4>5")),
     Case(F.NO_ORDER_EDGE, changes, lambda m: edges(m, remove="5>6")),
 ]

@@ -227,10 +227,10 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
     lanes = CpuLanes(delay_seed=1, max_delay_us=70)
     lanes.run(program, logging_actions(program)[0])
     lanes.close()
-    assert {name for name, _ in slept} >= {"finepage-h2d", "finepage-d2h"}
-    assert len({name for name, _ in slept}) == 3
+    assert {name for name, _ in slept} >= {"finepage-h2d", "finepage-d2h", "finepage-ranks"}
+    assert len({name for name, _ in slept}) == len(LANES) == 4
     assert all(0 <= seconds <= 70e-6 for _, seconds in slept)
-    assert 0 < len(slept) < 600
+    assert 0 < len(slept) < 800
 
 
 def test_without_a_seed_nothing_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ class PaperAccelerator(Accelerator):
     def __init__(self, *, can_delay: bool = True) -> None:
         super().__init__(torch.device("cuda"))
         self.log: list[tuple[str, Any]] = []
-        self._names = iter(("h2d", "d2h"))
+        self._names = iter(("h2d", "d2h", "ranks"))
         self._current = PaperStream(self.log, "compute")
         self._can_delay = can_delay
 
@@ -407,7 +407,7 @@ def test_delays_come_on_the_device_on_every_lane_and_keep_their_limit() -> None:
     lanes = StreamLanes(device, delay_seed=1, max_delay_us=70)
     lanes.run(program, logging_actions(program)[0])
     found = [(what, us) for what, us in device.log if what.startswith("delay")]
-    assert {what for what, _ in found} == {"delay compute", "delay h2d", "delay d2h"}
+    assert {what for what, _ in found} == {f"delay {lane.value}" for lane in LANES}
     assert all(0 < us <= 70 for _, us in found) and len(found) < 200
 
 

@@ -14,7 +14,7 @@ from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan
 from tests.unit.planning.sketches import chain, names, sketch
 
-COMPUTE, H2D, D2H = LANES
+COMPUTE, H2D, D2H, _ = LANES
 UNIT = 64
 
 
@@ -33,7 +33,7 @@ def steps(program: Program, memgraph: MemGraph) -> dict[str, list[str]]:
             " <".join([named[s.node.id], *(at[wait] for wait in s.waits)])
             for s in program.lanes[lane]
         ]
-        for lane in LANES
+        for lane in (COMPUTE, H2D, D2H)
     }
 
 

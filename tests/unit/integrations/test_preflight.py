@@ -184,6 +184,8 @@ class Generating:
 class Watcher:
     """Notes what it is told in the order of a model."""
 
+    shares_steps = False
+
     def __init__(self, order: list[Any]) -> None:
         self.order = order
 
@@ -211,6 +213,14 @@ def test_generate_is_asked_first_and_then_called_as_it_was() -> None:
     assert generate(1, a=2) == "(1,) {'a': 2}"
     assert module.order == [((1,), {"a": 2}), "begin", "generate", "end"]
     assert generate.__doc__ == "Theirs."
+
+
+def test_ranks_that_share_steps_go_on_until_the_last_of_them_is_done() -> None:
+    module = Generating()
+    generate = watched(module)
+    generate._watcher.shares_steps = True  # type: ignore[misc]
+    assert generate(1) == "(1,) {'synced_gpus': True}"
+    assert generate(synced_gpus=False) == "() {'synced_gpus': False}"
 
 
 def test_a_refused_generation_says_what_it_needs() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed import HashStore
 
 from ds_finepage.errors import ConfigError, RankError
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.integrations.deepspeed import ranks
+from ds_finepage.runtime.parted_ranks import PartedRanks
 from ds_finepage.runtime.ranks import ONE_RANK
 
 CONFIG: dict[str, Any] = {
@@ -110,25 +115,48 @@ def test_one_rank_needs_no_store(two: Two, monkeypatch: pytest.MonkeyPatch, name
 def test_one_rank_is_alone(monkeypatch: pytest.MonkeyPatch, is_initialized: bool) -> None:
     monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: is_initialized)
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1 if is_initialized else 2)
-    assert ranks.ranks_of_model() is ONE_RANK
+    assert ranks.ranks_of_model(nn.Linear(2, 2)) is ONE_RANK
+
+
+def partitioned(group: Any) -> nn.Module:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.ds_tensor, parameter.ds_process_group = torch.zeros(2), group  # type: ignore[attr-defined]
+    return model
+
+
+def test_ranks_that_hold_the_weights_together_are_those_of_their_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ds_finepage.execution import rank_channel
+
+    group = SimpleNamespace(group_name="three", size=4)
+    monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: True)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda group=None: 4)
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda group=None: 2 if group else 0)
+    monkeypatch.setattr(rank_channel, "RankChannel", lambda group: ["channel of", group])
+    model = partitioned(group)
+    found: Any = ranks.ranks_of_model(model)
+    assert isinstance(found, PartedRanks) and found._channel == ["channel of", "three"]
+    assert ranks.parts_of(model.weight) == RankParts(2, 4, "three")
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda group=None: 1 if group else 4)
+    assert ranks.parts_of(model.weight) is None
 
 
 def test_several_ranks_are_those_of_the_tensor_parallel_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from types import SimpleNamespace
-
     from deepspeed.utils import groups
 
     from ds_finepage.execution import rank_channel
 
     monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: True)
-    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda group=None: 1 if group else 2)
     monkeypatch.setattr(rank_channel, "RankChannel", lambda group: ["channel of", group])
     group = SimpleNamespace(group_name="seven")
     monkeypatch.setattr(groups, "get_tensor_model_parallel_group", lambda: group)
-    found: Any = ranks.ranks_of_model()
-    assert found._channel == ["channel of", "seven"]
+    found: Any = ranks.ranks_of_model(partitioned(group))
+    assert found._channel == ["channel of", "seven"] and not found.collects_weights
 
 
 def test_ranks_gather_values_round_by_round(two: Two) -> None:

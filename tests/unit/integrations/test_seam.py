@@ -171,16 +171,28 @@ def test_what_cannot_work_is_refused_before_anything_is_built(
     assert stock._do_sanity_check() == "checked"
 
 
-@pytest.mark.parametrize("size", [None, 1, 3])
-def test_ranks_without_tensor_parallelism_over_all_of_them_are_refused(
-    engines: Any, monkeypatch: pytest.MonkeyPatch, size: int | None
+def test_tensor_parallelism_over_a_part_of_the_ranks_is_refused(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
-    settings = {**SUPPORTED, "tensor_parallel": {} if size is None else {"autotp_size": size}}
-    with pytest.raises(ConfigError, match=f"there are 2, and .*autotp_size is {size or 1}. Set it"):
+    settings = {**SUPPORTED, "tensor_parallel": {"autotp_size": 3}}
+    with pytest.raises(ConfigError, match="there are 2, and .*autotp_size is 3. Set it to 2 or"):
         engines.DeepSpeedEngine(settings)._do_sanity_check()
-    stock = engines.DeepSpeedEngine({"tensor_parallel": {"autotp_size": size}})
+    stock = engines.DeepSpeedEngine({"tensor_parallel": {"autotp_size": 3}})
     assert stock._do_sanity_check() == "checked"
+
+
+@pytest.mark.parametrize("name", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_partitions_over_a_part_of_the_ranks_are_refused(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    settings = {**SUPPORTED, "zero_optimization": {name: 2}}
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
+    assert engines.DeepSpeedEngine(settings)._do_sanity_check() == "checked"
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    assert engines.DeepSpeedEngine(SUPPORTED)._do_sanity_check() == "checked"
+    with pytest.raises(ConfigError, match=f"unset zero_optimization.{name}"):
+        engines.DeepSpeedEngine(settings)._do_sanity_check()
 
 
 @pytest.mark.parametrize(("settings", "waits"), [(SUPPORTED, True), ({}, False)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
+from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError, StoreError
 from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import PassCounters
+from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.collectives import order_of
+from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.plan_runner import PlanRunner
-from ds_finepage.runtime.ranks import Ranks
+from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from tests.unit.planning.sketches import chain
 from tests.unit.runtime.settings import KnownCosts, run_settings, sized_pass
 
@@ -60,7 +62,7 @@ class Rig:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = Device()
-        weights: Any = SimpleNamespace(block_bytes=0, nbytes=0, on_device={})
+        weights: Any = WeightTable([], torch.device("cpu"))
         like_memory: Any = self.device
         meter: Any = KnownCosts()
         self.runner = PlanRunner(run_settings(1 << 20), weights, like_memory, meter)
@@ -202,7 +204,7 @@ class Noting(Ranks):
         self.error: Exception | None = None
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, args: Sequence[Any] = ()) -> Iterator[None]:
         self.seen.append("begin")
         try:
             yield
@@ -236,3 +238,75 @@ def test_a_refused_pass_ends_before_ranks_have_agreed(rig: Rig) -> None:
     with pytest.raises(PlanInfeasibleError):
         rig.run(found)
     assert ranks.seen == ["begin", "end"]
+
+
+class Collecting(Noting):
+    """Ranks that hold the weights together; notes what they do in common."""
+
+    collects_weights = True
+
+    def shared(self, what: str, make: Callable[[], Any]) -> Any:
+        self.seen.append(what.partition(" of ")[0])
+        return make()
+
+    def most(self, what: str, number: int) -> int:
+        self.seen.append(what)
+        return number
+
+
+def collecting(rig: Rig) -> Collecting:
+    ranks = Collecting()
+    rig.runner.ranks = rig.runner.binder._ranks = rig.runner.table.maker._ranks = ranks
+    return ranks
+
+
+def test_ranks_that_collect_weights_take_each_step_to_a_plan_together(rig: Rig) -> None:
+    ranks, found = collecting(rig), pass_named("large")
+    assert rig.run(found) == ["large"]
+    assert ranks.seen[:2] == ["begin", "room for live tensors"]
+    assert ranks.seen[2:4] == ["arena", "plan"] and ranks.seen[-1] == "end"
+    ranks.seen.clear()
+    assert rig.run(found) == ["large"]
+    assert ranks.seen == ["begin", order_of(found.graph), "end"]
+
+
+def test_ranks_bring_all_weights_to_the_device_together(rig: Rig) -> None:
+    ranks, found = collecting(rig), pass_named("small", resident_bytes=0)
+    assert rig.run(found) == rig.run(found) == ["resident"]
+    assert ranks.seen.count("all weights on the device") == 1
+    order = [w for w in ranks.seen if w in ("plan", "all weights on the device", "end")]
+    assert order == ["plan", "all weights on the device", "end", "end"]
+
+
+def test_ranks_that_collect_weights_measure_with_one_set_of_costs(rig: Rig) -> None:
+    ranks = collecting(rig)
+    graph = chain(3, nbytes=64)
+
+    def of_rank_0(what: str, make: Callable[[], Any]) -> Any:
+        return [(7, 64) for _ in make()]
+
+    ranks.shared = of_rank_0  # type: ignore[method-assign]
+    found = rig.runner.table.maker.measured(graph, rig.runner.settings)
+    assert [(t.time_ns, t.workspace_bytes) for t in found.tasks] == [(7, 64)] * len(graph.tasks)
+
+
+def test_a_generation_has_room_for_the_longest_of_all_ranks(rig: Rig) -> None:
+    ranks = collecting(rig)
+    ranks.most = lambda what, number: number + 5  # type: ignore[method-assign]
+    for longest, wanted in ((3, 8), (None, 5)):
+        with rig.runner.generation(CacheUse(longest)):
+            assert rig.runner.kv_offload.use.longest == wanted
+    rig.runner.ranks = ONE_RANK
+    with rig.runner.generation(CacheUse(3)):
+        assert rig.runner.kv_offload.use.longest == 3
+
+
+def test_a_graph_without_a_plan_needs_whole_weights(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(what: str) -> None:
+        raise StoreError(what)
+
+    monkeypatch.setattr(rig.runner._weights, "require_whole", refuse)
+    with pytest.raises(StoreError, match="a graph"):
+        rig.run(None)

@@ -50,6 +50,9 @@ class OnWire:
     def gather_texts(self, text: str) -> list[str]:
         return self._exchange(text)
 
+    def share(self, value: Any) -> Any:
+        return self._exchange(value)[0]
+
     def post(self, text: str) -> None:
         self._wire.errors[self.rank] = text
 

@@ -1,0 +1,229 @@
+"""What one rank does in ``test_rank_parts.py``: writes what it found into a file of its own.
+
+The ranks hold each weight together, as plain ZeRO stage 3 shards it. The first argument is a mode:
+"all" for all families, budgets and faults on two ranks, "loaded" for a checkpoint that stock
+partitions on any number of ranks, "killed" for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from rank_worker import (
+    FOLDER,
+    MAKERS,
+    MODE,
+    RANK,
+    ds_config,
+    engine_of,
+    error_of,
+    fail_at_the_tenth_task,
+    reloaded,
+    reloaded_by_one_rank,
+    write,
+)
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.integrations import HfDeepSpeedConfig
+
+import ds_finepage
+
+NUM_NEW = 4
+DEBUG = {"lane_delay_seed": 5, "poison_vacated": True}
+"""Runs the lanes in threads of their own, and fills what a plan has vacated."""
+
+
+def odd_gpt2() -> Any:
+    """Make a model whose weights have odd numbers of elements, so that parts have padding."""
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_embd=99, n_layer=2, n_head=3, n_positions=31, n_inner=301)
+    )
+
+
+MAKERS_OF_PARTS: dict[str, Callable[[], Any]] = {
+    **{name: MAKERS[name] for name in ("llama", "qwen3", "mixtral")},
+    "gpt2": odd_gpt2,
+}
+
+
+def own_prompt(num_tokens: int = 7) -> torch.Tensor:
+    """Return tokens that no other rank has."""
+    random = torch.Generator().manual_seed(1 + RANK)
+    return torch.randint(1, 96, (2, num_tokens), generator=random)
+
+
+@torch.no_grad()
+def generated(model: Any, num_new: int = NUM_NEW) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of every step of a generation, and its tokens."""
+    made = model.generate(
+        own_prompt(),
+        attention_mask=torch.ones_like(own_prompt()),
+        max_new_tokens=num_new,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(made.logits), made.sequences
+
+
+def is_equal(model: Any, plain: Any, num_new: int = NUM_NEW) -> bool:
+    found = zip(generated(model, num_new), generated(plain, num_new), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in found)
+
+
+def made(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return MAKERS_OF_PARTS[name]().eval().to(dtype)
+
+
+def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any, Any]:
+    """Run one model by plan under budgets from the least to the whole."""
+    plain = made(name, dtype)
+    debug = DEBUG if dtype is torch.float32 else {}
+    engine = engine_of(plain, ds_config(dtype=dtype, size=1, debug=debug))
+    model, handle = engine.module.eval(), ds_finepage.handle_of(engine)
+    found: dict[str, Any] = {"equal": {}}
+    for share in (0.7, 0.0, 1.0):
+        least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
+        handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
+        found["equal"][share] = is_equal(model, plain)
+    found["unplanned"] = handle.stats.unplanned_reasons
+    found["reloaded"] = handle.stats.reloaded_bytes
+    found["link"] = [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns]
+    found["share of host memory"] = share_of_host_memory(model, plain)
+    return found, engine, plain
+
+
+def share_of_host_memory(model: Any, plain: Any) -> float:
+    masters = sum(p.ds_tensor.untyped_storage().nbytes() for p in model.parameters())
+    return float(masters / sum(p.nbytes for p in plain.parameters()))
+
+
+def share_of_one_rank(engine: Any, plain: Any) -> float:
+    """Return the reloaded bytes of a rank over those of one rank alone, at an equal budget."""
+    mine = reloaded(engine.module, ds_finepage.handle_of(engine))
+    return float(mine / reloaded_by_one_rank(plain))
+
+
+def refused_setups() -> dict[str, str]:
+    budget = "70%weights" if RANK == 0 else "60%weights"
+    model = MAKERS["llama"]()
+    asked = {
+        "other budgets": ds_config(size=1, device_budget=budget),
+        "over a part of the ranks": ds_config(size=3),
+    }
+    parted = ds_config(size=1)
+    parted["zero_optimization"]["zero_hpz_partition_size"] = 2
+    asked["other partitions"] = parted
+    return {name: error_of(partial(engine_of, model, config)) for name, config in asked.items()}
+
+
+def changed(model: Any, plain: Any) -> dict[str, Any]:
+    """Change weights where ZeRO has gathered them; the next call has to see it."""
+    found = {}
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        found["inside"] = error_of(lambda: model(own_prompt()))
+        if RANK == 0:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+    found["equal"] = is_equal(model, plain)
+    found["shapes"] = [list(p.shape) for p in model.parameters()][:1]
+    return found
+
+
+def out_of_step(engine: Any) -> dict[str, Any]:
+    """Let one rank do something else, and at last fail."""
+    model, handle = engine.module, ds_finepage.handle_of(engine)
+    found = {"other lengths": error_of(lambda: model(own_prompt(7 + RANK), use_cache=False))}
+    found["in step"] = error_of(lambda: model(own_prompt(), use_cache=False))
+    budget_bytes = handle.stats.budget_bytes
+    if RANK == 1:
+        handle.replan(budget_bytes=1)
+    found["no room"] = error_of(lambda: model(own_prompt(), use_cache=False))
+    handle.replan(budget_bytes=budget_bytes)
+    found["in step again"] = error_of(lambda: model(own_prompt(), use_cache=False))
+    found["without a plan"] = error_of(lambda: model.lm_head(torch.zeros(1, 1, 128)))
+    hook = fail_at_the_tenth_task() if RANK == 1 else lambda task, operands: None
+    handle.register_op_hook(before=hook)
+    begin = time.monotonic()
+    try:
+        found["exception"] = error_of(lambda: model(own_prompt(), use_cache=False))
+    except KeyError as error:
+        found["exception"] = repr(error)
+    found["in time"] = time.monotonic() - begin < 30
+    found["afterwards"] = error_of(lambda: model(own_prompt(), use_cache=False))
+    return found
+
+
+def be_killed() -> None:
+    """Let rank 1 be gone in the middle of a generation; write what rank 0 sees."""
+    engine = engine_of(made("llama", torch.float32), ds_config(size=1))
+
+    def before(task: Any, operands: Any) -> None:
+        if RANK == 1 and task.index == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the other ranks, too
+    ds_finepage.handle_of(engine).register_op_hook(before=before)
+    write({"error": error_of(lambda: generated(engine.module))})
+    raise SystemExit(3)
+
+
+def run_loaded() -> dict[str, Any]:
+    """Let stock partition a checkpoint while it is loaded."""
+    plain = made("gpt2", torch.float32)
+    plain.save_pretrained(f"{FOLDER}/checkpoint")  # rank 0 does it
+    torch.distributed.barrier()
+    config = ds_config(size=1)
+    alive = HfDeepSpeedConfig(config)
+    model = GPT2LMHeadModel.from_pretrained(f"{FOLDER}/checkpoint").eval()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    handle = ds_finepage.handle_of(engine)
+    found = {
+        "equal": is_equal(engine.module, plain),
+        "share of host memory": share_of_host_memory(model, plain),
+        "unplanned": handle.stats.unplanned_reasons,
+        "reloaded": handle.stats.reloaded_bytes,
+    }
+    del alive
+    return found
+
+
+def run_all() -> dict[str, Any]:
+    found: dict[str, Any] = {"setups": refused_setups()}
+    for name in MAKERS_OF_PARTS:
+        for dtype in (torch.bfloat16, torch.float32):
+            key = f"{name} {str(dtype).removeprefix('torch.')}"
+            found[key], engine, plain = run_family(name, dtype)
+            if key == "llama float32":
+                # Rank 1 stops early; plain models of both ranks do not wait for each other.
+                found["early stop"] = is_equal(engine.module, plain, NUM_NEW - 2 * RANK)
+                found["after it"] = is_equal(engine.module, plain)
+                found["share of one rank"] = share_of_one_rank(engine, plain)
+                found["changed"] = changed(engine.module, plain)
+                of_llama = engine
+    found["out of step"] = out_of_step(of_llama)
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if MODE == "killed":
+        be_killed()
+    deepspeed.init_distributed("gloo")
+    write(run_loaded() if MODE == "loaded" else run_all())
+
+
+if __name__ == "__main__":
+    main()

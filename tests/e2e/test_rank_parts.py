@@ -1,0 +1,110 @@
+"""Ranks on one machine that hold each weight together, over gloo: see ``part_worker.py``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_ranks import TORCHRUN, found_by, free_port, launch
+
+WORKER = Path(__file__).with_name("part_worker.py")
+FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("parts")
+    torchrun = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port()]
+    launch(torchrun, "all", folder, environment, WORKER)
+    return [found_by(rank, folder) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_those_of_the_plain_model_under_every_budget(
+    ranks: list[dict[str, Any]], family: str, dtype: str
+) -> None:
+    for each in ranks:
+        found = each[f"{family} {dtype}"]
+        assert found["equal"] == {"0.7": True, "0.0": True, "1.0": True}
+        assert found["unplanned"] == []
+        assert min(found["link"]) > 0
+        assert found["share of host memory"] == pytest.approx(1 / 2, rel=0.01)
+    assert ranks[0][f"{family} {dtype}"]["reloaded"] == ranks[1][f"{family} {dtype}"]["reloaded"]
+
+
+def test_a_rank_reloads_its_part_of_what_one_rank_reloads(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        assert 0 < each["share of one rank"] <= 0.52
+
+
+def test_a_rank_that_stops_early_does_not_stall_the_others(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        assert each["early stop"] and each["after it"]
+
+
+def test_weights_that_change_while_they_are_gathered_are_seen(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        assert each["changed"]["inside"].startswith("StoreError: parameter ")
+        assert each["changed"]["equal"]
+        assert each["changed"]["shapes"] == [[0]]
+
+
+SETUPS = {
+    "other budgets": "RankError: The ranks differ in finepage.device_budget: rank 0 has "
+    "'70%weights', rank 1 has '60%weights'.",
+    "over a part of the ranks": "tensor_parallel.autotp_size is 3. Set it to 2 or to 1",
+    "other partitions": "unset zero_optimization.zero_hpz_partition_size",
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_setup_that_cannot_run_is_refused_on_every_rank(
+    ranks: list[dict[str, Any]], setup: str
+) -> None:
+    for each in ranks:
+        assert SETUPS[setup] in each["setups"][setup]
+
+
+def test_ranks_that_differ_before_a_pass_go_on_afterwards(ranks: list[dict[str, Any]]) -> None:
+    for found in (each["out of step"] for each in ranks):
+        assert found["other lengths"].startswith("RankError: The ranks differ in shapes of inputs:")
+        assert "rank 0 has '2x7" in found["other lengths"]
+        assert "rank 1 has '2x8" in found["other lengths"]
+        assert found["no room"].startswith("RankError: The ranks differ in the next step: ")
+        assert (found["in step"], found["in step again"]) == ("", "")
+        assert "cannot run without a plan on 2 ranks" in found["without a plan"]
+
+
+def test_an_exception_on_one_rank_ends_the_others(ranks: list[dict[str, Any]]) -> None:
+    own, other = ranks[1]["out of step"], ranks[0]["out of step"]
+    assert own["exception"] == "KeyError('of the user')"
+    assert other["exception"] == "RankError: Rank 1 failed: KeyError('of the user')"
+    assert own["in time"] and other["in time"]
+    assert "Start all ranks again." in own["afterwards"]
+    assert "Start all ranks again." in other["afterwards"]
+
+
+def test_four_ranks_run_a_checkpoint_that_stock_has_partitioned(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
+    launch(torchrun, "loaded", tmp_path, environment, WORKER)
+    for found in (found_by(rank, tmp_path) for rank in range(4)):
+        assert found["equal"] and found["unplanned"] == []
+        assert found["share of host memory"] == pytest.approx(1 / 4, rel=0.01)
+        assert found["reloaded"] > 0
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, environment: dict[str, str]) -> None:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    launcher += ["--master_port", free_port(), "--module", "ds_finepage.run"]
+    assert launch(launcher, "killed", tmp_path, environment, WORKER) != 0
+    error = found_by(0, tmp_path)["error"]
+    assert error.startswith("RankError: A pass ended in the middle: an all-gather with the other")
