@@ -8,7 +8,7 @@ follows the same plan. Changes the linear layers that the plan names. Collective
 The shard is that of the first rank. Where a size does not divide evenly, no rank has more. The sum
 over ranks comes right after a layer that is cut by rows, and its bias after the sum. An output
 layer that is cut by columns gathers the logits of all ranks. One that shares its weight with the
-embedding table stays whole.
+embedding table stays whole. So do experts: DeepSpeed's AutoTP cuts linear layers alone.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ STYLES = {
     ROWS: ROWS,
     "embedding_rowwise": WHOLE,
     "replicated_with_grad_allreduce": WHOLE,
+    "moe_tp_experts": WHOLE,
+    "packed_colwise": WHOLE,  # of the matrices of experts alone
 }
 """Name in a plan of transformers -> how a layer is cut. AutoTP refuses other names."""
 

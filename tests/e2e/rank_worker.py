@@ -57,6 +57,11 @@ CUT_OF_MIXTRAL = {
     "layer_specs": [
         {"patterns": [r".*\.self_attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
         {"patterns": [r".*\.self_attn\.o_proj\.weight$"], "partition_type": "row"},
+        {
+            "patterns": [r".*lm_head\.weight$"],
+            "partition_type": "column",
+            "gather_output": True,
+        },
     ],
 }
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -153,10 +158,9 @@ def run_family(
     found["unplanned"] = handle.stats.unplanned_reasons
     found["num_unplanned"] = handle.stats.num_unplanned_graphs + handle.stats.num_unplanned_modules
     found["link"] = [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns]
-    if name != "mixtral":  # which no forecast can cut
-        found["forecast"] = forecast_of(plain.config, dtype)
-        found["weight_bytes"] = handle.stats.weight_bytes
-        found["collectives"] = [collectives(plan.graph) for plan, _ in handle.plans()]
+    found["forecast"] = forecast_of(plain.config, dtype)
+    found["weight_bytes"] = handle.stats.weight_bytes
+    found["collectives"] = [collectives(plan.graph) for plan, _ in handle.plans()]
     if name == "llama":
         found["share of one rank"] = reloaded(model, handle) / reloaded_by_one_rank(plain)
     return found, engine

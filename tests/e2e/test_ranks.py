@@ -85,7 +85,7 @@ def test_a_rank_reloads_its_share_of_what_one_rank_reloads(
     assert ranks[rank]["llama"]["share of one rank"] <= 0.52
 
 
-@pytest.mark.parametrize("family", ("llama", "qwen3", "opt"))
+@pytest.mark.parametrize("family", ("llama", "qwen3", "opt", "mixtral"))
 def test_a_forecast_cuts_a_model_as_autotp_does(ranks: list[dict[str, Any]], family: str) -> None:
     found = ranks[0][family]
     weight_bytes, collectives = found["forecast"]

@@ -132,6 +132,26 @@ def test_pinned_masters_are_not_shared(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(torch.equal(found[name], p) for name, p in expected.named_parameters())
 
 
+def test_a_weight_that_another_rank_has_cut_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    model = load(tmp_path, config_of_ranks())
+    given: list[int] = []
+
+    def gather(_: Any, is_cut: list[bool]) -> list[list[bool]]:
+        return [is_cut, [True, *is_cut[1:]]]
+
+    def spy(weights: Any, *_: Any) -> list[torch.Tensor]:
+        given.append(len(weights))
+        return [torch.empty(each.num_elements) for each in weights]
+
+    monkeypatch.setattr(shard_loading.Meetings, "gather", gather)
+    monkeypatch.setattr(shard_loading, "shared", spy)
+    read(model, config_of_ranks())
+    assert given == [len(list(model.parameters())) - 1]
+
+
 def test_an_error_of_reading_reaches_the_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,8 +334,15 @@ OF_RANKS = (
     mutant(
         "pinned-masters-are-shared",
         "integrations/deepspeed/shard_loading.py",
-        "not is_pinned and not each.is_cut",
-        "not each.is_cut",
+        "not is_pinned and not any(of_ranks)",
+        "not any(of_ranks)",
+        LOADING,
+    ),
+    mutant(
+        "ranks-share-what-one-of-them-has-whole",
+        "integrations/deepspeed/shard_loading.py",
+        "any(of_ranks)",
+        "of_ranks[0]",
         LOADING,
     ),
     mutant(
@@ -400,5 +407,12 @@ OF_RANKS = (
         "if name and name == nodes[rank]",
         "if True",
         NODE_MEMORY,
+    ),
+    mutant(
+        "a-forecast-refuses-experts",
+        "capture/shards.py",
+        '    "moe_tp_experts": WHOLE,\n',
+        "",
+        SHARDS,
     ),
 )

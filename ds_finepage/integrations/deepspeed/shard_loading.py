@@ -180,8 +180,10 @@ def _masters(
     """Read the masters; those that are not cut are shared with the other ranks."""
     from deepspeed.accelerator import get_accelerator
 
-    is_shared = [not is_pinned and not each.is_cut for _, each in found]
     meetings = Meetings()
+    # A cut may leave one rank the whole weight, and the others nothing.
+    rows = meetings.gather([each.is_cut for _, each in found])
+    is_shared = [not is_pinned and not any(of_ranks) for of_ranks in zip(*rows, strict=True)]
     masters: dict[int, torch.Tensor] = {}
     try:
         for i, weight in enumerate(wanted):

@@ -40,7 +40,10 @@ QWEN3 = transformers.Qwen3Config(
     **SIZES, intermediate_size=384, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False
 )
 OPT = transformers.OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=128, dropout=0.0)
-CONFIGS = {"llama": LLAMA, "biased": BIASED, "qwen3": QWEN3, "opt": OPT}
+MIXTRAL = transformers.MixtralConfig(
+    **SIZES, intermediate_size=64, num_key_value_heads=2, num_local_experts=4
+)
+CONFIGS = {"llama": LLAMA, "biased": BIASED, "qwen3": QWEN3, "opt": OPT, "mixtral": MIXTRAL}
 
 
 def captured(config: Any, num_ranks: int, then: Any = None) -> TaskGraph:
@@ -101,10 +104,16 @@ def test_a_shard_computes_its_part_of_the_model(family: str) -> None:
         assert torch.equal(found[..., 49:], found[..., :49])
 
 
-@pytest.mark.parametrize(("family", "gathers"), [("llama", 1), ("qwen3", 1), ("opt", 0)])
-def test_a_layer_has_two_sums_and_the_output_layer_one_gathering(family: str, gathers: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "sums", "gathers"),
+    [("llama", 4, 1), ("qwen3", 4, 1), ("opt", 4, 0), ("mixtral", 2, 1)],
+)
+def test_a_layer_has_two_sums_and_the_output_layer_one_gathering(
+    family: str, sums: int, gathers: int
+) -> None:
+    """A layer with experts, which stay whole, has one sum."""
     graph = captured(CONFIGS[family], 2)
-    assert collectives(graph) == Counter({ALL_REDUCE: 4, ALL_GATHER: gathers})
+    assert collectives(graph) == Counter({ALL_REDUCE: sums, ALL_GATHER: gathers})
     assert {task.args[-2:] for task in graph.tasks if is_collective(task)} == {(NO_GROUP, 2)}
     assert collectives(captured(CONFIGS[family], 1)) == Counter()
 
@@ -118,6 +127,17 @@ def test_weights_and_rows_of_the_kv_cache_are_divided() -> None:
     cut = [n for n in whole if re.search(r"(proj|lm_head)\.weight$|\.(keys|values)$", n)]
     assert len(cut) == 2 * 7 + 1 + 2 * 2
     assert half == {name: whole[name] // (1 + (name in cut)) for name in whole}
+
+
+def test_experts_and_their_router_stay_whole() -> None:
+    def sizes(num_ranks: int) -> dict[str, int]:
+        return {b.name: b.nbytes for b in captured(MIXTRAL, num_ranks).buffers if b.name}
+
+    whole, half = sizes(1), sizes(2)
+    mlp = [name for name in whole if ".mlp." in name]
+    assert len(mlp) == 3 * 2 and all(half[name] == whole[name] for name in mlp)
+    attention = [name for name in whole if ".self_attn." in name]
+    assert attention and all(2 * half[name] == whole[name] for name in attention)
 
 
 def test_the_first_rank_has_the_rest_of_an_uneven_size() -> None:
@@ -158,12 +178,14 @@ def test_a_shard_is_packed_after_it_is_cut() -> None:
             "GPT2LMHeadModel cannot be cut over ranks: transformers has no plan for it",
         ),
         (
-            transformers.MixtralConfig(**SIZES, num_key_value_heads=2, intermediate_size=64),
+            transformers.Phi3Config(
+                **SIZES, num_key_value_heads=2, intermediate_size=64, pad_token_id=0
+            ),
             2,
-            "MixtralForCausalLM .* AutoTP cannot follow: moe_tp_experts, packed_colwise",
+            "Phi3ForCausalLM .* AutoTP cannot follow: rowwise_split_input",
         ),
     ],
-    ids=("heads", "KV heads", "no rank", "no plan", "experts"),
+    ids=("heads", "KV heads", "no rank", "no plan", "fused layers"),
 )
 def test_ranks_that_cannot_be(config: Any, num_ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
