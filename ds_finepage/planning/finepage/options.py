@@ -60,7 +60,7 @@ class FinepageOptions:
 
     ring_shares: tuple[float, ...] = (0.012,)
     ring_weights: tuple[float, ...] = (1.0, 2.0, 1.5, 3.0, 4.0)
-    other_length: float = 1.02
+    other_length: float = 1.1
     grained_rings: tuple[GrainedRing, ...] = (
         GrainedRing(1, 2, 1, keeps_small=True),
         GrainedRing(0.5, 2, 1, keeps_small=True),
