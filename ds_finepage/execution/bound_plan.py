@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from ds_finepage.execution.arena import POISON, Arena, HostPool
 from ds_finepage.execution.call_tensors import CallTensors
+from ds_finepage.execution.direct_calls import direct_call
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
@@ -94,7 +96,8 @@ class BoundPlan:
         for patch in patches:
             self._place(patch, extents)
         if not patches:  # the arguments stay as they are, so no frame of Python is needed
-            return partial(bound.call, *bound.args, **bound.kwargs)
+            call = direct_call(bound.call, bound.args, bound.kwargs)
+            return partial(call, *bound.args, **bound.kwargs)
         return _action_of(bound)
 
     def _place(self, patch: Patch, extents: Mapping[int, Extent]) -> None:
@@ -125,7 +128,7 @@ class BoundPlan:
             self.routed.append(self._bind_routed(route, on_device, on_host))
             return self.routed[-1]
         if node.kind is not NodeKind.OFFLOAD:
-            return lambda: copy_master(on_device, on_host)
+            return _reload(on_device, on_host)
         vacated = self._arena.slice(node.extent, node.extent.nbytes)
 
         def offload() -> None:
@@ -156,6 +159,14 @@ def _action_of(bound: BoundTask) -> Action:
         call(*args, **kwargs)
 
     return action
+
+
+def _reload(on_device: torch.Tensor, on_host: torch.Tensor) -> Action:
+    """Bind a copy of a whole master, or of rows of it; :func:`copy_master` describes both."""
+    if on_host.is_contiguous():  # then a pass is spared the question
+        copy: Callable[..., Any] = on_device.view(on_host.shape).copy_
+        return partial(copy, on_host, non_blocking=True)
+    return partial(copy_master, on_device, on_host)
 
 
 def _reload_of_host_tensor(on_device: torch.Tensor, source: list[torch.Tensor]) -> Action:

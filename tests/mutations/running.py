@@ -269,7 +269,7 @@ RUNNING = (
     mutant(
         "a-weight-in-another-place-is-taken-for-resident",
         "execution/executor.py",
-        "if residents.get(key) != extent",
+        "(found := residents.get(key)) is not extent and found != extent",
         "if key not in residents",
         RESIDENCY,
     ),
