@@ -34,6 +34,7 @@ OF_THE_CPU = {
     "test_blocks_that_were_there_before_the_meter_do_not_count_when_released": "of the CPU's meter",
     "test_the_meter_makes_way_for_another_profiler_and_goes_on": "of the CPU's meter",
     "test_meters_are_not_nested": "of the CPU's meter",
+    "test_a_refusal_ends_when_what_was_held_is_let_go": "results go to the CPU, so nothing is held",
 }
 """Tests that are skipped, with the reasons."""
 

@@ -270,7 +270,7 @@ RUNNING = (
         "a-weight-in-another-place-is-taken-for-resident",
         "execution/executor.py",
         "(found := residents.get(key)) is not extent and found != extent",
-        "if key not in residents",
+        "key not in residents",
         RESIDENCY,
     ),
     mutant(
