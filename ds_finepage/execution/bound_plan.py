@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from ds_finepage.execution.arena import POISON, Arena, HostPool
 from ds_finepage.execution.call_tensors import CallTensors
+from ds_finepage.execution.direct_calls import direct_call
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
@@ -103,7 +105,8 @@ class BoundPlan:
             self._place(patch, extents)
         self._share_ends(task, bound, extents)
         if not patches:  # the arguments stay as they are, so no frame of Python is needed
-            return partial(bound.call, *bound.args, **bound.kwargs)
+            call = direct_call(bound.call, bound.args, bound.kwargs)
+            return partial(call, *bound.args, **bound.kwargs)
         return _action_of(bound)
 
     def _share_ends(self, task: Task, bound: BoundTask, extents: Mapping[int, Extent]) -> None:
@@ -159,7 +162,7 @@ class BoundPlan:
         if self._graph.num_parts(buffer) > 1 and node.kind is not NodeKind.OFFLOAD:
             return self._bind_part(node, on_device, on_host)
         if node.kind is not NodeKind.OFFLOAD:
-            return lambda: copy_master(on_device, on_host)
+            return _reload(on_device, on_host)
         vacated = self._arena.slice(node.extent, node.extent.nbytes)
 
         def offload() -> None:
@@ -204,6 +207,14 @@ def _action_of(bound: BoundTask) -> Action:
         call(*args, **kwargs)
 
     return action
+
+
+def _reload(on_device: torch.Tensor, on_host: torch.Tensor) -> Action:
+    """Bind a copy of a whole master, or of rows of it; :func:`copy_master` describes both."""
+    if on_host.is_contiguous():  # then a pass is spared the question
+        copy: Callable[..., Any] = on_device.view(on_host.shape).copy_
+        return partial(copy, on_host, non_blocking=True)
+    return partial(copy_master, on_device, on_host)
 
 
 def _reload_of_host_tensor(on_device: torch.Tensor, source: list[torch.Tensor]) -> Action:

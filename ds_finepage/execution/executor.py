@@ -113,7 +113,10 @@ class Executor:
         )
         buffers = self._graph.buffers
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
-        self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
+        # The entry's own objects where they are equal: a steady pass then compares no extents.
+        same = {(key, extent): extent for _, key, extent in self._entry}
+        left = [(buffers[r.buffer].key, r.extent) for r in memgraph.exit]
+        self._exit = {key: same.get((key, extent), extent) for key, extent in left}
         self._offloaded_bytes = memgraph.offloaded_bytes
         self._steady = lower(memgraph, poison=poison)
         self._collects: dict[frozenset[int], str] = {}  # by the missing buffers of ``entry``
@@ -181,7 +184,11 @@ class Executor:
         return found.nbytes // self._graph.num_parts(found)
 
     def _missing(self, residents: Residents) -> frozenset[int]:
-        return frozenset(b for b, key, extent in self._entry if residents.get(key) != extent)
+        return frozenset(
+            b
+            for b, key, extent in self._entry
+            if (found := residents.get(key)) is not extent and found != extent
+        )
 
     def _count(self, missing: frozenset[int]) -> None:
         skipped = sum(reload.skipped_bytes for reload in self._bound.routed)

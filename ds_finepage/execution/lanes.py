@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -251,10 +251,13 @@ class StreamLanes:
         self._device = device
         self._h2d = device.new_stream()
         self._d2h = device.new_stream()
-        self._ranks: Any = None  # made for the first program that collects
-        # Program -> an event for each merged step that another lane waits for.
-        self._events: weakref.WeakKeyDictionary[Program, list[Any]] = weakref.WeakKeyDictionary()
-        self._last: torch.Event | None = None
+        self._ranks: torch.Stream | None = None  # made for the first program that collects
+        self._order: weakref.WeakKeyDictionary[Program, list[_Stretch]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
+        self._begin, self._end = device.new_event(), device.new_event()
+        self._has_run = False
         self._random = None if delay_seed is None else random.Random(delay_seed)
         self._max_delay_us = max_delay_us
         if self._random is not None and not device.can_delay:
@@ -265,8 +268,7 @@ class StreamLanes:
 
     def follow(self) -> None:
         """Let the caller's current stream wait for the last pass, wherever that was enqueued."""
-        if self._last is not None:
-            self._device.current_stream().wait_event(self._last)
+        self._follow(self._device.current_stream())
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
         """Enqueue a pass; the host does not wait for it.
@@ -283,49 +285,81 @@ class StreamLanes:
     def close(self) -> None:
         """Forget streams and events."""
         self._device.synchronize()
-        self._events.clear()
-        self._last = None
+        self._order.clear()
+        self._has_run = False
+
+    def _follow(self, stream: torch.Stream) -> None:
+        if self._has_run:
+            stream.wait_event(self._end)
 
     def _enqueue(self, program: Program, actions: dict[int, Action]) -> None:
-        events = self._events_of(program)
-        compute = self._device.current_stream()
-        streams = {Lane.COMPUTE: compute, Lane.H2D: self._h2d, Lane.D2H: self._d2h}
-        self.follow()
-        begin = compute.record_event()
-        self._h2d.wait_event(begin)
-        self._d2h.wait_event(begin)
-        if program.lanes[Lane.RANKS]:
-            self._ranks = self._ranks or self._device.new_stream()
-            self._ranks.wait_event(begin)
-            streams[Lane.RANKS] = self._ranks
-        signalled: dict[tuple[Lane, int], torch.Event] = {}
-        for step, event in zip(program.merged, events, strict=True):
-            stream = streams[step.lane]
-            for wait in step.waits:
-                stream.wait_event(signalled[wait])
-            if self._random is not None:
-                self._device.delay(stream, _delay_us(self._random, self._max_delay_us))
-            if step.lane is Lane.COMPUTE:
-                actions[step.node.id]()
+        order = self._order.get(program)
+        if order is None:
+            self._order[program] = order = _stretches(program, self._device.new_event)
+        streams = self._streams_of(program)
+        compute = streams[Lane.COMPUTE]
+        self._follow(compute)
+        compute.record_event(self._begin)
+        others = [stream for lane, stream in streams.items() if lane is not Lane.COMPUTE]
+        for stream in others:
+            stream.wait_event(self._begin)
+        for lane, steps in order:
+            stream = streams[lane]
+            if lane is Lane.COMPUTE:
+                self._enqueue_steps(stream, steps, actions)
             else:
                 with stream:
-                    actions[step.node.id]()
-            if event is not None:
-                event.record(stream)
-                signalled[step.lane, step.position] = event
-        compute.wait_stream(self._h2d)
-        compute.wait_stream(self._d2h)
-        if program.lanes[Lane.RANKS]:
-            compute.wait_stream(self._ranks)
-        self._last = compute.record_event()
+                    self._enqueue_steps(stream, steps, actions)
+        for stream in others:
+            compute.wait_stream(stream)
+        compute.record_event(self._end)
+        self._has_run = True
 
-    def _events_of(self, program: Program) -> list[Any]:
-        events = self._events.get(program)
-        if events is None:
-            new = self._device.new_event
-            events = [new() if step.signals else None for step in program.merged]
-            self._events[program] = events
-        return events
+    def _streams_of(self, program: Program) -> dict[Lane, torch.Stream]:
+        """Return the stream of each lane that has steps, and that of the compute lane."""
+        if program.lanes[Lane.RANKS] and self._ranks is None:
+            self._ranks = self._device.new_stream()
+        streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
+        found = {Lane.COMPUTE: self._device.current_stream()}
+        for lane, stream in streams.items():
+            if stream is not None and program.lanes[lane]:  # a lane without steps need not be woken
+                found[lane] = stream
+        return found
+
+    def _enqueue_steps(
+        self, stream: torch.Stream, steps: list[_Enqueued], actions: dict[int, Action]
+    ) -> None:
+        delayed = self._random
+        for waits, node, event in steps:
+            for wait in waits:
+                stream.wait_event(wait)
+            if delayed is not None:
+                self._device.delay(stream, _delay_us(delayed, self._max_delay_us))
+            actions[node]()
+            if event is not None:
+                stream.record_event(event)
+
+
+_Enqueued = tuple[tuple[torch.Event, ...], int, torch.Event | None]
+"""The events that a step waits for, its node, and the event that it signals."""
+
+_Stretch = tuple[Lane, list[_Enqueued]]
+"""Steps of one lane that are enqueued one after another."""
+
+
+def _stretches(program: Program, new_event: Callable[[], torch.Event]) -> list[_Stretch]:
+    """Give events to the steps of a program, once, so that a pass looks nothing up."""
+    signalled: dict[tuple[Lane, int], torch.Event] = {}
+    stretches: list[_Stretch] = []
+    for step in program.merged:
+        event = new_event() if step.signals else None
+        if event is not None:
+            signalled[step.lane, step.position] = event
+        if not stretches or stretches[-1][0] is not step.lane:
+            stretches.append((step.lane, []))
+        waits = tuple(signalled[wait] for wait in step.waits)
+        stretches[-1][1].append((waits, step.node.id, event))
+    return stretches
 
 
 def _delay_us(draw: random.Random, max_delay_us: int) -> float:

@@ -101,6 +101,8 @@ struct Switch {
 };
 std::array<Switch, NUM_KINDS> switches;
 std::atomic<int64_t> enqueue_ns{0}; // CPU time of the host inside calls that enqueue
+std::atomic<bool> times_enqueuing{false}; // off: to ask for it takes two system calls each time
+int64_t enqueue_clock_ns() { return times_enqueuing.load() ? cpu_ns() : 0; }
 std::atomic<int64_t> num_syncs{0};
 std::atomic<int> sync_mode{0}; // 0: count, 1: record who, 2: raise
 std::mutex sync_mutex;
@@ -254,6 +256,8 @@ Races& races = *new Races;
 
 // ------------------------------------------------------------------ streams
 
+constexpr auto POLLING = std::chrono::microseconds(30);
+
 // A queue and the thread that empties it in order. A ticket counts the tasks up to a point.
 class Queue {
  public:
@@ -316,29 +320,45 @@ class Queue {
   };
 
   void run() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      asleep_ = true;
-      more_.wait(lock, [&] { return !tasks_.empty(); });
-      asleep_ = false;
-      Task task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      if (int64_t ns = task.fate.delay_ns + delay_ns.load())
-        std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
-      try {
-        if (task.fate.fails)
-          note_error("injected failure");
-        else
-          task.work();
-      } catch (const std::exception& error) {
-        note_error(error.what());
+    std::deque<Task> taken;
+    for (uint64_t num_taken = 0;; num_taken += taken.size()) {
+      poll(num_taken);
+      taken.clear();
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        asleep_ = true;
+        more_.wait(lock, [&] { return !tasks_.empty(); });
+        asleep_ = false;
+        taken.swap(tasks_); // all at once: host and thread meet at the lock less often
       }
-      task.work = nullptr; // frees what it holds before anyone hears that it is done
-      lock.lock();
-      done_.store(done_.load() + 1);
-      if (waiters_)
-        progress_.notify_all();
+      for (Task& task : taken)
+        finish(task);
+    }
+  }
+
+  // A card looks for work by itself; only a stream that was idle for a while is woken by the host.
+  void poll(uint64_t num_taken) const {
+    const auto end = std::chrono::steady_clock::now() + POLLING;
+    while (pushed_.load() == num_taken && std::chrono::steady_clock::now() < end)
+      std::this_thread::yield();
+  }
+
+  void finish(Task& task) {
+    if (int64_t ns = task.fate.delay_ns + delay_ns.load())
+      std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
+    try {
+      if (task.fate.fails)
+        note_error("injected failure");
+      else
+        task.work();
+    } catch (const std::exception& error) {
+      note_error(error.what());
+    }
+    task.work = nullptr; // frees what it holds before anyone hears that it is done
+    done_.store(done_.load() + 1);
+    if (waiters_.load()) {
+      std::lock_guard<std::mutex> lock(mutex_); // who waits has looked at done_, or sleeps
+      progress_.notify_all();
     }
   }
 
@@ -346,7 +366,7 @@ class Queue {
   std::condition_variable more_, progress_;
   std::deque<Task> tasks_;
   std::atomic<uint64_t> pushed_{0}, done_{0};
-  int waiters_ = 0;
+  std::atomic<int> waiters_{0};
   bool started_ = false, asleep_ = false;
 };
 
@@ -929,7 +949,7 @@ void copy(const at::Tensor& to, const at::Tensor& from_any, bool non_blocking, c
       from_any.sizes() == to.sizes() ? from_any : from_any.expand(to.sizes());
   if (to.numel() == 0)
     return;
-  const int64_t start = cpu_ns();
+  const int64_t start = enqueue_clock_ns();
   const bool to_card = is_card(to), from_card = is_card(from);
   TORCH_CHECK((to_card || to.is_cpu()) && (from_card || from.is_cpu()),
               "slowcard copies to and from the CPU only");
@@ -963,7 +983,7 @@ void copy(const at::Tensor& to, const at::Tensor& from_any, bool non_blocking, c
   }
   note_access(queue, ticket, from, false, std::string("copy ") + KIND_NAMES[kind]);
   note_access(queue, ticket, to, true, std::string("copy ") + KIND_NAMES[kind]);
-  enqueue_ns.fetch_add(cpu_ns() - start);
+  enqueue_ns.fetch_add(enqueue_clock_ns() - start);
   if (kind == D2D && to.device() != from.device()) // the source must not change before it was read
     current_queue(from.device().index()).follow(queue);
   if (waits)
@@ -1265,7 +1285,7 @@ class Call {
     const c10::DeviceGuard guard(device_ = find_device());
     if (info_.is_view)
       return run_view();
-    const int64_t start = cpu_ns();
+    const int64_t start = enqueue_clock_ns();
     for (size_t i = 0; i < arguments_.size(); ++i)
       arguments_[i] = checked(arguments_[i], info_.written[i]);
     const Shapes& shapes = shapes_of(op_, info_, arguments_);
@@ -1273,7 +1293,7 @@ class Call {
       run_later(shapes);
     else
       run_now();
-    enqueue_ns.fetch_add(cpu_ns() - start);
+    enqueue_ns.fetch_add(enqueue_clock_ns() - start);
   }
 
  private:
@@ -1839,6 +1859,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("counters", &counters);
   m.def("reset_counters", &reset_counters);
+  m.def("time_enqueuing", [](bool on) { times_enqueuing = on; });
   m.def("set_sync_mode", [](int mode, py::object watcher) {
     Py_XDECREF(sync_watcher);
     sync_watcher = watcher.is_none() ? nullptr : watcher.release().ptr();

@@ -174,7 +174,9 @@ def test_counts(pair: Pair) -> None:
     card.reset_counters()
     on_card.copy_(host, non_blocking=True)
     host.copy_(on_card, non_blocking=True)
-    on_card.add_(1)
+    assert card.counters()["enqueue_ns"] == 0
+    with card.enqueuing_timed():
+        on_card.add_(1)
     torch.accelerator.synchronize()
     found = card.counters()
     assert (found["h2d"], found["h2d_bytes"]) == (found["d2h"], found["d2h_bytes"]) == (1, 4000)

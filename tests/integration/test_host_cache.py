@@ -239,8 +239,8 @@ def test_a_caller_is_handed_layers_of_transformers_own_type(large: Large) -> Non
         assert found.layer_class_to_replicate is expected.layer_class_to_replicate
         for layer, other in zip(found.layers, expected.layers, strict=True):
             assert type(layer) is type(other) is DynamicLayer
-            assert torch.equal(layer.keys, other.keys)
-            assert torch.equal(layer.values, other.values)
+            assert torch.equal(layer.keys.cpu(), other.keys.cpu())  # one stays in host memory
+            assert torch.equal(layer.values.cpu(), other.values.cpu())
             assert layer.get_seq_length() == other.get_seq_length()
     assert handle.stats.num_caches_on_host == before + 3
 

@@ -269,8 +269,8 @@ RUNNING = (
     mutant(
         "a-weight-in-another-place-is-taken-for-resident",
         "execution/executor.py",
-        "if residents.get(key) != extent",
-        "if key not in residents",
+        "(found := residents.get(key)) is not extent and found != extent",
+        "key not in residents",
         RESIDENCY,
     ),
     mutant(

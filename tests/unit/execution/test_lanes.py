@@ -299,15 +299,8 @@ class PaperStream:
     def wait_stream(self, stream: PaperStream) -> None:
         self._log.append(("join", stream._name))
 
-    def record_event(self) -> Any:
+    def record_event(self, event: Any) -> None:
         self._log.append(("record", self._name))
-
-
-class PaperEvent:
-    """An event that does nothing."""
-
-    def record(self, stream: PaperStream) -> None:
-        pass
 
 
 class PaperAccelerator(Accelerator):
@@ -316,6 +309,7 @@ class PaperAccelerator(Accelerator):
     def __init__(self, *, can_delay: bool = True) -> None:
         super().__init__(torch.device("cuda"))
         self.log: list[tuple[str, Any]] = []
+        self.num_events = 0
         self._names = iter(("h2d", "d2h", "ranks"))
         self._current = PaperStream(self.log, "compute")
         self._can_delay = can_delay
@@ -335,7 +329,8 @@ class PaperAccelerator(Accelerator):
         return self._current
 
     def new_event(self, *, is_timed: bool = False) -> Any:
-        return PaperEvent()
+        self.num_events += 1
+        return object()
 
     def synchronize(self) -> None:
         self.log.append(("synchronize", None))
@@ -347,14 +342,35 @@ class PaperAccelerator(Accelerator):
 
 def test_events_go_with_their_program() -> None:
     """A pass that finds other weights in the arena has a program of its own, for one run."""
-    lanes = StreamLanes(PaperAccelerator())
-    program = program_of("h2d r", "compute t <r")
-    events = lanes._events_of(program)
-    assert events is lanes._events_of(program)
-    assert [event is not None for event in events] == [True, False]
+    device = PaperAccelerator()
+    lanes, program = StreamLanes(device), program_of("h2d r", "compute t <r")
+    own = device.num_events
+    for _ in range(2):
+        lanes.run(program, logging_actions(program)[0])
+        assert device.num_events == own + 1  # of the step that another one waits for
     del program
     gc.collect()
-    assert len(lanes._events) == 0
+    assert len(lanes._order) == 0
+
+
+def test_steps_of_a_lane_in_a_row_enter_its_stream_once() -> None:
+    device = PaperAccelerator()
+    program = program_of("h2d a", "h2d b", "compute t <b", "h2d c")
+    actions, order = logging_actions(program)
+    StreamLanes(device).run(program, actions)
+    assert order == [0, 1, 2, 3]
+    assert device.log == [
+        ("record", "compute"),
+        ("wait", "h2d"),
+        ("enter", "h2d"),
+        ("record", "h2d"),
+        ("exit", "h2d"),
+        ("wait", "compute"),
+        ("enter", "h2d"),
+        ("exit", "h2d"),
+        ("join", "h2d"),
+        ("record", "compute"),
+    ]  # and nothing on d2h, which has no step
 
 
 @pytest.mark.parametrize("where", ["action", "join"])
@@ -384,7 +400,7 @@ def test_another_stream_of_the_caller_follows_the_last_pass() -> None:
     lanes.follow()
     assert device.log == []
     lanes.run(program, logging_actions(program)[0])
-    lanes._last, device.log[:] = torch.Event, []  # type: ignore[assignment]
+    device.log.clear()
     device._current = PaperStream(device.log, "other")
     lanes.follow()
     assert device.log == [("wait", "other")]
