@@ -320,11 +320,12 @@ class StreamLanes:
         if program.lanes[Lane.RANKS] and self._ranks is None:
             self._ranks = self._device.new_stream()
         streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
-        found = {Lane.COMPUTE: self._device.current_stream()}
-        for lane, stream in streams.items():
-            if stream is not None and program.lanes[lane]:  # a lane without steps need not be woken
-                found[lane] = stream
-        return found
+        used = {  # a lane without steps need not be woken
+            lane: stream
+            for lane, stream in streams.items()
+            if stream is not None and program.lanes[lane]
+        }
+        return {Lane.COMPUTE: self._device.current_stream(), **used}
 
     def _enqueue_steps(
         self, stream: torch.Stream, steps: list[_Enqueued], actions: dict[int, Action]

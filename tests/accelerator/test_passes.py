@@ -222,6 +222,7 @@ def test_out_of_memory_at_every_allocation_is_an_error_and_leaks_nothing(
             num_failed += 1
         card.fail_nth("alloc", 0)
         llama.at(AMPLE)
+        gc.collect()
         assert live_bytes(llama) == before, f"allocation {nth}"
         assert_idle(llama.device)
     assert num_failed >= 4

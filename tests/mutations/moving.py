@@ -459,8 +459,8 @@ MOVING = (
     mutant(
         "lanes-without-steps-are-woken",
         "execution/lanes.py",
-        "if stream is not None and program.lanes[lane]:",
-        "if stream is not None:",
+        "if stream is not None and program.lanes[lane]\n",
+        "if stream is not None\n",
         "unit/execution/test_lanes.py",
     ),
 )
