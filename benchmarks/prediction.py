@@ -1,6 +1,6 @@
 """How far predictions of `finepage` are from the clock, model by model and budget by budget.
 
-    python benchmarks/prediction.py --out benchmarks/prediction_2026-11-22
+    python benchmarks/prediction.py --out benchmarks/prediction_2026-11-23
 
 Random models run by plan: prefills and decode steps under each budget, a share of the weights. Each
 pass is predicted with the rates that were measured when the model was attached and with the times
