@@ -63,7 +63,6 @@ class FinepageOptions:
     other_length: float = 1.1
     grained_rings: tuple[GrainedRing, ...] = (
         GrainedRing(1, 2, 1, keeps_small=True),
-        GrainedRing(0.5, 2, 1, keeps_small=True),
         GrainedRing(1, 2, 0.5),
         GrainedRing(0.6, 3, 1),
         GrainedRing(0.85, 4, 1),
