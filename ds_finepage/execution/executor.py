@@ -94,8 +94,7 @@ class Executor:
         """
         self.memgraph = memgraph
         self._graph = memgraph.graph
-        self._arena, self._lanes = arena, lanes
-        self._poison, self._hooks = poison, hooks
+        self._arena, self._lanes, self._poison, self._hooks = arena, lanes, poison, hooks
         self._bound = BoundPlan(
             memgraph,
             arena=arena,

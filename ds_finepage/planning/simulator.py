@@ -48,13 +48,18 @@ class Costs:
         host_ns: Lane -> time of the host to issue a node.
     """
 
-    def __init__(self, profile: HardwareProfile) -> None:
+    def __init__(self, profile: HardwareProfile, *, knows_warm: bool = True) -> None:
         """Take the figures of a machine.
+
+        Args:
+            profile: The machine.
+            knows_warm: Tasks take less time on weights that were just reloaded.
 
         Raises:
             ConfigError: A rate or size cannot be computed with.
         """
         require_usable(profile)
+        self._knows_warm = knows_warm
         self._shares = profile.copy_shares
         self._launch_ns = profile.launch_ns
         self._latency_ns = profile.transfer_latency_ns
@@ -83,7 +88,7 @@ class Costs:
                 takes less time for its share of them.
         """
         if task.time_ns is not None:
-            return task.time_ns - _saved_ns(graph, task, fresh)
+            return task.time_ns - (_saved_ns(graph, task, fresh) if self._knows_warm else 0)
         if is_collective(task):
             return self._collective_ns(graph, task)
         if task.op == TO_HOST:
@@ -164,6 +169,7 @@ def simulate(
     *,
     entry_missing: Collection[int] = (),
     begin_ns: int = 0,
+    knows_warm: bool = True,
 ) -> Timeline:
     """Predict a pass. Pure, and linear in nodes and edges.
 
@@ -175,12 +181,13 @@ def simulate(
         entry_missing: Buffers of ``memgraph.entry`` that are not in the arena yet, as in the first
             pass: their resident nodes are copies on the h2d lane.
         begin_ns: When the lanes begin: the time that a call takes before its pass.
+        knows_warm: Measured tasks take less time on weights that were just reloaded.
 
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with, or
             ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
     """
-    costs = Costs(profile)
+    costs = Costs(profile, knows_warm=knows_warm)
     work = _work(memgraph, costs, _resident(memgraph, entry_missing), begin_ns)
     copied = {Lane.H2D: 0, Lane.D2H: 0}
     compute_ns = collect_ns = num_copies = extents_bytes = 0

@@ -209,4 +209,11 @@ MEASURING = (
         "unused)",
         WEIGHT_TIMES,
     ),
+    mutant(
+        "reloads-that-warm-weights-make-plans-seem-faster",
+        "planning/finepage/search.py",
+        "KNOWS_WARM = False",
+        "KNOWS_WARM = True",
+        "unit/planning/finepage/test_search.py",
+    ),
 )

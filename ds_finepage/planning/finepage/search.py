@@ -80,6 +80,10 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     return search.best
 
 
+KNOWS_WARM = False
+"""Plans are compared as if no reload warmed a weight: else a plan that copies more seems faster."""
+
+
 class _Search:
     """Tries plans and remembers the best.
 
@@ -112,8 +116,11 @@ class _Search:
     @cached_property
     def _bound_ns(self) -> int:
         """The time of the tasks alone, or of the fewest bytes if that is longer."""
-        assert self._problem.profile is not None
-        return least_time_ns(self._bound, self._problem.profile, self._problem.arena_bytes)
+        problem = self._problem
+        assert problem.profile is not None
+        return least_time_ns(
+            self._bound, problem.profile, problem.arena_bytes, knows_warm=KNOWS_WARM
+        )
 
     @property
     def _is_done(self) -> bool:
@@ -146,7 +153,7 @@ class _Search:
             total_ns, is_good = 0, moved == 0
             self.has_fastest = self.has_fastest or is_good
         else:
-            timeline = simulate(plan, profile)
+            timeline = simulate(plan, profile, knows_warm=KNOWS_WARM)
             total_ns = timeline.total_ns
             # Beside shared residents no plan comes near the bound of a pass that is alone.
             bound_ns = timeline.lower_bound_ns if self._problem.shared else self._bound_ns

@@ -31,7 +31,11 @@ def test_an_op_is_faster_on_a_weight_that_was_just_reloaded() -> None:
     first = dataclasses.replace(tasks[0], reads=(0, 1))  # a quarter of its bytes
     found = times(simulate(twice_timed(sketch.memgraph(), first, *tasks[1:]), PLAIN))
     assert found[computes[0]][1] - found[computes[0]][0] == 90
-    assert alone_ns(twice_timed(sketch.memgraph(), *tasks).graph, PLAIN) == [60, 60, 60, 100, 60]
+    plan = twice_timed(sketch.memgraph(), *tasks)
+    assert alone_ns(plan.graph, PLAIN) == [60, 60, 60, 100, 60]
+    assert alone_ns(plan.graph, PLAIN, knows_warm=False) == [100] * 5
+    found = times(simulate(plan, PLAIN, knows_warm=False))
+    assert [found[c][1] - found[c][0] for c in computes] == [100] * 5
 
 
 def test_weights_that_a_first_pass_brings_in_are_just_reloaded() -> None:

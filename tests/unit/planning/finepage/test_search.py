@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,24 @@ MIXED = sketch(
     "w1:64 w2:640 w3:128 w4:64 w5:300 a1:64 a2:128 s:999",
     *("w1 s -> a1 s", "a1 w2 -> a2", "w3 a2 -> a2", "w4 a1 a2 -> a2", "w5 a2 ->", "w1 ->"),
 )
+
+
+def test_plans_are_compared_as_if_no_reload_warmed_a_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = set()
+    for name in ("simulate", "least_time_ns"):
+        original = getattr(finepage_search, name)
+
+        def noted(
+            *args: Any, original: Any = original, knows_warm: bool = True, **settings: Any
+        ) -> Any:
+            asked.add((original, knows_warm))
+            return original(*args, knows_warm=knows_warm, **settings)
+
+        monkeypatch.setattr(finepage_search, name, noted)
+    planned(chain(8), 40, machine(h2d=1e9))
+    assert sorted(warm for _, warm in asked) == [False, False]
 
 
 @pytest.mark.parametrize("graph", [chain(9), MIXED], ids=["chain", "mixed"])
