@@ -357,7 +357,7 @@ def test_a_plan_that_moves_clearly_more_has_to_be_clearly_faster(
         times = {tight.reloaded_bytes: tight_ns, roomy.reloaded_bytes: 100_400}
         monkeypatch.setattr(
             "ds_finepage.planning.finepage.search.simulate",
-            lambda plan, _: Timeline(
+            lambda plan, _, **settings: Timeline(
                 spans=(), total_ns=times[plan.reloaded_bytes], compute_ns=0, transfer_ns=0,
                 stall_ns=0, peak_bytes=0, lower_bound_ns=0,
             ),
