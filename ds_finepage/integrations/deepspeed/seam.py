@@ -71,8 +71,8 @@ def _cut(
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"DeepSpeed's AutoTP cannot cut {type(model).__name__} over the ranks: {error} Say in "
-            f"tensor_parallel.partition_config how to cut its layers, or leave tensor_parallel out: "
-            f"each rank then holds ZeRO's own part of every weight."
+            f"tensor_parallel.partition_config how to cut its layers, or leave "
+            f"tensor_parallel out: each rank then holds ZeRO's own part of every weight."
         ) from error
     note_parts(model)
     return result
