@@ -16,7 +16,7 @@ from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint, make_shipped
 from ds_finepage.compare.engine import RunRequest, save_request
 from ds_finepage.compare.modelling import Modeller
-from ds_finepage.compare.models import Models
+from ds_finepage.compare.models import Models, Outline
 from ds_finepage.compare.orchestrate import completed
 from ds_finepage.compare.prompts import make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE, Worker
@@ -71,7 +71,10 @@ def models(checkpoint: Path) -> Models:
             hardware="t4",
         )
 
-    return Models(make, "90%weights")
+    def outline() -> Outline:
+        raise AssertionError("the model can be captured")
+
+    return Models(make, "90%weights", outline)
 
 
 @pytest.fixture

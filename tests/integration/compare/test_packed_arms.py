@@ -16,7 +16,7 @@ from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint
 from ds_finepage.compare.engine import RunRequest
 from ds_finepage.compare.modelling import Modeller
-from ds_finepage.compare.models import Models
+from ds_finepage.compare.models import Models, Outline
 from ds_finepage.compare.orchestrate import completed, modelled_options
 from ds_finepage.compare.prompts import make_prompts
 from ds_finepage.compare.worker import Worker
@@ -78,7 +78,10 @@ def models_of(checkpoint: Path, ds_config: dict[str, Any]) -> Models:
             **modelled_options(ds_config),
         )
 
-    return Models(make, BUDGET)
+    def outline() -> Outline:
+        raise AssertionError("the model can be captured")
+
+    return Models(make, BUDGET, outline)
 
 
 @pytest.fixture(scope="module")
