@@ -111,12 +111,18 @@ def is_right(edge: Edge, device: torch.device, seed: int, *, omit: bool) -> bool
 # --- lanes that omit an edge -----------------------------------------------------------------
 
 
-def lanes_without(text: str) -> Callable[[Accelerator], StreamLanes]:
-    """Return a maker of the product's lanes, but with one line of their source gone."""
+def lanes_without(text: str, *, of: str | None = None) -> Callable[[Accelerator], StreamLanes]:
+    """Return a maker of the product's lanes, but with one line of their source gone.
+
+    Args:
+        text: The line.
+        of: The stream for which it is gone; None means all.
+    """
     source = inspect.getsource(lanes_module)
     assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times; name another text"
     module = types.ModuleType("lanes_without_a_line")
-    exec(compile(source.replace(text, "pass"), module.__name__, "exec"), vars(module))
+    instead = "pass" if of is None else f"stream is {of} or {text}"
+    exec(compile(source.replace(text, instead), module.__name__, "exec"), vars(module))
     made: Callable[[Accelerator], StreamLanes] = module.StreamLanes
     return made
 
@@ -399,21 +405,21 @@ EDGES = (
         then="the next one reloads",
         by="the wait of the h2d lane for the begin of a pass",
         scenario=passes("kernel"),
-        lanes=lanes_without("self._h2d.wait_event(self._begin)"),
+        lanes=lanes_without("stream.wait_event(self._begin)", of="self._h2d"),
     ),
     Edge(
         first="a kernel of the caller",
         then="a reload takes the memory that the caller has freed",
         by="the wait of the h2d lane for the begin of a pass",
         scenario=memory_of_the_caller_becomes_the_arena,
-        lanes=lanes_without("self._h2d.wait_event(self._begin)"),
+        lanes=lanes_without("stream.wait_event(self._begin)", of="self._h2d"),
     ),
     Edge(
         first="a kernel of the caller",
         then="its result is offloaded",
         by="the wait of the d2h lane for the begin of a pass",
         scenario=offload_of_what_the_caller_made,
-        lanes=lanes_without("self._d2h.wait_event(self._begin)"),
+        lanes=lanes_without("stream.wait_event(self._begin)", of="self._d2h"),
     ),
     Edge(
         first="a pass",
@@ -427,14 +433,14 @@ EDGES = (
         then="the caller goes on",
         by="the wait for the h2d lane at the end of a pass",
         scenario=reload_at_the_end,
-        lanes=lanes_without("compute.wait_stream(self._h2d)"),
+        lanes=lanes_without("compute.wait_stream(stream)", of="self._h2d"),
     ),
     Edge(
         first="the offloads of a pass",
         then="the caller gets memory that was freed",
         by="the wait for the d2h lane at the end of a pass",
         scenario=memory_of_a_pass_goes_to_the_caller,
-        lanes=lanes_without("compute.wait_stream(self._d2h)"),
+        lanes=lanes_without("compute.wait_stream(stream)", of="self._d2h"),
     ),
     Edge(
         first="new rows of a KV cache",

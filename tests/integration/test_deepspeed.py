@@ -344,12 +344,12 @@ def test_an_optimizer_object_is_refused(initialize: Initialize) -> None:
     assert "an optimizer was given" in message
 
 
-def test_more_than_one_rank_without_tensor_parallelism_is_refused(
+def test_tensor_parallelism_over_a_part_of_the_ranks_is_refused(
     deepspeed: Any, initialize: Initialize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda *_, **__: 2)
-    message = "there are 2, and tensor_parallel.autotp_size is 1. Set it to 2, start with --num_gpu"
-    assert message in refused(initialize, ds_config(ON))
+    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda *_, **__: 4)
+    settings = ds_config(ON, tensor_parallel={"autotp_size": 2})
+    assert "there are 4, and tensor_parallel.autotp_size is 2" in refused(initialize, settings)
 
 
 def test_fp16_where_the_device_has_none_is_refused(

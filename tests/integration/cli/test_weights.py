@@ -197,7 +197,7 @@ def test_a_curve_of_one_form_is_named_after_it(
     curve = found(capsys, *commands(model)["curve"], "--weights", "int4")
     assert curve["weights"] == "int4" and len(curve["points"]) == 4
     assert main([*commands(model)["curve"], "--weights", "int4"]) == 0
-    assert " in int4, batch 1" in capsys.readouterr().out
+    assert " in int4, batch 1" in " ".join(capsys.readouterr().out.split())
 
 
 # Stock with packed weights.
