@@ -39,7 +39,6 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
-from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.pipeline import (
     Needs,
     Planned,
@@ -47,7 +46,7 @@ from ds_finepage.planning.pipeline import (
     needs_of,
     plan_checked,
 )
-from ds_finepage.planning.policies import policy_named
+from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
     PlanFigures,
@@ -139,13 +138,13 @@ class CapturedModel:
 class PlannedModel:
     """A checked plan of a captured pass, its predicted times and its figures.
 
-    ``zero`` has the settings of DeepSpeed that a policy ``zero*`` was planned with.
+    ``engine`` has the settings of the system that a baseline stands for.
     """
 
     memgraph: MemGraph
     timeline: Timeline
     figures: PlanFigures
-    zero: ZeroSettings | None = None
+    engine: EngineSettings | None = None
 
 
 def capture_model(
@@ -247,7 +246,7 @@ def plan_captured(
     policy: str = "finepage",
     split: bool = True,
     host_memory_bytes: int | None = None,
-    zero: ZeroSettings | None = None,
+    engine: EngineSettings | None = None,
 ) -> PlannedModel:
     """Plan a captured pass under a budget, check the plan, and predict its time.
 
@@ -260,7 +259,7 @@ def plan_captured(
         policy: A key of ``POLICIES``.
         split: The policy may cut weights, if it can.
         host_memory_bytes: The machine's host memory; None if that is not known.
-        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
+        engine: Settings that a baseline takes for its system, instead of choosing them.
 
     Raises:
         ConfigError: Unknown policy.
@@ -268,7 +267,11 @@ def plan_captured(
             weights, the KV cache and the offloaded buffers.
     """
     settings = PlanSettings(
-        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, zero=zero
+        policy=policy,
+        split=split,
+        alignment=Accelerator.alignment,
+        profile=profile,
+        engine=engine,
     )
     forms = _forms(captured, policy, split)
     form, needs = _first_that_fits(forms, budget_bytes)
@@ -292,19 +295,25 @@ def plan_captured(
         memgraph=planned.memgraph,
         timeline=planned.timeline,
         figures=figures,
-        zero=planned.settings.zero,
+        engine=planned.settings.engine,
     )
 
 
-def problem_of(captured: CapturedModel, *, budget_bytes: int, profile: HardwareProfile) -> Problem:
-    """Return the problem of a policy ``zero*``, which leaves the KV cache where it is.
+def problem_of(
+    captured: CapturedModel, *, budget_bytes: int, profile: HardwareProfile, policy: str
+) -> Problem:
+    """Return the problem of a baseline, which leaves the KV cache where it is.
 
     Args:
         captured: The pass.
         budget_bytes: The limit on all device bytes.
         profile: The machine.
+        policy: The baseline, a key of ``POLICIES``.
+
+    Raises:
+        ConfigError: Unknown policy.
     """
-    captured = captured.as_stock
+    captured = captured.as_stock if policy_named(policy).is_zero else captured
     arena_bytes = budget_bytes - captured.needs.non_arena_bytes
     return Problem(captured.graph, arena_bytes, Accelerator.alignment, profile)
 
@@ -339,7 +348,7 @@ def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
 def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[CapturedModel, Needs]]:
     """List a pass with its KV cache on the device, and in host memory if the policy moves it."""
     chosen = policy_named(policy)
-    if chosen.zero_settings is not None:
+    if chosen.is_zero:
         captured = captured.as_stock
     forms = [captured, captured.on_host] if chosen.pages else [captured]
     found = []

@@ -316,7 +316,7 @@ class Planner:
                     host_memory_bytes=self._host_memory_bytes,
                 )
                 figures[phase] = planned.figures
-                settings[phase] = None if planned.zero is None else planned.zero.keys
+                settings[phase] = None if planned.engine is None else planned.engine.keys
             except (ConfigError, CaptureError, PlanInfeasibleError) as error:
                 return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
         prefill, decode = figures["prefill"], figures["decode"]

@@ -161,7 +161,7 @@ def lines_below(results: Results) -> list[str]:
 
 def is_modelled_packing(policy: str, weights: str | None) -> bool:
     """Tell whether a policy stands for DeepSpeed's own packing of weights."""
-    return weights not in (None, UNPACKED) and POLICIES[policy].zero_settings is not None
+    return weights not in (None, UNPACKED) and POLICIES[policy].is_zero
 
 
 def packing_note(weights: str) -> str:

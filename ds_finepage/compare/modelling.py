@@ -13,9 +13,8 @@ from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, FinepageError, reason_of
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.liveness import ample_arena_bytes
-from ds_finepage.planning.policies import policy_named
+from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.results import PhaseFigures
 from ds_finepage.whatif import (
@@ -77,7 +76,7 @@ class Modeller:
         self._split, self._host_memory_bytes = split, host_memory_bytes
         # The prefill makes the first token, and the cache never holds the last one.
         self._num_steps = max(1, new_tokens - 1)
-        self._found: dict[str, ZeroSettings] = {}
+        self._found: dict[str, EngineSettings] = {}
         lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + self._num_steps}
         shared: dict[str, Any] = {"batch": batch, "profile": self._profile, "dtype": dtype}
         shared |= {"weights": weights, "weights_group": weights_group}
@@ -102,7 +101,7 @@ class Modeller:
         Args:
             policy: A key of ``POLICIES``, or "" or "resident" for an engine that keeps everything
                 on the device.
-            settings: Keys of ``zero_optimization`` in a ds_config, which a policy ``zero*`` takes
+            settings: Settings of the system that a policy stands for, by key, which it takes
                 instead of its own. Other keys are ignored, and so are all for other policies.
 
         Returns:
@@ -124,43 +123,49 @@ class Modeller:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
-        zero = self._zero(policy)
-        if zero is not None and settings:
-            zero = zero.with_keys(settings)
-        prefill = self._plan(self._prefill, policy, zero)
+        engine = self._engine(policy)
+        if engine is not None and settings:
+            engine = engine.with_keys(settings)
+        prefill = self._plan(self._prefill, policy, engine)
         follows = self._decode.on_host if prefill.figures.kv_on_host else None
-        return prefill, self._plan(follows or self._decode, policy, zero)
+        return prefill, self._plan(follows or self._decode, policy, engine)
 
     def settings(self, policy: str) -> dict[str, int]:
-        """Return the keys of ``zero_optimization`` with which DeepSpeed does as a policy says.
+        """Return the settings with which another system does as a policy says.
 
         Args:
-            policy: A key of ``POLICIES``. Others than ``zero*`` have none.
+            policy: A key of ``POLICIES``: ``zero*`` has keys of ``zero_optimization``,
+                ``accelerate-map`` the number of modules on the device, and others none.
 
         Raises:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small whatever the settings.
         """
-        found = self._zero(policy)
+        found = self._engine(policy)
         return {} if found is None else found.keys
 
-    def _zero(self, policy: str) -> ZeroSettings | None:
-        """Return the settings of DeepSpeed; an engine has the same ones in both passes."""
+    def _engine(self, policy: str) -> EngineSettings | None:
+        """Return the settings of another system, which has the same ones in both passes."""
         if policy in ("", RESIDENT):
             return None
-        choose = policy_named(policy).zero_settings
+        choose = policy_named(policy).engine_settings
         if choose is None:
             return None
         if policy not in self._found:
             passes = [
-                (problem_of(c, budget_bytes=self.budget_bytes, profile=self._profile), num_runs)
+                (
+                    problem_of(
+                        c, budget_bytes=self.budget_bytes, profile=self._profile, policy=policy
+                    ),
+                    num_runs,
+                )
                 for c, num_runs in ((self._prefill, 1), (self._decode, self._num_steps))
             ]
             self._found[policy] = choose(passes)
         return self._found[policy]
 
     def _plan(
-        self, captured: CapturedModel, policy: str, zero: ZeroSettings | None
+        self, captured: CapturedModel, policy: str, engine: EngineSettings | None
     ) -> PlannedModel:
         budget_bytes = self.budget_bytes
         if policy in ("", RESIDENT):
@@ -176,7 +181,7 @@ class Modeller:
             policy=policy,
             split=self._split,
             host_memory_bytes=self._host_memory_bytes,
-            zero=zero,
+            engine=engine,
         )
 
 

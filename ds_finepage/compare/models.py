@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class Modelled:
     """The answers of the simulator for one arm with one batch.
 
     Attributes:
-        settings: Keys of ``zero_optimization`` to run the arm with.
+        settings: Keys of ``zero_optimization`` to run the arm with. A device map has none: its arm
+            finds the number of modules, and on an accelerator tries it.
         prefill: Modelled figures of a prefill.
         decode: Modelled figures of a steady decode step.
         refusal: Why the arm cannot hold the budget; its figures are then without one.
@@ -143,19 +144,23 @@ class Models:
         settings: dict[str, int] | None = None
         try:
             settings = self._within.settings(arm.policy)
-            return self._modelled(arm, self._within, settings)
+            found = self._modelled(arm, self._within, settings)
+            return found if _is_zero(arm) else replace(found, settings={})
         except PlanInfeasibleError as error:
             return Modelled(settings={}, refusal=error.bare(), can_run=False)
         except Exception as error:  # a fault of one policy must not end the other arms
             _log.warning("cannot model %s", arm.name, exc_info=True)
             why_not = f"{NOT_MODELLED}: {reason_of(error)}"
-            return Modelled(settings=settings or {}, can_run=settings is not None, why_not=why_not)
+            return Modelled(
+                settings=(settings or {}) if _is_zero(arm) else {},
+                can_run=settings is not None,
+                why_not=why_not,
+            )
 
     def _unmodelled(self, arm: Arm) -> Modelled:
         """Return settings; see [Note: a model that the simulator cannot capture]."""
-        policy = POLICIES.get(arm.policy)
         settings: dict[str, int] = {}
-        if policy is not None and policy.zero_settings is not None:
+        if _is_zero(arm):
             if arm.policy not in UNSEARCHED:
                 return Modelled(settings={}, can_run=False, why_not=NOT_SEARCHED)
             settings = UNSEARCHED[arm.policy](self._hidden).keys
@@ -173,6 +178,10 @@ class Models:
             except PlanInfeasibleError:
                 return Modelled(settings=settings, refusal=refusal)
         return Modelled(prefill=prefill, decode=decode, settings=settings, refusal=refusal)
+
+
+def _is_zero(arm: Arm) -> bool:
+    return arm.policy in POLICIES and POLICIES[arm.policy].is_zero
 
 
 def require_some_arm(

@@ -13,7 +13,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.bounds import LowerBound, block_schedule_bound_ns, lower_bound
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
@@ -21,6 +20,7 @@ from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
 from ds_finepage.planning.policies import (
     CAN_SPLIT,
+    EngineSettings,
     plan_steady,
     policy_named,
     unpacking_that_fits,
@@ -43,14 +43,14 @@ class PlanSettings:
             held against the lower bound of plans that cut.
         alignment: Of extents, in bytes.
         profile: The machine to plan for.
-        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
+        engine: Settings that a baseline takes for its system, instead of choosing them.
     """
 
     policy: str
     split: bool
     alignment: int
     profile: HardwareProfile
-    zero: ZeroSettings | None = None
+    engine: EngineSettings | None = None
 
     @property
     def cuts_weights(self) -> bool:
@@ -66,7 +66,7 @@ class Planned:
         graph: The captured pass. The plan's own taskgraph differs from it if the plan cuts weights,
             looks rows up, or runs cheap tasks again.
         memgraph: The plan.
-        settings: How it was planned, with the settings of DeepSpeed that a policy ``zero*`` chose.
+        settings: How it was planned, with the settings that a baseline chose for its system.
     """
 
     graph: TaskGraph
@@ -154,10 +154,10 @@ def plan_checked(
         InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
     with _collector_off():
-        choose = policy_named(settings.policy).zero_settings
-        if choose is not None and settings.zero is None:
+        choose = policy_named(settings.policy).engine_settings
+        if choose is not None and settings.engine is None:
             problem = Problem(graph, arena_bytes, settings.alignment, settings.profile)
-            settings = replace(settings, zero=choose([(problem, 1)]))
+            settings = replace(settings, engine=choose([(problem, 1)]))
         memgraph = plan_steady(
             graph,
             arena_bytes=arena_bytes,
@@ -166,7 +166,7 @@ def plan_checked(
             profile=settings.profile,
             split=settings.split,
             shared=shared,
-            zero=settings.zero,
+            engine=settings.engine,
         )
         return Planned(graph, check(memgraph), settings)
 

@@ -10,7 +10,12 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.baselines.accelerate import plan_accelerate, plan_accelerate_map
+from ds_finepage.planning.baselines.accelerate import (
+    MapSettings,
+    map_settings,
+    plan_accelerate,
+    plan_accelerate_map,
+)
 from ds_finepage.planning.baselines.group_offload import plan_group_offload
 from ds_finepage.planning.baselines.lru import plan_lru
 from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
@@ -34,6 +39,9 @@ from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.settling import settle
 
+EngineSettings = ZeroSettings | MapSettings
+"""Settings of a system that a baseline stands for, which hold for all passes of a model."""
+
 MAX_STEADY_ROUNDS = 8
 """Passes to plan before taking a plan whose exit differs from its entry."""
 
@@ -50,8 +58,9 @@ class Policy:
         is_cyclic: It pages, and chooses the residency that a pass finds and leaves.
         can_split: It can cut weights.
         is_runnable: Its plans are for one call at a time, so they can be executed.
-        zero_settings: Chooses the settings of DeepSpeed for passes of one model, given with the
-            number of times that each runs; None if it is no policy ``zero*``.
+        is_zero: It stands for ZeRO-Inference.
+        engine_settings: Chooses the settings of the system that a baseline stands for, for passes
+            of one model, given with the number of times that each runs. None if there are none.
     """
 
     name: str
@@ -60,7 +69,8 @@ class Policy:
     is_cyclic: bool = False
     can_split: bool = False
     is_runnable: bool = True
-    zero_settings: Callable[[Sequence[tuple[Problem, int]]], ZeroSettings] | None = None
+    is_zero: bool = False
+    engine_settings: Callable[[Sequence[tuple[Problem, int]]], EngineSettings] | None = None
 
     @property
     def carries_residency(self) -> bool:
@@ -72,9 +82,11 @@ def _zero(name: str, choose: Callable[[Sequence[tuple[Problem, int]]], ZeroSetti
     """Return a policy of DeepSpeed with some settings."""
 
     def plan(problem: Problem) -> MemGraph:
-        return plan_zero_with(problem, problem.zero or choose([(problem, 1)]), name)
+        settings = problem.engine or choose([(problem, 1)])
+        assert isinstance(settings, ZeroSettings)
+        return plan_zero_with(problem, settings, name)
 
-    return Policy(name=name, plan=plan, zero_settings=choose)
+    return Policy(name=name, plan=plan, is_zero=True, engine_settings=choose)
 
 
 POLICIES = {
@@ -89,7 +101,7 @@ POLICIES = {
         _zero("zero-leaf", lambda passes: leaf_settings(passes[0][0].graph)),
         _zero("zero-persistence", best_settings),
         Policy(name="accelerate", plan=plan_accelerate),
-        Policy(name="accelerate-map", plan=plan_accelerate_map),
+        Policy(name="accelerate-map", plan=plan_accelerate_map, engine_settings=map_settings),
         Policy(name="group-offload", plan=plan_group_offload),
         Policy(name="lru", plan=plan_lru),
         Policy(name="static", plan=plan_static),
@@ -192,7 +204,7 @@ def plan_steady(
     profile: HardwareProfile | None = None,
     split: bool = False,
     shared: Sequence[SharedResident] = (),
-    zero: ZeroSettings | None = None,
+    engine: EngineSettings | None = None,
 ) -> MemGraph:
     """Plan the pass that follows itself again and again.
 
@@ -208,7 +220,7 @@ def plan_steady(
         profile: The machine. Without one, the policy plans for few bytes.
         split: The policy may cut weights, if it can.
         shared: Weights that the alternating pass keeps in the same arena.
-        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
+        engine: Settings that a baseline takes for its system, instead of choosing them.
 
     Raises:
         ConfigError: Unknown policy.
@@ -220,5 +232,5 @@ def plan_steady(
         graph = with_tables_that_fit(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
         )
-    problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared, zero=zero)
+    problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared, engine=engine)
     return settle(chosen.plan, problem, MAX_STEADY_ROUNDS if chosen.carries_residency else 0)

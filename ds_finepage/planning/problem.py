@@ -14,6 +14,7 @@ from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import extent_bytes, min_arena_bytes, require_feasible
 
 if TYPE_CHECKING:
+    from ds_finepage.planning.baselines.accelerate import MapSettings
     from ds_finepage.planning.baselines.zero import ZeroSettings
 
 
@@ -29,7 +30,7 @@ class Problem:
         split: The policy may cut weights, if it can.
         entry: Weights that are resident when the pass begins, for policies that carry residency
             from pass to pass.
-        zero: Settings of DeepSpeed that a policy ``zero*`` takes instead of its own.
+        engine: Settings that a baseline takes for its system, instead of choosing them.
         shared: Weights that the alternating pass keeps in the same arena, highest offset first. A
             cyclic policy leaves them in place as far as there is room, and keeps nothing else that
             it would have to reload whenever the passes alternate.
@@ -42,7 +43,7 @@ class Problem:
     split: bool = False
     entry: tuple[Residency, ...] = ()
     shared: Sequence[SharedResident] = ()
-    zero: ZeroSettings | None = None
+    engine: ZeroSettings | MapSettings | None = None
 
     def of(self, graph: TaskGraph) -> Problem:
         """Return the same problem for a rewritten pass."""

@@ -204,9 +204,16 @@ PREDICTING = (
     mutant(
         "given-settings-of-zero-are-left-aside",
         "planning/policies.py",
-        "problem.zero or choose(",
+        "problem.engine or choose(",
         "choose(",
         f"{UNIT}/baselines/test_zero.py",
+    ),
+    mutant(
+        "a-device-map-has-modules-that-one-pass-has-no-room-for",
+        "planning/baselines/accelerate.py",
+        "min(most_modules(",
+        "max(most_modules(",
+        "integration/compare/test_modelling.py",
     ),
     mutant(
         "the-published-algorithm-drops-clean-weights",
@@ -226,7 +233,7 @@ PREDICTING = (
     mutant(
         "a-decode-step-is-modelled-with-its-own-settings",
         "compare/modelling.py",
-        "return prefill, self._plan(follows or self._decode, policy, zero)",
+        "return prefill, self._plan(follows or self._decode, policy, engine)",
         "return prefill, self._plan(follows or self._decode, policy, None)",
         "integration/compare/test_modelling.py",
     ),

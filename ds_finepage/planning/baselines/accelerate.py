@@ -20,7 +20,9 @@ Source: ``AlignDevicesHook`` in ``hooks.py``, ``cpu_offload`` and ``dispatch_mod
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
@@ -43,13 +45,40 @@ def plan_accelerate(problem: Problem) -> MemGraph:
     return realize(problem, _script(OFFLOAD, visits, ()))
 
 
+@dataclass(frozen=True, slots=True)
+class MapSettings:
+    """The device map: how many of :func:`map_modules` stay on the device, from the first on."""
+
+    modules_on_device: int
+
+    @property
+    def keys(self) -> dict[str, int]:
+        """The settings by name."""
+        return {"modules_on_device": self.modules_on_device}
+
+    def with_keys(self, keys: Mapping[str, Any]) -> MapSettings:
+        """Return these settings with those of some keys; others are ignored."""
+        return MapSettings(int(keys.get("modules_on_device", self.modules_on_device)))
+
+
+def map_settings(passes: Sequence[tuple[Problem, int]]) -> MapSettings:
+    """Return the device map with the most modules that each pass of a model has room for.
+
+    Args:
+        passes: The passes, each with the number of times that it runs, which is not used.
+    """
+    return MapSettings(min(most_modules(problem) for problem, _ in passes))
+
+
 def plan_accelerate_map(problem: Problem) -> MemGraph:
-    """Plan ``dispatch_model`` with as many modules on the device as there is room for.
+    """Plan ``dispatch_model`` with the given settings, or with all modules that there is room for.
 
     Raises:
         PlanInfeasibleError: Even without one it holds too many bytes.
     """
-    return plan_accelerate_map_with(problem, most_modules(problem))
+    settings = problem.engine or map_settings([(problem, 1)])
+    assert isinstance(settings, MapSettings)
+    return plan_accelerate_map_with(problem, settings.modules_on_device)
 
 
 def plan_accelerate_map_with(problem: Problem, num_modules: int) -> MemGraph:

@@ -11,9 +11,11 @@ import pytest
 from ds_finepage.compare.modelling import RESIDENT, Modeller
 from ds_finepage.compare.models import outline_of
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
+from ds_finepage.planning.baselines.accelerate import MapSettings, map_settings
 from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import PhaseFigures
+from ds_finepage.whatif import CapturedModel, problem_of
 from tests.integration.cli.models import card, small_model
 from tests.unit.compare.runs import settings
 
@@ -104,6 +106,27 @@ def test_an_engine_with_everything_on_the_device_copies_nothing(
         assert nbytes == bound_bytes == 0
         assert 0 < ns < numbers(paged)[0]
     assert tight.settings(policy) == {}
+
+
+def test_a_device_map_is_the_same_in_both_passes(folder: Path) -> None:
+    """The prefill of 64 tokens leaves room for fewer modules than the decode step."""
+    long = modeller(folder, batch=8, prompt_tokens=64, device_budget="120%weights")
+    kept = long.settings("accelerate-map")["modules_on_device"]
+    in_prefill, in_decode = (modules_alone(long, c) for c in (long._prefill, long._decode))
+    assert kept == in_prefill < in_decode
+    assert [p.engine for p in long.planned("accelerate-map")] == [MapSettings(kept)] * 2
+    fewer, more = (
+        long.planned("accelerate-map", {"modules_on_device": n})[1] for n in (0, in_prefill)
+    )
+    assert fewer.figures.reloaded_bytes > more.figures.reloaded_bytes
+
+
+def modules_alone(long: Modeller, captured: CapturedModel) -> int:
+    """Return how many modules a pass would keep if it were the only one."""
+    problem = problem_of(
+        captured, budget_bytes=long.budget_bytes, profile=long._profile, policy="accelerate-map"
+    )
+    return map_settings([(problem, 1)]).modules_on_device
 
 
 def test_settings_that_are_copied_give_the_same_figures(tight: Modeller) -> None:

@@ -204,7 +204,7 @@ def test_the_repeated_block_is_a_leaf_whatever_its_name(block: str, name: str) -
 def test_the_policy_with_leaf_modules_fetches_a_layer_at_once() -> None:
     graph = dataclasses.replace(layered(2), calls=as_calls("Block"))
     settings = dataclasses.replace(BARE, leaf_classes=leaf_settings(graph).leaf_classes)
-    problem = Problem(graph, 100 * UNIT, UNIT, zero=settings)
+    problem = Problem(graph, 100 * UNIT, UNIT, engine=settings)
     memgraph = check(POLICIES["zero-leaf"].plan(problem))
     assert memgraph.policy == "zero-leaf"
     assert moved(memgraph, NodeKind.RELOAD)[2:6] == [
