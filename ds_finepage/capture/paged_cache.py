@@ -28,13 +28,22 @@ def open_paged_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         args: The positional arguments.
         kwargs: The named arguments.
     """
-    for value in (*args, *kwargs.values()):
-        if type(value).__name__ == PAGED_CACHE and "update" not in vars(value):
+    for value in _paged_caches(args, kwargs):
+        if "update" not in vars(value):
             update = type(value).update
             traceable = getattr(update, UNDISABLED, update)
             value.update = MethodType(traceable, value)
             for tensor in _tensors_of(value):
                 setattr(tensor, SHARES_MEMORY, True)
+
+
+def has_paged_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call is a step of continuous batching; the arguments are as above."""
+    return any(_paged_caches(args, kwargs))
+
+
+def _paged_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    return (v for v in (*args, *kwargs.values()) if type(v).__name__ == PAGED_CACHE)
 
 
 def _tensors_of(cache: Any) -> Iterator[torch.Tensor]:

@@ -106,6 +106,9 @@ class Device:
     def synchronize_stream(self) -> None:
         """Let the host wait until the caller's current stream has no work."""
 
+    def follow_default_stream(self) -> None:
+        """Let the caller's current stream wait for the default one."""
+
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         """Return host memory that copies beside the host can use: a copy if this cannot be used."""
         return host
@@ -193,6 +196,12 @@ class Accelerator(Device):
     def synchronize_stream(self) -> None:
         """Let the host wait until the caller's current stream has no work."""
         self.current_stream().synchronize()
+
+    def follow_default_stream(self) -> None:
+        """Let the caller's current stream wait for the default one."""
+        default_stream = getattr(self._module, "default_stream", None)
+        if default_stream is not None:
+            self.current_stream().wait_stream(default_stream(self.where))
 
     @property
     def can_delay(self) -> bool:

@@ -12,7 +12,9 @@ import torch
 from torch.fx import GraphModule
 
 from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
+from ds_finepage.capture.paged_cache import has_paged_cache
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.device import device_of
 from ds_finepage.execution.fallback import RunningCall
 from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
@@ -101,6 +103,9 @@ class CallTaker:
             PlanInfeasibleError: There is no room; the error names a budget that is enough.
         """
         with self.lock:
+            if has_paged_cache(args, kwargs):
+                # transformers writes the arguments on the default stream, and does not wait for it.
+                device_of(self._runner.settings.device).follow_default_stream()
             self._runner.observer.begin_call()
             self._notice_changes()
             compiled = self._attachment.compiled(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from tests.integration.batching import llama, tokens_of
 from tests.integration.families import SLOW_LINK, greedy, logits, make_model, token_ids, tokens
 
 BATCH, LENGTH, NEW = 4, 60, 4
+ARGUMENTS_DELAY_NS = 300_000
 
 
 def test_a_cache_larger_than_the_budget_goes_to_host_memory(device: torch.device) -> None:
@@ -58,6 +60,21 @@ def test_continuous_batching_holds_the_budget(device: torch.device) -> None:
     assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
     assert not handle.stats.unplanned_reasons
     handle.detach()
+
+
+def test_a_step_of_continuous_batching_waits_for_its_arguments(
+    device: torch.device, card: Any
+) -> None:
+    """Transformers writes them on the default stream, and calls the model on another one."""
+    torch._dynamo.reset()
+    model = llama()
+    expected = tokens_of(model, num_blocks=64)
+    handle = ds_finepage.attach(model, device_budget="90%weights", device=device, profile=SLOW_LINK)
+    card.set_stream_delay(card.default_stream(device), ARGUMENTS_DELAY_NS)
+    try:
+        assert tokens_of(model) == expected
+    finally:
+        handle.detach()
 
 
 @pytest.fixture

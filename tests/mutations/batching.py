@@ -18,6 +18,13 @@ BATCHING = (
         PAGED,
     ),
     mutant(
+        "a-step-of-continuous-batching-reads-its-arguments-early",
+        "runtime/calls.py",
+        "device_of(self._runner.settings.device).follow_default_stream()",
+        "pass",
+        "accelerator/test_caches.py",
+    ),
+    mutant(
         "views-of-a-paged-cache-count-once-each",
         "capture/paged_cache.py",
         "                setattr(tensor, SHARES_MEMORY, True)\n",

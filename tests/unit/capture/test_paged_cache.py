@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_finepage.capture.dynamo_graph import SHARES_MEMORY
-from ds_finepage.capture.paged_cache import open_paged_caches
+from ds_finepage.capture.paged_cache import has_paged_cache, open_paged_caches
 from ds_finepage.capture.recording import Recordings, record
 from ds_finepage.graph.taskgraph import BufferKind
 from tests.unit.capture.replay import by_dynamo, replay, traced
@@ -58,6 +58,8 @@ def test_no_other_object_is_opened() -> None:
     other = Other(16)
     open_paged_caches((other, None), {"mask": ROWS})
     assert "update" not in vars(other)
+    assert not has_paged_cache((other, None), {"mask": ROWS})
+    assert has_paged_cache((ROWS,), {"cache": PagedAttentionCache(16)})
     assert not hasattr(other.block, SHARES_MEMORY) and not hasattr(ROWS, SHARES_MEMORY)
 
 
