@@ -425,6 +425,8 @@ def load_plan(path: str | os.PathLike[str]) -> MemGraph:
     """
     with _text_of(path) as text:
         graph, _, memgraph = text.partition("\n")
+        if '"kind"' not in graph:
+            raise InvalidPlanError("no plan: 'ds-finepage plan --out' writes plans")
         return loads_memgraph(memgraph, loads(graph, TaskGraph))
 
 

@@ -89,3 +89,11 @@ def test_saved_file_has_the_usual_permissions(tmp_path: Path) -> None:
     codec.save(GRAPH, tmp_path / "graph.json")
     usual, saved = ((tmp_path / name).stat().st_mode for name in ("usual", "graph.json"))
     assert usual == saved
+
+
+@pytest.mark.parametrize("text", ["hello", '{\n "model_type": "llama"\n}', ""])
+def test_a_file_of_another_program_is_no_plan(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(InvalidPlanError, match=r"config\.json: no plan: 'ds-finepage plan --out'"):
+        codec.load_plan(path)
