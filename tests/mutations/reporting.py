@@ -13,6 +13,13 @@ WRITER = "unit/runtime/test_report_writer.py"
 
 REPORTING = (
     mutant(
+        "a-system-above-the-budget-stands-beside-ours",
+        "compare/findings.py",
+        "run.arm in ARMS and holds_budget(run)",
+        "run.arm in ARMS and run.reason is None",
+        FINDINGS,
+    ),
+    mutant(
         "a-report-is-written-only-at-exit",
         "runtime/handle.py",
         "                self._report.write()\n",

@@ -103,6 +103,8 @@ def test_the_best_other_system_is_the_fastest_that_can_be_planned() -> None:
     )
     assert best_other(replace(RESULTS, runs=(slow, fast, horizon, ours)), ours) == "static"
     assert best_other(replace(RESULTS, runs=(ours,)), ours) == "zero-persistence"
+    fast = replace(fast, budget_bytes=10, peak_bytes=11)
+    assert best_other(replace(RESULTS, runs=(slow, fast, horizon, ours)), ours) == "zero"
 
 
 def test_measured_times_of_ops_hold_for_their_own_machine_only() -> None:
