@@ -64,7 +64,7 @@ def fused_product(
         packed: The packed matrix, or those of experts one behind the other.
         bias: (out,), or none; experts have none.
         form: How it is packed.
-        results: (rows, out), contiguous: gets the products.
+        results: (rows, out), or the columns of a cut weight in it: gets the products.
         ends: (experts,), where the rows of each expert end. Rows behind the last end become 0.
     """
     kernel: Any = importlib.import_module(KERNEL)
@@ -85,6 +85,7 @@ def fused_product(
             results,
             num_out,
             num_rows,
+            results.stride(0),
             HAS_BIAS=bias is not None,
             **constants,
         )

@@ -16,12 +16,13 @@ columns wide, because that many matrix units take.
 
 [Note: arguments of the kernel]
 ``x`` points to the activations, (``num_rows``, in), and ``out`` to the result, (``num_rows``,
-``num_out``). ``numbers``, ``scales`` and ``minima`` are those of the packed weight; matrices of
-experts lie one behind the other. ``bias`` and ``ends`` are looked at if ``HAS_BIAS``, and if
-``NUM_EXPERTS`` is not 0; ``EXPERTS`` is the power of 2 that is not below it. A number has ``BITS``
-bits, and a row of the weight ``GROUPS`` groups of ``GROUP`` weights. With ``ALONE`` a program
-multiplies one row of activations, else all of them. It makes ``OUTPUTS`` outputs, and reads
-``RUNS`` runs of ``RUN`` bytes of each row of the weight at a time. A run lies in one group.
+``num_out``), whose rows begin ``step`` elements apart. ``numbers``, ``scales`` and ``minima`` are
+those of the packed weight; matrices of experts lie one behind the other. ``bias`` and ``ends`` are
+looked at if ``HAS_BIAS``, and if ``NUM_EXPERTS`` is not 0; ``EXPERTS`` is the power of 2 that is
+not below it. A number has ``BITS`` bits, and a row of the weight ``GROUPS`` groups of ``GROUP``
+weights. With ``ALONE`` a program multiplies one row of activations, else all of them. It makes
+``OUTPUTS`` outputs, and reads ``RUNS`` runs of ``RUN`` bytes of each row of the weight at a time. A
+run lies in one group.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _sums(
 
 
 @triton.jit(
-    do_not_specialize=["num_out", "num_rows"],
+    do_not_specialize=["num_out", "num_rows", "step"],
     do_not_specialize_on_alignment=["x", "scales", "minima", "bias", "ends", "out"],
 )
 def product(
@@ -138,6 +139,7 @@ def product(
     out,
     num_out,
     num_rows,
+    step,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -184,6 +186,6 @@ def product(
         sums += tl.load(bias + outputs, mask=is_out, other=0.0).to(tl.float32)[:, None]
     if NUM_EXPERTS > 0:
         sums = tl.where(expert < NUM_EXPERTS, sums, 0.0)
-    place = out + rows.to(tl.int64)[None, :] * num_out + outputs[:, None]
+    place = out + rows.to(tl.int64)[None, :] * step + outputs[:, None]
     is_there = is_out[:, None] & (rows < num_rows)[None, :]
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_there)

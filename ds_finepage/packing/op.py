@@ -120,7 +120,7 @@ def _into(
         bits: Of a number.
         group: Weights that share a scale.
         fused: Unpack in registers, if the rows are few and the device can.
-        out: (..., out), contiguous.
+        out: (..., out), or the columns of a cut weight in it.
     """
     rows, results = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     packed = Packed(numbers, scales, minima)
