@@ -1,12 +1,13 @@
 """Simulates what a budget buys where weights are packed: LLaMA-7B, 65B and Llama-2-70B.
 
-    python benchmarks/packed_weights.py --out benchmarks/packed_weights_2026-11-22
+    python benchmarks/packed_weights.py --out benchmarks/packed_weights_2026-11-23
 
-Writes a .json and a .md with two tables of decode steps, batch 1. One has budgets in shares of the
-weights of each form, and holds bytes and time against their bounds. The other has equal budgets in
-bytes, and compares the speeds. Nothing is run: passes are captured from published dimensions, and
-times are predicted from the shipped hardware profiles. A model whose cases are in the .json already
-is not planned again. Exit status 1 if a figure misses its target.
+Writes a .json and a .md with tables of decode steps, batch 1. One has budgets in shares of the
+weights of each form, and holds bytes and time against their bounds. Others have equal budgets in
+bytes, and compare the speeds, with fused products too. Nothing is run: passes are captured from
+published dimensions, and times are predicted from the shipped hardware profiles. A form of a model
+whose cases are in the .json already is not planned again. Exit status 1 if a figure misses its
+target.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
 MODELS = ("llama-7b", "llama-65b", "llama-2-70b")
 HARDWARE = ("v100-16gb", "t4")
 FORMS = ("bf16", "int8", "int4")
+FUSED = " fused"
+"""Ends the name of a form whose products unpack in registers: ``finepage.fused_unpacking``."""
+
+ALL_FORMS = (*FORMS, *(form + FUSED for form in FORMS[1:]))
 PERCENTS = (10, 25, 50, 75, 90)
 SEQ = 2048
 
@@ -39,7 +44,7 @@ TARGET_OF = ("llama-65b", "v100-16gb")
 
 @dataclass(frozen=True)
 class Case:
-    """A decode step of one form under one budget.
+    """A decode step of one form under one budget; the form may end in ``FUSED``.
 
     ``of`` says what ``percent`` is a share of: the weights of its own form, or those of bf16.
     Without a plan the figures are None.
@@ -79,23 +84,34 @@ def planned(captured: CapturedModel, case: Case) -> Case:
     )
 
 
-def cases_of(model: str) -> Iterable[Case]:
-    """Plan all cases of a model."""
-    profile = load_profile(HARDWARE[0])  # all of them have the same dtype
-    unpacked_bytes = 0
-    for form in FORMS:
-        captured = capture_model(
-            model, phase="decode", batch=1, seq=SEQ, profile=profile, weights=form
-        )
-        weight_bytes = captured.graph.weight_bytes
-        unpacked_bytes = unpacked_bytes or weight_bytes
-        for of, whole in (("own weights", weight_bytes), ("bf16 weights", unpacked_bytes)):
-            for hardware in HARDWARE:
-                for percent in PERCENTS:
-                    budget = whole * percent // 100
-                    yield planned(
-                        captured, Case(model, hardware, form, of, percent, budget, weight_bytes)
-                    )
+def cases_of(model: str, form: str, unpacked_bytes: int | None) -> Iterable[Case]:
+    """Plan all cases of a form of a model; fused products under equal budgets alone.
+
+    Args:
+        model: The model.
+        form: One of ``ALL_FORMS``.
+        unpacked_bytes: Of the weights in bf16; None if this is that form.
+    """
+    captured = capture_model(
+        model,
+        phase="decode",
+        batch=1,
+        seq=SEQ,
+        profile=load_profile(HARDWARE[0]),  # all of them have the same dtype
+        weights=form.removesuffix(FUSED),
+        fused_unpacking=form.endswith(FUSED),
+    )
+    weight_bytes = captured.graph.weight_bytes
+    wholes = {"own weights": weight_bytes, "bf16 weights": unpacked_bytes or weight_bytes}
+    if form.endswith(FUSED):
+        del wholes["own weights"]
+    for of, whole in wholes.items():
+        for hardware in HARDWARE:
+            for percent in PERCENTS:
+                budget = whole * percent // 100
+                yield planned(
+                    captured, Case(model, hardware, form, of, percent, budget, weight_bytes)
+                )
 
 
 # The summary.
@@ -158,6 +174,12 @@ def summary(cases: Sequence[Case]) -> list[dict[str, float | str | bool]]:
 
 # The page.
 
+OWN_COLUMNS = (
+    *("model", "card", "form", "budget", "reloaded", "over bf16's"),
+    *("bytes / bound", "time / bound", "tokens/s"),
+)
+FUSED_COLUMNS = ("bf16", *(f"{form}{how}" for form in FORMS[1:] for how in ("", FUSED)))
+
 
 def own_rows(cases: Sequence[Case]) -> Iterable[list[str]]:
     """Yield a row for each budget that is a share of the form's own weights."""
@@ -184,12 +206,29 @@ def equal_rows(cases: Sequence[Case]) -> Iterable[list[str]]:
         budget = by_form["bf16"].budget_bytes
         beyond = " *" if budget > load_profile(hardware).capacity_bytes else ""
         row = [model, hardware, f"{format_bytes(budget)}{beyond}", f"{percent}%"]
-        for form, case in by_form.items():
-            up = speed_up(by_form, form)
-            times = "" if form == "bf16" or up is None else f" ({up:.2f} x)"
-            row.append(f"{case.tokens_per_s:.3f}{times}" if case.tokens_per_s else "no plan")
-            row.append("-" if case.reloaded_bytes is None else format_bytes(case.reloaded_bytes))
+        for form in FORMS:
+            reloaded = by_form[form].reloaded_bytes
+            row.append(speed(by_form, form))
+            row.append("-" if reloaded is None else format_bytes(reloaded))
         yield row
+
+
+def speed(by_form: dict[str, Case], form: str) -> str:
+    """Say how fast a form is, also over bf16."""
+    if form not in by_form or not by_form[form].tokens_per_s:
+        return "no plan"
+    up = speed_up(by_form, form)
+    times = "" if form == "bf16" or up is None else f" ({up:.2f} x)"
+    return f"{by_form[form].tokens_per_s:.3f}{times}"
+
+
+def fused_rows(cases: Sequence[Case]) -> Iterable[list[str]]:
+    """Yield a row for each budget in bytes, with fused products beside the others."""
+    for (model, hardware, percent), by_form in equal_budgets(cases).items():
+        budget = by_form["bf16"].budget_bytes
+        beyond = " *" if budget > load_profile(hardware).capacity_bytes else ""
+        row = [model, hardware, f"{format_bytes(budget)}{beyond}", f"{percent}%"]
+        yield [*row, *(speed(by_form, form) for form in FUSED_COLUMNS)]
 
 
 def page(cases: Sequence[Case], date: str, command: str) -> str:
@@ -205,17 +244,6 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
             holds[bool(s["holds"])] if s["target"] else "",
         ]
         for s in summary(cases)
-    ]
-    own = [
-        "model",
-        "card",
-        "form",
-        "budget",
-        "reloaded",
-        "over bf16's",
-        "bytes / bound",
-        "time / bound",
-        "tokens/s",
     ]
     return "\n".join(
         [
@@ -242,12 +270,24 @@ def page(cases: Sequence[Case], date: str, command: str) -> str:
             "",
             *table(["model", "card", "budget", "of bf16", *forms], equal_rows(cases)),
             "",
+            "## Fused products, as predicted",
+            "",
+            "With `finepage.fused_unpacking` a product of up to 16 rows unpacks in registers, and "
+            "moves packed bytes alone. **The kernel was never run on a GPU.** These predictions "
+            "take it to run at the memory rate of the card, and count no arithmetic of unpacking. "
+            "So they are the most that it could reach. The key is off by default.",
+            "",
+            *table(
+                ["model", "card", "budget", "of bf16", *(f"{f} tokens/s" for f in FUSED_COLUMNS)],
+                fused_rows(cases),
+            ),
+            "",
             "## Shares of the packed weights",
             "",
             "Reloaded bytes stand beside those in bf16 under the same percentage of its weights. "
             "The output layer and the KV cache are not packed, so the ratio is above 0.28 in int4.",
             "",
-            *table(own, own_rows(cases)),
+            *table(OWN_COLUMNS, own_rows(cases)),
             "",
         ]
     )
@@ -260,11 +300,15 @@ def main(arguments: list[str]) -> int:
     cases: list[Case] = []
     if kept.exists():
         cases = [Case(**each) for each in json.loads(kept.read_text())["cases"]]
-    done = {case.model for case in cases}
+    done = {(case.model, case.form) for case in cases}
     for model in options.models.split(","):
-        for case in () if model in done else cases_of(model):
-            cases.append(case)
-            print(f"\r{len(cases)} cases", end="", file=sys.stderr, flush=True)
+        for form in ALL_FORMS:
+            whole = next(
+                (c.weight_bytes for c in cases if (c.model, c.form) == (model, "bf16")), None
+            )
+            for case in () if (model, form) in done else cases_of(model, form, whole):
+                cases.append(case)
+                print(f"\r{len(cases)} cases", end="", file=sys.stderr, flush=True)
     command = command_of("packed_weights.py", arguments)
     text = page(cases, options.out.name[-10:], command)
     return keep(options.out, command, text, summary(cases), cases)

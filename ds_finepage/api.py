@@ -40,7 +40,8 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
-from ds_finepage.packing.model import pack_model
+from ds_finepage.packing.fused import why_not
+from ds_finepage.packing.model import is_packed, pack_model, set_fused
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import RUNNABLE, policy_named
 from ds_finepage.planning.simulator import simulate
@@ -206,7 +207,7 @@ def attach(
         config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
     where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
-    _pack(module, config)
+    _pack(module, config, where)
     with ExitStack() as undo:
         apart, weights, buffers = _taken(module, take, where, undo)
         budget_bytes = _common_budget(resolve_budget(config, weights.nbytes, where), ranks)
@@ -247,18 +248,24 @@ def _taken(
     return apart, WeightTable([*parameters, *large], where), buffers
 
 
-def _pack(module: torch.nn.Module, config: FinepageConfig) -> None:
-    if config.weights is None:
-        return
-    form = PackedForm.parse(config.weights, config.weights_group)
-    pack_model(module, form)
-    logger.warning(
-        "linear layers and experts of %s are packed as %s in groups of %d: results are those of "
-        "the quantised model",
-        type(module).__name__,
-        form.name,
-        form.group,
-    )
+def _pack(module: torch.nn.Module, config: FinepageConfig, where: torch.device) -> None:
+    """Pack a model if it is to be packed, and choose how its packed products unpack."""
+    if config.weights is not None:
+        form = PackedForm.parse(config.weights, config.weights_group)
+        pack_model(module, form)
+        logger.warning(
+            "linear layers and experts of %s are packed as %s in groups of %d: results are those "
+            "of the quantised model",
+            type(module).__name__,
+            form.name,
+            form.group,
+        )
+    reason = None
+    if config.fused_unpacking:
+        reason = why_not(where) if is_packed(module) else "no layer is packed"
+        if reason is not None:
+            logger.warning("finepage.fused_unpacking has no effect: %s", reason)
+    set_fused(module, config.fused_unpacking and reason is None)
 
 
 def _run_settings(

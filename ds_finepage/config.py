@@ -297,6 +297,9 @@ class FinepageConfig(_Settings):
     weights_dir: Annotated[str, Field(pattern=r"\S")] | None = (
         None  # folder in which packed weights are kept for the next start
     )
+    fused_unpacking: bool = (
+        False  # products of few rows unpack in registers, where Triton runs; not yet run on a GPU
+    )
     debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
     plan_dir: Annotated[str, Field(pattern=r"\S")] | None = (
         None  # folder in which captured taskgraphs and plans are kept as JSON

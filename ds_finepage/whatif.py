@@ -158,6 +158,7 @@ def capture_model(
     weights: str | None = None,
     weights_group: int = GROUP,
     num_ranks: int = 1,
+    fused_unpacking: bool = False,
 ) -> CapturedModel:
     """Capture a pass from a model's config.
 
@@ -171,16 +172,15 @@ def capture_model(
         weights: "bf16", "int8" or "int4"; by default they are as the config says.
         weights_group: Numbers that share a scale in a packed form.
         num_ranks: Ranks that the model is cut over; the pass is the first one's.
+        fused_unpacking: Products of few rows unpack in registers.
 
     Raises:
         ConfigError: The model, dtype, form of the weights, a size or the ranks cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
     config = load_model_config(model)
-    form = packed_form(config, weights, weights_group)
-    if weights == UNPACKED:
-        config.dtype = torch.bfloat16
-    dtype = dtype or default_dtype(config, profile)
+    form = packed_form(config, weights, weights_group, fused=fused_unpacking)
+    dtype = dtype or _dtype_of(config, weights, profile)
     name = None if form is None else f"{form.name}, group {form.group}"
     shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
 
@@ -209,8 +209,14 @@ def capture_model(
     return capture()
 
 
+def _dtype_of(config: PretrainedConfig, weights: str | None, profile: HardwareProfile) -> str:
+    if weights == UNPACKED:
+        config.dtype = torch.bfloat16
+    return default_dtype(config, profile)
+
+
 def packed_form(
-    config: PretrainedConfig, weights: str | None, group: int = GROUP
+    config: PretrainedConfig, weights: str | None, group: int = GROUP, *, fused: bool = False
 ) -> PackedForm | None:
     """Return the packed form that a user asks for; None if the weights are not to be packed.
 
@@ -218,6 +224,7 @@ def packed_form(
         config: The model's config.
         weights: "bf16", "int8" or "int4"; None leaves the weights as they are.
         group: Numbers that share a scale.
+        fused: Products of few rows unpack in registers.
 
     Raises:
         ConfigError: Unknown form, a group that cannot be used, or a model that is quantised
@@ -235,7 +242,7 @@ def packed_form(
         )
     if weights == UNPACKED:
         return None
-    return PackedForm.parse(weights, group)
+    return dataclasses.replace(PackedForm.parse(weights, group), fused=fused)
 
 
 def plan_captured(

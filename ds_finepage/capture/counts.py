@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ds_finepage.graph.packed import PACKED_GROUPED, PACKED_PRODUCTS
+from ds_finepage.graph.packed import FUSED_ROWS, PACKED_GROUPED, PACKED_PRODUCTS, wants_fused
 
 ROW_READS = frozenset(
     {"aten.embedding", "aten.index_select", "aten.index", "aten.gather", "aten.take"}
@@ -68,7 +68,9 @@ FLOP_COUNTS: dict[str, Callable[..., int]] = {
 """How to count an op's arithmetic, by the name of its overload packet."""
 
 
-def moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+def moved_bytes(
+    op: str, given: list[torch.Tensor], made: list[torch.Tensor], arguments: Sequence[Any] = ()
+) -> int:
     """Count the bytes that an op reads and writes in device memory.
 
     An operand that the op changes in place is among its arguments and its results, so it counts
@@ -95,7 +97,11 @@ def moved_bytes(op: str, given: list[torch.Tensor], made: list[torch.Tensor]) ->
     if op in PACKED_PACKETS:
         # Slices of the weight are unpacked into memory, scaled there, and read by the product.
         x, num_out = given[0], given[1].shape[-2]
-        moved += 4 * used * num_out * x.shape[-1] * x.element_size()
+        unpacked = 4 * used * num_out * x.shape[-1] * x.element_size()
+        if wants_fused(arguments):
+            # The number of rows may be a symbol, and this asks for no value of it.
+            unpacked = torch.sym_ite(x.numel() <= FUSED_ROWS * x.shape[-1], 0 * unpacked, unpacked)
+        moved += unpacked
     return moved
 
 

@@ -323,7 +323,7 @@ class Recorder(TorchDispatchMode):
                 writes=written | fresh,
                 flops=size_of(count(*args, **kwargs, out_val=_one(results))) if count else 0,
                 moved_bytes=size_of(
-                    moved_bytes(str(func.overloadpacket), given, _tensors(results))
+                    moved_bytes(str(func.overloadpacket), given, _tensors(results), args)
                 ),
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ def form_of(ds_config: Mapping[str, Any]) -> PackedForm | None:
     """
     section = ds_config.get(SECTION, {})
     name = section.get("weights")
-    return None if name is None else PackedForm.parse(name, section.get("weights_group", GROUP))
+    if name is None:
+        return None
+    form = PackedForm.parse(name, section.get("weights_group", GROUP))
+    return replace(form, fused=bool(section.get("fused_unpacking")))
 
 
 def load_model(

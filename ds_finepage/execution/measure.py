@@ -52,7 +52,7 @@ from ds_finepage.execution.weight_times import (
     reads_mostly_weights,
 )
 from ds_finepage.graph.collectives import is_collective
-from ds_finepage.graph.packed import PACKED_PRODUCTS
+from ds_finepage.graph.packed import PACKED_PRODUCTS, wants_fused
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 from ds_finepage.packing.op import workspace_bytes
 
@@ -143,6 +143,7 @@ def _unpacked_bytes(graph: TaskGraph, task: Task, *, on_accelerator: bool) -> in
         itemsize=getattr(torch, x.dtype).itemsize,
         num_given=math.prod(x.shape[:-1]),
         on_accelerator=on_accelerator,
+        fused=wants_fused(task.args),
     )
 
 

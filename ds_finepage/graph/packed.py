@@ -6,6 +6,9 @@ it between two slices and change no bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 UNPACKED = "bf16"
 """Names weights of 16 bits: bfloat16, or float16 on a card that has none."""
 
@@ -22,11 +25,13 @@ GROUP = 64
 """Weights in a row that share a scale and a minimum, if the user does not say."""
 
 PACKED_LINEAR = "ds_finepage.packed_linear.default"
-"""Its arguments: rows, numbers, scales, minima, bias or None, bits of a number, size of a group."""
+"""Its arguments: rows, numbers, scales, minima, bias or None, bits of a number, size of a group,
+and whether the product is fused (see :func:`wants_fused`)."""
 
 PACKED_GROUPED = "ds_finepage.packed_grouped_linear.default"
 """A product with one packed matrix an expert. Its arguments: rows that are sorted by expert,
-numbers, scales, minima, the end of each expert's rows, bits of a number, size of a group."""
+numbers, scales, minima, the end of each expert's rows, bits of a number, size of a group, and
+whether the product is fused."""
 
 PACKED_PRODUCTS = frozenset({PACKED_LINEAR, PACKED_GROUPED})
 """The ops that unpack a weight; their second to fourth arguments are its parts."""
@@ -36,3 +41,19 @@ SLICE_ROWS = 256
 
 CUT_ROWS = 2 * SLICE_ROWS
 """Those that an accelerator multiplies together. Plans cut between them."""
+
+FUSED_ROWS = 16
+"""The most rows of activations that a fused product takes: those of a decode step."""
+
+_FUSED = 7
+
+
+def wants_fused(arguments: Sequence[Any]) -> bool:
+    """Tell whether a packed product is to be fused: to unpack in registers, and not into memory.
+
+    It is fused then for at most ``FUSED_ROWS`` rows, on an accelerator that can.
+
+    Args:
+        arguments: Of the op; the last one may be missing.
+    """
+    return len(arguments) > _FUSED and bool(arguments[_FUSED])

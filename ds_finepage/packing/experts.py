@@ -51,9 +51,9 @@ class PackedMatrices(torch.nn.Module):
         Returns:
             (rows, out), of the dtype of the scales.
         """
-        parts = (self.numbers, self.scales, self.minima)
+        parts, form = (self.numbers, self.scales, self.minima), self.form
         rows = x.to(self.scales.dtype)
-        made = packed_grouped_linear(rows, *parts, ends, self.form.bits, self.form.group)
+        made = packed_grouped_linear(rows, *parts, ends, form.bits, form.group, form.fused)
         assert isinstance(made, torch.Tensor)
         return made
 

@@ -12,7 +12,7 @@ unpacking writes runs of numbers, and rows of the packed matrix are slices of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -42,11 +42,14 @@ class PackedForm:
         bits: Of a number: 4 or 8.
         group: Weights in a row that have a scale and a minimum of their own.
         packs_output: Pack the output layer too.
+        fused: Products of few rows unpack in registers, where the device can do that. It changes
+            nothing that is packed, so forms are equal without it.
     """
 
     bits: int
     group: int = GROUP
     packs_output: bool = False
+    fused: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse other forms.

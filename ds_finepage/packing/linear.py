@@ -68,8 +68,8 @@ class PackedLinear(torch.nn.Module):
         Args:
             x: (..., in).
         """
-        bits, group = self.form.bits, self.form.group
-        made = packed_linear(x, self.numbers, self.scales, self.minima, self.bias, bits, group)
+        parts, form = (self.numbers, self.scales, self.minima), self.form
+        made = packed_linear(x, *parts, self.bias, form.bits, form.group, form.fused)
         assert isinstance(made, torch.Tensor)
         return made
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,6 +80,22 @@ def form_of(model: torch.nn.Module) -> PackedForm | None:
 def is_packed(model: torch.nn.Module) -> bool:
     """Tell whether a model has packed layers."""
     return form_of(model) is not None
+
+
+def set_fused(model: torch.nn.Module, is_fused: bool) -> None:
+    """Let the products of packed layers unpack in registers, where the device can, or not.
+
+    Results may differ in the last bit. With packed weights in plain transformers, it does there
+    what ``finepage.fused_unpacking`` does in a run.
+
+    Args:
+        model: Any module; other layers stay as they are.
+        is_fused: Unpack in registers.
+    """
+    for layer in model.modules():
+        form = vars(layer).get("form")
+        if isinstance(form, PackedForm) and form.fused != is_fused:
+            vars(layer)["form"] = replace(form, fused=is_fused)
 
 
 def weights_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

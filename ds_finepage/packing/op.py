@@ -11,6 +11,9 @@ slice are the same bits, whether other slices are computed with it or not. One p
 them would be faster, but its last bits may differ: they did on a CPU in bfloat16, for a matrix of
 4096 x 11008.
 
+With ``fused``, few rows are multiplied without unpacking into memory, where Triton compiles for the
+device; see [Note: a fused product] in ``kernel.py``.
+
 [Note: who knows which experts have rows]
 Experts without rows are not unpacked. On a CPU the op looks where the rows of each end. On an
 accelerator the host would wait for that. So with few rows each row takes its expert by an index on
@@ -24,13 +27,14 @@ from typing import Any
 
 import torch
 
-from ds_finepage.graph.packed import CUT_ROWS, SLICE_ROWS
+from ds_finepage.graph.packed import CUT_ROWS, FUSED_ROWS, SLICE_ROWS
 from ds_finepage.packing.form import WIDE_ROWS, Packed, PackedForm, unpack
+from ds_finepage.packing.fused import fused_product, why_not
 
 _WEIGHT = "Tensor x, Tensor numbers, Tensor scales, Tensor minima"
 _ARGUMENTS = {
-    "packed_linear": f"{_WEIGHT}, Tensor? bias, int bits, int group",
-    "packed_grouped_linear": f"{_WEIGHT}, Tensor ends, int bits, int group",
+    "packed_linear": f"{_WEIGHT}, Tensor? bias, int bits, int group, bool fused=False",
+    "packed_grouped_linear": f"{_WEIGHT}, Tensor ends, int bits, int group, bool fused=False",
 }
 _LIBRARY = torch.library.Library("ds_finepage", "DEF")
 
@@ -48,6 +52,7 @@ def workspace_bytes(
     itemsize: int,
     num_given: int,
     on_accelerator: bool,
+    fused: bool = False,
 ) -> int:
     """Return the bytes that an op takes for itself: the most that is unpacked at a time.
 
@@ -60,7 +65,10 @@ def workspace_bytes(
         itemsize: Bytes of an unpacked weight.
         num_given: Rows that are multiplied by the weight.
         on_accelerator: The device is no CPU.
+        fused: The op is asked for a fused product, and the accelerator can run it.
     """
+    if fused and on_accelerator and num_given <= FUSED_ROWS:
+        return 0
     width = scales[-1] * group
     if on_accelerator:
         row_bytes, packed_bytes, at_once = width * itemsize, 0, 1
@@ -97,6 +105,7 @@ def _into(
     bias: torch.Tensor | None,
     bits: int,
     group: int,
+    fused: bool = False,
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
@@ -110,11 +119,13 @@ def _into(
         bias: (out,), or none.
         bits: Of a number.
         group: Weights that share a scale.
-        out: (..., out), contiguous.
+        fused: Unpack in registers, if the rows are few and the device can.
+        out: (..., out), or the columns of a cut weight in it.
     """
     rows, results = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     packed = Packed(numbers, scales, minima)
-    _multiply(rows, packed, bias, PackedForm(bits, group), results)
+    multiply = fused_product if fused and _may_fuse(rows) else _multiply
+    multiply(rows, packed, bias, PackedForm(bits, group), results)
     return out
 
 
@@ -127,6 +138,7 @@ def grouped_into(
     ends: torch.Tensor,
     bits: int,
     group: int,
+    fused: bool = False,
     *,
     out: torch.Tensor,
     read_ends: Callable[[], list[int]] | None = None,
@@ -141,10 +153,14 @@ def grouped_into(
         ends: (experts,), where the rows of each expert end. Rows behind the last end become 0.
         bits: Of a number.
         group: Weights that share a scale.
+        fused: Unpack in registers, if the rows are few and the device can.
         out: (rows, out).
         read_ends: Returns the ends on the host, where a caller has read them before.
     """
     form, packed = PackedForm(bits, group), Packed(numbers, scales, minima)
+    if fused and _may_fuse(x):
+        fused_product(x, packed, None, form, out, ends)
+        return out
     row_bytes = x.shape[-1] * x.element_size()
     if not x.is_cpu and _takes_by_index(len(x), len(numbers), row_bytes):
         _multiply_by_index(x, packed, ends, form, out)
@@ -157,6 +173,11 @@ def grouped_into(
             begin = end
     out[begin:].zero_()
     return out
+
+
+def _may_fuse(rows: torch.Tensor) -> bool:
+    """Tell whether a product can be fused. It depends on nothing that cutting a weight changes."""
+    return 0 < len(rows) <= FUSED_ROWS and why_not(rows.device) is None
 
 
 def _multiply(

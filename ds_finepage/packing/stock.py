@@ -71,7 +71,8 @@ class StockPackedLinear(_Flat):
         Args:
             x: (..., in).
         """
-        made = packed_linear(x, *self._parts(), self.bias, self.form.bits, self.form.group)
+        form = self.form
+        made = packed_linear(x, *self._parts(), self.bias, form.bits, form.group, form.fused)
         assert isinstance(made, torch.Tensor)
         return made
 
@@ -91,8 +92,8 @@ class StockPackedMatrices(_Flat):
             x: (rows, in), sorted by expert.
             ends: (experts,), where the rows of each expert end.
         """
-        rows = x.to(self.weight.dtype)
-        made = packed_grouped_linear(rows, *self._parts(), ends, self.form.bits, self.form.group)
+        rows, form = x.to(self.weight.dtype), self.form
+        made = packed_grouped_linear(rows, *self._parts(), ends, form.bits, form.group, form.fused)
         assert isinstance(made, torch.Tensor)
         return made
 

@@ -12,6 +12,7 @@ from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.graph.packed import CUT_ROWS
 from ds_finepage.packing import op
 from ds_finepage.packing.form import Packed, PackedForm, pack, pack_each, unpack
+from ds_finepage.packing.fused import why_not
 from ds_finepage.packing.model import pack_model
 from tests.accelerator.subjects import AMPLE, Subject
 from tests.accelerator.test_passes import Steps, waits_of
@@ -122,6 +123,15 @@ def test_the_estimate_is_what_a_product_takes(
             assert 0 <= measured.workspace_bytes - known.workspace_bytes <= 8192
             (unmeasured,) = {meter.modest(is_modest=True).with_costs(graph, room_bytes=0).tasks[-1]}
             assert unmeasured.workspace_bytes == known.workspace_bytes
+
+
+def test_a_device_without_triton_unpacks_slices(device: torch.device) -> None:
+    if why_not(device) is None:
+        pytest.skip("Triton compiles for this device")
+    form = PackedForm(4)
+    packed, x = packed_on(device, form, CUT_ROWS + 100, 128), rows_on(device, 2, 128)
+    sliced = op.packed_linear(x, *packed, None, 4, form.group)
+    assert torch.equal(op.packed_linear(x, *packed, None, 4, form.group, True), sliced)
 
 
 # --- models ----------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ NUM_LAYERS = {"llama": 7, "qwen3": 7, "gemma": 7, "mixtral": 5, "gpt2": 4}
 PROMPT = token_ids(7)
 
 
-def results(model: Any) -> list[torch.Tensor]:
+def results(model: Any, prompt: torch.Tensor = PROMPT) -> list[torch.Tensor]:
     """Return the tokens of a generation, and the logits of each."""
     found = model.generate(
-        PROMPT,
+        prompt,
         max_new_tokens=3,
         do_sample=False,
         output_logits=True,

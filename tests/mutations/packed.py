@@ -13,6 +13,8 @@ STOCK = "unit/packing/test_stock.py"
 ON_CARD = "accelerator/test_packed.py"
 AHEAD = "integration/test_look_ahead.py"
 PLANNING = "unit/planning"
+FUSED = "unit/packing/test_fused.py"
+CHOOSING = "integration/test_fused_unpacking.py"
 
 PACKED = (
     mutant(
@@ -81,8 +83,8 @@ PACKED = (
     mutant(
         "the-estimate-of-an-accelerator-is-that-of-a-cpu",
         "execution/measure.py",
-        "        on_accelerator=on_accelerator,\n    )",
-        "        on_accelerator=False,\n    )",
+        "        on_accelerator=on_accelerator,\n        fused",
+        "        on_accelerator=False,\n        fused",
         f"{ON_CARD}::test_the_estimate_is_what_a_product_takes",
     ),
     mutant(
@@ -337,5 +339,96 @@ PACKED = (
         "if not self._unpacked.isdisjoint(self._missing(task)):",
         "if False:",
         f"{PLANNING}/rewrite/test_unpacking.py",
+    ),
+    mutant(
+        "few-rows-are-not-fused",
+        "packing/op.py",
+        "multiply = fused_product if fused and _may_fuse(rows) else _multiply",
+        "multiply = _multiply",
+        f"{FUSED}::test_few_rows_are_fused_where_the_layer_asks",
+    ),
+    mutant(
+        "many-rows-are-fused",
+        "packing/op.py",
+        "return 0 < len(rows) <= FUSED_ROWS and",
+        "return 0 < len(rows) and",
+        f"{FUSED}::test_few_rows_are_fused_where_the_layer_asks",
+    ),
+    mutant(
+        "experts-are-not-fused",
+        "packing/op.py",
+        "if fused and _may_fuse(x):",
+        "if False:",
+        f"{FUSED}::test_experts_are_fused_by_all_rows_together",
+    ),
+    mutant(
+        "a-device-without-triton-runs-its-kernel",
+        "packing/op.py",
+        " and why_not(rows.device) is None",
+        "",
+        f"{FUSED}::test_a_cpu_slices_whatever_a_layer_asks",
+    ),
+    mutant(
+        "matrices-of-experts-forget-to-be-fused",
+        "packing/experts.py",
+        "form.group, form.fused)",
+        "form.group)",
+        f"{FUSED}::test_matrices_of_experts_do_as_their_form_says",
+    ),
+    mutant(
+        "layers-of-stock-forget-to-be-fused",
+        "packing/stock.py",
+        "self.bias, form.bits, form.group, form.fused)",
+        "self.bias, form.bits, form.group)",
+        f"{FUSED}::test_stock_layers_do_as_their_form_says",
+    ),
+    mutant(
+        "the-key-fuses-nothing",
+        "api.py",
+        "    set_fused(module, config.fused_unpacking and reason is None)\n",
+        "",
+        f"{CHOOSING}::test_the_next_attach_chooses_anew",
+    ),
+    mutant(
+        "a-device-that-cannot-fuse-is-asked-to",
+        "api.py",
+        "config.fused_unpacking and reason is None)",
+        "config.fused_unpacking)",
+        f"{CHOOSING}::test_a_key_without_effect_is_said",
+    ),
+    mutant(
+        "fused-products-count-scratch",
+        "execution/measure.py",
+        "fused=wants_fused(task.args),",
+        "fused=False,",
+        "unit/execution/test_measure.py::test_a_fused_product_takes_nothing_on_an_accelerator",
+    ),
+    mutant(
+        "many-rows-count-no-scratch",
+        "packing/op.py",
+        "if fused and on_accelerator and num_given <= FUSED_ROWS:",
+        "if fused and on_accelerator:",
+        "unit/execution/test_measure.py::test_a_fused_product_takes_nothing_on_an_accelerator",
+    ),
+    mutant(
+        "fused-products-count-unpacked-bytes",
+        "capture/counts.py",
+        "if wants_fused(arguments):",
+        "if False:",
+        "unit/capture/test_recorder.py::test_a_fused_product_moves_packed_bytes",
+    ),
+    mutant(
+        "fused-products-are-predicted-sliced",
+        "whatif.py",
+        "weights_group, fused=fused_unpacking)",
+        "weights_group)",
+        f"{COMMANDS}::test_fused_products_are_predicted_without_unpacking",
+    ),
+    mutant(
+        "only-one-arm-of-a-comparison-is-fused",
+        "compare/loading.py",
+        'return replace(form, fused=bool(section.get("fused_unpacking")))',
+        "return form",
+        "unit/compare/test_loading.py",
     ),
 )

@@ -226,6 +226,7 @@ def test_no_section_is_stock() -> None:
     assert config.debug == DebugConfig()
     assert config.plan_dir is None
     assert config.weights is None and config.weights_group == 64
+    assert config.fused_unpacking is False
 
 
 def test_a_whole_section_is_read() -> None:
@@ -239,6 +240,7 @@ def test_a_whole_section_is_read() -> None:
         "weights": "int4",
         "weights_group": 32,
         "weights_dir": "kept",
+        "fused_unpacking": True,
     }
     assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
         enabled=True,
@@ -250,6 +252,7 @@ def test_a_whole_section_is_read() -> None:
         weights="int4",
         weights_group=32,
         weights_dir="kept",
+        fused_unpacking=True,
     )
 
 

@@ -12,6 +12,7 @@ from ds_finepage import api, whatif
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.cli import grid, main
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.packed import PACKED_PRODUCTS
 from ds_finepage.graph.profiles import load_profile
 from tests.integration.cli.models import LLAMA, NUM_PARAMETERS, card, small_model
 
@@ -108,6 +109,28 @@ def test_a_kv_cache_in_host_memory_leaves_the_weights_packed(model: str) -> None
     assert captured.on_host is not None
     assert captured.on_host.graph.weight_bytes == captured.graph.weight_bytes
     assert captured.on_host.weights == captured.weights == "int4, group 64"
+
+
+def test_fused_products_are_predicted_without_unpacking(model: str) -> None:
+    sliced, fused = (
+        whatif.capture_model(
+            model,
+            phase="decode",
+            batch=1,
+            seq=64,
+            profile=load_profile("t4"),
+            weights="int4",
+            fused_unpacking=is_fused,
+        )
+        for is_fused in (False, True)
+    )
+    for before, after in zip(sliced.graph.tasks, fused.graph.tasks, strict=True):
+        if before.op in PACKED_PRODUCTS:
+            assert after.moved_bytes < before.moved_bytes / 8
+            assert after.workspace_bytes == 0 < before.workspace_bytes
+        else:
+            assert after.moved_bytes == before.moved_bytes
+    assert fused.graph.weight_bytes == sliced.graph.weight_bytes
 
 
 def test_the_function_plans_packed_weights_too(model: str) -> None:

@@ -18,6 +18,7 @@ from ds_finepage.capture.recorder import Recorder
 from ds_finepage.capture.recording import record
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError
+from ds_finepage.graph.packed import wants_fused
 from ds_finepage.graph.taskgraph import BufferKind, Ref, Symbol, Task, TaskGraph
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
@@ -388,6 +389,19 @@ def test_a_product_with_a_packed_weight_is_one_task() -> None:
     assert task.flops == 2 * 6 * 64 * 24
     unpacked, packed = 24 * 64 * 4, 24 * (32 + 2 * 2 * 4)
     assert task.moved_bytes == 6 * (64 + 24) * 4 + packed + 4 * unpacked
+    assert not wants_fused(task.args)
+
+
+@pytest.mark.parametrize(("num_rows", "is_fused"), [(16, True), (17, False)])
+def test_a_fused_product_moves_packed_bytes(num_rows: int, is_fused: bool) -> None:
+    layer = PackedLinear.from_linear(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
+    given = (rows(num_rows, 64), layer.numbers, layer.scales, layer.minima)
+    graph = captured(lambda x, n, s, m: packed_linear(x, n, s, m, None, 4, 32, True), *given)
+    task = only(graph)
+    unpacked, packed = 24 * 64 * 4, 24 * (32 + 2 * 2 * 4)
+    moved_bytes = num_rows * (64 + 24) * 4 + packed
+    assert task.moved_bytes == moved_bytes + (0 if is_fused else 4 * unpacked)
+    assert wants_fused(task.args)
 
 
 # --- replayed, against eager -----------------------------------------------------------------

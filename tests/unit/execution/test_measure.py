@@ -15,7 +15,7 @@ from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import BoundTask
 from ds_finepage.execution.trial import Trial, reach
 from ds_finepage.execution.weight_times import CORE_BYTES, LEAST_FLUSHED_BYTES
-from ds_finepage.graph.packed import PACKED_LINEAR, SLICE_ROWS
+from ds_finepage.graph.packed import FUSED_ROWS, PACKED_LINEAR, SLICE_ROWS
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.packing.form import WIDE_ROWS
 from tests.unit.execution.graphs import ACTIVATION, CONSTANT, INPUT, WEIGHT, Draft
@@ -367,16 +367,18 @@ def test_an_estimate_runs_nothing() -> None:
 estimated_on_cpu = partial(estimate_workspaces, on_accelerator=False)
 
 
-def packed_product(bits: int, dtype: str = "float32") -> Draft:
-    """Make a product of two rows with a packed weight of 1000 x 128."""
+def packed_product(
+    bits: int, dtype: str = "float32", num_rows: int = 2, fused: tuple[bool, ...] = ()
+) -> Draft:
+    """Make a product of rows with a packed weight of 1000 x 128."""
     draft = Draft()
     x, y = (
-        draft.tensor(kind, 2, width, dtype=dtype)
+        draft.tensor(kind, num_rows, width, dtype=dtype)
         for kind, width in ((INPUT, 128), (ACTIVATION, 1000))
     )
     numbers = draft.tensor(WEIGHT, 1000, 16 * bits, dtype="uint8")
     scales, minima = (draft.tensor(WEIGHT, 1000, 2, dtype=dtype) for _ in range(2))
-    draft.task(PACKED_LINEAR, x, numbers, scales, minima, None, bits, 64, out=(y,))
+    draft.task(PACKED_LINEAR, x, numbers, scales, minima, None, bits, 64, *fused, out=(y,))
     return draft
 
 
@@ -405,6 +407,19 @@ def test_a_product_with_a_packed_weight_takes_one_unpacked_slice(bits: int, halv
         assert unmeasured.workspace_bytes == slice_bytes + results
     meter.with_costs(graph)
     assert meter.in_place(graph) == {0}
+
+
+def test_a_fused_product_takes_nothing_on_an_accelerator() -> None:
+    for num_rows, is_fused in ((2, True), (FUSED_ROWS, True), (FUSED_ROWS + 1, False)):
+        plain, fused = (
+            packed_product(4, num_rows=num_rows, fused=f).graph() for f in ((), (True,))
+        )
+        (sliced,) = estimate_workspaces(plain).tasks
+        assert sliced.workspace_bytes == 1000 * 128 * 4
+        expected = 0 if is_fused else sliced.workspace_bytes
+        assert estimate_workspaces(fused).tasks[0].workspace_bytes == expected
+        (on_cpu,) = estimated_on_cpu(fused).tasks
+        assert on_cpu.workspace_bytes == estimated_on_cpu(plain).tasks[0].workspace_bytes > 0
 
 
 # --- CUDA ------------------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""Products with a packed weight that unpack in registers; see [Note: a fused product].
+
+They need Triton, and a device that it compiles for. torch brings Triton in its builds for CUDA,
+ROCm and XPU; its build for the CPU has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ds_finepage.packing.form import Packed, PackedForm
+
+KERNEL = "ds_finepage.packing.kernel"
+"""The module that imports Triton."""
+
+MOST_RUN_BYTES = 64
+"""Packed bytes of a group that a program reads of a row together."""
+
+BYTES_AT_ONCE = {True: 256, False: 64}
+"""Packed bytes of a row of the weight that a program reads at a time: for one row of activations,
+and for several."""
+
+OUTPUTS = {True: 16, False: 32}
+"""Likewise, rows of the weight that a program takes."""
+
+
+def why_not(where: torch.device) -> str | None:
+    """Say why a device runs no fused products; None if it runs them."""
+    return _why_not(where.type)
+
+
+@functools.cache
+def _why_not(kind: str) -> str | None:
+    if find_spec("triton") is None:
+        return "Triton is not installed; it comes with torch's builds for accelerators"
+    from triton.runtime import driver
+
+    try:
+        compiled_for = driver.active.get_active_torch_device().type
+    except RuntimeError:  # it finds no device
+        compiled_for = None
+    return None if compiled_for == kind else f"Triton does not compile for {kind!r} here"
+
+
+@torch.no_grad()
+def fused_product(
+    rows: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None,
+    form: PackedForm,
+    results: torch.Tensor,
+    ends: torch.Tensor | None = None,
+) -> None:
+    """Multiply few rows by a packed matrix, or each by that of its expert.
+
+    Args:
+        rows: (rows, in): at most ``FUSED_ROWS``, if there are no experts.
+        packed: The packed matrix, or those of experts one behind the other.
+        bias: (out,), or none; experts have none.
+        form: How it is packed.
+        results: (rows, out), or the columns of a cut weight in it: gets the products.
+        ends: (experts,), where the rows of each expert end. Rows behind the last end become 0.
+    """
+    kernel: Any = importlib.import_module(KERNEL)
+    num_rows, num_out = results.shape
+    constants = constants_of(
+        form,
+        num_groups=packed.scales.shape[-1],
+        num_experts=0 if ends is None else len(ends),
+        is_alone=num_rows == 1 or ends is not None,
+    )
+    grid = (-(-num_out // constants["OUTPUTS"]), 1 if ends is None else num_rows)
+    with _current(rows.device):
+        kernel.product[grid](
+            rows.contiguous(),
+            *(part.contiguous() for part in packed),
+            results if bias is None else bias,
+            results if ends is None else ends,
+            results,
+            num_out,
+            num_rows,
+            results.stride(0),
+            HAS_BIAS=bias is not None,
+            **constants,
+        )
+
+
+def constants_of(
+    form: PackedForm, *, num_groups: int, num_experts: int, is_alone: bool
+) -> dict[str, Any]:
+    """Return the arguments that the kernel is compiled for, but whether there is a bias.
+
+    Nothing of them follows from the number of rows of the weight.
+
+    Args:
+        form: How the weight is packed.
+        num_groups: In a row of the weight.
+        num_experts: 0 for a single matrix.
+        is_alone: Each program multiplies one row of activations.
+    """
+    run = min(_power_of_2(form.group * form.bits // 8), MOST_RUN_BYTES)
+    return {
+        "BITS": form.bits,
+        "GROUP": form.group,
+        "GROUPS": num_groups,
+        "NUM_EXPERTS": num_experts,
+        "EXPERTS": _power_of_2(num_experts),
+        "ALONE": is_alone,
+        "OUTPUTS": OUTPUTS[is_alone],
+        "RUNS": BYTES_AT_ONCE[is_alone] // run,
+        "RUN": run,
+    }
+
+
+def _power_of_2(number: int) -> int:
+    """Return the least power of 2 that is not below a number."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _current(where: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, where Triton starts its kernels."""
+    if where.type == "cpu":
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.get_device_module(where).device(where)
+    return context
