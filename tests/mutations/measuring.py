@@ -12,6 +12,13 @@ WEIGHT_TIMES = "unit/execution/test_weight_times.py"
 
 MEASURING = (
     mutant(
+        "products-are-timed-by-units-that-sleep",
+        "execution/weight_times.py",
+        "            _wake(dtypes)\n",
+        "",
+        WEIGHT_TIMES,
+    ),
+    mutant(
         "a-first-run-is-predicted-as-a-steady-one",
         "runtime/observing.py",
         "entry_missing=each.entry_missing,\n                begin_ns",

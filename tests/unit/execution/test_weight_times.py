@@ -60,7 +60,12 @@ class Journal:
 
         monkeypatch.setattr(Trial, "write_again", written)
         monkeypatch.setattr(weight_times, "call_ns", timed)
+        monkeypatch.setattr(weight_times, "_wake", self._wake)
         monkeypatch.setattr(weight_times, "CORE_BYTES", 2)
+
+    def _wake(self, dtypes: Any) -> None:
+        assert {*dtypes} == {"float32"} and self.flush.all()  # the caches were flushed before
+        self.events.append("wake")
 
     def _trial(self, *given: Any, **more: Any) -> Trial:
         assert more == {"is_timed": True}  # rows for as many experts as there can be
@@ -78,9 +83,18 @@ def test_one_flush_serves_all_ops_of_a_round_and_each_warm_run_follows_a_copy(
     found = journal.measure(products(2))
     assert found == {0: (70, 30), 1: (60, 35)}
     weights = [b.id for b in products(2).buffers if b.kind is WEIGHT]
-    cold = ["op behind 8", "op behind 0"] * 3
+    cold = ["wake", "op behind 8", "op behind 0"] * 3
     warm = [event for w in weights for event in (f"write [{w}]", "op behind 2")] * 3
     assert journal.events == cold + warm
+
+
+def test_products_wake_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_times, "WAKE_NS", 1_000_000)
+    made = []
+    monkeypatch.setattr(torch, "mm", lambda a, b: made.append((a.dtype, a.shape, b.shape)))
+    weight_times._wake({"bfloat16", "int64", "float64"})
+    square = (weight_times.WAKE_ROWS, weight_times.WAKE_ROWS)
+    assert {*made} == {(torch.bfloat16, square, square)}
 
 
 def test_slow_ops_run_once_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
