@@ -1,6 +1,6 @@
 """A plugin of pytest that runs tests written for the CPU on an accelerator.
 
-    python -m pytest -p tests.accelerator.elsewhere tests/integration/test_families.py
+    python -m pytest -n 0 -p tests.accelerator.elsewhere tests/integration/test_families.py
 
 It takes the accelerator of this process, or loads the test device. In the test modules it puts
 things in the place of others:
@@ -8,6 +8,7 @@ things in the place of others:
 - ``attach(model, device="cpu")`` attaches on the accelerator. Tensors of a call go there, and the
   tensors that it returns come back to the CPU; a KV cache stays where it is.
 - ``DeviceMeter`` reads the accelerator's own statistics.
+- ``make_model(family)`` makes a model in the dtype of ``--models-in``, where a test names none.
 
 So a test holds results of the accelerator against those of plain transformers on the CPU. Tests of
 how the CPU itself is metered or planned for are skipped; ``OF_THE_CPU`` says why.
@@ -39,10 +40,27 @@ OF_THE_CPU = {
 """Tests that are skipped, with the reasons."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    where = _accelerator()
+num_attached = 0
+"""Models that were attached on the accelerator so far."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--models-in",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="the dtype of models for which a test names none",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"{num_attached} attached on {_accelerator().type}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    replacements = _replacements(_accelerator(), getattr(torch, config.getoption("models_in")))
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
-        for name, here in _replacements(where).items():
+        for name, here in replacements.items():
             if hasattr(module, name):
                 setattr(module, name, here)
     for item in items:
@@ -60,19 +78,24 @@ def _accelerator() -> torch.device:
         raise pytest.UsageError(str(error)) from error
 
 
-def _replacements(where: torch.device) -> dict[str, Any]:
+def _replacements(where: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    from tests.integration.families import make_model  # not before conftest.py has set the scene
+
     return {
         "CPU": where,
         "attach": partial(attached, where),
         "DeviceMeter": lambda device: DeviceMeter(where),
         "OpMeter": lambda device: OpMeter(where),
+        "make_model": lambda family, dtype=dtype, **given: make_model(family, dtype, **given),
     }
 
 
 def attached(where: torch.device, model: Any, *, device: str, **settings: Any) -> Handle:
     """Attach on the accelerator; callers of the model stay on the CPU."""
+    global num_attached
     assert device == "cpu"
     handle = attach(model, device=where, **settings)
+    num_attached += 1
     # Both are put back by detach, which knows them as its own.
     model._compiled_call_impl = _Carried(model._compiled_call_impl, where)
     if hasattr(model, "generate"):

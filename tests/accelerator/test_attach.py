@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +13,13 @@ from torch import nn
 
 import ds_finepage
 from ds_finepage.errors import ConfigError
-from ds_finepage.execution.device import DeviceMemoryError, default_device, device_of
+from ds_finepage.execution import device as device_module
+from ds_finepage.execution.device import (
+    Accelerator,
+    DeviceMemoryError,
+    default_device,
+    device_of,
+)
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter
@@ -96,26 +104,88 @@ def test_a_write_to_a_parameter_on_the_device_takes_effect_in_the_next_call(
     assert torch.equal(logits(model, ids), logits(changed, ids))
 
 
+@contextmanager
+def refused(words: str) -> Iterator[WithBuffers]:
+    """Check that a device is refused, and that the module is as it was."""
+    module = WithBuffers()
+    before = {name: (t.data_ptr(), t.clone()) for name, t in module.state_dict().items()}
+    own, watched = set(vars(module)), vars(nn.Parameter).get("data")
+    with pytest.raises(ConfigError, match=words):
+        yield module
+    now = module.state_dict()
+    assert {t.device.type for t in now.values()} == {"cpu"}
+    assert {name: t.data_ptr() for name, t in now.items()} == {n: p for n, (p, _) in before.items()}
+    assert all(torch.equal(now[name], value) for name, (_, value) in before.items())
+    assert set(vars(module)) == own
+    assert vars(nn.Parameter).get("data") is watched
+
+
+def test_a_device_that_torch_does_not_know_is_refused(card: Any) -> None:
+    with refused(
+        "device: 'slowcart' is not a device that torch knows. Write slowcard or"
+    ) as module:
+        attached(module, "slowcart")
+
+
 @pytest.mark.parametrize("name", ("cuda", "xpu", "meta"))
 def test_another_accelerator_is_refused(card: Any, name: str) -> None:
-    module = WithBuffers()
-    with pytest.raises(ConfigError, match=f"device: '{name}' cannot be used: the accelerator of"):
+    with refused(f"device: '{name}' cannot be used: the accelerator of") as module:
         attached(module, name)
-    assert {t.device.type for t in module.state_dict().values()} == {"cpu"}
 
 
 def test_a_device_that_is_not_there_is_refused(card: Any) -> None:
-    with pytest.raises(ConfigError, match="'slowcard:1' cannot be used: torch sees 1 of slowcard"):
-        attached(WithBuffers(), "slowcard:1")
+    with refused("'slowcard:1' cannot be used: torch sees 1 of slowcard") as module:
+        attached(module, "slowcard:1")
 
 
 def test_a_device_that_was_removed_is_refused(card: Any) -> None:
     card.set_num_devices(0)
     try:
-        with pytest.raises(ConfigError, match="torch sees no accelerator"):
-            attached(WithBuffers(), "slowcard")
+        with refused("torch sees no accelerator") as module:
+            attached(module, "slowcard")
     finally:
         card.set_num_devices(1)
+
+
+def test_a_device_without_streams_is_refused(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_stream(self: Accelerator) -> torch.Stream:
+        raise RuntimeError("Backend doesn't support create a new Stream.")
+
+    device_module._lack.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "new_stream", no_stream)
+        with refused("'slowcard' cannot be used: it has no streams or no events") as module:
+            attached(module, "slowcard")
+    device_module._lack.cache_clear()
+
+
+def test_two_devices_of_a_process_run_a_model_each(card: Any) -> None:
+    """Each model keeps to its own device, whichever device is torch's current one."""
+    torch._dynamo.reset()
+    ids = token_ids(5)
+    models = [make_model(family, num_hidden_layers=1) for family in ("llama", "opt")]
+    plain = [tokens(m, ids, 3, cache=None) for m in models]
+    card.set_num_devices(2)
+    try:
+        places = [torch.device("slowcard", n) for n in range(2)]
+        handles = [attached(m, p) for m, p in zip(models, places, strict=True)]
+        for turn in range(3):
+            for model, handle, place, wanted in zip(models, handles, places, plain, strict=True):
+                others = [torch.accelerator.memory_allocated(p) for p in places if p != place]
+                with DeviceMeter(place) as meter:
+                    assert torch.equal(tokens(model, ids.to(place), 3, cache=None).cpu(), wanted)
+                assert 0 < meter.peak_bytes <= handle.stats.budget_bytes, turn
+                assert others == [
+                    torch.accelerator.memory_allocated(p) for p in places if p != place
+                ]
+                handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+        for handle in handles:
+            handle.detach()
+    finally:
+        card.set_num_devices(1)
+    assert all(
+        torch.equal(tokens(m, ids, 3, cache=None), w) for m, w in zip(models, plain, strict=True)
+    )
 
 
 def test_out_of_memory_while_attaching_leaves_the_module_as_it_was(

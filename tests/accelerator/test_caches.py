@@ -19,8 +19,17 @@ from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.policies import POLICIES
 from tests.accelerator.subjects import AMPLE, plain_on, subject
+from tests.accelerator.test_passes import waits_of
 from tests.integration.batching import llama, tokens_of
-from tests.integration.families import SLOW_LINK, greedy, logits, make_model, token_ids, tokens
+from tests.integration.families import (
+    LAST,
+    SLOW_LINK,
+    greedy,
+    logits,
+    make_model,
+    token_ids,
+    tokens,
+)
 
 BATCH, LENGTH, NEW = 4, 60, 4
 ARGUMENTS_DELAY_NS = 300_000
@@ -45,6 +54,28 @@ def test_a_cache_larger_than_the_budget_goes_to_host_memory(device: torch.device
         assert 0 < meter.peak_bytes <= handle.stats.budget_bytes < cache_bytes
     assert handle.stats.num_caches_on_host == 2
     assert not handle.stats.unplanned_reasons
+    handle.detach()
+
+
+def test_a_decode_step_with_its_cache_in_host_memory_waits_behind_the_pass(
+    device: torch.device, card: Any
+) -> None:
+    """For the rows of the embedding before the pass, and for each layer's new rows after it."""
+    model = make_model("llama", num_hidden_layers=9)
+    longest = Longest(BATCH, LENGTH + 2 * NEW, LENGTH)
+    cache_bytes = kv_bytes(model.config, model.dtype, longest)
+    assert cache_bytes is not None
+    handle = ds_finepage.attach(
+        model, device_budget=cache_bytes * 9 // 10, device=device, profile=SLOW_LINK
+    )
+    new = token_ids(1, batch=BATCH).to(device)
+    with torch.no_grad():
+        cache = model(token_ids(LENGTH, batch=BATCH).to(device), **LAST).past_key_values
+        for _ in range(NEW):
+            model(new, past_key_values=cache, **LAST)
+        found = waits_of(card, lambda: model(new, past_key_values=cache, **LAST))
+    assert handle.stats.num_caches_on_host == 1
+    assert found == {"gather_rows": 1, "settle": 9}
     handle.detach()
 
 

@@ -16,6 +16,7 @@ from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.execution.routed import RouteRead
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.profiles import require_usable
+from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.runtime.device_memory import DeviceState
 from tests.accelerator.subjects import AMPLE, Subject, subject
 from tests.integration.families import logits, token_ids
@@ -55,6 +56,7 @@ class Steps:
 KNOWN = {
     "gather_rows": ReloadSources.gather_rows.__code__,
     "routed": RouteRead.values.__code__,
+    "settle": HostLayer.settle.__code__,
 }
 
 

@@ -115,7 +115,7 @@ def test_a_capture_from_the_config_counts_the_same_bytes(large: Large) -> None:
             phase=phase,
             batch=BATCH,
             seq=int(live + ids[1]),
-            dtype="float32",
+            dtype=str(large.model.dtype).removeprefix("torch."),
             host_ops=host_ops,
         )
         assert counted(ran) == counted(predicted)

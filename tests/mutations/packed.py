@@ -27,9 +27,16 @@ PACKED = (
     mutant(
         "a-reload-that-no-task-uses-stays",
         "planning/rewrite/late_experts.py",
-        "    memgraph = _without_unused(memgraph, packed_experts(memgraph.graph).keys())\n",
+        "    memgraph = _without_unused(memgraph, known.keys())\n",
         "",
         f"{PARTS}::test_a_reload_that_no_task_uses_is_left_out",
+    ),
+    mutant(
+        "experts-that-are-looked-up-keep-a-reload-that-no-task-uses",
+        "planning/rewrite/late_experts.py",
+        "_without_unused(memgraph, known.keys())",
+        "_without_unused(memgraph, {b for b, r in known.items() if r.is_ends})",
+        "unit/planning/rewrite/test_late_experts.py::test_a_reload_that_no_task_uses_is_left_out",
     ),
     mutant(
         "what-waited-for-a-left-out-node-waits-for-nothing",

@@ -4,7 +4,7 @@ An early reload has to copy all experts of a layer; right after the router it co
 ones. Extents stay the same, so only the order of nodes changes.
 
 A tight plan may bring a weight in ahead and evict it again before its use. Then no reload of it can
-wait, so packed experts lose such a reload. Other weights keep it, and their plans stay the same.
+wait, so experts lose such a reload.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
 from ds_finepage.graph.memgraph import Edge, EdgeKind, MemGraph, Node, NodeKind
-from ds_finepage.graph.routes import packed_experts, routes
+from ds_finepage.graph.routes import routes
 
 
 def wait_for_routes(memgraph: MemGraph) -> MemGraph:
@@ -30,7 +30,7 @@ def wait_for_routes(memgraph: MemGraph) -> MemGraph:
     known = routes(memgraph.graph)
     if not known:
         return memgraph
-    memgraph = _without_unused(memgraph, packed_experts(memgraph.graph).keys())
+    memgraph = _without_unused(memgraph, known.keys())
     computes = {n.task: n.id for n in memgraph.nodes if n.kind is NodeKind.COMPUTE}
     lives = _Lives(memgraph)
     moves: list[_Move] = []

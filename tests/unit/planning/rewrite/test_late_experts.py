@@ -20,6 +20,7 @@ from ds_finepage.graph.memgraph import (
     Residency,
 )
 from ds_finepage.graph.routes import Route, routes
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage.search import plan_finepage
@@ -31,7 +32,9 @@ from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
 from tests.property.token_interpreter import run_random_order
+from tests.unit.graph.test_routes import looking_up
 from tests.unit.planning.finepage.test_search import machine
+from tests.unit.planning.rewrite.test_packed_experts import brought_in_twice
 
 UNIT = 64
 GRAPH = layers_of_experts()
@@ -96,6 +99,16 @@ def test_experts_that_stay_for_the_next_pass_are_whole() -> None:
     kept = {r.buffer for r in memgraph.exit}
     assert kept
     assert kept.isdisjoint(late.routed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("graph", [layers_of_experts(num_layers=1), looking_up()], ids=["", "ids"])
+def test_a_reload_that_no_task_uses_is_left_out(graph: TaskGraph, seed: int) -> None:
+    memgraph = brought_in_twice(graph, "0.dense", "0.up")
+    late = check(wait_for_routes(memgraph))
+    assert {graph.buffers[b].name for b in late.routed} == {"0.up", "0.down"}
+    assert len(memgraph.nodes) - len(late.nodes) == 3  # alloc, reload, drop
+    run_random_order(late, random.Random(seed))
 
 
 @pytest.mark.parametrize("seed", range(30))

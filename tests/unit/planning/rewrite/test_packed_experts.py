@@ -126,8 +126,14 @@ def test_a_trial_spreads_its_rows_over_experts(num_tokens: int, used: int) -> No
     assert sum(count > 0 for count in counts) == used and max(counts) - min(counts) <= 1
 
 
-def brought_in_twice(graph: TaskGraph) -> MemGraph:
-    """Bring the numbers in where another weight was, evict them, and bring them in again."""
+def brought_in_twice(graph: TaskGraph, before: str, twice: str) -> MemGraph:
+    """Bring a weight in where another was, evict it, and bring it in again.
+
+    Args:
+        graph: The pass.
+        before: The other weight, which is used first and is no larger.
+        twice: The weight.
+    """
     extents, end = {}, 0
     for buffer in graph.buffers:
         extents[buffer.id] = Extent(end, extent_bytes(buffer.nbytes, UNIT))
@@ -135,8 +141,8 @@ def brought_in_twice(graph: TaskGraph) -> MemGraph:
     builder = MemGraphBuilder(graph, "by hand", end, UNIT)
     builder.begin(())
     ids = {b.name: b.id for b in graph.buffers}
-    dense, numbers = ids["dense"], ids["numbers"]
-    extents[dense] = Extent(extents[numbers].offset, extents[dense].nbytes)
+    first, second = ids[before], ids[twice]
+    extents[first] = Extent(extents[second].offset, extents[first].nbytes)
     vacators: dict[int, list[int]] = {}
     for task in graph.tasks:
         for buffer in graph.paged(task):
@@ -145,10 +151,10 @@ def brought_in_twice(graph: TaskGraph) -> MemGraph:
                 if buffer in task.reads:
                     builder.reload(buffer)
         builder.compute(task)
-        if dense in task.reads:
-            builder.alloc(numbers, extents[numbers], [builder.drop(dense)])
-            builder.reload(numbers)
-            vacators[numbers] = [builder.drop(numbers)]
+        if first in task.reads:
+            builder.alloc(second, extents[second], [builder.drop(first)])
+            builder.reload(second)
+            vacators[second] = [builder.drop(second)]
     for buffer, state in enumerate(builder.states):
         if state.extent is not None:
             builder.drop(buffer)
@@ -157,7 +163,7 @@ def brought_in_twice(graph: TaskGraph) -> MemGraph:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_reload_that_no_task_uses_is_left_out(seed: int) -> None:
-    memgraph = brought_in_twice(layer(with_dense=True))
+    memgraph = brought_in_twice(layer(with_dense=True), "dense", "numbers")
     late = check(wait_for_routes(memgraph))
     names = [late.graph.buffers[b].name for b in late.routed]
     assert sorted(names) == ["minima", "numbers", "scales"]
