@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +19,11 @@ from ds_finepage.compare.arms import ARMS, PLAIN, Arm
 from ds_finepage.compare.engine import RunRequest, save_request
 from ds_finepage.compare.loading import dtype_of
 from ds_finepage.compare.models import Modelled, Models, outline_of, require_some_arm
+from ds_finepage.compare.processes import last_line, run_process
 from ds_finepage.compare.prompts import Prompts, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.config import SECTION
 from ds_finepage.errors import ConfigError, reason_of
-from ds_finepage.execution.disk_cache import VARIABLE as CACHE_VARIABLE
 from ds_finepage.files import read_file
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
@@ -381,61 +377,3 @@ def make_empty(folder: Path) -> None:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"cannot make {folder}: {error}") from error
-
-
-# Processes.
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of every process.
-
-    Half of the cores compute; the others serve the transfer lanes. Sums, and so the tokens, depend
-    on the number of threads, so every run has the same. Nothing is kept from one run to the next,
-    so that the first token costs what it costs on a fresh machine.
-    """
-    threads = str(max(1, (os.cpu_count() or 1) // 2))
-    forced = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", CACHE_VARIABLE: "0"}
-    return {"OMP_NUM_THREADS": threads, **os.environ, **forced}
-
-
-def run_process(arguments: Sequence[str], log: Path) -> int:
-    """Run a Python process to its end, with its output in a log; return its status.
-
-    The process has a group of its own, so that an interrupt reaches this process alone, and then
-    everything that the other one has started ends with it.
-
-    Args:
-        arguments: Python's arguments.
-        log: The file.
-
-    Raises:
-        ConfigError: The log cannot be written.
-        KeyboardInterrupt: The user has interrupted it; the process is dead by then.
-    """
-    try:
-        stream = log.open("wb")
-    except OSError as error:
-        raise ConfigError(f"cannot write {log}: {error}") from error
-    with (
-        stream,
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            return process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a log."""
-    lines = read_file(log).decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
