@@ -40,7 +40,7 @@ from ds_finepage.cli.demo_results import (
     problems_of_ranks,
 )
 from ds_finepage.cli.instruments import Reading
-from ds_finepage.cli.options import add_weights, one_form_of
+from ds_finepage.cli.options import add_weights, one_form_of, refuse_packed_ranks
 from ds_finepage.cli.output import add_json
 from ds_finepage.compare.checkpoint import LlamaShape, config_of
 from ds_finepage.compare.processes import require_ranks, run_ranks
@@ -136,10 +136,9 @@ def shape_of(arguments: argparse.Namespace) -> LlamaShape:
     """
     shape, num_ranks = TINY if arguments.tiny else LlamaShape(), arguments.ranks
     require_ranks(num_ranks)
+    refuse_packed_ranks(num_ranks, one_form_of(arguments))
     if num_ranks == 1:
         return shape
-    if one_form_of(arguments) not in (None, UNPACKED):
-        raise ConfigError("--weights: packed weights are not cut over ranks. Leave out --ranks.")
     from ds_finepage.capture.shards import require_heads  # imports torch
 
     require_heads(config_of(shape), num_ranks, "the demo's Llama")

@@ -20,7 +20,6 @@ and ds_finepage:
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -73,7 +72,7 @@ def read(script: str, arguments: list[str]) -> Reading:
     ds_finepage.run.use_device_of_rank()
     device = torch.device(get_accelerator().current_device_name())
     meter = DeviceMeter(device)
-    is_late = device.type == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_late = ds_finepage.run.makes_partitions_late(device.type)
     fetches = FetchCounter()
     engines: list[Any] = []
     original = deepspeed.initialize

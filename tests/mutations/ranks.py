@@ -12,8 +12,6 @@ LOADING = "integration/test_shard_loading.py"
 DEFERRED = "unit/integrations/test_deferred.py"
 NODE_MEMORY = "unit/integrations/test_node_memory.py"
 CLI_PLAN = "integration/cli/test_plan.py"
-PROCESSES = "unit/compare/test_processes.py"
-INSTRUMENTS = "integration/cli/test_instruments.py"
 
 OF_RANKS = (
     mutant(
@@ -416,75 +414,5 @@ OF_RANKS = (
         '    "moe_tp_experts": WHOLE,\n',
         "",
         SHARDS,
-    ),
-    mutant(
-        "ranks-go-on-after-one-has-failed",
-        "compare/processes.py",
-        "failed, until = rank, min(until, time.monotonic() + grace_s)",
-        "failed = rank",
-        f"{PROCESSES}::test_a_rank_that_fails_ends_the_others",
-    ),
-    mutant(
-        "a-rank-outlives-its-command",
-        "compare/processes.py",
-        "            stack.callback(kill, process)",
-        "            stack.callback(id, process)",
-        f"{PROCESSES}::test_no_rank_outlives_an_interrupt",
-    ),
-    mutant(
-        "every-rank-is-rank-0",
-        "compare/processes.py",
-        '"RANK": str(rank), "LOCAL_RANK"',
-        '"RANK": "0", "LOCAL_RANK"',
-        PROCESSES,
-    ),
-    mutant(
-        "rank-0-opens-the-store-that-is-open",
-        "compare/processes.py",
-        '"TORCHELASTIC_USE_AGENT_STORE": "True"',
-        '"TORCHELASTIC_USE_AGENT_STORE": "False"',
-        PROCESSES,
-    ),
-    mutant(
-        "more-ranks-than-devices",
-        "compare/processes.py",
-        "if device is not None and torch.accelerator.device_count() < num_ranks:",
-        "if False:",
-        PROCESSES,
-    ),
-    mutant(
-        "ranks-build-an-op-that-they-are-not-to-use",
-        "integrations/deepspeed/one_process.py",
-        " or GLOO_ALONE in os.environ",
-        "",
-        "unit/test_run.py",
-    ),
-    mutant(
-        "host-partitions-of-a-rank-are-device-bytes",
-        "cli/instruments.py",
-        'is_late = device.type == "cpu" and',
-        "is_late = False and",
-        INSTRUMENTS,
-    ),
-    mutant(
-        "a-demo-starts-with-any-number-of-ranks",
-        "cli/demo.py",
-        "    require_ranks(num_ranks)\n",
-        "",
-        INSTRUMENTS,
-    ),
-    mutant(
-        "a-demo-cuts-heads-in-two",
-        "cli/demo.py",
-        """    require_heads(config_of(shape), num_ranks, "the demo's Llama")\n""",
-        "",
-        INSTRUMENTS,
-    ),
-    mutant(
-        "only-rank-0-of-a-demo-is-judged",
-        "cli/demo_results.py",
-        "for rank, result in enumerate(results)\n        for problem",
-        "for rank, result in enumerate(results[:1])\n        for problem",
-        INSTRUMENTS,
     ),
 )

@@ -34,6 +34,18 @@ def prepare_one_process() -> None:
         deepspeed.ops.__compatible_ops__[UNUSED_OP] = False
 
 
+def makes_partitions_late(device_type: str) -> bool:
+    """Return whether ``deepspeed.initialize`` makes host partitions that look like device bytes.
+
+    With tensor parallelism DeepSpeed cuts the model there, and partitions it afterwards. On the CPU
+    a meter cannot tell these bytes from those of a device.
+
+    Args:
+        device_type: The kind of the device.
+    """
+    return device_type == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def use_device_of_rank() -> None:
     """Make the device of this rank the current one, before anything asks for that."""
     from deepspeed.accelerator import get_accelerator
