@@ -15,7 +15,7 @@ OF_RANK_COMMANDS = (
         "compare/processes.py",
         "failed, until = rank, min(until, time.monotonic() + grace_s)",
         "failed = rank",
-        f"{PROCESSES}::test_a_rank_that_fails_ends_the_others",
+        f"{PROCESSES}::test_the_others_get_little_time_after_a_failure",
     ),
     mutant(
         "a-rank-outlives-its-command",

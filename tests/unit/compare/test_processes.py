@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ds_finepage.compare import processes
-from ds_finepage.compare.processes import kill, meeting_place, require_ranks, run_ranks
+from ds_finepage.compare.processes import (
+    _first_failure,
+    kill,
+    meeting_place,
+    require_ranks,
+    run_ranks,
+)
 from ds_finepage.errors import ConfigError, RankError
 from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE
 
@@ -46,6 +56,22 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     fails = "import sys; print('ValueError: mine\\nand more'); sys.exit(3)"
     with pytest.raises(RankError, match=r"^rank 1 ended with status 3: ValueError: mine$"):
         run(WAITS, fails, WAITS, folder=tmp_path)
+
+
+def test_the_others_get_little_time_after_a_failure() -> None:
+    timeouts: list[float] = []
+
+    class Ended:
+        def get(self, timeout: float) -> int:
+            timeouts.append(timeout)
+            if len(timeouts) == 1:
+                return 1
+            raise Empty
+
+    ranks: Any = [SimpleNamespace(returncode=None), SimpleNamespace(returncode=3)]
+    ended: Any = Ended()
+    assert _first_failure(ranks, ended, time.monotonic() + 1000.0, 5.0) == 1
+    assert timeouts[0] > 5.0 >= timeouts[1]
 
 
 def test_the_last_line_stands_for_a_rank_without_an_error(tmp_path: Path) -> None:
