@@ -297,8 +297,12 @@ def test_a_rank_that_fails_ends_the_demo(
     ],
 )
 def test_ranks_that_cannot_run_are_refused_before_any_work(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(Demo, "run", lambda self, shape: pytest.fail("it began to work"))
     assert main(["demo", "--tiny", *options]) == 2
     assert message in capsys.readouterr().err
 
