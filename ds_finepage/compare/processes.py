@@ -1,4 +1,4 @@
-"""Starts processes for commands: one, or one a rank; none of them outlives its command.
+"""Starts processes for commands: one, or one a rank. An error or an interrupt ends them all.
 
 [Note: ranks that meet]
 Ranks find each other in a store. This process holds it, at a port that is free, so two commands
