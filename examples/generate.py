@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -28,19 +29,22 @@ import ds_finepage
 from ds_finepage.graph.packed import PACKED_FORMS
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
-from ds_finepage.run import prepare_one_process
+from ds_finepage.run import prepare_one_process, use_device_of_rank
 
 
 def main() -> None:
     """Load, generate, print."""
     args = parse_arguments()
+    use_device_of_rank()
     device = get_accelerator().current_device_name()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.deepspeed:
         prepare_one_process()  # sets what the launcher would set
         ds_config = json.loads(Path(args.deepspeed_config).read_text())
         # While this object is alive, from_pretrained loads into ZeRO's host partitions.
-        keep_alive = None if args.weights else HfDeepSpeedConfig(ds_config)
+        keep_alive = (
+            HfDeepSpeedConfig(ds_config) if loads_into_partitions(args, ds_config) else None
+        )
         model = load(args)
         if args.weights:
             deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
@@ -71,6 +75,16 @@ def main() -> None:
     print(tokenizer.decode(tokens))
     if args.json:
         Path(args.json).write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
+
+
+def loads_into_partitions(args: argparse.Namespace, ds_config: dict[str, Any]) -> bool:
+    """Return whether the model is loaded into ZeRO's host partitions, and not made into them later.
+
+    Stock DeepSpeed cuts a model over ranks only after it is loaded.
+    """
+    is_stock = not ds_config.get("finepage", {}).get("enabled")
+    is_cut = ds_config.get("tensor_parallel", {}).get("autotp_size", 1) > 1
+    return not (args.weights or (is_stock and is_cut))
 
 
 def load(args: argparse.Namespace) -> PreTrainedModel:

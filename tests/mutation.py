@@ -37,6 +37,7 @@ from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
 from tests.mutations.packed import PACKED
 from tests.mutations.planning import PLANNING
 from tests.mutations.predicting import PREDICTING
+from tests.mutations.rank_commands import OF_RANK_COMMANDS
 from tests.mutations.ranks import OF_RANKS
 from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
@@ -51,6 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *RUNNING,
     *RUNTIME,
     *OF_RANKS,
+    *OF_RANK_COMMANDS,
     *AROUND,
     *MOVING,
     *COMPARING,

@@ -84,7 +84,7 @@ def cut_model(model: nn.Module, *, num_ranks: int, then: Change | None = None) -
     Raises:
         ConfigError: The ranks do not divide the heads, or AutoTP cannot cut the model.
     """
-    _require_heads(model, num_ranks)
+    require_heads(model.config, num_ranks, type(model).__name__)
     layers = dict(_layers_to_cut(model))
     whole = {
         name: _cut(model.get_submodule(name), num_ranks, style) for name, style in layers.items()
@@ -105,16 +105,25 @@ def cut_model(model: nn.Module, *, num_ranks: int, then: Change | None = None) -
             layer.register_forward_hook(partial(_gather_from_ranks, widths))
 
 
-def _require_heads(model: nn.Module, num_ranks: int) -> None:
-    config: Any = model.config
+def require_heads(config: Any, num_ranks: int, name: str) -> None:
+    """Refuse ranks that the heads of a model cannot be divided among.
+
+    Args:
+        config: The model's config of transformers.
+        num_ranks: Ranks to cut over.
+        name: The model, in words.
+
+    Raises:
+        ConfigError: The ranks do not divide the attention heads or the KV heads.
+    """
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
     for kind, number in (("attention heads", heads), ("KV heads", kv_heads)):
         if isinstance(number, int) and number % num_ranks:
             raise ConfigError(
-                f"ranks: {num_ranks} ranks do not divide the {number} {kind} of "
-                f"{type(model).__name__}. Write a divisor of {number}."
+                f"ranks: {num_ranks} ranks do not divide the {number} {kind} of {name}. Write a "
+                f"divisor of {number}."
             )
 
 

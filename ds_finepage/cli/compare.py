@@ -3,6 +3,7 @@
 Runs each arm in a process of its own, with the same weights, prompts, dtype, batch and cache:
 plain transformers, ZeRO-Inference in several settings, Accelerate, group offload, and ds_finepage.
 Names the fastest one that holds the budget, and prints the settings of those that were tuned.
+With --ranks 2 DeepSpeed's engines run on two ranks of this machine, with a shard of the model each.
 
 On an accelerator the budget is enforced for every arm, and times are measured. On the CPU bytes
 are counted, and times are modelled for the card of --hardware.
@@ -33,10 +34,12 @@ from ds_finepage.cli.options import (
     counts_of,
     names_of,
     one_form_of,
+    refuse_packed_ranks,
 )
 from ds_finepage.cli.output import add_json, show
 from ds_finepage.compare.arms import ALL, ARMS, arms_named
 from ds_finepage.compare.judge import problems_of
+from ds_finepage.compare.processes import require_ranks
 from ds_finepage.compare.tables import footnotes, remarks, tables
 from ds_finepage.config import BUDGET_FORMS, SECTION, DeviceBudget, FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
@@ -92,6 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add_weights(parser)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every arm that can on N ranks; the budget is that of one rank (1)",
+    )
     parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
     parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
@@ -166,7 +176,10 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
             f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name; a "
             "checkpoint has the layers that it has."
         )
+    require_ranks(arguments.ranks)
     ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
+    if arguments.ranks > 1:
+        ds_config = with_ranks(ds_config, arguments)
     hardware = arguments.hardware or HARDWARE.get(device_type(), OTHER_HARDWARE)
     load_profile(hardware)
     budget = arguments.device_budget or ds_config.get(SECTION, {}).get("device_budget", BUDGET)
@@ -181,6 +194,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
         arms=tuple(arm.name for arm in arms_named(names_of(arguments.arms, "--arms"))),
         hardware=hardware,
         repeats=arguments.repeats,
+        num_ranks=arguments.ranks,
     )
 
 
@@ -239,6 +253,38 @@ def with_weights(ds_config: dict[str, Any], arguments: argparse.Namespace) -> di
     return {**others, SECTION: section} if section else others
 
 
+def with_ranks(ds_config: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Write the number of ranks into a ds_config; the default one computes in float32 then.
+
+    Sums over ranks round differently than those of one process, and in bfloat16 that shows.
+
+    Args:
+        ds_config: The ds_config so far.
+        arguments: The options.
+
+    Raises:
+        ConfigError: The model cannot be cut over the ranks, its weights are packed, or the
+            ds_config is for another number of ranks.
+    """
+    from ds_finepage.capture.models import load_model_config
+    from ds_finepage.capture.shards import require_heads
+
+    num_ranks, key = arguments.ranks, "tensor_parallel"
+    refuse_packed_ranks(num_ranks, ds_config.get(SECTION, {}).get("weights"))
+    require_heads(load_model_config(arguments.model), num_ranks, arguments.model)
+    given = ds_config.get(key, {})
+    size = given.get("autotp_size", num_ranks)
+    if size != num_ranks:
+        raise ConfigError(
+            f"--ranks: {num_ranks} ranks were asked for, and tensor_parallel.autotp_size is {size} "
+            "in the ds_config. Write the same number."
+        )
+    changes: dict[str, Any] = {key: {**given, "autotp_size": num_ranks}}
+    if arguments.ds_config is None:
+        changes["bf16"] = {"enabled": False}
+    return {**ds_config, **changes}
+
+
 def device_type() -> str:
     """Return the kind of the device that runs."""
     import torch
@@ -268,6 +314,7 @@ def command_of(settings: CompareSettings, out: Path | None) -> str:
         ("arms", ",".join(settings.arms)),
         ("hardware", settings.hardware),
         ("repeats", settings.repeats),
+        *((("ranks", settings.num_ranks),) if settings.num_ranks > 1 else ()),
     ):
         words += [f"--{option}", str(value)]
     return shlex.join(words if out is None else [*words, "--out", str(out)])

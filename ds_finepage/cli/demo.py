@@ -4,7 +4,8 @@ Makes a Llama checkpoint with a tokenizer (random weights from a fixed seed, not
 and runs examples/generate.py on it, each time in a process of its own: by plain transformers, for
 tokens to compare with; by stock ZeRO-Inference; and by ds_finepage under a budget. The ds_configs
 of the two engines differ in finepage.enabled alone. The demo uses the accelerator if there is one.
-With --weights int4 all three run the same packed model.
+With --weights int4 all three run the same packed model. With --ranks 2 both engines run on two
+ranks of this machine, each with its own shard of the model (tensor parallelism).
 
 Exit status: 0; 1 if tokens differ or the budget was exceeded; 2 for an option that cannot be used.
 """
@@ -20,30 +21,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 import ds_finepage
+from ds_finepage.cli.demo_results import (
+    ENGINES,
+    DemoResult,
+    EngineResult,
+    has_accelerator,
+    print_results,
+    problems_of_ranks,
+)
 from ds_finepage.cli.instruments import Reading
-from ds_finepage.cli.options import add_weights, one_form_of
+from ds_finepage.cli.options import add_weights, one_form_of, refuse_packed_ranks
 from ds_finepage.cli.output import add_json
-from ds_finepage.cli.output import show as show_table
-from ds_finepage.compare.checkpoint import LlamaShape
+from ds_finepage.compare.checkpoint import LlamaShape, config_of
+from ds_finepage.compare.processes import require_ranks, run_ranks
 from ds_finepage.config import FinepageConfig
-from ds_finepage.errors import ConfigError, FinepageError
+from ds_finepage.errors import ConfigError, FinepageError, RankError
 from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.planning.policies import RUNNABLE
-from ds_finepage.units import format_bytes
 
 PROMPT = "The planner never sees torch; the executor never decides."
-ENGINES = {"zero_inference": "stock ZeRO-Inference", "finepage": "ds_finepage"}
 NUM_CALLS = 2
 """Calls of ``generate`` in each run. The first captures and plans; the second only runs."""
 
@@ -61,79 +67,6 @@ TINY = LlamaShape(
 """For tests of this command: the same steps in little time."""
 
 
-JSON_KEYS = (
-    "tokens_equal",
-    "peak_bytes",
-    "prefill_reloaded_bytes",
-    "decode_reloaded_bytes",
-    "decode_lower_bound_bytes",
-    "wall_s",
-)
-"""The figures of an engine in ``--json``."""
-
-FOOTNOTE = """\
-Peak: a meter reads the allocator, in a run of its own, from just before deepspeed.initialize on. It
-counts all device bytes, but not the host copy of the weights. Reloads: of the last prefill and the
-last decode step. Stock has no budget; its peak follows from its default prefetch settings. Times
-are of generate alone, without the meter. ds_finepage captures and plans in the first call."""
-
-FOOTNOTE_CPU = """\
-On the CPU a fetch of stock ZeRO-Inference copies nothing (the meter makes it copy), while
-ds_finepage really copies: compare the bytes here, and times on a GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineResult(Reading):
-    """The figures of one engine.
-
-    ``wall_s`` is the time of the first call of ``generate``, capture and planning included.
-    ``wall_again_s`` is that of the last call.
-    """
-
-    tokens_equal: bool
-    wall_s: float
-    wall_again_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoResult:
-    """The figures of both engines; ``weights`` names the packed form of the weights, if any."""
-
-    budget_bytes: int
-    weight_bytes: int
-    engines: dict[str, EngineResult]
-    weights: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return one object for ``--json``; figures that are None are left out."""
-        engines = {}
-        for name, engine in self.engines.items():
-            figures = asdict(engine)
-            engines[name] = {k: figures[k] for k in JSON_KEYS if figures[k] is not None}
-        return {
-            "budget_bytes": self.budget_bytes,
-            "weight_bytes": self.weight_bytes,
-            **({} if self.weights is None else {"weights": self.weights}),
-            "engines": engines,
-        }
-
-
-def problems_of(result: DemoResult) -> list[str]:
-    """List the faults of a result, in words."""
-    problems = [
-        f"the tokens of {ENGINES[name]} differ from those of plain transformers"
-        for name, engine in result.engines.items()
-        if not engine.tokens_equal
-    ]
-    peak_bytes = result.engines["finepage"].peak_bytes
-    if peak_bytes > result.budget_bytes:
-        problems.append(
-            f"ds_finepage had {peak_bytes} bytes on the device; the budget is "
-            f"{result.budget_bytes} bytes"
-        )
-    return problems
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``ds-finepage demo``."""
     add_json(parser)
@@ -145,6 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="finepage", help="default: %(default)s")
     add_weights(parser)
     parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="start N ranks, each with its shard of the model; the budget is that of one rank "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--new-tokens", type=int, default=32, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
@@ -155,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ds-finepage demo``."""
-    shape = TINY if arguments.tiny else LlamaShape()
+    shape = shape_of(arguments)
     settings = {
         "device_budget": arguments.budget,
         "policy": arguments.policy,
@@ -168,18 +109,40 @@ def run(arguments: argparse.Namespace) -> int:
             f"Write at least {MIN_NEW_TOKENS}."
         )
     with work_folder(arguments.keep) as folder:
-        demo = Demo(folder, settings, arguments.new_tokens, Console(stderr=True))
-        result = demo.run(shape)
+        console = Console(stderr=True)
+        demo = Demo(folder, settings, arguments.new_tokens, console, num_ranks=arguments.ranks)
+        results = demo.run(shape)
     if arguments.json:
-        print(json.dumps(result.as_json()))
+        found = [result.as_json() for result in results]
+        print(json.dumps(found[0] if len(found) == 1 else {"ranks": found}))
     else:
-        print_result(result)
-    problems = problems_of(result)
+        print_results(results)
+    problems = problems_of_ranks(results)
     for problem in problems:
         print(f"ds-finepage: {problem}", file=sys.stderr)
     if arguments.keep is not None and not arguments.json:
-        print(f"\nBy hand:\n\n    {by_hand(arguments.keep)}")
+        print(f"\nBy hand:\n\n    {by_hand(arguments.keep, arguments.ranks)}")
     return 1 if problems else 0
+
+
+def shape_of(arguments: argparse.Namespace) -> LlamaShape:
+    """Return the model of the demo.
+
+    Args:
+        arguments: The options.
+
+    Raises:
+        ConfigError: The ranks cannot be started, or the model cannot be cut over them.
+    """
+    shape, num_ranks = TINY if arguments.tiny else LlamaShape(), arguments.ranks
+    require_ranks(num_ranks)
+    refuse_packed_ranks(num_ranks, one_form_of(arguments))
+    if num_ranks == 1:
+        return shape
+    from ds_finepage.capture.shards import require_heads  # imports torch
+
+    require_heads(config_of(shape), num_ranks, "the demo's Llama")
+    return replace(shape, dtype="float32")
 
 
 def packing_of(arguments: argparse.Namespace, shape: LlamaShape) -> dict[str, Any]:
@@ -226,10 +189,10 @@ def example(name: str) -> Path:
     return installed if installed.exists() else package.parent / "examples" / name
 
 
-def by_hand(folder: Path) -> str:
+def by_hand(folder: Path, num_ranks: int) -> str:
     """Return the command that runs ds_finepage on a kept folder."""
     folder = folder.resolve()
-    words = ["deepspeed", "--num_gpus", "1", str(example("generate.py"))]
+    words = ["deepspeed", "--num_gpus", str(num_ranks), str(example("generate.py"))]
     words += ["--model", str(folder / "model"), "--prompt", PROMPT]
     words += ["--deepspeed", "--deepspeed_config", str(folder / "finepage.json")]
     return shlex.join(words)
@@ -239,7 +202,13 @@ class Demo:
     """The runs of one demo in one folder."""
 
     def __init__(
-        self, folder: Path, settings: dict[str, Any], num_new_tokens: int, console: Console
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        num_new_tokens: int,
+        console: Console,
+        *,
+        num_ranks: int = 1,
     ) -> None:
         """Prepare a demo.
 
@@ -248,7 +217,9 @@ class Demo:
             settings: The ``finepage`` section without ``enabled``.
             num_new_tokens: Tokens to generate in each call.
             console: Shows the progress.
+            num_ranks: Ranks that run an engine together.
         """
+        self._num_ranks = num_ranks
         self._folder = folder
         self._model = folder / "model"
         self._settings = settings
@@ -256,7 +227,7 @@ class Demo:
         self._console = console
         # Half of the cores compute; the others serve the transfer lanes. Sums, and so the tokens,
         # depend on the number of threads, so every run has the same.
-        threads = str(max(1, (os.cpu_count() or 1) // 2))
+        threads = str(max(1, (os.cpu_count() or 1) // 2 // num_ranks))
         self._environment = {
             "OMP_NUM_THREADS": threads,
             **os.environ,
@@ -264,35 +235,46 @@ class Demo:
             "PYTHONUNBUFFERED": "1",  # the last line of a log is then the last that was written
         }
 
-    def run(self, shape: LlamaShape) -> DemoResult:
-        """Run the demo."""
+    def run(self, shape: LlamaShape) -> list[DemoResult]:
+        """Run the demo; return the figures of each rank.
+
+        Args:
+            shape: The model.
+
+        Raises:
+            FinepageError: A process failed.
+            KeyboardInterrupt: The user has interrupted it.
+        """
         with self._step("making a Llama checkpoint"):
             shape_json = json.dumps(asdict(shape))
             self._python(
                 "checkpoint", "-m", "ds_finepage.compare.checkpoint", self._model, shape_json
             )
             for name in ENGINES:
-                self._write_config(name)
+                self._write_config(name, shape.dtype)
         pool = ThreadPoolExecutor(max_workers=2)  # these runs are not timed
         with self._step("plain transformers for reference; both engines with a memory meter"):
             try:
                 plain = pool.submit(self._generate, "plain", self._engine_options("plain"))
                 metered = {name: pool.submit(self._meter, name) for name in ENGINES}
-                expected = plain.result()["tokens"]
+                expected = plain.result()[0]["tokens"]
                 readings = {name: future.result() for name, future in metered.items()}
             finally:
                 pool.shutdown(cancel_futures=True)
-        engines = {}
+        ranks: list[dict[str, EngineResult]] = [{} for _ in range(self._num_ranks)]
         for name, title in ENGINES.items():
             with self._step(title):
-                run = self._generate(name, self._engine_options(name))
-            reading, tokens = readings[name]
-            engines[name] = EngineResult(
-                **asdict(reading),
-                tokens_equal=run["tokens"] == tokens == expected,
-                wall_s=round(run["seconds"][0], 3),
-                wall_again_s=round(run["seconds"][-1], 3),
-            )
+                runs = self._generate(name, self._engine_options(name))
+            for engines, run, (reading, tokens) in zip(ranks, runs, readings[name], strict=True):
+                engines[name] = EngineResult(
+                    **asdict(reading),
+                    tokens_equal=run["tokens"] == tokens == expected,
+                    wall_s=round(run["seconds"][0], 3),
+                    wall_again_s=round(run["seconds"][-1], 3),
+                )
+        return [self._result(engines) for engines in ranks]
+
+    def _result(self, engines: dict[str, EngineResult]) -> DemoResult:
         ours = engines["finepage"]
         assert ours.budget_bytes is not None
         return DemoResult(
@@ -302,14 +284,16 @@ class Demo:
             weights=self._settings.get("weights"),
         )
 
-    def _write_config(self, name: str) -> None:
+    def _write_config(self, name: str, dtype: str) -> None:
+        ranks = {"tensor_parallel": {"autotp_size": self._num_ranks}}
         ds_config = {
             "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": dtype == "bfloat16"},
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": {"device": "cpu", "pin_memory": has_accelerator()},
             },
+            **(ranks if self._num_ranks > 1 else {}),
             "finepage": {"enabled": name == "finepage", **self._settings},
         }
         (self._folder / f"{name}.json").write_text(json.dumps(ds_config, indent=2))
@@ -324,30 +308,58 @@ class Demo:
             found += ["--weights-group", str(self._settings["weights_group"])]
         return found
 
-    def _meter(self, name: str) -> tuple[Reading, list[int]]:
-        """Run the example under instruments; return the reading and the tokens."""
-        output = self._folder / f"{name}_reading.json"
-        before: list[str | Path] = ["-m", "ds_finepage.cli.instruments", output]
-        written = self._generate(f"{name}_metered", self._engine_options(name), before)
-        return Reading(**json.loads(output.read_text())), written["tokens"]
+    def _meter(self, name: str) -> list[tuple[Reading, list[int]]]:
+        """Run the example under instruments; return the reading and the tokens of each rank."""
+        metered = f"{name}_metered"
+        written = self._generate(metered, self._engine_options(name), is_metered=True)
+        readings = [file.with_suffix(".reading") for file in self._outputs(metered)]
+        return [
+            (Reading(**json.loads(reading.read_text())), each["tokens"])
+            for reading, each in zip(readings, written, strict=True)
+        ]
+
+    def _outputs(self, name: str) -> list[Path]:
+        """Return the file that each rank of a run writes; plain transformers runs on one."""
+        if self._num_ranks == 1 or name == "plain":
+            return [self._folder / f"{name}_output.json"]
+        return [self._folder / f"{name}_rank{n}_output.json" for n in range(self._num_ranks)]
 
     def _generate(
-        self, name: str, options: Sequence[str | Path] = (), before: Sequence[str | Path] = ()
-    ) -> dict[str, Any]:
-        """Run examples/generate.py; return the object that it wrote.
+        self, name: str, options: Sequence[str | Path] = (), *, is_metered: bool = False
+    ) -> list[dict[str, Any]]:
+        """Run examples/generate.py on every rank; return the object that each wrote.
 
         Args:
-            name: Of the log and the output.
+            name: Of the logs and the outputs.
             options: More options of the example.
-            before: Python's arguments before the example.
+            is_metered: Run it under instruments.
         """
-        output = self._folder / f"{name}_output.json"
-        given: list[str | Path] = ["--model", self._model, "--prompt", PROMPT, "--json", output]
+        given: list[str | Path] = ["--model", self._model, "--prompt", PROMPT, *options]
         given += ["--new-tokens", str(self._num_new_tokens), "--calls", str(NUM_CALLS)]
-        self._python(name, *before, example("generate.py"), *given, *options)
-        written = json.loads(output.read_text())
-        assert isinstance(written, dict)
-        return written
+        outputs = self._outputs(name)
+        commands: list[list[str | Path]] = []
+        for output in outputs:
+            command: list[str | Path] = []
+            if is_metered:
+                command = ["-m", "ds_finepage.cli.instruments", output.with_suffix(".reading")]
+            commands.append([*command, example("generate.py"), *given, "--json", output])
+        if len(commands) == 1:
+            self._python(name, *commands[0])
+        else:
+            self._ranks(name, commands)
+        return [json.loads(output.read_text()) for output in outputs]
+
+    def _ranks(self, name: str, commands: Sequence[Sequence[str | Path]]) -> None:
+        """Run the processes of all ranks to their end, each with its output in a log.
+
+        Raises:
+            RankError: One failed, or all together took too long.
+        """
+        logs = [self._folder / f"{name}_rank{rank}.log" for rank in range(len(commands))]
+        try:
+            run_ranks(commands, logs, self._environment)
+        except RankError as error:
+            raise RankError(f"the run {name!r}: {error} (--keep DIR keeps all logs.)") from error
 
     def _python(self, name: str, *arguments: str | Path) -> None:
         """Run a Python process to its end, with its output in a log.
@@ -381,42 +393,3 @@ class Demo:
         with self._console.status(text):
             yield
         self._console.print(f"{text}: {time.perf_counter() - start:.1f} s", highlight=False)
-
-
-def print_result(result: DemoResult) -> None:
-    """Print the table."""
-    stock, ours = (result.engines[name] for name in ENGINES)
-    form = "" if result.weights is None else f" in {result.weights}"
-    table = Table(title=f"Llama, {format_bytes(result.weight_bytes)} of weights{form}")
-    table.add_column("engine")
-    for title in ENGINES.values():
-        table.add_column(title, justify="right")
-    table.add_column("limit or bound", justify="right")
-
-    def add(label: str, attribute: str, show: Callable[[Any], str], limit: str = "") -> None:
-        values = [show(getattr(engine, attribute)) for engine in (stock, ours)]
-        table.add_row(label, *values, limit)
-
-    def bound(lower_bound_bytes: int | None) -> str:
-        return "" if lower_bound_bytes is None else f">= {format_bytes(lower_bound_bytes)}"
-
-    add("tokens equal to plain transformers", "tokens_equal", ("no", "yes").__getitem__)
-    limit = f"<= {format_bytes(result.budget_bytes)} (budget)"
-    add("peak device bytes", "peak_bytes", format_bytes, limit)
-    limit = bound(ours.prefill_lower_bound_bytes)
-    add("reloaded in a prefill", "prefill_reloaded_bytes", format_bytes, limit)
-    limit = bound(ours.decode_lower_bound_bytes)
-    add("reloaded in a steady decode step", "decode_reloaded_bytes", format_bytes, limit)
-    add("wall time, first call", "wall_s", "{:.2f} s".format)
-    add("wall time, second call", "wall_again_s", "{:.2f} s".format)
-    show_table(table)
-    print(FOOTNOTE)
-    if not has_accelerator():
-        print(FOOTNOTE_CPU)
-
-
-def has_accelerator() -> bool:
-    """Return True if the runs use an accelerator."""
-    import torch
-
-    return torch.accelerator.is_available()

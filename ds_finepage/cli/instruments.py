@@ -7,7 +7,9 @@ and ds_finepage:
 
 - Peak: live device bytes from just before ``deepspeed.initialize`` to the end of the script. A
   meter reads them from the allocator; it knows nothing of plans. The model is in ZeRO's partitions
-  by then (``from_pretrained`` under ``HfDeepSpeedConfig`` puts it there), so they do not count.
+  by then (``from_pretrained`` under ``HfDeepSpeedConfig`` puts it there), so they do not count. On
+  several ranks ``deepspeed.initialize`` itself makes the partitions. On the CPU they would count as
+  device bytes, so the meter begins after it there.
 - Stock's reloads: bytes of every partition that DeepSpeed fetches, forward by forward. A prefill is
   a forward of several tokens, a decode step a forward of one token. On the CPU a fetch only gives
   the host partition another name. Here it copies, as on a GPU, so that the meter sees it. The copy
@@ -67,15 +69,19 @@ def read(script: str, arguments: list[str]) -> Reading:
     import ds_finepage.run
     from ds_finepage.execution.meter import DeviceMeter
 
-    meter = DeviceMeter(torch.device(get_accelerator().current_device_name()))
+    ds_finepage.run.use_device_of_rank()
+    device = torch.device(get_accelerator().current_device_name())
+    meter = DeviceMeter(device)
+    is_late = ds_finepage.run.makes_partitions_late(device.type)
     fetches = FetchCounter()
     engines: list[Any] = []
     original = deepspeed.initialize
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
         fetches.install()
+        made = original(*args, **kwargs) if is_late else None
         metered.enter_context(meter)
-        made = original(*args, **kwargs)
+        made = made or original(*args, **kwargs)
         engines.append(made[0])
         if handle_of(made[0]) is None:
             fetches.watch(made[0].module)

@@ -96,6 +96,20 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_packed_ranks(num_ranks: int, form: str | None) -> None:
+    """Refuse packed weights on several ranks.
+
+    Args:
+        num_ranks: Ranks to start.
+        form: Of the weights; None for the model as it is.
+
+    Raises:
+        ConfigError: The weights are packed, and there are several ranks.
+    """
+    if num_ranks > 1 and form not in (None, UNPACKED):
+        raise ConfigError("--weights: packed weights are not cut over ranks. Leave out --ranks.")
+
+
 def note_link(num_ranks: int, profile: HardwareProfile) -> None:
     """Say on the standard error that the time of collectives is not known."""
     if num_ranks > 1 and not profile.rank_bytes_per_s:

@@ -71,9 +71,9 @@ def of_folder(folder: Path) -> dict[str, tuple[MemGraph, Timeline]]:
         InvalidPlanError: A file in it is damaged.
     """
     found = {}
-    for result in load_results(folder).runs:
-        for each in load_passes(run_folder(folder, result.name)):
-            name = f"{result.name} {each.name}"
+    for run_name in (name for run in load_results(folder).runs for name in run.folder_names):
+        for each in load_passes(run_folder(folder, run_name)):
+            name = f"{run_name} {each.name}"
             found[f"{name}, predicted"] = (each.memgraph, each.predicted)
             if each.measured is not None:
                 found[f"{name}, measured"] = (each.memgraph, each.measured)

@@ -24,6 +24,7 @@ class Arm:
         install: The command that installs that package.
         observes: Its passes run by plan, so that their timelines can be kept.
         is_ours: It is ds_finepage with a policy of its own, and no other system.
+        why_one_rank: Why it does not run on several ranks; "" if it does.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Arm:
     install: str = ""
     observes: bool = False
     is_ours: bool = False
+    why_one_rank: str = ""
 
     @property
     def missing(self) -> str | None:
@@ -55,6 +57,8 @@ PLAIN = "plain"
 
 OURS = "finepage"
 
+ONE_RANK = "{} moves whole layers of one process, and has no ranks"
+
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
@@ -68,8 +72,20 @@ ARMS: dict[str, Arm] = {
             "zero-persistence",
         ),
         _arm("zero-leaf", "ZeRO-Inference, layers as leaves", "zero_arms", "zero-leaf"),
-        _arm("accelerate", "Accelerate cpu_offload", "accelerate_arms", "accelerate"),
-        _arm("accelerate-map", "Accelerate device map", "accelerate_arms", "accelerate-map"),
+        _arm(
+            "accelerate",
+            "Accelerate cpu_offload",
+            "accelerate_arms",
+            "accelerate",
+            why_one_rank=ONE_RANK.format("Accelerate's cpu_offload"),
+        ),
+        _arm(
+            "accelerate-map",
+            "Accelerate device map",
+            "accelerate_arms",
+            "accelerate-map",
+            why_one_rank=ONE_RANK.format("Accelerate's device map"),
+        ),
         _arm(
             "group-offload",
             "diffusers group offload",
@@ -77,6 +93,7 @@ ARMS: dict[str, Arm] = {
             "group-offload",
             package="diffusers",
             install="pip install 'ds_finepage[group-offload]'",
+            why_one_rank=ONE_RANK.format("diffusers' group offload"),
         ),
         _arm("static", "static shares", "finepage_arms", "static", observes=True),
         _arm(

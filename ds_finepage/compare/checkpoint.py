@@ -40,24 +40,32 @@ class LlamaShape:
     num_key_value_heads: int = 16
     vocab_size: int = 2048
     max_position_embeddings: int = 2048
+    dtype: str = "bfloat16"
 
 
 def make_checkpoint(folder: Path, shape: LlamaShape) -> None:
-    """Write a checkpoint that ``from_pretrained`` reads: bfloat16 safetensors and a tokenizer."""
+    """Write a checkpoint that ``from_pretrained`` reads: safetensors and a tokenizer."""
     import torch
     import transformers
 
     make_tokenizer(folder, shape.vocab_size)
     torch.manual_seed(SEED)
-    config = transformers.LlamaConfig(
-        **asdict(shape),
+    model = transformers.LlamaForCausalLM(config_of(shape)).to(getattr(torch, shape.dtype))
+    model.save_pretrained(folder)
+
+
+def config_of(shape: LlamaShape) -> Any:
+    """Return the config of transformers for a Llama of some sizes."""
+    import transformers
+
+    sizes = {key: value for key, value in asdict(shape).items() if key != "dtype"}
+    return transformers.LlamaConfig(
+        **sizes,
         initializer_range=WEIGHT_STD,
         bos_token_id=None,
         eos_token_id=None,  # so that no run stops early
         pad_token_id=None,
     )
-    model = transformers.LlamaForCausalLM(config).bfloat16()
-    model.save_pretrained(folder)
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> None:

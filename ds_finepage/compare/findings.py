@@ -302,5 +302,6 @@ def modeller_of(folder: Path, results: Results, batch: int, device_budget: str) 
         device_budget=device_budget,
         hardware=settings.hardware,
         dtype=modelled_dtype(model, ds_config, settings.hardware),
+        num_ranks=settings.num_ranks,
         **modelled_options(ds_config),
     )

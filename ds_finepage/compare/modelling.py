@@ -52,6 +52,7 @@ class Modeller:
         host_memory_bytes: int | None = None,
         weights: str | None = None,
         weights_group: int = GROUP,
+        num_ranks: int = 1,
     ) -> None:
         """Capture both passes from the model's config.
 
@@ -67,6 +68,7 @@ class Modeller:
             host_memory_bytes: Host memory of the machine; None if that is not known.
             weights: "bf16", "int8" or "int4"; by default they are as the config says.
             weights_group: Weights that share a scale in a packed form.
+            num_ranks: Ranks that the model is cut over; the passes are those of the first.
 
         Raises:
             ConfigError: An argument cannot be used.
@@ -79,7 +81,7 @@ class Modeller:
         self._found: dict[str, EngineSettings] = {}
         lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + self._num_steps}
         shared: dict[str, Any] = {"batch": batch, "profile": self._profile, "dtype": dtype}
-        shared |= {"weights": weights, "weights_group": weights_group}
+        shared |= {"weights": weights, "weights_group": weights_group, "num_ranks": num_ranks}
         try:
             self._prefill, self._decode = (
                 capture_model(model, phase=phase, seq=seq, **shared)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds_finepage.capture.shards import cut_model
 from ds_finepage.compare.arms import Arm
 from ds_finepage.compare.loading import shapes_of
 from ds_finepage.compare.modelling import Modeller
@@ -38,6 +39,7 @@ UNSEARCHED: dict[str, Callable[[int], ZeroSettings]] = {
 """Policies of DeepSpeed whose settings follow from the hidden size."""
 
 NOT_MODELLED = "not modelled"
+WHOLE_ON_ONE = f"{NOT_MODELLED}, for it runs whole on one rank, to have its tokens"
 NOT_SEARCHED = "the simulator, which searches its settings, cannot capture the model"
 
 _log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class Modelled:
 
 
 def outline_of(folder: Path, settings: CompareSettings) -> Outline:
-    """Return the sizes of a model by its shapes alone; nothing is captured.
+    """Return the sizes of a model, or of a rank's shard, by its shapes; nothing is captured.
 
     Args:
         folder: The folder of the checkpoint.
@@ -91,6 +93,8 @@ def outline_of(folder: Path, settings: CompareSettings) -> Outline:
         ConfigError: The model or the budget cannot be used.
     """
     model = shapes_of(folder, json.loads(settings.ds_config))
+    if settings.num_ranks > 1:
+        cut_model(model, num_ranks=settings.num_ranks)
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     budget = DeviceBudget.parse(settings.device_budget, name="device_budget")
     return Outline(

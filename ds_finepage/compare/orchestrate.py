@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,12 +18,18 @@ from ds_finepage.capture.models import default_dtype, load_model_config, model_n
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
 from ds_finepage.compare.engine import RunRequest, save_request
 from ds_finepage.compare.loading import dtype_of
-from ds_finepage.compare.models import Modelled, Models, outline_of, require_some_arm
+from ds_finepage.compare.models import (
+    WHOLE_ON_ONE,
+    Modelled,
+    Models,
+    outline_of,
+    require_some_arm,
+)
+from ds_finepage.compare.processes import environment, last_line, run_process, run_ranks
 from ds_finepage.compare.prompts import Prompts, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.config import SECTION
-from ds_finepage.errors import ConfigError, reason_of
-from ds_finepage.execution.disk_cache import VARIABLE as CACHE_VARIABLE
+from ds_finepage.errors import ConfigError, RankError, reason_of
 from ds_finepage.files import read_file
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
@@ -37,11 +39,16 @@ from ds_finepage.reporting.results import (
     PhaseFigures,
     Results,
     Run,
+    names_of_ranks,
+    over_ranks,
     run_folder,
     save_results,
 )
 
 MODEL_FOLDER = "model"
+RANKS_LIMIT_S = 4 * 3600.0
+"""Time for all ranks of one arm."""
+
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 _log = logging.getLogger(__name__)
@@ -159,7 +166,11 @@ class Comparison:
         )
         with self._step(f"batch {batch}: modelling {len(arms)} arms on {settings.hardware}"):
             models = self._models(checkpoint, batch)
-            modelled = {arm.name: models.of(arm) for arm in arms}
+            whole = Modelled(settings={}, why_not=WHOLE_ON_ONE)
+            modelled = {
+                arm.name: whole if ranks_of(arm, settings) < settings.num_ranks else models.of(arm)
+                for arm in arms
+            }
         if models.why_not is not None:
             self._say(f"batch {batch}: {models.why_not}")
         if not any(run.batch == batch for run in self.results.runs):
@@ -188,6 +199,7 @@ class Comparison:
                 device_budget=device_budget,
                 hardware=settings.hardware,
                 dtype=modelled_dtype(checkpoint.folder, self._ds_config, settings.hardware),
+                num_ranks=settings.num_ranks,
                 **modelled_options(self._ds_config),
             )
 
@@ -220,6 +232,8 @@ class Comparison:
             ConfigError: A file of the comparison cannot be written or read.
         """
         empty = Run(arm=arm.name, batch=batch, budget_bytes=budget_bytes, settings={})
+        if arm.why_one_rank and self._settings.num_ranks > 1:
+            return replace(empty, reason=arm.why_one_rank)
         if not modelled.can_run:
             return replace(empty, reason=str(modelled.refusal or modelled.why_not))
         settings = self._settings
@@ -240,6 +254,8 @@ class Comparison:
                 observes=arm.observes,
                 prompt_ids=prompts,
             )
+            if ranks_of(arm, settings) > 1:
+                return self._on_ranks(request, empty)
             return self._in_a_process(request, empty)
         except ConfigError:
             raise  # the folder cannot be used, so no arm could go on
@@ -248,24 +264,19 @@ class Comparison:
             return replace(empty, reason=reason_of(error))
 
     def _in_a_process(self, request: RunRequest, empty: Run) -> Run:
-        """Run one arm in a process of its own, and compare its tokens.
-
-        Args:
-            request: The run.
-            empty: The run without figures.
-        """
+        """Run one arm in a process of its own, and compare its tokens."""
         folder = run_folder(self._folder, empty.name)
-        make_empty(folder)
-        path = folder / "request.json"
-        save_request(request, path)
-        log = folder / LOG_FILE
-        status = run_process(["-m", "ds_finepage.compare.worker", str(path), str(folder)], log)
-        if not (folder / RUN_FILE).exists():
-            return replace(
-                empty, reason=f"the process ended with status {status}: {last_line(log)}"
-            )
-        found = RUNS.validate_json(read_file(folder / RUN_FILE))
-        return self._judged(found, folder)
+        return self._judged(run_in_a_process(request, empty, folder), folder)
+
+    def _on_ranks(self, request: RunRequest, empty: Run) -> Run:
+        """Run one arm on all ranks, and compare the tokens of each."""
+        names = names_of_ranks(empty.name, self._settings.num_ranks)
+        folders = [run_folder(self._folder, name) for name in names]
+        try:
+            runs = run_on_ranks(request, folders)
+        except RankError as error:
+            return replace(empty, reason=str(error))
+        return over_ranks([self._judged(*each) for each in zip(runs, folders, strict=True)])
 
     def _judged(self, run: Run, folder: Path) -> Run:
         """Compare the tokens of a run with those of plain transformers.
@@ -369,6 +380,62 @@ def tokens_of(folder: Path) -> list[Any]:
     return found
 
 
+def ranks_of(arm: Arm, settings: CompareSettings) -> int:
+    """Return how many ranks run an arm; plain transformers is there for its tokens."""
+    return 1 if arm.name == PLAIN else settings.num_ranks
+
+
+def run_in_a_process(request: RunRequest, empty: Run, folder: Path) -> Run:
+    """Run one arm in a process of its own.
+
+    Args:
+        request: The run.
+        empty: The run without figures.
+        folder: Of the run.
+
+    Raises:
+        ConfigError: The folder cannot be used.
+    """
+    log = folder / LOG_FILE
+    status = run_process(prepared(request, folder), log)
+    if not (folder / RUN_FILE).exists():
+        return replace(empty, reason=f"the process ended with status {status}: {last_line(log)}")
+    return RUNS.validate_json(read_file(folder / RUN_FILE))
+
+
+def run_on_ranks(request: RunRequest, folders: Sequence[Path]) -> list[Run]:
+    """Run one arm on several ranks; return the run of each.
+
+    Args:
+        request: The run of every rank.
+        folders: Of each rank.
+
+    Raises:
+        ConfigError: A folder cannot be used.
+        RankError: A rank failed, or the ranks took too long.
+    """
+    commands = [prepared(request, folder) for folder in folders]
+    logs = [folder / LOG_FILE for folder in folders]
+    run_ranks(commands, logs, environment(), limit_s=RANKS_LIMIT_S)
+    return [RUNS.validate_json(read_file(folder / RUN_FILE)) for folder in folders]
+
+
+def prepared(request: RunRequest, folder: Path) -> list[str]:
+    """Write a request into an empty folder; return Python's arguments that run it.
+
+    Args:
+        request: The run.
+        folder: Of the run, or of one rank of it.
+
+    Raises:
+        ConfigError: The folder or the request cannot be written.
+    """
+    make_empty(folder)
+    path = folder / "request.json"
+    save_request(request, path)
+    return ["-m", "ds_finepage.compare.worker", str(path), str(folder)]
+
+
 def make_empty(folder: Path) -> None:
     """Make the folder of a run, without files of an earlier try.
 
@@ -381,61 +448,3 @@ def make_empty(folder: Path) -> None:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"cannot make {folder}: {error}") from error
-
-
-# Processes.
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of every process.
-
-    Half of the cores compute; the others serve the transfer lanes. Sums, and so the tokens, depend
-    on the number of threads, so every run has the same. Nothing is kept from one run to the next,
-    so that the first token costs what it costs on a fresh machine.
-    """
-    threads = str(max(1, (os.cpu_count() or 1) // 2))
-    forced = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", CACHE_VARIABLE: "0"}
-    return {"OMP_NUM_THREADS": threads, **os.environ, **forced}
-
-
-def run_process(arguments: Sequence[str], log: Path) -> int:
-    """Run a Python process to its end, with its output in a log; return its status.
-
-    The process has a group of its own, so that an interrupt reaches this process alone, and then
-    everything that the other one has started ends with it.
-
-    Args:
-        arguments: Python's arguments.
-        log: The file.
-
-    Raises:
-        ConfigError: The log cannot be written.
-        KeyboardInterrupt: The user has interrupted it; the process is dead by then.
-    """
-    try:
-        stream = log.open("wb")
-    except OSError as error:
-        raise ConfigError(f"cannot write {log}: {error}") from error
-    with (
-        stream,
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            return process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a log."""
-    lines = read_file(log).decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"

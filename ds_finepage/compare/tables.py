@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from rich.table import Table
 
@@ -39,6 +40,9 @@ def tables(results: Results, batch: int) -> Iterator[Table]:
         weights = format_bytes(ran[0].weight_bytes or 0)
         within = f"batch {batch}, budget {budget}, weights {weights}"
         yield _table(f"Bytes, counted: {within}", BYTES, ran)
+        ranks = list(_of_ranks(ran))
+        if ranks:
+            yield _table(f"Ranks, counted: {within}", RANKS, ranks)
         if is_modelled(results) and results.settings is not None:
             card = results.settings.hardware
             yield _table(f"Time, modelled for {card}: {within}", MODELLED_TIMES, ran)
@@ -77,6 +81,14 @@ def footnotes(results: Results) -> str:
     if is_modelled(results) and results.settings is not None:
         return f"{NOTES}\n{NOTES_CPU.format(hardware=results.settings.hardware)}"
     return NOTES
+
+
+def _of_ranks(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield each run on several ranks once a rank, with the rank behind the name of its arm."""
+    for run in runs:
+        for rank in range(len(run.ranks)):
+            found = run.of_rank(rank)
+            yield replace(found, arm=f"{run.arm}, rank {rank}")
 
 
 def _table(
@@ -164,6 +176,11 @@ BYTES: tuple[tuple[str, Cell], ...] = (
     ("step to device", lambda r: _bytes(r.decode.h2d_bytes)),
     ("to host", lambda r: _bytes(r.decode.d2h_bytes)),
     ("step / bound", lambda r: _bytes_over_bound(r.decode)),
+)
+
+RANKS: tuple[tuple[str, Cell], ...] = (
+    *BYTES[:-1],
+    ("host memory", lambda r: _bytes(r.host_bytes)),
 )
 
 MODELLED_TIMES: tuple[tuple[str, Cell], ...] = (

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import sys
 import time
@@ -36,6 +37,10 @@ from ds_finepage.execution.probe import probe
 from ds_finepage.files import write_file
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.integrations.deepspeed.one_process import (
+    makes_partitions_late,
+    use_device_of_rank,
+)
 from ds_finepage.reporting.results import (
     DECODE,
     PREFILL,
@@ -134,10 +139,14 @@ class Worker:
         def split() -> None:
             found.capture_ns, found.plan_ns = engine.split_ns()
 
+        meter, is_late = DeviceMeter(engine.device), makes_partitions_late(engine.device.type)
         with ExitStack() as stack:
-            meter = stack.enter_context(DeviceMeter(engine.device))
+            if not is_late:
+                stack.enter_context(meter)
             stack.enter_context(engine.counting())
             engine.place()
+            if is_late:
+                stack.enter_context(meter)
             placed_ns = time.perf_counter_ns()
             found.load_ns = placed_ns - start_ns
             first = Stopwatch(engine, on_first=split)
@@ -213,11 +222,12 @@ def busy_ns(timeline: Timeline, lane: Lane) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a request, and write what came of it."""
+    """Run a request, and write what came of it; a rank of several that failed also says so."""
     if len(arguments) != 2:
         sys.exit(USAGE)
     request, folder = load_request(Path(arguments[0])), Path(arguments[1])
     logging.basicConfig(level=logging.INFO)
+    use_device_of_rank()
     device = device_of(request.device)
     worker = Worker(request)
     try:
@@ -235,6 +245,8 @@ def main(arguments: list[str]) -> None:
         )
     write_file(folder / TOKENS_FILE, json.dumps(worker.tokens))
     write_file(folder / RUN_FILE, RUNS.dump_json(found))
+    if found.reason is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.exit(1)  # the other ranks wait for this one
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from ds_finepage.packing.stock import pack_as_stock
 
 ZERO = "zero_optimization"
 LEAF = "zero-leaf"
+TENSOR_PARALLEL = "tensor_parallel"
 
 
 class DeepSpeedEngine(Engine):
@@ -109,6 +110,9 @@ def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> A
 def load_for_stock(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
     """Load the model into ZeRO's host partitions, packed before as DeepSpeed itself packs.
 
+    DeepSpeed cuts a model over ranks before it partitions it, so on several ranks it does both
+    later, in ``deepspeed.initialize``.
+
     Args:
         request: The run.
         ds_config: The ds_config of the arm.
@@ -116,6 +120,9 @@ def load_for_stock(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: The packed form does not suit the model.
     """
+    if int(ds_config.get(TENSOR_PARALLEL, {}).get("autotp_size", 1)) > 1:
+        prepare_one_process()
+        return load_unpacked(request)
     if form_of(request.ds_config) is None:
         return load_under_deepspeed(request, ds_config)
     prepare_one_process()

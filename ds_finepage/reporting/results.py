@@ -6,14 +6,15 @@
     DIR/runs/RUN/PASS.predicted.json its predicted timeline
     DIR/runs/RUN/PASS.measured.json  its measured timeline
 
-RUN is ``Run.name``. PASS is "prefill", "decode", or another name of a pass.
+RUN is ``Run.name``. The ranks after the first have folders of their own, RUN_rank1 and so on. PASS
+is "prefill", "decode", or another name of a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -26,7 +27,7 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 
-FORMAT = 1
+FORMAT = 2
 """Raised with every change of the classes in this file. There is no reader for older versions."""
 
 RESULTS_FILE, RUNS_FOLDER, LOG_FILE = "results.json", "runs", "log.txt"
@@ -49,6 +50,7 @@ class CompareSettings:
         arms: The names of the arms.
         hardware: The profile that times are modelled for.
         repeats: Timed calls of ``generate`` of each run; the figures are medians.
+        num_ranks: Ranks that the model is cut over; budget and figures are those of one rank.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -62,6 +64,7 @@ class CompareSettings:
     arms: tuple[str, ...]
     hardware: str
     repeats: int
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,18 @@ class PhaseFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankRun:
+    """The figures of one rank of a run on several; :class:`Run` describes them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    tokens_equal: bool | None
+    peak_bytes: int | None
+    prefill: PhaseFigures
+    decode: PhaseFigures
+    host_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One arm with one batch. If it did not run, ``reason`` says why, and figures are None.
 
@@ -114,6 +129,8 @@ class Run:
         pinned_bytes: Pinned host memory.
         settings: Settings that the arm was run with, as the user would write them.
         notes: Remarks for the reader of the table.
+        ranks: The figures of each rank, where there are several. The peak and the host memory of
+            the run are then the most of any rank, and its other figures those of rank 0.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -136,11 +153,48 @@ class Run:
     pinned_bytes: int | None = None
     settings: dict[str, str | int | float | bool]
     notes: tuple[str, ...] = ()
+    ranks: tuple[RankRun, ...] = ()
 
     @property
     def name(self) -> str:
         """The name of the run's folder."""
         return f"{self.arm}_b{self.batch}"
+
+    @property
+    def folder_names(self) -> list[str]:
+        """The names of the folders of all its ranks."""
+        return names_of_ranks(self.name, len(self.ranks))
+
+    def of_rank(self, rank: int) -> Run:
+        """Return the run as one rank saw it."""
+        return replace(self, **{f.name: getattr(self.ranks[rank], f.name) for f in fields(RankRun)})
+
+
+def names_of_ranks(run_name: str, num_ranks: int) -> list[str]:
+    """Return the names of the folders of a run; that of rank 0 has the name of the run.
+
+    Args:
+        run_name: The name of the run.
+        num_ranks: Its ranks.
+    """
+    return [run_name, *(f"{run_name}_rank{rank}" for rank in range(1, num_ranks))]
+
+
+def over_ranks(runs: Sequence[Run]) -> Run:
+    """Return a run on several ranks.
+
+    Args:
+        runs: What each rank found; all of them ran.
+    """
+    ranks = tuple(RankRun(**{f.name: getattr(r, f.name) for f in fields(RankRun)}) for r in runs)
+    return replace(
+        runs[0],
+        tokens_equal=all(rank.tokens_equal for rank in ranks),
+        peak_bytes=max(rank.peak_bytes or 0 for rank in ranks),
+        host_bytes=max(rank.host_bytes or 0 for rank in ranks),
+        notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
+        ranks=ranks,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What one rank does in ``test_ranks.py``: writes what it found into a file of its own.
 
-The first argument is a mode: "all" for all families, budgets and faults on two ranks, "one" for one
-family and one budget on any number of ranks, "killed" for a rank that is gone.
+The first argument is a mode: "all" for all families, budgets and faults on two ranks, "matrix" for
+families and dtypes under all budgets on four ranks, "one" for one family and one budget on any
+number of ranks, "killed" for a rank that is gone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "initializer_range": 0.1,
 }
-LLAMA_SIZES = {**SIZES, "intermediate_size": 384, "num_key_value_heads": 2}
+LLAMA_SIZES = {**SIZES, "intermediate_size": 384, "num_key_value_heads": max(2, NUM_RANKS)}
 CUT_OF_MIXTRAL = {
     "use_default_specs": False,
     "layer_specs": [
@@ -70,7 +71,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
         LlamaConfig(**{**LLAMA_SIZES, "num_key_value_heads": 4, "vocab_size": 98})
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA_SIZES, head_dim=32)),
-    "opt": lambda: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=128)),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=128, max_position_embeddings=64)
+    ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)),
 }
@@ -79,6 +82,13 @@ FAMILIES = (
     ("qwen3", torch.bfloat16),
     ("mixtral", torch.float32),
     ("opt", torch.bfloat16),
+)
+MATRIX = (
+    ("opt", torch.float32),
+    ("opt", torch.bfloat16),
+    ("llama", torch.bfloat16),
+    ("qwen3", torch.bfloat16),
+    ("mixtral", torch.bfloat16),
 )
 
 
@@ -144,11 +154,12 @@ def run_family(
     more = {"partition_config": CUT_OF_MIXTRAL} if name == "mixtral" else {}
     wanted, tokens = generated(plain, prompt())
     stock = engine_of(plain, ds_config(dtype=dtype, tensor_parallel=more, enabled=False))
-    far, _ = generated(stock.module.eval(), prompt())
+    far, stock_tokens = generated(stock.module.eval(), prompt())
     stock.destroy()
     engine = engine_of(plain, ds_config(dtype=dtype, tensor_parallel=more))
     model, handle = engine.module.eval(), ds_finepage.handle_of(engine)
     found: dict[str, Any] = {"stock": (far - wanted).abs().max().item(), "budgets": {}}
+    found["stock tokens"] = stock_tokens == tokens
     for share in shares:
         least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
         handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
@@ -161,7 +172,7 @@ def run_family(
     found["forecast"] = forecast_of(plain.config, dtype)
     found["weight_bytes"] = handle.stats.weight_bytes
     found["collectives"] = [collectives(plan.graph) for plan, _ in handle.plans()]
-    if name == "llama":
+    if name == "llama" and MODE == "all":
         found["share of one rank"] = reloaded(model, handle) / reloaded_by_one_rank(plain)
     return found, engine
 
@@ -266,6 +277,9 @@ def main() -> None:
         found, engine = run_family("llama of 4", torch.float32, (0.7,))
         found["table"] = shown(ds_finepage.handle_of(engine).rank_table())
         write(found)
+        return
+    if MODE == "matrix":
+        write({f"{name} {dtype}": run_family(name, dtype)[0] for name, dtype in MATRIX})
         return
     found = {"setups": refused_setups()}
     for name, dtype in FAMILIES:

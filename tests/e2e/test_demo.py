@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from ds_finepage.cli import demo, main
-from ds_finepage.cli.demo import DemoResult, EngineResult, example, problems_of
+from ds_finepage.cli.demo import example
+from ds_finepage.cli.demo_results import JSON_KEYS, DemoResult, EngineResult, problems_of
 
 STOCK = EngineResult(
     tokens_equal=True,
@@ -68,7 +69,7 @@ def test_the_exit_status_judges_the_result(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(demo.Demo, "run", lambda self, shape: result)
+    monkeypatch.setattr(demo.Demo, "run", lambda self, shape: [result])
     assert main(["demo", "--json"] if as_json else ["demo"]) == (problem is not None)
     captured = capsys.readouterr()
     if problem is None:
@@ -122,8 +123,8 @@ def test_json(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     assert list(found) == ["budget_bytes", "weight_bytes", "engines"]
     assert list(found["engines"]) == ["zero_inference", "finepage"]
     stock, ours = found["engines"].values()
-    assert list(ours) == list(demo.JSON_KEYS)
-    assert list(stock) == [key for key in demo.JSON_KEYS if key != "decode_lower_bound_bytes"]
+    assert list(ours) == list(JSON_KEYS)
+    assert list(stock) == [key for key in JSON_KEYS if key != "decode_lower_bound_bytes"]
     assert stock["tokens_equal"] is ours["tokens_equal"] is True
     assert 0 < ours["peak_bytes"] <= found["budget_bytes"] < weight_bytes < stock["peak_bytes"]
     assert 0 < ours["decode_lower_bound_bytes"] <= ours["decode_reloaded_bytes"] <= weight_bytes
@@ -171,6 +172,30 @@ def test_all_engines_of_a_packed_demo_run_the_packed_model(
     assert stock["decode_reloaded_bytes"] <= found["weight_bytes"]
     config = json.loads((tmp_path / "kept" / "zero_inference.json").read_text())["finepage"]
     assert (config["enabled"], config["weights"], config["weights_group"]) == (False, "int4", 64)
+
+
+def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
+    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--json", "--tiny", "--budget", "80%weights", "--new-tokens", "4", "--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo", *options],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads(done.stdout)["ranks"]
+    assert len(ranks) == 2
+    linear = 4 * 128 * 128 + 3 * 128 * 256 + 1024 * 128  # the output layer is cut, too
+    others = 1024 * 128 + 3 * 128
+    for found in ranks:
+        stock, ours = found["engines"].values()
+        assert stock["tokens_equal"] is ours["tokens_equal"] is True
+        assert found["weight_bytes"] == 4 * (linear // 2 + others)
+        assert 0 < ours["peak_bytes"] <= found["budget_bytes"] < stock["peak_bytes"]
+        assert 0 < ours["decode_reloaded_bytes"] < stock["decode_reloaded_bytes"]
 
 
 def test_a_kept_folder_is_not_overwritten(

@@ -15,6 +15,7 @@ import pytest
 from ds_finepage.units import format_bytes
 
 WORKER = Path(__file__).with_name("rank_worker.py")
+FAMILIES = ("llama", "qwen3", "mixtral", "opt")
 SECONDS = 300
 """A limit for what takes a minute, so that ranks that wait for each other end."""
 
@@ -64,7 +65,7 @@ def ranks(
     return [found_by(rank, folder) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("family", ("llama", "qwen3", "mixtral", "opt"))
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_shard_runs_by_plan_under_every_budget(
     ranks: list[dict[str, Any]], rank: int, family: str
@@ -112,6 +113,26 @@ def test_four_ranks_run_by_plan(tmp_path: Path, environment: dict[str, str]) -> 
     for each in found:
         assert each["table"] == found[0]["table"]
         assert format_bytes(each["weight_bytes"]) in each["table"]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Any:
+    folder = tmp_path_factory.mktemp("four")
+    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
+    launch(torchrun, "matrix", folder, environment)
+    return [found_by(rank, folder) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", ["opt torch.float32", *map("{} torch.bfloat16".format, FAMILIES)])
+@pytest.mark.parametrize("rank", range(4))
+def test_four_ranks_run_every_family_under_every_budget(four: Any, rank: int, name: str) -> None:
+    found = four[rank][name]
+    assert (found["unplanned"], found["num_unplanned"]) == ([], 0)
+    assert set(found["budgets"]) == {"0.7", "0.0", "1.0"}
+    assert found["forecast"][0] == found["weight_bytes"]
+    for each in found["budgets"].values():
+        assert each["tokens"]
+        assert each["distance"] <= 2 * found["stock"]
 
 
 def test_two_nodes_with_a_rank_each_run_by_plan(

@@ -149,7 +149,7 @@ AROUND = (
     ),
     mutant(
         "a-peak-above-the-budget-is-no-problem",
-        "cli/demo.py",
+        "cli/demo_results.py",
         "if peak_bytes > result.budget_bytes:",
         "if False:",
         "e2e/test_demo.py::test_the_exit_status_judges_the_result",

@@ -56,7 +56,7 @@ COMPARING = (
     ),
     mutant(
         "an-interrupted-process-runs-on",
-        "compare/orchestrate.py",
+        "compare/processes.py",
         "os.killpg(process.pid, signal.SIGKILL)",
         "process.kill()",
         f"{ORCHESTRATE}::test_an_interrupt_kills_the_process_and_what_it_has_started",
@@ -98,7 +98,7 @@ COMPARING = (
     ),
     mutant(
         "plans-of-earlier-runs-are-used",
-        "compare/orchestrate.py",
+        "compare/processes.py",
         'CACHE_VARIABLE: "0"',
         'CACHE_VARIABLE: ""',
         f"{ORCHESTRATE}::test_the_output_of_a_process_is_in_its_log",

@@ -10,6 +10,7 @@ import pytest
 
 from ds_finepage import run
 from ds_finepage.errors import ConfigError
+from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE
 
 SCRIPT = """
 import json, pathlib, sys
@@ -98,6 +99,27 @@ def test_under_a_launcher_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> Non
     run.prepare_one_process()
     assert "MASTER_PORT" not in os.environ
     assert deepspeed.ops.__compatible_ops__[run.UNUSED_OP] is True
+
+
+def test_ranks_that_talk_over_gloo_alone_build_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, run.UNUSED_OP, True)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", GLOO_ALONE: "1"}.items():
+        monkeypatch.setenv(name, value)
+    run.prepare_one_process()
+    assert deepspeed.ops.__compatible_ops__[run.UNUSED_OP] is False
+
+
+def test_each_rank_uses_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    chosen: list[int] = []
+    monkeypatch.setattr(get_accelerator(), "set_device", chosen.append)
+    run.use_device_of_rank()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run.use_device_of_rank()
+    assert chosen == [0, 1]
 
 
 def test_as_a_command_errors_are_messages() -> None:

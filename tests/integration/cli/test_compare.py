@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.compare import finepage_arms, worker
+from ds_finepage._compat.torch import _profiler_enabled
+from ds_finepage.compare import finepage_arms, worker, zero_arms
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint, make_shipped
-from ds_finepage.compare.engine import RunRequest, save_request
+from ds_finepage.compare.engine import Engine, RunRequest, save_request
 from ds_finepage.compare.modelling import Modeller
 from ds_finepage.compare.models import Models, Outline
 from ds_finepage.compare.orchestrate import completed
@@ -253,6 +254,53 @@ def test_an_error_of_an_engine_is_a_run_with_a_reason(
     assert (found.reason, found.out_of_memory) == (reason, out_of_memory)
     assert (found.arm, found.budget_bytes) == ("plain", request_of("plain").budget_bytes)
     assert json.loads((tmp_path / TOKENS_FILE).read_text()) == []
+
+
+@pytest.mark.parametrize(("world_size", "is_metered"), [("1", True), ("2", False)])
+def test_partitions_of_several_ranks_are_no_device_bytes_on_the_cpu(
+    request_of: Callable[..., RunRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: str,
+    is_metered: bool,
+) -> None:
+    metered: list[bool] = []
+
+    class Placed(Engine):
+        def place(self) -> None:
+            metered.append(_profiler_enabled())
+
+    def generate(self: Worker, engine: Engine, watch: Any = None) -> Any:
+        metered.append(_profiler_enabled())
+        raise KeyError("enough")
+
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(Worker, "_generate", generate)
+    with pytest.raises(KeyError, match="enough"):
+        Worker(request_of("zero"))._count(Placed(None, torch.device("cpu")), 0)
+    assert metered == [is_metered, True]
+
+
+def test_stock_is_partitioned_after_it_is_cut(
+    request_of: Callable[..., RunRequest], deepspeed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = {**DS_CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    engine = zero_arms.load(request_of("zero", ds_config=cut))
+    assert all(p.numel() and not hasattr(p, "ds_tensor") for p in engine.model.parameters())
+
+
+def test_a_rank_that_fails_ends_with_a_status(
+    request_of: Callable[..., RunRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Worker, folder: Path) -> Run:
+        raise KeyError("key")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(Worker, "run", fail)
+    save_request(request_of("plain"), tmp_path / "request.json")
+    with pytest.raises(SystemExit) as error:
+        worker.main([str(tmp_path / "request.json"), str(tmp_path)])
+    assert error.value.code == 1
+    assert RUNS.validate_json((tmp_path / RUN_FILE).read_bytes()).reason == "KeyError: 'key'"
 
 
 def test_a_worker_needs_both_arguments() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ from rich.console import Console
 from torch import nn
 
 import ds_finepage.run
-from ds_finepage.cli import demo
-from ds_finepage.cli.demo import TINY, Demo, print_result
+from ds_finepage._compat.torch import _profiler_enabled
+from ds_finepage.cli import demo, main
+from ds_finepage.cli.demo import TINY, Demo
+from ds_finepage.cli.demo_results import DemoResult, print_results
 from ds_finepage.cli.instruments import Reading, read, reading_of
 from ds_finepage.compare.counting import FetchCounter
-from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.stats import Counters, PassStats, Stats
 
@@ -125,18 +128,20 @@ OURS = Reading(
 TOKENS = [1, 2, 3]
 
 
+SECONDS = {"plain": [9.0, 9.5], "zero_inference": [1.0, 0.5], "finepage": [2.0, 0.25]}
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Demo:
     """Make a demo that runs no process."""
     readings = {"zero_inference": STOCK, "finepage": OURS}
-    seconds = {"plain": [9.0, 9.5], "zero_inference": [1.0, 0.5], "finepage": [2.0, 0.25]}
     monkeypatch.setattr(Demo, "_python", lambda *args: None)
     monkeypatch.setattr(
         Demo,
         "_generate",
-        lambda self, name, options=(): {"tokens": TOKENS, "seconds": seconds[name]},
+        lambda self, name, options=(): [{"tokens": TOKENS, "seconds": SECONDS[name]}],
     )
-    monkeypatch.setattr(Demo, "_meter", lambda self, name: (readings[name], TOKENS))
+    monkeypatch.setattr(Demo, "_meter", lambda self, name: [(readings[name], TOKENS)])
     return Demo(tmp_path, {"device_budget": "40%weights"}, 8, Console(file=io.StringIO()))
 
 
@@ -152,7 +157,7 @@ def test_an_interrupted_process_interrupts_the_demo(tmp_path: Path) -> None:
 
 
 def test_each_figure_of_the_demo_is_that_of_its_engine_and_pass(fake: Demo) -> None:
-    found = fake.run(TINY).as_json()
+    (found,) = (result.as_json() for result in fake.run(TINY))
     assert found == {
         "budget_bytes": 36,
         "weight_bytes": 37,
@@ -179,7 +184,7 @@ def test_each_figure_of_the_demo_is_that_of_its_engine_and_pass(fake: Demo) -> N
 def test_each_line_of_the_table_shows_its_own_figure(
     fake: Demo, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_result(fake.run(TINY))
+    print_results(fake.run(TINY))
     lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
     shown = {line[1].strip(): [cell.strip() for cell in line[2:-1]] for line in lines}
     assert shown["tokens equal to plain transformers"] == ["yes", "yes", ""]
@@ -194,16 +199,14 @@ def test_other_tokens_with_the_meter_are_other_tokens(
     fake: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Demo, "_meter", lambda self, name: (OURS, TOKENS if name == "finepage" else [1, 2, 4])
+        Demo, "_meter", lambda self, name: [(OURS, TOKENS if name == "finepage" else [1, 2, 4])]
     )
-    found = fake.run(TINY).engines
-    assert found["finepage"].tokens_equal
-    assert not found["zero_inference"].tokens_equal
+    (found,) = fake.run(TINY)
+    assert found.engines["finepage"].tokens_equal
+    assert not found.engines["zero_inference"].tokens_equal
 
 
 def test_the_two_engines_get_configs_that_differ_in_one_setting(fake: Demo) -> None:
-    import json
-
     fake.run(TINY)
     configs = {
         name: json.loads((fake._folder / f"{name}.json").read_text()) for name in demo.ENGINES
@@ -212,3 +215,116 @@ def test_the_two_engines_get_configs_that_differ_in_one_setting(fake: Demo) -> N
     assert configs["finepage"] == configs["zero_inference"]
     assert sections["finepage"] == {"enabled": True, "device_budget": "40%weights"}
     assert sections["zero_inference"] == {"enabled": False, "device_budget": "40%weights"}
+
+
+@pytest.fixture
+def of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DemoResult]:
+    """Run a demo of two ranks without a process; the figures of rank 1 are larger by 100."""
+
+    def write(output: Path, reading: Path | None, engine: str, rank: int) -> None:
+        output.write_text(json.dumps({"tokens": TOKENS, "seconds": SECONDS[engine]}))
+        if reading is not None:
+            found = {"zero_inference": STOCK, "finepage": OURS}[engine]
+            reading.write_text(json.dumps(asdict(replace(found, peak_bytes=50 + 100 * rank))))
+
+    def run_ranks(commands: Any, logs: list[Path], variables: Any) -> None:
+        for rank, command in enumerate(commands):
+            engine = Path(command[command.index("--deepspeed_config") + 1]).stem
+            reading = command[2] if command[0] == "-m" else None
+            write(Path(command[-1]), reading, engine, rank)
+            assert logs[rank].name.endswith(f"_rank{rank}.log")
+            assert variables["HF_HUB_OFFLINE"] == "1"
+
+    def python(self: Demo, name: str, *command: Any) -> None:
+        if name == "plain":
+            write(Path(command[-1]), None, name, 0)
+
+    monkeypatch.setattr(demo, "run_ranks", run_ranks)
+    monkeypatch.setattr(Demo, "_python", python)
+    settings = {"device_budget": "40%weights"}
+    console = Console(file=io.StringIO())
+    return Demo(tmp_path, settings, 8, console, num_ranks=2).run(replace(TINY, dtype="float32"))
+
+
+def test_each_rank_has_its_own_figures(
+    of_ranks: list[DemoResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [r.engines["finepage"].peak_bytes for r in of_ranks] == [50, 150]
+    assert all(e.tokens_equal for r in of_ranks for e in r.engines.values())
+    print_results(of_ranks)
+    out = capsys.readouterr().out
+    assert "37 B of weights a rank, over 2 ranks" in out
+    lines = [line.split("│") for line in out.splitlines() if "│" in line]
+    shown = {line[1].strip(): [cell.strip() for cell in line[2:-1]] for line in lines}
+    assert shown["peak device bytes, rank 0"] == ["50 B", "50 B", "<= 36 B (budget)"]
+    assert shown["peak device bytes, rank 1"] == ["150 B", "150 B", "<= 36 B (budget)"]
+    config = json.loads((tmp_path / "zero_inference.json").read_text())
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    assert config["bf16"] == {"enabled": False}
+
+
+def test_a_fault_of_one_rank_is_a_fault_of_the_demo(
+    of_ranks: list[DemoResult], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Demo, "run", lambda self, shape: of_ranks)
+    assert main(["demo", "--tiny", "--ranks", "2", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"ranks": [result.as_json() for result in of_ranks]}
+    assert [line[:20] for line in captured.err.splitlines()] == [
+        "ds-finepage: rank 0:",
+        "ds-finepage: rank 1:",
+    ]
+
+
+def test_a_rank_that_fails_ends_the_demo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_ranks(*args: Any) -> None:
+        raise RankError("rank 1 ended with status 3: gone")
+
+    made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()), num_ranks=2)
+    monkeypatch.setattr(demo, "run_ranks", run_ranks)
+    with pytest.raises(RankError, match=r"^the run 'finepage': rank 1 ended with .*--keep DIR"):
+        made._generate("finepage")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "--ranks: 0 is less than 1."),
+        (["--ranks", "3"], "3 ranks do not divide the 4 attention heads of the demo's Llama"),
+        (["--ranks", "2", "--weights", "int4"], "packed weights are not cut over ranks"),
+    ],
+)
+def test_ranks_that_cannot_run_are_refused_before_any_work(
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Demo, "run", lambda self, shape: pytest.fail("it began to work"))
+    assert main(["demo", "--tiny", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("world_size", "begins"), [("1", True), ("2", False)])
+def test_partitions_of_several_ranks_are_no_device_bytes_on_the_cpu(
+    world_size: str, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    engine = SimpleNamespace(optimizer=SimpleNamespace(finepage=None), module=nn.Identity())
+
+    def initialize(**kwargs: Any) -> tuple[Any]:
+        found.append(_profiler_enabled())
+        return (engine,)
+
+    def script(arguments: list[str]) -> None:
+        deepspeed.initialize()
+        found.append(_profiler_enabled())
+
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    monkeypatch.setattr(FetchCounter, "install", lambda self: None)
+    monkeypatch.setattr(ds_finepage.run, "main", script)
+    read("script.py", [])
+    assert found == [begins, True]

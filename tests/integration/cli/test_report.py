@@ -103,7 +103,7 @@ def test_a_folder_of_another_version(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     path = folder / RESULTS_FILE
-    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 0'))
     assert main([command, str(folder)]) == 2
     assert "has format 0" in capsys.readouterr().err
 

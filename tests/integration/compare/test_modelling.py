@@ -79,6 +79,19 @@ def test_the_sizes_of_a_model_follow_from_its_shapes(folder: Path, packing: dict
     assert found.hidden == 256
 
 
+def test_the_sizes_on_several_ranks_are_those_of_a_shard(folder: Path) -> None:
+    decided = settings(
+        ds_config=json.dumps({"bf16": {"enabled": True}}),
+        device_budget="70%weights",
+        hardware=str(folder.parent / "little.json"),
+        num_ranks=2,
+    )
+    found, same = outline_of(folder, decided), modeller(folder, num_ranks=2)
+    assert (found.weight_bytes, found.budget_bytes) == (same.weight_bytes, same.budget_bytes)
+    linear, others = 6 * (4 * 256 * 256 + 3 * 256 * 512) + 300 * 256, 300 * 256 + 13 * 256
+    assert found.weight_bytes == 2 * (linear // 2 + others)
+
+
 def test_a_model_that_cannot_be_made_has_no_sizes(folder: Path) -> None:
     other = folder.parent / "other"
     other.mkdir()

@@ -263,9 +263,9 @@ def test_results_of_another_version_are_refused(
 ) -> None:
     call("--out", tmp_path)
     path = tmp_path / RESULTS_FILE
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
     assert call("--out", tmp_path, "--resume") == 2
-    assert "has format 99; this version of ds_finepage reads 1" in capsys.readouterr().err
+    assert "has format 99; this version of ds_finepage reads 2" in capsys.readouterr().err
     assert '"format": 99' in path.read_text()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ds_finepage.compare import orchestrate
+from ds_finepage.compare import orchestrate, processes
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import RunRequest, load_request
 from ds_finepage.compare.models import Outline
@@ -23,10 +23,9 @@ from ds_finepage.compare.orchestrate import (
     Checkpoint,
     Comparison,
     checkpoint_in,
-    last_line,
     modelled_dtype,
-    run_process,
 )
+from ds_finepage.compare.processes import last_line, run_process
 from ds_finepage.compare.tables import remarks
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
@@ -449,7 +448,7 @@ def test_an_interrupt_kills_the_process_and_what_it_has_started(
 ) -> None:
     started: list[Any] = []
     killed: list[tuple[int, int]] = []
-    wait, kill = orchestrate.subprocess.Popen.wait, os.killpg
+    wait, kill = processes.subprocess.Popen.wait, os.killpg
 
     def interrupted(self: Any, timeout: float | None = None) -> int:
         if started:
@@ -461,7 +460,7 @@ def test_an_interrupt_kills_the_process_and_what_it_has_started(
         killed.append((group, number))
         kill(group, number)
 
-    monkeypatch.setattr(orchestrate.subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(processes.subprocess.Popen, "wait", interrupted)
     monkeypatch.setattr(os, "killpg", killpg)
     with pytest.raises(KeyboardInterrupt):
         run_process(["-c", "import signal; signal.pause()"], tmp_path / "log.txt")

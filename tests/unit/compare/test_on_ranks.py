@@ -1,0 +1,203 @@
+"""A comparison on several ranks: who runs on how many, and that no figure of a rank is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_finepage.cli import main
+from ds_finepage.compare import orchestrate
+from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.engine import load_request
+from ds_finepage.compare.models import WHOLE_ON_ONE
+from ds_finepage.compare.orchestrate import Checkpoint, Comparison
+from ds_finepage.compare.tables import tables
+from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
+from ds_finepage.errors import RankError
+from ds_finepage.reporting.results import PhaseFigures, Run, load_results, run_folder, save_passes
+from tests.unit.compare.runs import results, run
+from tests.unit.compare.test_cli_compare import OPTIONS, Compared, command
+from tests.unit.compare.test_orchestrate import TOKENS, Fake
+from tests.unit.reporting.folders import RESULTS, make_folder, observed
+
+RANKS = pytest.mark.parametrize("rank", (0, 1))
+
+
+class FakeRanks(Fake):
+    """Stands for the processes of all ranks; rank 1 copies 6 bytes, and rank 0 copies 5."""
+
+    def run_ranks(
+        self,
+        commands: Sequence[Sequence[str]],
+        logs: Sequence[Path],
+        variables: Mapping[str, str],
+        *,
+        limit_s: float,
+    ) -> None:
+        assert variables["HF_HUB_OFFLINE"] == "1" and limit_s > 0
+        for rank, (arguments, log) in enumerate(zip(commands, logs, strict=True)):
+            assert log.parent == Path(arguments[-1])
+            request = load_request(Path(arguments[-2]))
+            self.requests.append(request)
+            self.act(request.arm)
+            phase = PhaseFigures(h2d_bytes=5 + rank, wall_ns=9)
+            more: dict[str, Any] = {"prefill": phase, "decode": phase, "peak_bytes": 40 - rank}
+            found = run(request.arm, host_bytes=7 + rank, notes=(f"on {rank}", "both"), **more)
+            tokens = self.tokens.get(f"{request.arm} {rank}", TOKENS)
+            (log.parent / RUN_FILE).write_bytes(RUNS.dump_json(found))
+            (log.parent / TOKENS_FILE).write_text(json.dumps(tokens))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRanks:
+    made = FakeRanks(tmp_path)
+    monkeypatch.setattr(orchestrate, "run_process", made.run_process)
+    monkeypatch.setattr(orchestrate, "run_ranks", made.run_ranks)
+    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: Checkpoint(tmp_path / "model", 99))
+    monkeypatch.setattr(orchestrate, "modelled_dtype", lambda *args: "float32")
+    return made
+
+
+def test_every_arm_but_plain_runs_on_all_ranks(ranks: FakeRanks) -> None:
+    found = ranks.comparison(num_ranks=2).run()
+    assert [name for name, _ in ranks.arms] == ["plain", "zero", "zero", "finepage", "finepage"]
+    assert ranks.requests[1] == ranks.requests[2]
+    plain, zero, ours = found.runs
+    assert [len(each.ranks) for each in found.runs] == [0, 2, 2]
+    assert plain.notes == (WHOLE_ON_ONE,)
+    assert plain.decode.modelled_ns is None and ours.decode.modelled_ns == 16
+    assert [each.decode.h2d_bytes for each in ours.ranks] == [5, 6]
+    assert [each.peak_bytes for each in ours.ranks] == [40, 39]
+    assert (ours.peak_bytes, ours.host_bytes, ours.tokens_equal) == (40, 8, True)
+    assert ours.notes == ("on 0", "both", "on 1")
+    assert load_results(ranks.folder) == found
+
+
+@RANKS
+def test_tokens_of_every_rank_count(ranks: FakeRanks, rank: int) -> None:
+    ranks.tokens = {f"finepage {rank}": [[[5]], [[5]]]}
+    _, zero, ours = ranks.comparison(num_ranks=2).run().runs
+    assert zero.tokens_equal and not ours.tokens_equal
+    assert [each.tokens_equal for each in ours.ranks] == [rank != 0, rank != 1]
+
+
+def test_an_arm_of_one_rank_says_why(ranks: FakeRanks) -> None:
+    arms = tuple(name for name, arm in ARMS.items() if arm.why_one_rank)
+    assert arms == ("accelerate", "accelerate-map", "group-offload")
+    found = ranks.comparison(arms=(*arms, "zero"), num_ranks=2).run()
+    for each in found.runs[:-1]:
+        assert each.reason == ARMS[each.arm].why_one_rank
+        assert "moves whole layers of one process, and has no ranks" in each.reason
+    assert found.runs[-1].reason is None
+    assert [arm for arm, _ in ranks.arms] == ["zero", "zero"]
+
+
+def test_ranks_that_fail_are_a_row_and_the_next_arm_runs(ranks: FakeRanks) -> None:
+    def act(name: str) -> None:
+        if name == "zero":
+            raise RankError("rank 1 ended with status 1: gone")
+
+    ranks.act = act
+    _, zero, ours = ranks.comparison(num_ranks=2).run().runs
+    assert zero.reason == "rank 1 ended with status 1: gone"
+    assert ours.reason is None
+
+
+def test_the_shard_is_modelled(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    class Modeller(orchestrate.Models):  # type: ignore[misc]
+        def __init__(self, make: Any, *args: Any) -> None:
+            super().__init__(make, *args)
+            found.append(make("50%weights").options["num_ranks"])
+
+    monkeypatch.setattr(orchestrate, "Models", Modeller)
+    ranks.comparison(num_ranks=2).run()
+    assert found == [2]
+
+
+def test_the_table_has_a_line_for_each_rank(ranks: FakeRanks) -> None:
+    found = ranks.comparison(num_ranks=2).run()
+    (table,) = (t for t in tables(found, 1) if str(t.title).startswith("Ranks, counted"))
+    cells = [list(column.cells) for column in table.columns]
+    rows = {str(row[0]): row[1:] for row in zip(*cells, strict=True)}
+    assert list(rows) == ["zero, rank 0", "zero, rank 1", "finepage, rank 0", "finepage, rank 1"]
+    assert rows["finepage, rank 1"] == ("yes", "39 B", "6 B", "-", "6 B", "-", "8 B")
+    one = ranks.comparison(results(arms=("zero",))).run()
+    assert not [t for t in tables(one, 1) if str(t.title).startswith("Ranks")]
+
+
+def test_a_trace_has_a_process_for_each_rank(tmp_path: Path) -> None:
+    def on_two(each: Run) -> Run:
+        figures = {"tokens_equal": True, "peak_bytes": 1, "host_bytes": 1}
+        rank = {**figures, "prefill": PhaseFigures(), "decode": PhaseFigures()}
+        made = RUNS.validate_python({**dataclasses.asdict(each), "ranks": (rank, rank)})
+        return made if each.arm == "finepage" else each
+
+    two = dataclasses.replace(RESULTS, runs=tuple(map(on_two, RESULTS.runs)))
+    folder = make_folder(tmp_path / "results", two)
+    of_rank = run_folder(folder, "finepage_b1_rank1")
+    of_rank.mkdir()
+    save_passes([observed()], of_rank)
+    assert main(["trace", str(folder)]) == 0
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        f"finepage_b1{rank} decode, {how}"
+        for rank in ("", "_rank1")
+        for how in ("predicted", "measured")
+    ]
+
+
+# Options.
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
+    made = Compared()
+    monkeypatch.setattr(command, "compare", made)
+    monkeypatch.setattr(command, "device_type", lambda: "cpu")
+    return made
+
+
+def test_ranks_are_in_the_ds_config_and_compute_in_float32(compared: Compared) -> None:
+    assert main(["compare", *OPTIONS, "--ranks", "2"]) == 0
+    (start,) = compared.starts
+    assert start.settings is not None and start.settings.num_ranks == 2
+    ds_config = json.loads(start.settings.ds_config)
+    assert ds_config["tensor_parallel"] == {"autotp_size": 2}
+    assert ds_config["bf16"] == {"enabled": False}
+    assert start.command.endswith("--ranks 2")
+
+
+def test_the_users_ds_config_keeps_its_dtype(compared: Compared, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    given = {"bf16": {"enabled": True}, "tensor_parallel": {"autotp_size": 2, "more": 1}}
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    path.write_text(json.dumps({**given, "zero_optimization": zero}))
+    assert main(["compare", *OPTIONS, "--ranks", "2", "--ds-config", str(path)]) == 0
+    settings = compared.starts[0].settings
+    assert settings is not None
+    found = json.loads(settings.ds_config)
+    assert {key: found[key] for key in given} == given
+    assert main(["compare", *OPTIONS, "--ranks", "4", "--ds-config", str(path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "--ranks: 0 is less than 1."),
+        (["--ranks", "3"], "3 ranks do not divide the 32 attention heads of llama-7b"),
+        (["--ranks", "2", "--weights", "int4"], "packed weights are not cut over ranks"),
+    ],
+)
+def test_ranks_that_cannot_run_are_refused(
+    compared: Compared, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *OPTIONS, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert compared.starts == []
