@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -173,6 +174,14 @@ def side_by_side(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(zip(weights, block.split(ROWS * 4), strict=True))
 
 
+def bundling(rig: Callable[..., Rig], **others: Any) -> tuple[Rig, dict[str, torch.Tensor]]:
+    """Return an executor whose reloads can be one copy, and its weights."""
+    graph, weights = small_products()
+    nbytes = 2 * ROWS * NUM * 4
+    masters = side_by_side(weights)
+    return rig(graph, masters=masters, arena_bytes=nbytes, policy="horizon", **others), weights
+
+
 def bundled_steps(made: Rig, kind: NodeKind) -> list[int]:
     """Return how many nodes each bundled step of a kind has."""
     program: Program = made.executor._steady
@@ -186,15 +195,7 @@ def bundled_steps(made: Rig, kind: NodeKind) -> list[int]:
 def test_small_weights_that_lie_side_by_side_are_one_copy(
     rig: Callable[..., Rig], seed: int | None, poison: bool
 ) -> None:
-    graph, weights = small_products()
-    made = rig(
-        graph,
-        masters=side_by_side(weights),
-        arena_bytes=2 * ROWS * NUM * 4,
-        policy="horizon",
-        delay_seed=seed,
-        poison=poison,
-    )
+    made, weights = bundling(rig, delay_seed=seed, poison=poison)
     expected = 3 * torch.cat(list(weights.values()))
     for _ in range(3):
         made.arena.bytes.fill_(0xFF)
@@ -212,13 +213,7 @@ def test_masters_apart_are_copied_one_by_one(rig: Callable[..., Rig]) -> None:
 def test_a_recorded_pass_copies_one_by_one_so_that_each_has_a_span(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, weights = small_products()
-    made = rig(
-        graph,
-        masters=side_by_side(weights),
-        arena_bytes=2 * ROWS * NUM * 4,
-        policy="horizon",
-    )
+    made, _ = bundling(rig)
     made()
     made.executor.recorder = recorder = CpuSpanRecorder()
     monkeypatch.setattr(executor, "lower", lowered_once := Mock(wraps=lower))
