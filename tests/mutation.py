@@ -31,6 +31,7 @@ from tests.mutations.around import AROUND
 from tests.mutations.batching import BATCHING
 from tests.mutations.checking import CHECKING
 from tests.mutations.comparing import COMPARING
+from tests.mutations.enqueueing import ENQUEUEING
 from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
@@ -58,6 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *COMPARING,
     *PACKED,
     *BATCHING,
+    *ENQUEUEING,
 )
 
 MOST_SURVIVORS = 0.05

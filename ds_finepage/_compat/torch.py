@@ -9,6 +9,7 @@ from torch._C import (
     _disabled_torch_function_impl,
     _get_tracing_state,
     _len_torch_dispatch_stack,
+    _nn,
 )
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
@@ -78,6 +79,7 @@ __all__ = [
     "_get_default_store",
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
+    "_nn",
     "_pop_mode_temporarily",
     "_profiler_enabled",
     "callback_handler",

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from ds_finepage.execution.arena import POISON, Arena, HostPool
+from ds_finepage.execution.bundles import Bundles, Transfer
 from ds_finepage.execution.call_tensors import CallTensors
 from ds_finepage.execution.direct_calls import direct_call
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
 from ds_finepage.execution.parts import RankParts
+from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.reload_sources import ReloadSources, copy_master
 from ds_finepage.execution.routed import RoutedReload, RouteRead
-from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
+from ds_finepage.graph.memgraph import LANE_OF, Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import Route, groups_of
 from ds_finepage.graph.taskgraph import BufferKind, Task
@@ -63,6 +65,7 @@ class BoundPlan:
         self.sizes = MovingViews(graph)
         self.sources = ReloadSources(graph, masters, pinned=pool.pinned)
         self.tensors = CallTensors(graph, self.sizes, device=arena.bytes.device, pinned=pool.pinned)
+        self._bundles = Bundles(arena)
         self.patches: list[Patch] = []
         self.routed: list[RoutedReload] = []
         self.route_reads: dict[tuple[int, int], RouteRead] = {}
@@ -161,9 +164,15 @@ class BoundPlan:
             return self.routed[-1]
         if self._graph.num_parts(buffer) > 1 and node.kind is not NodeKind.OFFLOAD:
             return self._bind_part(node, on_device, on_host)
+        lane = LANE_OF.get(node.kind)
+        if lane is not None and on_host.is_contiguous():
+            self._bundles.add(Transfer(node.id, lane, node.extent, on_host.view(-1)))
         if node.kind is not NodeKind.OFFLOAD:
             return _reload(on_device, on_host)
-        vacated = self._arena.slice(node.extent, node.extent.nbytes)
+        return self._offload(on_device, on_host, node.extent)
+
+    def _offload(self, on_device: torch.Tensor, on_host: torch.Tensor, extent: Extent) -> Action:
+        vacated = self._arena.slice(extent, extent.nbytes)
 
         def offload() -> None:
             on_host.copy_(on_device, non_blocking=True)
@@ -171,6 +180,21 @@ class BoundPlan:
                 _fill_poison(vacated)
 
         return offload
+
+    def bundled(self) -> tuple[Program, dict[int, Action]]:
+        """Return the steady pass with its bundles, and its actions by node."""
+        program = lower(self._memgraph, poison=self._poison, next_of=self._bundles.next_of)
+        actions = dict(self.actions)
+        for step in program.merged:
+            if step.bundled:
+                nodes = [step.node.id, *(node.id for node in step.bundled)]
+                on_device, on_host, extent = self._bundles.ends_of(nodes)
+                actions[step.node.id] = (
+                    self._offload(on_device, on_host, extent)
+                    if step.node.kind is NodeKind.OFFLOAD
+                    else _reload(on_device, on_host)
+                )
+        return program, actions
 
     def _bind_part(self, node: Node, whole: torch.Tensor, on_host: torch.Tensor) -> Action:
         """Bind the reload of a part; a resident weight that is not in place is also collected."""
@@ -201,9 +225,14 @@ class BoundPlan:
 
 
 def _action_of(bound: BoundTask) -> Action:
-    call, args, kwargs = bound.call, bound.args, bound.kwargs
+    """Bind a task that takes tensors of the call; its first run shows how it can be called."""
+    args, kwargs = bound.args, bound.kwargs
+    call: Callable[..., Any] | None = None
 
     def action() -> None:
+        nonlocal call
+        if call is None:
+            call = direct_call(bound.call, args, kwargs)
         call(*args, **kwargs)
 
     return action

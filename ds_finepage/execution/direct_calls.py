@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from ds_finepage._compat.torch import TorchDispatchMode, tree_leaves
+from ds_finepage._compat.torch import TorchDispatchMode, _nn, tree_leaves
+
+BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def direct_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -27,17 +29,26 @@ def direct_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
         kwargs: Its keywords, with the tensors that it writes into.
 
     Returns:
-        torch's public function of the op's name, or ``op`` itself where that one takes another way.
+        torch's public function or method of the op's name, or ``op`` itself where that one takes
+        another way.
     """
-    packet = getattr(op, "overloadpacket", None)
-    public = getattr(torch, getattr(packet, "__name__", ""), None)
-    if not isinstance(public, types.BuiltinFunctionType):  # not what others put in its place
+    public = _public(getattr(getattr(op, "overloadpacket", None), "__name__", ""))
+    if public is None:
         return op  # type: ignore[no-any-return]
     if not any(isinstance(a, torch.Tensor) for a in tree_leaves(args)):
         return op  # type: ignore[no-any-return]  # ``torch.set_default_device`` would change it
     wanted = _written_down(op, args, kwargs)
     found = None if wanted is None else _written_down(public, args, kwargs)
     return public if found is not None and _is_same(found, wanted) else op
+
+
+def _public(name: str) -> Callable[..., Any] | None:
+    """Find a function of torch, one of its neural networks, or a method of tensors."""
+    for home in (torch, _nn, torch.Tensor):
+        found = getattr(home, name, None)
+        if isinstance(found, BUILT_IN):  # not what others put in its place
+            return found
+    return None
 
 
 class _Writer(TorchDispatchMode):
@@ -52,8 +63,14 @@ class _Writer(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.calls.append((func, args, kwargs))
-        outs = tuple(kwargs[a.name] for a in func._schema.arguments if a.is_out)
+        written = [i for i, a in enumerate(func._schema.arguments) if _is_written(a)]
+        names = [a.name for a in func._schema.arguments]
+        outs = tuple(args[i] if i < len(args) else kwargs[names[i]] for i in written)
         return outs[0] if len(outs) == 1 else outs
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _written_down(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class OpHook:
     after: Callable[[Task, tuple[torch.Tensor, ...]], None] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PassCounters:
     """The bytes that one pass really moved, counted by the executor."""
 
@@ -104,7 +105,7 @@ class Executor:
             poison=poison,
             parts=parts,
         )
-        self.actions = self._bound.actions
+        self._steady, self.actions = self._bound.bundled()
         self._planned_reload_bytes = sum(
             self._host_bytes(n.buffer)
             for n in memgraph.nodes
@@ -117,11 +118,15 @@ class Executor:
         left = [(buffers[r.buffer].key, r.extent) for r in memgraph.exit]
         self._exit = {key: same.get((key, extent), extent) for key, extent in left}
         self._offloaded_bytes = memgraph.offloaded_bytes
-        self._steady = lower(memgraph, poison=poison)
         self._collects: dict[frozenset[int], str] = {}  # by the missing buffers of ``entry``
+        self._steady_counters = self._counted(frozenset())
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
+
+    @cached_property
+    def _unbundled(self) -> Program:
+        return lower(self.memgraph, poison=self._poison)
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Prepare for the sizes of a call; return False if the plan is too small for them."""
@@ -144,10 +149,13 @@ class Executor:
         """
         self.entry_missing = missing = self._missing(residents)
         residents.clear()
-        program = self._steady
+        bound = self._bound
+        program, actions = self._steady, self.actions
         if missing:
             program = lower(self.memgraph, missing=missing, poison=self._poison)
-        bound = self._bound
+            actions = bound.actions
+        elif self.recorder is not None:  # each transfer has a span
+            program, actions = self._unbundled, bound.actions
         tensors = bound.tensors.of_call(args)
         for read in bound.route_reads.values():
             read.forget()
@@ -157,12 +165,13 @@ class Executor:
             assert patch.tensor is not None
             patch.container[patch.key] = tensors[patch.tensor]
         try:
-            self._lanes.run(program, self._actions(program, tensors))
+            self._lanes.run(program, self._hooked_actions(program, actions, tensors))
         finally:
             for patch in bound.patches:
                 patch.container[patch.key] = None
             bound.sources.clear()
-        self._count(missing)
+        is_steady = not missing and not bound.routed
+        self.counters = self._steady_counters if is_steady else self._counted(missing)
         residents.update(self._exit)
         return bound.tensors.outputs(args, host_outputs, tensors)
 
@@ -189,10 +198,10 @@ class Executor:
             if (found := residents.get(key)) is not extent and found != extent
         )
 
-    def _count(self, missing: frozenset[int]) -> None:
+    def _counted(self, missing: frozenset[int]) -> PassCounters:
         skipped = sum(reload.skipped_bytes for reload in self._bound.routed)
         entry = sum(self._host_bytes(b) for b in missing)
-        self.counters = PassCounters(
+        return PassCounters(
             reloaded_bytes=self._planned_reload_bytes - skipped + entry,
             entry_reloaded_bytes=entry,
             offloaded_bytes=self._offloaded_bytes,
@@ -200,11 +209,13 @@ class Executor:
 
     # Hooks and spans. They cost nothing while there are none.
 
-    def _actions(self, program: Program, tensors: dict[int, torch.Tensor]) -> dict[int, Action]:
+    def _hooked_actions(
+        self, program: Program, actions: dict[int, Action], tensors: dict[int, torch.Tensor]
+    ) -> dict[int, Action]:
         recorder = self.recorder
         if not self._hooks and recorder is None:
-            return self.actions
-        actions = dict(self.actions)
+            return actions
+        actions = dict(actions)
         if self._hooks:
             for node in self.memgraph.nodes:
                 if node.kind is NodeKind.COMPUTE:

@@ -252,9 +252,7 @@ class StreamLanes:
         self._h2d = device.new_stream()
         self._d2h = device.new_stream()
         self._ranks: torch.Stream | None = None  # made for the first program that collects
-        self._order: weakref.WeakKeyDictionary[Program, list[_Stretch]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
         self._begin, self._end = device.new_event(), device.new_event()
         self._has_run = False
@@ -295,37 +293,36 @@ class StreamLanes:
     def _enqueue(self, program: Program, actions: dict[int, Action]) -> None:
         order = self._order.get(program)
         if order is None:
-            self._order[program] = order = _stretches(program, self._device.new_event)
-        streams = self._streams_of(program)
-        compute = streams[Lane.COMPUTE]
+            streams = self._streams_of(program)
+            stretches = _stretches(program, streams, self._device.new_event)
+            self._order[program] = order = (list(streams.values()), stretches)
+        others, stretches = order
+        compute = self._device.current_stream()
         self._follow(compute)
         compute.record_event(self._begin)
-        others = [stream for lane, stream in streams.items() if lane is not Lane.COMPUTE]
         for stream in others:
             stream.wait_event(self._begin)
-        for lane, steps in order:
-            stream = streams[lane]
-            if lane is Lane.COMPUTE:
-                self._enqueue_steps(stream, steps, actions)
+        for own, steps in stretches:
+            if own is None:
+                self._enqueue_steps(compute, steps, actions)
             else:
-                with stream:
-                    self._enqueue_steps(stream, steps, actions)
+                with own:
+                    self._enqueue_steps(own, steps, actions)
         for stream in others:
             compute.wait_stream(stream)
         compute.record_event(self._end)
         self._has_run = True
 
     def _streams_of(self, program: Program) -> dict[Lane, torch.Stream]:
-        """Return the stream of each lane that has steps, and that of the compute lane."""
+        """Return the stream of each lane that has steps, without the compute lane."""
         if program.lanes[Lane.RANKS] and self._ranks is None:
             self._ranks = self._device.new_stream()
         streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
-        used = {  # a lane without steps need not be woken
+        return {  # a lane without steps need not be woken
             lane: stream
             for lane, stream in streams.items()
             if stream is not None and program.lanes[lane]
         }
-        return {Lane.COMPUTE: self._device.current_stream(), **used}
 
     def _enqueue_steps(
         self, stream: torch.Stream, steps: list[_Enqueued], actions: dict[int, Action]
@@ -344,20 +341,27 @@ class StreamLanes:
 _Enqueued = tuple[tuple[torch.Event, ...], int, torch.Event | None]
 """The events that a step waits for, its node, and the event that it signals."""
 
-_Stretch = tuple[Lane, list[_Enqueued]]
-"""Steps of one lane that are enqueued one after another."""
+_Stretch = tuple[torch.Stream | None, list[_Enqueued]]
+"""Steps of one lane that are enqueued one after another; None is the caller's stream."""
+
+_Order = tuple[list[torch.Stream], list[_Stretch]]
+"""The streams of transfers that a program uses, and its steps."""
 
 
-def _stretches(program: Program, new_event: Callable[[], torch.Event]) -> list[_Stretch]:
+def _stretches(
+    program: Program, streams: dict[Lane, torch.Stream], new_event: Callable[[], torch.Event]
+) -> list[_Stretch]:
     """Give events to the steps of a program, once, so that a pass looks nothing up."""
     signalled: dict[tuple[Lane, int], torch.Event] = {}
     stretches: list[_Stretch] = []
+    last: Lane | None = None
     for step in program.merged:
         event = new_event() if step.signals else None
         if event is not None:
             signalled[step.lane, step.position] = event
-        if not stretches or stretches[-1][0] is not step.lane:
-            stretches.append((step.lane, []))
+        if step.lane is not last:
+            last = step.lane
+            stretches.append((streams.get(last), []))
         waits = tuple(signalled[wait] for wait in step.waits)
         stretches[-1][1].append((waits, step.node.id, event))
     return stretches

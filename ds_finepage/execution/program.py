@@ -7,6 +7,7 @@ clock for each node finds the waits that remain. Nodes that take no time only pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,8 @@ class Step:
     """One node on its lane.
 
     ``position`` counts the lane's steps from 1. ``waits`` are the steps that must be done before,
-    as (lane, position). ``signals`` is True if another lane waits for this step.
+    as (lane, position). ``signals`` is True if another lane waits for this step. ``bundled`` are
+    the nodes whose transfers are one copy with that of ``node``.
     """
 
     node: Node
@@ -28,6 +30,7 @@ class Step:
     position: int
     waits: tuple[tuple[Lane, int], ...]
     signals: bool
+    bundled: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +44,17 @@ class Program:
     def mean_transfer_bytes(self) -> int:
         """Mean bytes of a transfer; 0 if there is none."""
         steps = self.lanes[Lane.H2D] + self.lanes[Lane.D2H]
-        total = sum(0 if s.node.extent is None else s.node.extent.nbytes for s in steps)
-        return total // len(steps) if steps else 0
+        extents = [node.extent for step in steps for node in (step.node, *step.bundled)]
+        total = sum(0 if extent is None else extent.nbytes for extent in extents)
+        return total // len(extents) if extents else 0
 
 
 def lower(
-    memgraph: MemGraph, *, missing: frozenset[int] = frozenset(), poison: bool = False
+    memgraph: MemGraph,
+    *,
+    missing: frozenset[int] = frozenset(),
+    poison: bool = False,
+    next_of: Mapping[int, int] | None = None,
 ) -> Program:
     """Lower a plan.
 
@@ -54,11 +62,16 @@ def lower(
         memgraph: A plan that passed the checker.
         missing: Buffers of ``entry`` that are not in place and must be reloaded first.
         poison: Make drops steps of the compute lane, so that they can fill the vacated extents.
+        next_of: Node -> the node whose transfer may be one copy with its own. It is, if nothing
+            else comes between them on their lane, and if the second one waits for nothing that the
+            first one has not waited for.
     """
+    next_of = next_of or {}
     clocks: list[tuple[int, ...]] = []
     known = {lane: [0] * len(LANES) for lane in LANES}
     done = [0] * len(LANES)
-    drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]] = []
+    drafts: list[_Draft] = []
+    last: dict[Lane, _Draft] = {}
     clock_of: dict[tuple[Lane, int], tuple[int, ...]] = {}
     for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
         need = [max(c) for c in zip((0,) * len(LANES), *(clocks[b] for b in before), strict=True)]
@@ -67,6 +80,12 @@ def lower(
             clocks.append(tuple(need))
             continue
         own, have = LANES.index(lane), known[lane]
+        before_it = last.get(lane)
+        if before_it is not None and before_it.takes(node, need, next_of):
+            before_it.nodes.append(node)
+            clocks.append(tuple(have))
+            continue
+        known_before = tuple(map(max, have, need))
         open_waits = [i for i in range(len(LANES)) if i != own and need[i] > have[i]]
         waits = tuple(
             (LANES[i], need[i])
@@ -78,8 +97,25 @@ def lower(
         have[own] = done[own]
         clocks.append(tuple(have))
         clock_of[lane, done[own]] = clocks[-1]
-        drafts.append((node, lane, done[own], waits))
+        last[lane] = _Draft([node], lane, done[own], waits, known_before)
+        drafts.append(last[lane])
     return _assemble(drafts)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step whose signal is not known yet, and what its lane knows when it begins."""
+
+    nodes: list[Node]
+    lane: Lane
+    position: int
+    waits: tuple[tuple[Lane, int], ...]
+    known: tuple[int, ...]
+
+    def takes(self, node: Node, need: Sequence[int], next_of: Mapping[int, int]) -> bool:
+        """Tell whether this step can do a node's transfer too."""
+        is_next = next_of.get(self.nodes[-1].id) == node.id
+        return is_next and all(n <= k for n, k in zip(need, self.known, strict=True))
 
 
 def _lane(memgraph: MemGraph, node: Node, missing: frozenset[int], poison: bool) -> Lane | None:
@@ -90,10 +126,12 @@ def _lane(memgraph: MemGraph, node: Node, missing: frozenset[int], poison: bool)
     return LANE_OF.get(node.kind)
 
 
-def _assemble(drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]]) -> Program:
-    waited = {wait for _, _, _, waits in drafts for wait in waits}
+def _assemble(drafts: list[_Draft]) -> Program:
+    waited = {wait for draft in drafts for wait in draft.waits}
     merged = tuple(
-        Step(node, lane, position, waits, (lane, position) in waited)
-        for node, lane, position, waits in drafts
+        Step(
+            d.nodes[0], d.lane, d.position, d.waits, (d.lane, d.position) in waited, (*d.nodes[1:],)
+        )
+        for d in drafts
     )
     return Program({lane: tuple(s for s in merged if s.lane is lane) for lane in LANES}, merged)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage._compat.torch import TorchDispatchMode
+from ds_finepage._compat.torch import TorchDispatchMode, _nn
+from ds_finepage.execution import bound_plan
 from ds_finepage.execution.direct_calls import direct_call
-from tests.unit.execution.rig import Rig, deep
+from tests.unit.execution.rig import Rig, deep, negated
 
 aten = torch.ops.aten
 A, B = torch.arange(6.0).view(2, 3), torch.full((2, 3), 2.0)
@@ -22,6 +23,7 @@ TAKEN: dict[str, tuple[Any, list[Any], dict[str, Any], Any]] = {
     "a list of sizes": (aten.mean.out, [A, [-1], True], {}, torch.mean),
     "a list of tensors": (aten.cat.out, [[A, B], 1], {}, torch.cat),
     "a product": (aten.mm.out, [A, A.t()], {}, torch.mm),
+    "a network's function": (aten.silu.out, [A], {}, _nn.silu),
 }
 
 
@@ -34,6 +36,24 @@ def test_the_public_function_is_taken_and_writes_the_same(name: str) -> None:
     assert one.numel() == 0  # to ask computes nothing
     found(*args, **kwargs, out=one)
     op(*args, **kwargs, out=other)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "method"),
+    [
+        (aten.copy_.default, [B, True], torch.Tensor.copy_),
+        (aten.add_.Tensor, [B], torch.Tensor.add_),
+        (aten.index_copy_.default, [1, torch.tensor([2]), A[:, :1]], torch.Tensor.index_copy_),
+    ],
+)
+def test_a_method_is_taken_that_writes_its_tensor(op: Any, args: list[Any], method: Any) -> None:
+    one, other = A.clone(), A.clone()
+    found = direct_call(op, [one, *args], {})
+    assert found is method
+    assert torch.equal(one, A)  # to ask computes nothing
+    found(one, *args)
+    op(other, *args)
     assert torch.equal(one, other)
 
 
@@ -58,7 +78,7 @@ def test_the_same_overload_runs(op: Any, args: list[Any], kwargs: dict[str, Any]
 
 
 def test_a_function_that_has_no_public_name_stays() -> None:
-    assert direct_call(aten.silu.out, [A], {"out": torch.empty(0)}) is aten.silu.out
+    assert direct_call(aten.copy.out, [A, B], {"out": torch.empty(0)}) is aten.copy.out
     assert direct_call(test_a_function_that_has_no_public_name_stays, [A], {}) is (
         test_a_function_that_has_no_public_name_stays
     )
@@ -117,3 +137,20 @@ def test_a_bound_task_takes_the_public_function() -> None:
     called = [getattr(action, "func", None) for action in actions]
     assert torch.mm in called
     assert aten.mm.out not in called
+
+
+def test_a_task_of_the_calls_tensors_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its tensors when it runs first, and then keeps the function."""
+    found = []
+
+    def noted(*args: Any) -> Any:
+        found.append(direct_call(*args))
+        return found[-1]
+
+    monkeypatch.setattr(bound_plan, "direct_call", noted)
+    made = Rig(negated())
+    assert found == []
+    for _ in range(2):
+        given = torch.randn(3)
+        assert torch.equal(made(given)[0], -given)
+    assert found == [torch.neg]

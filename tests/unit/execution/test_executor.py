@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ds_finepage.errors import TaskMismatchError
 from ds_finepage.execution.arena import HostPool, byte_view
@@ -167,6 +168,63 @@ def test_state_is_changed_where_the_caller_has_it(rig: Callable[..., Rig]) -> No
         (found,) = made(mine, torch.full((1, 3), i + 1.0), torch.tensor([i]))
         assert found is mine
     assert mine[:, 0].tolist() == [1.0, 0.0, 3.0, 0.0]
+
+
+def test_a_task_reads_an_argument_itself(rig: Callable[..., Rig]) -> None:
+    seen: list[torch.Tensor] = []
+    made = rig(negated(), hooks=[OpHook(before=lambda task, operands: seen.extend(operands))])
+    given = torch.ones(3)
+    made(given)
+    assert any(operand is given for operand in seen)
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, lambda t: t.requires_grad_()])
+def test_an_argument_that_needs_a_gradient_gets_none(
+    rig: Callable[..., Rig], make: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    (found,) = rig(negated())(make(torch.ones(3)))
+    assert torch.equal(found, -torch.ones(3)) and not found.requires_grad
+
+
+def test_state_of_inference_mode_is_changed_outside_of_it(rig: Callable[..., Rig]) -> None:
+    draft = Draft()
+    state = draft.tensor(STATE, 4)
+    draft.task("aten.neg_.default", state, out=(state,), changes=(state,))
+    made = rig(draft.graph((state,), ()))
+    with torch.inference_mode():
+        mine = torch.ones(4)
+    made(mine)
+    assert torch.equal(mine, -torch.ones(4))
+
+
+def test_an_argument_that_is_returned_is_a_new_tensor(rig: Callable[..., Rig]) -> None:
+    """The caller may give the result another form, and keep the argument."""
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 3), draft.tensor(OUTPUT, 3)
+    draft.task("aten.neg.default", x, out=(y,))
+    given = torch.ones(3)
+    same, _ = rig(draft.graph((x,), (x, y)))(given)
+    assert same is not given and same.data_ptr() == given.data_ptr()
+
+
+def test_an_output_may_be_a_part_of_its_buffer(rig: Callable[..., Rig]) -> None:
+    draft = Draft()
+    x, whole = draft.tensor(INPUT, 3), draft.tensor(OUTPUT, 6)
+    part = draft.view(whole, (3,), (1,), offset=3)
+    draft.task("aten.neg.default", x, out=(part,))
+    (found,) = rig(draft.graph((x,), (part,)))(torch.ones(3))
+    assert torch.equal(found, -torch.ones(3))
+    assert found.untyped_storage().nbytes() == 24
+
+
+def test_an_output_has_its_own_strides(rig: Callable[..., Rig]) -> None:
+    draft = Draft()
+    x, whole = draft.tensor(INPUT, 2, 3), draft.tensor(OUTPUT, 3, 2)
+    turned = draft.view(whole, (2, 3), (1, 2))
+    draft.task("aten.neg.default", x, out=(turned,))
+    given = torch.randn(2, 3)
+    (found,) = rig(draft.graph((x,), (turned,)))(given)
+    assert torch.equal(found, -given) and found.stride() == (1, 2)
 
 
 def test_numbers_among_the_arguments_are_passed_over(rig: Callable[..., Rig]) -> None:

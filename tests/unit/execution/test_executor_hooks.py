@@ -96,7 +96,8 @@ def test_spans_are_not_recorded_unless_asked_for(rig: Callable[..., Rig]) -> Non
     made = rig(negated())
     made(torch.ones(3))
     assert made.executor.recorder is None
-    assert made.executor._actions(lower(made.memgraph), {}) is made.executor.actions
+    actions = made.executor.actions
+    assert made.executor._hooked_actions(lower(made.memgraph), actions, {}) is actions
 
 
 @pytest.mark.parametrize("poison", [False, True])
