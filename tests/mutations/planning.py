@@ -397,6 +397,20 @@ PLANNING = (
         f"{UNIT}/rewrite/test_split.py",
     ),
     mutant(
+        "a-table-that-is-to-be-kept-gives-way",
+        "planning/rewrite/embeddings.py",
+        "if lookup is None or lookup.table.buffer in kept:",
+        "if lookup is None:",
+        f"{UNIT}/rewrite/test_split.py",
+    ),
+    mutant(
+        "a-table-streams-whole",
+        "planning/finepage/residency.py",
+        "and b not in tables",
+        "and True",
+        f"{UNIT}/finepage/test_residency.py",
+    ),
+    mutant(
         "as-many-rows-as-the-table-are-gathered",
         "planning/rewrite/embeddings.py",
         "if not 0 < num_rows < table.shape[0]:",

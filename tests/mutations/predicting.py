@@ -7,6 +7,27 @@ from tests.mutations.mutant import mutant
 UNIT = "unit/planning"
 
 PREDICTING = (
+    mutant(
+        "whole-weights-have-no-rings-for-the-largest",
+        "planning/finepage/residency.py",
+        "yield from self._rings_of_large_weights()",
+        "pass",
+        f"{UNIT}/finepage/test_residency.py",
+    ),
+    mutant(
+        "no-plan-keeps-tables",
+        "planning/finepage/search.py",
+        "self._try_tables(problem, may_split=True)",
+        "pass",
+        f"{UNIT}/finepage/test_search.py",
+    ),
+    mutant(
+        "tables-are-tried-where-rows-take-no-time",
+        "planning/finepage/search.py",
+        "if rows_ns > (self._options.equal_times - 1) * fastest_ns:",
+        "if True:",
+        f"{UNIT}/finepage/test_search.py",
+    ),
     # What it costs.
     mutant(
         "one-row-of-logits-is-not-paid-for",

@@ -31,6 +31,9 @@ class FinepageOptions:
             be reloaded. The first is tried first.
         ring_weights: Lengths of the ring for whole weights, in units of each of the largest ones.
         other_length: A ring for whole weights has to be longer than another by this factor.
+        large_rings: Lengths of the ring through which just the largest whole weights stream, in
+            units of the least of them. It needs the fewest copies.
+        large_sizes: As many sizes count as the largest, one after another.
         grained_rings: Rings for few large slices to try.
         long_rings: More of them, for short passes. Where weights are small beside the activations,
             some stretches of a pass use many weights in a short time.
@@ -61,6 +64,8 @@ class FinepageOptions:
     ring_shares: tuple[float, ...] = (0.012,)
     ring_weights: tuple[float, ...] = (1.0, 2.0, 1.5, 3.0, 4.0)
     other_length: float = 1.1
+    large_rings: tuple[float, ...] = (1.0, 2.0)
+    large_sizes: int = 2
     grained_rings: tuple[GrainedRing, ...] = (
         GrainedRing(1, 2, 1, keeps_small=True),
         GrainedRing(1, 2, 0.5),

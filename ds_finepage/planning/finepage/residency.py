@@ -16,6 +16,7 @@ from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.liveness import extent_bytes
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import looked_up_bytes
 from ds_finepage.planning.rewrite.split import (
     Divisible,
     divisible_weights,
@@ -92,12 +93,19 @@ class WeightClasses:
         # Every slice of a product uses the bias, so a streamed bias would block the ring.
         beside = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
         runs = _used_in_one_run(graph)
+        # A table that did not give way to its rows is kept: its lookup would wait for all of it.
+        tables = looked_up_bytes(graph)
         streamable = [
             b
             for b in order
             if b in divisible
             or b in per_call
-            or (sizes[b] > small and b not in beside and (len(times_used[b]) == 1 or b in runs))
+            or (
+                sizes[b] > small
+                and b not in beside
+                and b not in tables
+                and (len(times_used[b]) == 1 or b in runs)
+            )
         ]
         return cls(
             problem=problem,
@@ -206,7 +214,10 @@ class WeightClasses:
             room: Bytes of the arena beside the activations.
         """
         missing = self.missing_bytes(room)
-        if not self.divisible or self.latency_bytes == 0 or missing <= 0:
+        if self.latency_bytes == 0 or missing <= 0:
+            return
+        if not self.divisible:
+            yield from self._rings_of_large_weights()
             return
         least = self.least_ring_bytes()
         rings = self.options.grained_rings
@@ -218,6 +229,15 @@ class WeightClasses:
             slice_bytes = ring_bytes // ring.num_slices
             grain_bytes = int(slice_bytes * ring.grain)
             yield RingShape(ring_bytes, slice_bytes, grain_bytes, ring.keeps_small)
+
+    def _rings_of_large_weights(self) -> Iterator[RingShape]:
+        """Yield shapes of the ring through which just the largest weights stream, as a whole."""
+        sizes = sorted({self.sizes[b] for b in self.order}, reverse=True)
+        least = max(self._runs_bytes(set(self.order)), default=0)
+        for size in sizes[: self.options.large_sizes]:
+            for factor in self.options.large_rings:
+                nbytes = self.aligned(max(least, int(size * factor)))
+                yield RingShape(nbytes, 0, size, keeps_small=True)
 
     def has_short_slices(self, room: int, ring: RingShape) -> bool:
         """Tell whether the slices in a ring are so short that their number costs time.

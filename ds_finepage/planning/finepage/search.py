@@ -38,7 +38,7 @@ from ds_finepage.planning.finepage.streaming import resident_plans, streaming_pl
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows, looked_up_bytes
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import simulate
@@ -250,14 +250,18 @@ class _Search:
         if self.moves_nothing():
             return True
         rows = problem.of(gather_rows(problem.graph))
-        return self.try_plans(self._streaming_plans(rows, may_split=True))[0]
+        has_room = self.try_plans(self._streaming_plans(rows, may_split=True))[0]
+        self._try_tables(problem, may_split=True)
+        return has_room
 
     def try_whole(self, problem: Problem) -> bool:
         """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
+        captured = problem
         if problem.split:
             # Where no whole table fits beside its task, all tables give way to their rows.
             problem = problem.of(gather_rows(problem.graph, whole_tables=problem.is_feasible))
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
+        self._try_tables(captured, may_split=False)
         is_short = self._is_short(problem.graph)
         if self.best is None or (is_short and not is_good and not self.moves_nothing()):
             for plan in keeping_plans(problem, self._options):
@@ -269,6 +273,25 @@ class _Search:
         if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
             self.offer(plan_exact(problem))
         return has_room
+
+    def _try_tables(self, problem: Problem, *, may_split: bool) -> None:
+        """Offer plans that keep embedding tables, so that no task waits for rows of them."""
+        for kept in self._tables_to_keep(problem):
+            graph = gather_rows(problem.graph, kept=kept)
+            self.try_plans(self._streaming_plans(problem.of(graph), may_split=may_split))
+
+    def _tables_to_keep(self, problem: Problem) -> Iterator[frozenset[int]]:
+        """Yield sets of tables, if the copies of their rows take a share of a pass that counts."""
+        profile, rows = problem.profile, looked_up_bytes(problem.graph)
+        if profile is None or not rows or not self._front:
+            return
+        largest = max(rows, key=problem.size)
+        for kept in (frozenset(rows), frozenset(rows) - {largest}):
+            rows_ns = len(kept) * profile.transfer_latency_ns
+            rows_ns += sum(rows[b] for b in kept) * 10**9 // int(profile.h2d_bytes_per_s)
+            fastest_ns = min(total_ns for _, total_ns, _ in self._front)
+            if rows_ns > (self._options.equal_times - 1) * fastest_ns:
+                yield kept
 
     def try_shared(self, problem: Problem) -> bool:
         """Offer plans that keep shared residents, and nothing else."""

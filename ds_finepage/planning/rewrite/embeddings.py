@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Set
 from dataclasses import dataclass
 from math import prod
 
@@ -29,8 +30,23 @@ class _Lookup:
     indices: TensorView
     num_rows: int  # as many as there are indices
 
+    def rows_bytes(self, graph: TaskGraph) -> int:
+        """Return the bytes of the rows."""
+        return self.num_rows * graph.buffers[self.table.buffer].nbytes // self.table.shape[0]
 
-def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
+
+def looked_up_bytes(graph: TaskGraph) -> dict[int, int]:
+    """Return the embedding tables that can give way to rows, with the bytes of these rows."""
+    found: dict[int, int] = {}
+    for lookup in filter(None, (_lookup(graph, task) for task in graph.tasks)):
+        table = lookup.table.buffer
+        found[table] = found.get(table, 0) + lookup.rows_bytes(graph)
+    return found
+
+
+def gather_rows(
+    graph: TaskGraph, *, whole_tables: bool = False, kept: Set[int] = frozenset()
+) -> TaskGraph:
     """Replace embedding tables by the rows that the call looks up.
 
     The host must know the indices before the pass, so they have to be inputs of the call. The table
@@ -40,6 +56,7 @@ def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
         graph: The pass.
         whole_tables: Leave a table alone that another op (a tied product) or a second lookup uses,
             because it has to be reloaded anyway.
+        kept: Tables to leave alone.
 
     Returns:
         ``graph`` itself if nothing is replaced, so that callers can tell.
@@ -48,14 +65,16 @@ def gather_rows(graph: TaskGraph, *, whole_tables: bool = False) -> TaskGraph:
     buffers, tensors, tasks = list(graph.buffers), list(graph.tensors), list(graph.tasks)
     for task in graph.tasks:
         lookup = _lookup(graph, task)
-        if lookup is None or (whole_tables and len(used[lookup.table.buffer]) > 1):
+        if lookup is None or lookup.table.buffer in kept:
+            continue
+        if whole_tables and len(used[lookup.table.buffer]) > 1:
             continue
         table, indices, num_rows = lookup.table, lookup.indices, lookup.num_rows
         whole = graph.buffers[table.buffer]
         rows = Buffer(
             id=len(buffers),
             kind=BufferKind.WEIGHT,
-            nbytes=num_rows * whole.nbytes // table.shape[0],
+            nbytes=lookup.rows_bytes(graph),
             name=whole.name,
             gather=indices.id,
         )

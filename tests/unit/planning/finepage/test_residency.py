@@ -169,3 +169,31 @@ def test_weights_that_can_be_cut_keep_the_same_share_of_their_rows(percent: int)
         assert share - quantum <= missing <= share + quantum
     kept = total - sum(p.nbytes for p in parts)
     assert total * percent // 100 - 32 * 512 * 4 <= kept <= total * percent // 100
+
+
+def test_a_table_that_did_not_give_way_to_its_rows_is_kept() -> None:
+    graph = matmul_chain([64, 256], vocabulary=512)
+    (table,) = (b.id for b in graph.buffers if b.name == "table")
+    weights = classes(graph)
+    assert table not in weights.order
+    assert weights.fixed_bytes == 512 * 64 * 4
+
+
+def test_few_large_weights_stream_where_copies_take_long_to_start() -> None:
+    graph = gather_rows(matmul_chain([64, 512, 64, 64, 512, 64, 64]))
+    sizes = {64 * 512 * 4, 64 * 64 * 4}
+    slow = HardwareProfile(
+        name="made up",
+        source="test",
+        capacity_bytes=2**30,
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        memory_bytes_per_s=1e12,
+        flops_per_s={"default": 1e12},
+        transfer_latency_ns=50_000,
+    )
+    for profile, grains in ((None, set()), (slow, sizes)):
+        weights = WeightClasses.of(Problem(graph, 0, UNIT, profile), may_split=False)
+        rings = list(weights.grained_rings(weights.fixed_bytes))
+        assert {ring.grain_bytes for ring in rings} == grains
+        assert all(ring.keeps_small and ring.nbytes >= ring.grain_bytes for ring in rings)

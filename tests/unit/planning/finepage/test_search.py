@@ -402,6 +402,26 @@ def test_to_be_allowed_to_cut_never_costs_time(percent: int) -> None:
     assert cut.total_ns <= 1.005 * whole.total_ns
 
 
+@pytest.mark.parametrize(("percent", "stays"), [(99, True), (30, False)])
+def test_a_table_stays_if_that_takes_less_time_than_its_rows(percent: int, stays: bool) -> None:
+    graph = matmul_chain([256] * 13, num_rows=4, vocabulary=512)
+    arena_bytes = needed_arena_bytes(graph, UNIT) * percent // 100
+    profile = dataclasses.replace(with_latency(50_000), launch_ns=100_000)
+    found = check(plan_finepage(Problem(graph, arena_bytes, UNIT, profile, True)))
+    assert ("table" in kept(found)) is stays
+    assert ("table" in reloaded(found)) is not stays
+
+
+def test_a_table_is_no_candidate_where_its_rows_take_no_time() -> None:
+    graph = matmul_chain([256] * 13, num_rows=4)
+    for latency_ns, num_sets in ((50_000, 1), (0, 0)):
+        profile = dataclasses.replace(machine(h2d=1e15), transfer_latency_ns=latency_ns)
+        tried = search(profile)
+        assert not list(tried._tables_to_keep(Problem(graph, 0, UNIT, profile)))  # no plan so far
+        tried.offer(tight_and_roomy()[1])
+        assert len(list(tried._tables_to_keep(Problem(graph, 0, UNIT, profile)))) == num_sets
+
+
 def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     tight, roomy = tight_and_roomy()
     tried = search(dataclasses.replace(machine(h2d=1e6), transfer_latency_ns=1000))

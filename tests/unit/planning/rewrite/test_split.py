@@ -9,7 +9,7 @@ import pytest
 
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
-from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.embeddings import gather_rows, looked_up_bytes
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.property.matmul_chains import matmul_chain
 
@@ -109,6 +109,14 @@ def test_rows_stand_in_for_the_table() -> None:
     assert graph.buffers[rows.buffer].gather == graph.inputs[0].tensor
     assert graph.buffers[numbers.buffer].payload == struct.pack("=3q", 0, 1, 2)
     assert graph.weight_bytes == 3 * 8 * 4 + 8 * 16 * 4
+
+
+def test_a_table_that_is_to_be_kept_stays() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    (table,) = (b.id for b in graph.buffers if b.name == "table")
+    assert looked_up_bytes(graph) == {table: 3 * 8 * 4}
+    assert gather_rows(graph, kept=frozenset({table})) is graph
+    assert looked_up_bytes(gather_rows(graph)) == {}
 
 
 def test_a_table_that_is_smaller_than_its_rows_stays() -> None:
