@@ -227,9 +227,9 @@ PLANNING = (
         f"{UNIT}/finepage/test_residency.py",
     ),
     mutant(
-        "short-passes-get-no-long-rings",
+        "short-passes-get-no-rings-of-their-own",
         "planning/finepage/residency.py",
-        "rings += self.options.long_rings",
+        "rings += self.options.rings_of_short_passes",
         "pass",
         f"{UNIT}/finepage/test_residency.py",
     ),

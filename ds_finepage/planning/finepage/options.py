@@ -35,8 +35,9 @@ class FinepageOptions:
             units of the least of them. It needs the fewest copies.
         large_sizes: As many sizes count as the largest, one after another.
         grained_rings: Rings for few large slices to try.
-        long_rings: More of them, for short passes. Where weights are small beside the activations,
-            some stretches of a pass use many weights in a short time.
+        rings_of_short_passes: More of them. A short one leaves room to keep weights in a small
+            arena. Long ones help where weights are small beside the activations: some stretches of
+            a pass use many weights in a short time.
         slices_a_task: Most slices to stream, in units of the tasks, where a longer ring has room.
         always_slices: As many slices are always fine.
         most_short_lengths: Plans with more slices to try where no longer ring has room.
@@ -73,7 +74,7 @@ class FinepageOptions:
         GrainedRing(0.85, 4, 1),
         GrainedRing(2, 2, 1),
     )
-    long_rings: tuple[GrainedRing, ...] = (
+    rings_of_short_passes: tuple[GrainedRing, ...] = (
         GrainedRing(0.5, 2, 1, keeps_small=True),
         GrainedRing(1.5, 2, 0.5),
         GrainedRing(3, 2, 0.5),

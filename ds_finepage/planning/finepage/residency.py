@@ -216,13 +216,16 @@ class WeightClasses:
         missing = self.missing_bytes(room)
         if self.latency_bytes == 0 or missing <= 0:
             return
+        is_short = len(self.problem.graph.tasks) <= self.options.max_tasks_for_horizon
         if not self.divisible:
-            yield from self._rings_of_large_weights()
+            # In a long pass a copy costs little beside the pass, and a plan takes longer to make.
+            if is_short:
+                yield from self._rings_of_large_weights()
             return
         least = self.least_ring_bytes()
-        rings = self.options.grained_rings
-        if len(self.problem.graph.tasks) <= self.options.max_tasks_for_horizon:
-            rings += self.options.long_rings
+        rings = self.options.grained_rings + (
+            self.options.rings_of_short_passes if is_short else ()
+        )
         for ring in rings:
             best = math.sqrt(ring.num_slices * self.latency_bytes * missing)
             ring_bytes = self.aligned(max(least, int(best * ring.length)))

@@ -91,7 +91,7 @@ def test_rings_for_whole_weights_differ_in_length() -> None:
     assert all(b > 1.1 * a for a, b in pairwise(lengths))
 
 
-def test_a_short_pass_gets_long_rings_too() -> None:
+def test_a_short_pass_gets_shorter_and_longer_rings_too() -> None:
     graph = matmul_chain([64] * 12)
     machine = HardwareProfile(
         name="made up",
@@ -110,8 +110,9 @@ def test_a_short_pass_gets_long_rings_too() -> None:
         weights = WeightClasses.of(problem, may_split=True, options=options)
         return [found.nbytes for found in weights.grained_rings(0)]
 
-    assert len(lengths(len(graph.tasks))) == len(lengths(len(graph.tasks) - 1)) + 4
-    assert max(lengths(len(graph.tasks))) > 2 * max(lengths(len(graph.tasks) - 1))
+    short, long = lengths(len(graph.tasks)), lengths(len(graph.tasks) - 1)
+    assert len(short) == len(long) + 5
+    assert max(short) > 2 * max(long) and 1.1 * min(short) < min(long)
 
 
 def test_all_are_kept_without_a_ring() -> None:
@@ -197,3 +198,6 @@ def test_few_large_weights_stream_where_copies_take_long_to_start() -> None:
         rings = list(weights.grained_rings(weights.fixed_bytes))
         assert {ring.grain_bytes for ring in rings} == grains
         assert all(ring.keeps_small and ring.nbytes >= ring.grain_bytes for ring in rings)
+    options = FinepageOptions(max_tasks_for_horizon=len(graph.tasks) - 1)
+    weights = WeightClasses.of(Problem(graph, 0, UNIT, slow), may_split=False, options=options)
+    assert not list(weights.grained_rings(weights.fixed_bytes))
