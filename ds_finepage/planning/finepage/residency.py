@@ -223,9 +223,9 @@ class WeightClasses:
                 yield from self._rings_of_large_weights()
             return
         least = self.least_ring_bytes()
-        rings = self.options.grained_rings + (
-            self.options.rings_of_short_passes if is_short else ()
-        )
+        rings = self.options.grained_rings
+        if is_short:
+            rings += self.options.rings_of_short_passes
         for ring in rings:
             best = math.sqrt(ring.num_slices * self.latency_bytes * missing)
             ring_bytes = self.aligned(max(least, int(best * ring.length)))
