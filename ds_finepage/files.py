@@ -9,6 +9,9 @@ from pathlib import Path
 
 from ds_finepage.errors import ConfigError
 
+CACHE_VARIABLE = "DS_FINEPAGE_CACHE"
+"""Names the folder for what the next start can use; "" or "0" for none."""
+
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Return the contents of a file.

@@ -22,8 +22,7 @@ from threading import Thread
 from typing import BinaryIO
 
 from ds_finepage.errors import ConfigError, RankError
-from ds_finepage.execution.disk_cache import VARIABLE as CACHE_VARIABLE
-from ds_finepage.files import read_file
+from ds_finepage.files import CACHE_VARIABLE, read_file
 from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE
 
 HOST = "127.0.0.1"

@@ -24,11 +24,10 @@ import torch
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import device_of
-from ds_finepage.files import write_file
+from ds_finepage.files import CACHE_VARIABLE, write_file
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "DS_FINEPAGE_CACHE"
 MAX_BYTES = 256 << 20
 """Beyond that, the files that were not used for longest go."""
 
@@ -50,7 +49,7 @@ def _warn(reason: str) -> None:
 
 def cache_root() -> Path | None:
     """Return the cache folder; None where it is switched off."""
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(CACHE_VARIABLE)
     if named is not None:
         return None if named in ("", "0") else Path(named)
     base = os.environ.get("XDG_CACHE_HOME")

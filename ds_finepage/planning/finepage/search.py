@@ -281,16 +281,19 @@ class _Search:
             self.try_plans(self._streaming_plans(problem.of(graph), may_split=may_split))
 
     def _tables_to_keep(self, problem: Problem) -> Iterator[frozenset[int]]:
-        """Yield sets of tables, if the copies of their rows take a share of a pass that counts."""
+        """Yield sets of tables, if copies of their rows take a share of a short pass that counts.
+
+        To keep a table costs more bytes, and in a long pass more time to plan.
+        """
         profile, rows = problem.profile, looked_up_bytes(problem.graph)
-        if profile is None or not rows or not self._front:
+        if profile is None or not (rows and self._front and self._is_short(problem.graph)):
             return
         largest = max(rows, key=problem.size)
         for kept in (frozenset(rows), frozenset(rows) - {largest}):
             rows_ns = len(kept) * profile.transfer_latency_ns
             rows_ns += sum(rows[b] for b in kept) * 10**9 // int(profile.h2d_bytes_per_s)
             fastest_ns = min(total_ns for _, total_ns, _ in self._front)
-            if rows_ns > (self._options.equal_times - 1) * fastest_ns:
+            if rows_ns > (self._options.fast_enough - 1) * fastest_ns:
                 yield kept
 
     def try_shared(self, problem: Problem) -> bool:

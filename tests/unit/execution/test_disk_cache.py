@@ -23,6 +23,7 @@ from ds_finepage.execution.disk_cache import (
     trim,
 )
 from ds_finepage.execution.measure import OpMeter
+from ds_finepage.files import CACHE_VARIABLE
 from ds_finepage.graph.taskgraph import TaskGraph
 from tests.unit.execution.graphs import ACTIVATION, INPUT, WEIGHT, Draft
 
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(disk_cache, "_said", set())
 
 
@@ -157,7 +158,7 @@ def test_a_folder_that_cannot_be_made_is_no_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     table = Table("numbers", CPU)
     assert table.get("a", number) is None
     table.put("a", 1)
@@ -176,14 +177,14 @@ def test_a_folder_that_is_not_writable_is_no_cache(
 
 @pytest.mark.parametrize("value", ["", "0"])
 def test_the_cache_can_be_switched_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(disk_cache.VARIABLE, value)
+    monkeypatch.setenv(CACHE_VARIABLE, value)
     assert cache_root() is None and open_folder(CPU) is None and open_plan_folder(CPU) is None
 
 
 def test_the_cache_lies_where_users_keep_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(disk_cache.VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_root() == tmp_path / "ds_finepage"
     monkeypatch.delenv("XDG_CACHE_HOME")
