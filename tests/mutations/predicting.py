@@ -8,6 +8,13 @@ UNIT = "unit/planning"
 
 PREDICTING = (
     mutant(
+        "the-largest-weights-stream-in-a-small-arena-too",
+        "planning/finepage/residency.py",
+        "if is_short and missing <= self.options.nearly_full * (streamable + self.fixed_bytes):",
+        "if is_short:",
+        f"{UNIT}/finepage/test_residency.py",
+    ),
+    mutant(
         "whole-weights-have-no-rings-for-the-largest",
         "planning/finepage/residency.py",
         "yield from self._rings_of_large_weights()",

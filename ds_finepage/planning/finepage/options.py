@@ -33,6 +33,8 @@ class FinepageOptions:
         other_length: A ring for whole weights has to be longer than another by this factor.
         large_rings: Lengths of the ring through which just the largest whole weights stream, in
             units of the least of them. It needs the fewest copies.
+        nearly_full: Those rings, and embedding tables that stay, are tried if at most this share of
+            the weights is missing: they cost bytes, and save copies.
         large_sizes: As many sizes count as the largest, one after another.
         grained_rings: Rings for few large slices to try.
         rings_of_short_passes: More of them. A short one leaves room to keep weights in a small
@@ -67,6 +69,7 @@ class FinepageOptions:
     other_length: float = 1.1
     large_rings: tuple[float, ...] = (1.0, 2.0)
     large_sizes: int = 2
+    nearly_full: float = 0.2
     grained_rings: tuple[GrainedRing, ...] = (
         GrainedRing(1, 2, 1, keeps_small=True),
         GrainedRing(1, 2, 0.5),

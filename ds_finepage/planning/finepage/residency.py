@@ -219,7 +219,8 @@ class WeightClasses:
         is_short = len(self.problem.graph.tasks) <= self.options.max_tasks_for_horizon
         if not self.divisible:
             # In a long pass a copy costs little beside the pass, and a plan takes longer to make.
-            if is_short:
+            streamable = sum(self.sizes[b] for b in self.order)
+            if is_short and missing <= self.options.nearly_full * (streamable + self.fixed_bytes):
                 yield from self._rings_of_large_weights()
             return
         least = self.least_ring_bytes()

@@ -288,6 +288,8 @@ class _Search:
         profile, rows = problem.profile, looked_up_bytes(problem.graph)
         if profile is None or not (rows and self._front and self._is_short(problem.graph)):
             return
+        if self._bound.nbytes > self._options.nearly_full * problem.graph.weight_bytes:
+            return
         largest = max(rows, key=problem.size)
         for kept in (frozenset(rows), frozenset(rows) - {largest}):
             rows_ns = len(kept) * profile.transfer_latency_ns
