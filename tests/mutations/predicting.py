@@ -24,7 +24,7 @@ PREDICTING = (
     mutant(
         "no-plan-keeps-tables",
         "planning/finepage/search.py",
-        "self._try_tables(problem, may_split=True)",
+        "self._try_tables(captured)",
         "pass",
         f"{UNIT}/finepage/test_search.py",
     ),

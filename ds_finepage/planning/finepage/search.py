@@ -250,9 +250,7 @@ class _Search:
         if self.moves_nothing():
             return True
         rows = problem.of(gather_rows(problem.graph))
-        has_room = self.try_plans(self._streaming_plans(rows, may_split=True))[0]
-        self._try_tables(problem, may_split=True)
-        return has_room
+        return self.try_plans(self._streaming_plans(rows, may_split=True))[0]
 
     def try_whole(self, problem: Problem) -> bool:
         """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
@@ -261,7 +259,7 @@ class _Search:
             # Where no whole table fits beside its task, all tables give way to their rows.
             problem = problem.of(gather_rows(problem.graph, whole_tables=problem.is_feasible))
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
-        self._try_tables(captured, may_split=False)
+        self._try_tables(captured)
         is_short = self._is_short(problem.graph)
         if self.best is None or (is_short and not is_good and not self.moves_nothing()):
             for plan in keeping_plans(problem, self._options):
@@ -274,11 +272,11 @@ class _Search:
             self.offer(plan_exact(problem))
         return has_room
 
-    def _try_tables(self, problem: Problem, *, may_split: bool) -> None:
-        """Offer plans that keep embedding tables, so that no task waits for rows of them."""
+    def _try_tables(self, problem: Problem) -> None:
+        """Offer plans of whole weights that keep embedding tables: no task waits for their rows."""
         for kept in self._tables_to_keep(problem):
             graph = gather_rows(problem.graph, kept=kept)
-            self.try_plans(self._streaming_plans(problem.of(graph), may_split=may_split))
+            self.try_plans(self._streaming_plans(problem.of(graph), may_split=False))
 
     def _tables_to_keep(self, problem: Problem) -> Iterator[frozenset[int]]:
         """Yield sets of tables, if copies of their rows take a share of a short pass that counts.
