@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +26,9 @@ from ds_finepage.graph.taskgraph import Task
 
 Residents = dict[str, Extent]
 """The weights that are valid in the arena: ``Buffer.key`` -> extent."""
+
+MOST_PROGRAMS = 4
+"""Lowered programs that an executor keeps: one for each way in which it found the arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +120,24 @@ class Executor:
         left = [(buffers[r.buffer].key, r.extent) for r in memgraph.exit]
         self._exit = {key: same.get((key, extent), extent) for key, extent in left}
         self._offloaded_bytes = memgraph.offloaded_bytes
-        self._collects: dict[frozenset[int], str] = {}  # by the missing buffers of ``entry``
+        # By the missing buffers of ``entry``:
+        self._collects: dict[frozenset[int], str] = {}
+        self._programs: dict[frozenset[int], Program] = {}
         self._steady_counters = self._counted(frozenset())
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
 
-    @cached_property
-    def _unbundled(self) -> Program:
-        return lower(self.memgraph, poison=self._poison)
+    def _unbundled(self, missing: frozenset[int]) -> Program:
+        """Lower a pass before which buffers of ``entry`` are missing; kept for the next such pass.
+
+        A prefill finds the arena as the decode steps left it, each time the same.
+        """
+        if missing not in self._programs:
+            if len(self._programs) == MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[missing] = lower(self.memgraph, missing=missing, poison=self._poison)
+        return self._programs[missing]
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Prepare for the sizes of a call; return False if the plan is too small for them."""
@@ -151,11 +162,8 @@ class Executor:
         residents.clear()
         bound = self._bound
         program, actions = self._steady, self.actions
-        if missing:
-            program = lower(self.memgraph, missing=missing, poison=self._poison)
-            actions = bound.actions
-        elif self.recorder is not None:  # each transfer has a span
-            program, actions = self._unbundled, bound.actions
+        if missing or self.recorder is not None:  # each recorded transfer has a span
+            program, actions = self._unbundled(missing), bound.actions
         tensors = bound.tensors.of_call(args)
         for read in bound.route_reads.values():
             read.forget()

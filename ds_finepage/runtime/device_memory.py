@@ -6,7 +6,9 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
-from ds_finepage.execution.arena import Arena, HostPool
+import torch
+
+from ds_finepage.execution.arena import Arena, HostPool, KeepRows, free_extent
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.executor import Executor, OpHook, Residents
 from ds_finepage.execution.lanes import make_lanes
@@ -52,6 +54,9 @@ class Memory(Protocol):
 
     def to_resident(self) -> int:
         """Hold every weight; return the bytes that were copied."""
+
+    def keeper(self, nbytes: int) -> KeepRows | None:
+        """Return what keeps up to this many bytes of rows in the arena; None without an arena."""
 
     def reload(self, names: Sequence[str]) -> None:
         """Take over new values of weights."""
@@ -186,6 +191,35 @@ class DeviceMemory:
         found.bind(executor)
         self._bound[id(found)] = found
         return executor
+
+    # Between two passes.
+
+    def keeper(self, nbytes: int) -> KeepRows | None:
+        """Return a function that copies rows into the arena, to one place.
+
+        Nothing but residents is alive in the arena between two passes. Those that lie in the place
+        no longer count as valid, so the next pass that wants them reloads them.
+
+        Args:
+            nbytes: The most bytes of rows.
+
+        Returns:
+            The function; its copy is valid until the next call of it, or the next pass. None
+            without an arena that is large enough.
+        """
+        if self._arena is None or self._arena.nbytes < nbytes:
+            return None
+        place = free_extent(self.residents.values(), self._arena.nbytes, nbytes)
+        for key in [k for k, held in self.residents.items() if held.overlaps(place)]:
+            del self.residents[key]
+        self._lanes.follow()  # the last pass may still read there
+        block = self._arena.slice(place, nbytes)
+
+        def keep(rows: torch.Tensor) -> torch.Tensor:
+            kept = block[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape)
+            return kept.copy_(rows)
+
+        return keep
 
     # Changes from outside.
 

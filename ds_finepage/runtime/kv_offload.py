@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.arena import KeepRows
 from ds_finepage.integrations.transformers.handed_out import HandedOut, copied, own_layers
 from ds_finepage.integrations.transformers.host_cache import (
     caches_among,
@@ -38,9 +39,9 @@ TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_emb
 SIZES = (ample_rows, few_rows, least_rows)
 """Tell the rows of a room; each is less than the one before."""
 
-MakeRoom = Callable[[Sequence[torch.Tensor], int, int], bool]
-"""Makes room for a KV cache: its present tensors, the bytes of the next ones, and the most bytes
-that there are while the rows move. Returns False if only the next ones have room."""
+MakeRoom = Callable[[Sequence[torch.Tensor], Sequence[int]], KeepRows | None]
+"""Makes room for a KV cache: its present tensors, and the bytes of those that take their places.
+Returns what keeps the rows of one tensor meanwhile; None if its old and new room fit together."""
 
 
 class KVOffload:
@@ -58,7 +59,7 @@ class KVOffload:
         counters: Counters,
         *,
         pinned: bool,
-        make_room: MakeRoom = lambda rooms, nbytes, most: True,
+        make_room: MakeRoom = lambda rooms, after: None,
         note_live: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
         """Start without a cache.
@@ -219,15 +220,11 @@ class KVOffload:
             PlanInfeasibleError: The budget has no room for the rows.
         """
         rooms = [room for layer in layers for room in layer.rooms]
-        before = [room.untyped_storage().nbytes() for room in rooms]
         after = [n for x in layers for n in x.room_bytes(capacities.get(x, x.capacity))]
-        by_host = False
-        if rooms:
-            most = max(sum(before), sum(after)) + max(*before, *after)
-            by_host = not self._make_room(rooms, sum(after), most)
+        keep = self._make_room(rooms, after) if rooms else None
         del rooms  # each is freed as soon as its rows have moved
         for layer, capacity in capacities.items():
-            layer.resize(capacity, by_host=by_host)
+            layer.resize(capacity, keep=keep)
 
     def _tighten(self, call: CapturedCall) -> bool:
         """Give the caches of a refused call less room from now on; False if they have no more.

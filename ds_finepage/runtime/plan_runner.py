@@ -12,12 +12,14 @@ import torch
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import run_resident, run_unplanned
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.preflight import CacheUse
+from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.captured_call import CapturedCall
@@ -169,21 +171,22 @@ class PlanRunner:
             use = replace(use, longest=longest or None)
         return self.kv_offload.generation(use)
 
-    def _make_room(self, rooms: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
-        """Make room for a KV cache that moves to other tensors; the arena makes way.
+    def _make_room(self, rooms: Sequence[torch.Tensor], after: Sequence[int]) -> KeepRows | None:
+        """Make room for a KV cache that moves to other tensors; the arena makes way if it must.
 
         Args:
             rooms: Its tensors.
-            nbytes: Bytes that it has then.
-            most: The most bytes that it has while its rows move.
+            after: The bytes of the tensors that take their places, in order.
 
         Returns:
-            False if the budget has no room for the most bytes.
+            What keeps the rows of one tensor while its old room is freed and its new one is made;
+            None if the budget has room for both.
 
         Raises:
             PlanInfeasibleError: The budget has no room for the bytes that it has then.
         """
         budget_bytes = self.settings.budget_bytes
+        before, nbytes = [room.untyped_storage().nbytes() for room in rooms], sum(after)
         beside = self.live.bytes_beside(rooms) + HOST_PROGRAM_SLACK_BYTES
         beside += self.table.maker.meter.library_bytes
         if nbytes + beside > budget_bytes:
@@ -195,9 +198,15 @@ class PlanRunner:
                 f"batch, the beams or max_new_tokens.",
                 need,
             )
-        if most + beside + self.memory.held_bytes > budget_bytes:
-            self.memory.to_released()
-        return most + beside <= budget_bytes
+        apart = beside + max(sum(before), nbytes)  # where no tensor has two rooms at once
+        together = apart + max(*before, *after)
+        held_bytes = self.memory.held_bytes
+        if together + held_bytes <= budget_bytes:
+            return None
+        if apart + held_bytes <= budget_bytes and (keep := self.memory.keeper(max(before))):
+            return keep
+        self.memory.to_released()
+        return None if together <= budget_bytes else kept_on_host
 
     # One call of a graph.
 

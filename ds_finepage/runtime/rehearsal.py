@@ -119,6 +119,9 @@ class RehearsedMemory:
     def reload(self, names: Sequence[str]) -> None:
         """Do nothing."""
 
+    def keeper(self, nbytes: int) -> None:
+        """Return None: there is no arena."""
+
     def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> BoundPass:
         """Bind a planned pass to zeros."""
         assert found.memgraph is not None

@@ -18,6 +18,7 @@ from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.policies import POLICIES
+from ds_finepage.runtime.device_memory import DeviceMemory
 from tests.accelerator.subjects import AMPLE, plain_on, subject
 from tests.accelerator.test_passes import waits_of
 from tests.integration.batching import llama, tokens_of
@@ -27,6 +28,7 @@ from tests.integration.families import (
     greedy,
     logits,
     make_model,
+    prompt_and_steps,
     token_ids,
     tokens,
 )
@@ -106,6 +108,30 @@ def test_a_step_of_continuous_batching_waits_for_its_arguments(
         assert tokens_of(model) == expected
     finally:
         handle.detach()
+
+
+def test_rows_of_a_prompt_wait_in_the_arena_while_they_move(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[torch.Tensor] = []
+    keeper = DeviceMemory.keeper
+
+    def noted(memory: DeviceMemory, nbytes: int) -> Any:
+        keep = keeper(memory, nbytes)
+        return None if keep is None else lambda rows: kept.append(keep(rows)) or kept[-1]
+
+    monkeypatch.setattr(DeviceMemory, "keeper", noted)
+    model = make_model("llama", hidden_size=256)
+    plain = prompt_and_steps(model.to(plain_on(device)), plain_on(device)).cpu()
+    handle = ds_finepage.attach(
+        model.to("cpu"), device_budget="60%weights", device=device, profile=SLOW_LINK
+    )
+    for seed in (None, 1, 2):
+        handle.replan(debug=ds_finepage.config.DebugConfig(lane_delay_seed=seed))
+        for _ in range(3):
+            assert torch.equal(prompt_and_steps(model, device).cpu(), plain)
+    assert kept and all(rows.device.type == device.type for rows in kept)
+    handle.detach()
 
 
 @pytest.fixture

@@ -126,6 +126,18 @@ def token_ids(length: int, *, batch: int = 1, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=generator)
 
 
+@torch.no_grad()
+def prompt_and_steps(model: Any, device: torch.device | None = None) -> torch.Tensor:
+    """Return the logits of a prompt whose cache has no room for more, and of steps behind it."""
+    out = model(token_ids(63).to(device), **LAST)
+    found = [out.logits]
+    for seed in range(3):
+        new = token_ids(1, seed=seed).to(device)
+        out = model(new, past_key_values=out.past_key_values, **LAST)
+        found.append(out.logits)
+    return torch.cat(found)
+
+
 def left_padded(length: int, pad: int) -> dict[str, torch.Tensor]:
     """Return two prompts of ``length``, the first of which begins with ``pad`` padding tokens."""
     ids = token_ids(length, batch=2, seed=2)

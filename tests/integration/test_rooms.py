@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from ds_finepage.api import attach
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.handle import Handle
-from tests.integration.families import LAST, greedy, make_model, token_ids
+from tests.integration.families import LAST, greedy, make_model, prompt_and_steps, token_ids
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -139,4 +139,21 @@ def test_beams_take_no_more_than_the_budget_and_no_other_generation_pays_for_the
         assert torch.equal(work(model), plain)
     assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
     assert handle.stats.num_caches_on_host == 0
+    handle.detach()
+
+
+def test_a_second_prompt_keeps_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows move before the first step. They wait in the arena, and the weights stay."""
+    model = make_model("llama", hidden_size=256)
+    plain = prompt_and_steps(model)
+    handle = attach(model, device_budget="60%weights", device="cpu")
+    for _ in range(2):  # the second one knows the bytes beside the arena in all passes
+        assert torch.equal(prompt_and_steps(model), plain)
+    memory, kept = handle._memory, []
+    arena, keeper = memory._arena, memory.keeper
+    monkeypatch.setattr(memory, "keeper", lambda nbytes: kept.append(nbytes) or keeper(nbytes))
+    with DeviceMeter(torch.device("cpu")) as meter:
+        assert torch.equal(prompt_and_steps(model), plain)
+    assert kept and memory._arena is arena
+    assert meter.peak_bytes <= handle.stats.budget_bytes
     handle.detach()

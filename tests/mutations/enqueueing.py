@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutant
 
 BUNDLES = "unit/execution/test_bundles.py"
 EXECUTOR = "unit/execution/test_executor.py"
+RESIDENCY = "unit/execution/test_executor_residency.py"
 SMALL = "accelerator/test_small_weights.py"
 
 ENQUEUEING = (
@@ -70,9 +71,23 @@ ENQUEUEING = (
     mutant(
         "bundles-have-one-span",
         "execution/executor.py",
-        "elif self.recorder is not None:",
-        "elif False:",
+        "if missing or self.recorder is not None:",
+        "if missing:",
         BUNDLES,
+    ),
+    mutant(
+        "a-pass-behind-another-is-lowered-each-time",
+        "execution/executor.py",
+        "if missing not in self._programs:",
+        "if True:",
+        RESIDENCY,
+    ),
+    mutant(
+        "lowered-passes-are-kept-without-end",
+        "execution/executor.py",
+        "if len(self._programs) == MOST_PROGRAMS:",
+        "if False:",
+        RESIDENCY,
     ),
     mutant(
         "masters-of-small-weights-lie-apart",

@@ -175,8 +175,8 @@ RUNNING = (
     mutant(
         "rows-move-whatever-room-there-is",
         "runtime/kv_offload.py",
-        "by_host = not self._make_room(rooms, sum(after), most)",
-        "by_host = False",
+        "keep = self._make_room(rooms, after) if rooms else None",
+        "keep = None",
         "unit/runtime/test_kv_offload.py",
         is_named=True,
     ),
@@ -190,9 +190,30 @@ RUNNING = (
     mutant(
         "the-arena-stays-while-rows-without-room-move",
         "runtime/plan_runner.py",
-        "if most + beside + self.memory.held_bytes > budget_bytes:",
-        "if False:",
+        "        self.memory.to_released()\n        return None if together",
+        "        return None if together",
         "unit/runtime/test_plan_runner.py",
+    ),
+    mutant(
+        "the-arena-makes-way-for-every-cache-that-moves",
+        "runtime/plan_runner.py",
+        "if apart + held_bytes <= budget_bytes and",
+        "if False and",
+        "unit/runtime/test_plan_runner.py",
+    ),
+    mutant(
+        "rows-that-wait-in-the-arena-spoil-its-weights",
+        "runtime/device_memory.py",
+        "if held.overlaps(place)",
+        "if False",
+        "unit/runtime/test_device_memory.py",
+    ),
+    mutant(
+        "rows-wait-in-an-arena-that-a-pass-still-reads",
+        "runtime/device_memory.py",
+        "self._lanes.follow()",
+        "pass",
+        "unit/runtime/test_device_memory.py",
     ),
     mutant(
         "rows-are-planned-beyond-their-room",

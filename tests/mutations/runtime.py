@@ -266,8 +266,8 @@ RUNTIME = (
     mutant(
         "changed-weights-are-taken-for-resident",
         "runtime/device_memory.py",
-        "            del self.residents[key]",
-        "            pass",
+        "if name_of_key(k) in changed]",
+        "if False]",
         MEMORY,
         is_named=True,
     ),

@@ -24,9 +24,11 @@ that has no room in the budget, a room grows by an eighth, and a row is copied a
 A prompt that has no room even so gets none behind its rows, since its pass needs more memory than
 the next step, which moves the rows.
 The whole room counts in the budget, as the state of the pass. While one tensor moves, its old and
-new rooms exist together, and the other tensors once. The arena is freed if the budget has no room
-for that beside it. Where even that is not enough, rows move by way of host memory: the old room is
-freed before the new one is made.
+new rooms exist together, and the other tensors once. Where the budget has no room for that beside
+the arena, the rows of one tensor wait in the arena while its old room is freed and its new one is
+made; weights that stay from pass to pass keep their places where they can. The arena itself is
+freed only where the new rooms have no place beside it. Rows then wait in host memory, if the old
+and the new room of a tensor still do not fit together.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ds_finepage._compat.transformers import is_initialized
+from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.planning.budget import SELECTED_PARTS
 
@@ -243,12 +246,13 @@ class RoomLayer(DynamicLayer):
         """Return the bytes of rooms for so many rows."""
         return [room.nbytes // room.shape[2] * capacity for room in self.rooms]
 
-    def resize(self, capacity: int, *, by_host: bool = False) -> None:
+    def resize(self, capacity: int, *, keep: KeepRows | None = None) -> None:
         """Move to rooms of another capacity, keys first; see [Note: how rooms grow].
 
         Args:
             capacity: The rows of the new rooms, at least the live ones.
-            by_host: Free each old room before its new one is made.
+            keep: Keeps the rows, so that each old room is freed before its new one is made; None
+                where both may exist together.
         """
         num_rows = self.lengths.shape[0]
         with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
@@ -257,8 +261,8 @@ class RoomLayer(DynamicLayer):
                 if room is None:
                     continue
                 live, like = room.narrow(2, 0, num_rows), room.new_empty(0)
-                if by_host:
-                    live, room = _on_host(live), None
+                if keep is not None:
+                    live, room = keep(live), None
                     setattr(self, name, None)
                 found = like.new_empty((*live.shape[:2], capacity, live.shape[3]))
                 found.narrow(2, 0, num_rows).copy_(live)
@@ -321,7 +325,8 @@ def _selected(room: torch.Tensor, num_rows: int, sequences: torch.Tensor) -> tor
     return found
 
 
-def _on_host(rows: torch.Tensor) -> torch.Tensor:
+def kept_on_host(rows: torch.Tensor) -> torch.Tensor:
+    """Keep rows in host memory, as a :data:`KeepRows`."""
     found = host_bytes(rows.numel() * rows.itemsize, pinned=False).view(rows.dtype)
     return found.view(rows.shape).copy_(rows)
 

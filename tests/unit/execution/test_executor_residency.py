@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from ds_finepage.errors import StoreError
+from ds_finepage.execution import executor
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.executor import OpHook, Residents
-from ds_finepage.graph.memgraph import Extent, NodeKind
+from ds_finepage.execution.program import Program, lower
+from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -113,6 +116,29 @@ def test_a_weight_in_another_place_is_reloaded(rig: Callable[..., Rig]) -> None:
     made.residents[key] = Extent(10**6, 256)
     assert torch.equal(made(x)[0], deep_in_eager(x, weights))
     assert made.executor.counters.entry_reloaded_bytes == N * N * 4
+
+
+def test_a_pass_that_finds_the_arena_as_before_is_not_lowered_again(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, weights = deep()
+    made = rig(graph, weights)
+    lowered: list[frozenset[int]] = []
+
+    def counted(memgraph: MemGraph, **how: Any) -> Program:
+        lowered.append(how["missing"])
+        return lower(memgraph, **how)
+
+    monkeypatch.setattr(executor, "lower", counted)
+    x, most = torch.randn(N, N), executor.MOST_PROGRAMS
+    for name in [*weights][:most] * 2:  # a weight that is missing, each time another one
+        made(x)
+        del made.residents[next(key for key in made.residents if key.startswith(name))]
+        assert torch.equal(made(x)[0], deep_in_eager(x, weights))
+    assert len(set(lowered)) == len(lowered) == 1 + most  # the first pass missed every weight
+    made.residents.clear()
+    made(x)
+    assert lowered[-1] == lowered[0]  # the oldest was dropped, so that there are never more
 
 
 def test_what_others_left_in_the_arena_does_not_matter(rig: Callable[..., Rig]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.integrations.transformers.handed_out import HandedOut, copied
 from ds_finepage.integrations.transformers.room import (
@@ -17,6 +18,7 @@ from ds_finepage.integrations.transformers.room import (
     ample_rows,
     can_have_room,
     few_rows,
+    kept_on_host,
     room_layers,
 )
 
@@ -59,25 +61,23 @@ def test_new_rows_are_written_behind_the_old_ones() -> None:
     assert before is not None and torch.equal(before, rows(5))
 
 
-@pytest.mark.parametrize("by_host", [False, True])
-def test_rows_move_to_a_larger_room(by_host: bool) -> None:
+@pytest.mark.parametrize("keep", [None, kept_on_host])
+def test_rows_move_to_a_larger_room(keep: KeepRows | None) -> None:
     layer = filled(5, 8)
-    layer.resize(20, by_host=by_host)
+    layer.resize(20, keep=keep)
     assert (layer.capacity, layer.room_bytes(20)) == (20, [2 * 2 * 20 * 4 * 4] * 2)
     assert has(layer, rows(5))
     layer.update(rows(14, 1), -rows(14, 1))
     assert has(layer, torch.cat([rows(5), rows(14, 1)], dim=2))
 
 
-def test_by_way_of_the_host_no_two_rooms_are_there_at_once() -> None:
+@pytest.mark.parametrize("keep", [None, kept_on_host])
+def test_rows_that_are_kept_elsewhere_have_no_two_rooms_at_once(keep: KeepRows | None) -> None:
     layer = filled(500, 501)
-    nbytes = sum(layer.room_bytes(501))
     with DeviceMeter(torch.device("cpu")) as meter:
-        layer.resize(502)
-    assert meter.peak_bytes > nbytes // 3
-    with DeviceMeter(torch.device("cpu")) as meter:
-        layer.resize(504, by_host=True)  # its old rooms are known to the meter now
-    assert 0 < meter.peak_bytes <= sum(layer.room_bytes(504))
+        layer.resize(502)  # from now on the meter knows all rooms
+        layer.resize(504, keep=keep)
+    assert (meter.peak_bytes <= sum(layer.room_bytes(504))) is (keep is not None)
     assert has(layer, rows(500))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.arena import KeepRows
 from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import MIN_ROWS, RoomLayer
@@ -221,35 +222,34 @@ def capacities_after(made: KVOffload, cache: DynamicCache, num_refusals: int) ->
     return capacities(cache)
 
 
-def test_rows_without_room_beside_their_copy_move_by_way_of_the_host(
+def test_rows_are_kept_elsewhere_where_two_rooms_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, ways = [], []
     resize = RoomLayer.resize
 
-    def see(layer: RoomLayer, capacity: int, *, by_host: bool = False) -> None:
-        ways.append(by_host)
-        resize(layer, capacity, by_host=by_host)
+    def see(layer: RoomLayer, capacity: int, *, keep: KeepRows | None = None) -> None:
+        ways.append(keep)
+        resize(layer, capacity, keep=keep)
 
-    def make_room(tensors: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
-        asked.append((len(tensors), nbytes, most))
-        return len(asked) == 1
+    def make_room(rooms: Sequence[torch.Tensor], after: Sequence[int]) -> KeepRows | None:
+        asked.append((len(rooms), after))
+        return None if len(asked) == 1 else torch.clone
 
     monkeypatch.setattr(RoomLayer, "resize", see)
     made, _ = calls(make_room=make_room)
-    row = rows(5, 1).nbytes
+    room_bytes = MIN_ROWS * rows(5, 1).nbytes
     for _ in range(2):
         cache = cache_with(5)
         assert torch.equal(call(made, forward(cache), cache), EXPECTED)
-    assert asked == [(4, 4 * MIN_ROWS * row, 5 * MIN_ROWS * row)] * 2
-    assert ways == [False, False, True, True]
+    assert asked == [(4, [room_bytes] * 4)] * 2
+    assert ways == [None, None, torch.clone, torch.clone]
 
 
 def test_a_room_that_cannot_double_grows_a_little() -> None:
-    def make_room(rooms: Sequence[torch.Tensor], nbytes: int, most: int) -> bool:
-        if nbytes > 4 * rows(5, 900).nbytes:
+    def make_room(rooms: Sequence[torch.Tensor], after: Sequence[int]) -> None:
+        if sum(after) > 4 * rows(5, 900).nbytes:
             raise PlanInfeasibleError("no room for twice the rows", 5)
-        return True
 
     made, counters = calls(make_room=make_room)
     cache = cache_with(*range(200))

@@ -17,6 +17,7 @@ from ds_finepage.execution.executor import PassCounters
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.collectives import order_of
 from ds_finepage.integrations.transformers.preflight import CacheUse
+from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
@@ -25,6 +26,10 @@ from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from tests.unit.planning.sketches import chain
 from tests.unit.runtime.settings import KnownCosts, run_settings, sized_pass
+
+
+def kept_in_arena(rows: torch.Tensor) -> torch.Tensor:
+    return rows.clone()
 
 
 class Device:
@@ -37,6 +42,10 @@ class Device:
         self.residents: dict[str, Any] = {}
         self.state = DeviceState.RELEASED
         self.refused: list[Pass] = []
+        self.most_kept_bytes = 0
+
+    def keeper(self, nbytes: int) -> Any:
+        return kept_in_arena if nbytes <= self.most_kept_bytes else None
 
     def to_released(self) -> None:
         self.state = DeviceState.RELEASED
@@ -157,33 +166,65 @@ SLACK = HOST_PROGRAM_SLACK_BYTES
 BUDGET = 1 << 20
 
 
+def rooms(*sizes: int) -> list[torch.Tensor]:
+    return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+
 @pytest.mark.parametrize(
-    ("nbytes", "most", "held", "fits", "state"),
+    ("free", "keep", "state"),
     [
-        (1000, 2000, BUDGET - SLACK - 2000, True, DeviceState.PAGED),
-        (1000, 2000, BUDGET - SLACK - 1999, True, DeviceState.RELEASED),
-        (1000, BUDGET - SLACK, 1, True, DeviceState.RELEASED),
-        (1000, BUDGET - SLACK + 1, 1, False, DeviceState.RELEASED),
-        (BUDGET - SLACK, BUDGET, 1, False, DeviceState.RELEASED),
+        (3500, None, DeviceState.PAGED),  # 2000 bytes, and one tensor of 1500 twice
+        (3499, kept_in_arena, DeviceState.PAGED),
+        (2000, kept_in_arena, DeviceState.PAGED),
+        (1999, None, DeviceState.RELEASED),
     ],
 )
-def test_the_arena_makes_way_for_a_cache_that_moves(
-    rig: Rig, nbytes: int, most: int, held: int, fits: bool, state: DeviceState
+def test_rows_that_move_wait_in_the_arena_and_it_makes_way_only_if_it_must(
+    rig: Rig, free: int, keep: Any, state: DeviceState
 ) -> None:
-    rig.device.state, rig.device.held_bytes = DeviceState.PAGED, held
-    assert rig.runner._make_room([], nbytes, most) is fits
+    rig.device.state, rig.device.most_kept_bytes = DeviceState.PAGED, 600
+    rig.device.held_bytes = BUDGET - SLACK - free
+    assert rig.runner._make_room(rooms(600, 400), [1500, 500]) is keep
     assert rig.device.state is state
+
+
+def test_an_arena_without_room_for_the_rows_of_one_tensor_makes_way(rig: Rig) -> None:
+    rig.device.state, rig.device.most_kept_bytes = DeviceState.PAGED, 599
+    rig.device.held_bytes = BUDGET - SLACK - 2000
+    assert rig.runner._make_room(rooms(600, 400), [1500, 500]) is None
+    assert rig.device.state is DeviceState.RELEASED
+
+
+def test_rooms_that_shrink_need_the_bytes_of_the_old_ones(rig: Rig) -> None:
+    rig.device.state, rig.device.most_kept_bytes = DeviceState.PAGED, 600
+    rig.device.held_bytes = BUDGET - SLACK - 1000
+    assert rig.runner._make_room(rooms(600, 400), [300, 200]) is kept_in_arena
+    rig.device.held_bytes += 1
+    assert rig.runner._make_room(rooms(600, 400), [300, 200]) is None
+    assert rig.device.state is DeviceState.RELEASED
+
+
+HALF = (BUDGET - SLACK) // 2
+
+
+@pytest.mark.parametrize(("nbytes", "keep"), [(HALF, None), (HALF + 1, kept_on_host)])
+def test_rows_wait_in_host_memory_where_two_rooms_of_a_tensor_do_not_fit(
+    rig: Rig, nbytes: int, keep: Any
+) -> None:
+    rig.device.state, rig.device.held_bytes = DeviceState.PAGED, BUDGET - SLACK - nbytes + 1
+    assert rig.runner._make_room(rooms(600), [nbytes]) is keep
+    assert rig.device.state is DeviceState.RELEASED
 
 
 def test_a_cache_that_moves_is_refused_where_it_has_no_room(rig: Rig) -> None:
     need = BUDGET + 1
     with pytest.raises(PlanInfeasibleError, match=f"device_budget is {BUDGET} bytes") as caught:
-        rig.runner._make_room([], need - SLACK, need)
+        rig.runner._make_room(rooms(1), [need - SLACK])
     assert caught.value.min_budget_bytes == need
-    others, rooms = torch.ones(100), torch.ones(100)
-    rig.runner.live.note([others, rooms])
+    others, own = torch.ones(100), torch.ones(100)
+    rig.runner.live.note([others, own])
     with pytest.raises(PlanInfeasibleError) as caught:
-        rig.runner._make_room([rooms], BUDGET - SLACK, BUDGET)
+        rig.runner._make_room([own], [BUDGET - SLACK])
     assert caught.value.min_budget_bytes == BUDGET + 400
 
 
