@@ -259,6 +259,13 @@ PREDICTING = (
         "unit/execution/test_executor.py",
     ),
     mutant(
+        "a-comparison-predicts-no-time-before-the-lanes-of-a-prefill",
+        "compare/worker.py",
+        "NUM_RECORDED = 3",
+        "NUM_RECORDED = 1",
+        "integration/cli/test_compare.py",
+    ),
+    mutant(
         "a-decode-step-is-modelled-with-its-own-settings",
         "compare/modelling.py",
         "return prefill, self._plan(follows or self._decode, policy, engine)",

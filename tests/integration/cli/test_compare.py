@@ -20,7 +20,7 @@ from ds_finepage.compare.modelling import Modeller
 from ds_finepage.compare.models import Models, Outline
 from ds_finepage.compare.orchestrate import completed
 from ds_finepage.compare.prompts import make_prompts
-from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE, Worker
+from ds_finepage.compare.worker import NUM_RECORDED, RUN_FILE, RUNS, TOKENS_FILE, Worker
 from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import Run, load_passes
@@ -186,11 +186,13 @@ def test_ours_holds_the_budget_and_shows_its_passes(
     tmp_path: Path,
 ) -> None:
     found, tokens = ran(request_of("finepage"), tmp_path)
-    assert tokens == [expected] * 4  # one more is recorded
+    assert tokens == [expected] * (3 + NUM_RECORDED)
     assert found.peak_bytes and found.peak_bytes <= models.budget_bytes
     assert found.settings == {"policy": "finepage", "device_budget": models.budget_bytes}
     passes = {each.name: each for each in load_passes(tmp_path)}
     assert {"prefill", "decode"} <= set(passes)
+    for name in ("prefill", "decode"):  # the host's time before the lanes begin
+        assert min(span.start_ns for span in passes[name].predicted.spans) > 0
     decode = passes["decode"]
     assert found.decode.predicted_ns == decode.predicted.total_ns
     assert found.decode.h2d_bytes == decode.memgraph.reloaded_bytes > 0
