@@ -259,6 +259,13 @@ PREDICTING = (
         "unit/execution/test_executor.py",
     ),
     mutant(
+        "room-beside-whole-weights-is-left-empty",
+        "planning/finepage/streaming.py",
+        "ring_bytes = max(ring_bytes, bottom - top_of(placed))",
+        "pass",
+        "unit/planning/finepage/test_streaming.py",
+    ),
+    mutant(
         "a-comparison-predicts-no-time-before-the-lanes-of-a-prefill",
         "compare/worker.py",
         "NUM_RECORDED = 3",

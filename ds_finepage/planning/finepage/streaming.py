@@ -112,10 +112,15 @@ def plan_streaming(
     order = [b for lead in order for b in (lead, *units.get(lead, ())) if b in sizes]
     assert len(order) == len(kept), "every kept weight has a place"
     top = min((e.offset for e in choice.shared.values()), default=problem.top)
+    residents = {**choice.shared, **stack_down(order, sizes, top)}
+    if residents and not problem.shared:
+        # Whole weights rarely fill the room beside the ring; a longer ring looks farther ahead.
+        bottom = min(extent.offset for extent in residents.values())
+        ring_bytes = max(ring_bytes, bottom - top_of(placed))
     return StreamPlanner(
         cut,
         streamed=choice.streamed,
         activations=placed,
         ring_bytes=ring_bytes,
-        residents={**choice.shared, **stack_down(order, sizes, top)},
+        residents=residents,
     ).plan()

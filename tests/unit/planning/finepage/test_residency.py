@@ -198,7 +198,7 @@ def test_few_large_weights_stream_where_copies_take_long_to_start() -> None:
         whole = weights.fixed_bytes + sum(weights.sizes[b] for b in weights.order)
         rings = list(weights.grained_rings(whole * 9 // 10))
         assert {ring.grain_bytes for ring in rings} == grains
-        assert not list(weights.grained_rings(whole * 7 // 10))  # bytes count more there
+        assert not list(weights.grained_rings(whole * 4 // 10))  # bytes count more there
         assert all(ring.keeps_small and ring.nbytes >= ring.grain_bytes for ring in rings)
     options = FinepageOptions(max_tasks_for_horizon=len(graph.tasks) - 1)
     weights = WeightClasses.of(Problem(graph, 0, UNIT, slow), may_split=False, options=options)

@@ -11,7 +11,9 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
+from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.streaming import streaming_plans
+from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -85,3 +87,16 @@ def test_grained_plans_reload_what_is_missing_and_the_ring(percent: int) -> None
     for plan in plans(at):
         assert plan.reloaded_bytes >= GRAPH.weight_bytes - at.arena_bytes
         assert plan.peak_bytes <= at.arena_bytes
+
+
+def test_the_ring_takes_the_room_that_whole_weights_leave() -> None:
+    unit, activations = 256 * 256 * 4, place_activations(problem(50, 0))
+    room = unit * 64 // 10 // UNIT * UNIT
+    at = dataclasses.replace(problem(50, 0), arena_bytes=top_of(activations) + room)
+    options = FinepageOptions(ring_weights=(1.5,), large_rings=())
+    (plan,) = streaming_plans(at, may_split=False, options=options)
+    assert plan is not None
+    reloads = [node.extent for node in plan.nodes if node.kind is NodeKind.RELOAD]
+    streamed = [extent for extent in reloads if extent is not None and extent.nbytes == unit]
+    assert len(streamed) == 8  # 4 are kept, which leaves 2.4 for a ring of 1.5
+    assert len(set(streamed)) == 2
