@@ -25,6 +25,7 @@ from ds_finepage.reporting.rank_figures import RankFigures, rank_table
 from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
+from ds_finepage.runtime.interception import PlannedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.report_writer import ReportWriter
@@ -76,6 +77,7 @@ class Handle:
                 buffers=buffers,
                 take=take,
                 around_call=around_call,
+                handle=self,
             )
         except BaseException:
             weights.restore()
@@ -220,3 +222,16 @@ class Handle:
             self._buffers.restore()
             self._apart.restore()
             self._runner.kv_offload.bring_back()
+
+
+def handle_in(module: object) -> Handle | None:
+    """Return the handle that a module is attached by; None if it is not attached.
+
+    Args:
+        module: The module, or a part of it that has parts of its own.
+    """
+    planned = getattr(module, "_compiled_call_impl", None)
+    if not isinstance(planned, PlannedCall):
+        return None
+    assert isinstance(planned.handle, Handle)
+    return planned.handle

@@ -96,6 +96,13 @@ AROUND = (
         "sys.argv = [script, *arguments[1:]]",
         "unit/test_run.py::test_the_script_gets_its_own_arguments",
     ),
+    mutant(
+        "an-attached-module-does-not-show-its-handle",
+        "integrations/deepspeed/engine.py",
+        '"finepage", None) or handle_in(engine)',
+        '"finepage", None)',
+        "unit/runtime/test_handle.py",
+    ),
     # Settings, figures and the command line.
     mutant(
         "a-budget-above-the-device-is-accepted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import weakref
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+import ds_finepage
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
-from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.handle import Handle
 
@@ -201,6 +203,25 @@ def test_detaching_gives_the_module_back_and_frees_the_device(rig: Rig) -> None:
     assert not rig.handle.attached and rig.same()
     assert arena.bytes.untyped_storage().nbytes() == 0
     assert rig.handle.stats.passes[0].num_runs == 2
+
+
+def test_an_attached_module_keeps_its_handle_and_shows_it() -> None:
+    torch._dynamo.reset()
+    model = Layers().eval()
+    attach(model, device_budget="1GiB", device="cpu")
+    gc.collect()
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    ds_finepage.assert_active(model)
+    assert ds_finepage.stats(model).num_captures == 1
+    with pytest.raises(ConfigError):
+        ds_finepage.assert_active(copy.deepcopy(model))
+    ds_finepage.handle_of(model).detach()
+    with pytest.raises(ConfigError) as error:
+        ds_finepage.stats(model)
+    assert str(error.value).startswith("this Layers runs without ds_finepage")
+    roads = "ds_finepage.attach(module, device_budget=...)", '"finepage": {"enabled": true}'
+    assert all(road in str(error.value) for road in roads)
 
 
 def test_nothing_keeps_a_detached_module_alive() -> None:
