@@ -8,6 +8,7 @@ GENERATION = "unit/integrations/test_preflight.py"
 SEAM = "unit/integrations/test_seam.py"
 OTHERS = "integration/test_other_engines.py"
 INSTRUMENTS = "integration/cli/test_instruments.py"
+COMMANDS = "integration/cli/test_cli.py"
 
 AROUND = (
     # Before and around a generation.
@@ -224,6 +225,62 @@ AROUND = (
         "if best and best[-1].tokens_per_s > point.tokens_per_s:",
         "if False:",
         "unit/reporting/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
+    ),
+    mutant(
+        "a-wrong-option-shows-the-overview",
+        "cli/__init__.py",
+        ", parser_class=CommandParser",
+        "",
+        f"{COMMANDS}::test_a_wrong_option_is_answered_with_the_usage_of_its_command",
+    ),
+    mutant(
+        "libraries-warn-of-their-own-files",
+        "cli/__init__.py",
+        "if not arguments.verbose:",
+        "if False:",
+        f"{COMMANDS}::test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone",
+    ),
+    mutant(
+        "a-verbose-command-hides-warnings",
+        "cli/__init__.py",
+        "if not arguments.verbose:",
+        "if True:",
+        f"{COMMANDS}::test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone",
+    ),
+    mutant(
+        "plan-imports-torch-before-it-refuses-a-model",
+        "cli/plan.py",
+        "    require_model(arguments.model)\n",
+        "",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "curve-imports-torch-before-it-refuses-a-model",
+        "cli/curve.py",
+        "    require_model(arguments.model)\n",
+        "",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "compare-imports-torch-before-it-refuses-a-model",
+        "cli/compare.py",
+        "    require_model(arguments.model)\n",
+        "",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "grid-imports-torch-before-it-refuses-a-model",
+        "cli/grid.py",
+        "        require_model(model)\n",
+        "        pass\n",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "a-message-names-the-path-twice",
+        "files.py",
+        "(isinstance(error, OSError) and error.strerror) or str(error)",
+        "str(error)",
+        "unit/reporting/test_results.py",
     ),
     # Engines of other packages.
     mutant(
