@@ -214,7 +214,7 @@ class CallTaker:
             kwargs: Its named arguments.
 
         Raises:
-            ConfigError: The prompt is longer than a table of positions.
+            ConfigError: The prompt has no tokens, or more than a table of positions.
             PlanInfeasibleError: The KV cache fits nowhere, or the last step cannot be planned.
         """
         settings = self._runner.settings

@@ -68,6 +68,13 @@ AROUND = (
         "longest.prompt_tokens < positions:",
         GENERATION,
     ),
+    mutant(
+        "a-prompt-without-tokens-is-run",
+        "integrations/transformers/preflight.py",
+        "        require_tokens(longest, kwargs)\n",
+        "",
+        f"{GENERATION}::test_a_prompt_has_a_token_or_embeddings",
+    ),
     # The seams that stay where they are.
     mutant(
         "every-later-engine-is-ours",
