@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan under many budgets, print the list, draw it."""
     require_model(arguments.model)
+    options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     forms = options.weights_of(arguments)
     if arguments.points < 2:

@@ -98,9 +98,8 @@ def default_policies() -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan all cells that are not finished yet, print them, write them."""
-    models = options.names_of(arguments.models, "--models")
-    for model in models:
-        require_model(model)
+    options.require_counts(arguments, "ranks")
+    models = models_of(arguments)
     policies = options.names_of(arguments.policies, "--policies")
     options.require_policies(policies)
     forms = options.weights_of(arguments)
@@ -156,6 +155,18 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"cells: {out}")
     state.remove()  # after all output
     return 0
+
+
+def models_of(arguments: argparse.Namespace) -> list[str]:
+    """Read the names of the models.
+
+    Raises:
+        ConfigError: There is none, or one is not there.
+    """
+    models = options.names_of(arguments.models, "--models")
+    for model in models:
+        require_model(model)
+    return models
 
 
 def out_file(path: Path | None, *, force: bool) -> Path | None:

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan and its trace."""
     require_model(arguments.model)
+    options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     weights = options.one_form_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")

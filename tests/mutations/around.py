@@ -283,6 +283,27 @@ AROUND = (
         f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
     ),
     mutant(
+        "plan-counts-from-0",
+        "cli/plan.py",
+        '    options.require_counts(arguments, "batch", "seq", "ranks")\n',
+        "",
+        f"{COMMANDS}::test_a_count_below_1_is_refused_by_the_name_of_its_option",
+    ),
+    mutant(
+        "curve-counts-from-0",
+        "cli/curve.py",
+        '    options.require_counts(arguments, "batch", "seq", "ranks")\n',
+        "",
+        f"{COMMANDS}::test_a_count_below_1_is_refused_by_the_name_of_its_option",
+    ),
+    mutant(
+        "grid-counts-from-0",
+        "cli/grid.py",
+        '    options.require_counts(arguments, "ranks")\n',
+        "",
+        f"{COMMANDS}::test_a_count_below_1_is_refused_by_the_name_of_its_option",
+    ),
+    mutant(
         "a-message-names-the-path-twice",
         "files.py",
         "(isinstance(error, OSError) and error.strerror) or str(error)",

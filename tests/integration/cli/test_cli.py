@@ -186,6 +186,28 @@ def test_a_wrong_model_is_refused_before_anything_heavy() -> None:
     assert all("unknown model 'nosuch'. Known: " in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("plan", "--batch"),
+        ("plan", "--seq"),
+        ("plan", "--ranks"),
+        ("curve", "--batch"),
+        ("curve", "--seq"),
+        ("curve", "--ranks"),
+        ("grid", "--ranks"),
+    ],
+)
+def test_a_count_below_1_is_refused_by_the_name_of_its_option(
+    name: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "--models" if name == "grid" else "--model"
+    assert cli.main([name, model, "llama-7b", "--hardware", "t4", option, "0"]) == 2
+    assert capsys.readouterr().err == (
+        f"ds-finepage: {option}: 0 is less than 1. Write 1 or more.\n"
+    )
+
+
 @pytest.mark.parametrize(("arguments", "expected"), [(["fake"], False), (["fake", "-v"], True)])
 def test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone(
     command: SimpleNamespace,
