@@ -111,6 +111,36 @@ AROUND = (
         '"finepage", None)',
         "unit/runtime/test_handle.py",
     ),
+    mutant(
+        "a-handle-takes-any-policy",
+        "runtime/handle.py",
+        """FinepageConfig.from_dict(
+                    {**dict(before.config), **changes}, policies=RUNNABLE
+                )""",
+        "before.config.model_copy(update=changes)",
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "a-handle-takes-any-budget",
+        "runtime/handle.py",
+        'require_count(budget_bytes, "budget_bytes")',
+        "pass",
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "settings-beside-a-section-are-forgotten",
+        "api.py",
+        "given = {**given, **settings}",
+        "pass",
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "a-whole-ds-config-is-no-section",
+        "config.py",
+        "        if SECTION in section:\n",
+        "        if False:\n",
+        "unit/runtime/test_handle.py",
+    ),
     # Settings, figures and the command line.
     mutant(
         "a-budget-above-the-device-is-accepted",

@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_finepage
 from ds_finepage.api import attach
-from ds_finepage.config import DebugConfig
+from ds_finepage.config import DebugConfig, DeviceBudget, FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.handle import Handle
@@ -158,6 +158,40 @@ def test_new_settings_keep_the_others(rig: Rig) -> None:
     assert now == dataclasses.replace(settings, config=config)
     assert rig.same() and rig.same()
     assert rig.state is DeviceState.PAGED
+
+
+def test_settings_that_cannot_be_used_are_refused_and_change_nothing(rig: Rig) -> None:
+    before = rig.handle._runner.settings
+    with pytest.raises(ConfigError, match="policy: unknown policy 'finepag'. Did you mean 'fine"):
+        rig.handle.replan(policy="finepag")
+    with pytest.raises(ConfigError, match="budget_bytes: 0 is less than 1. Write 1 or more."):
+        rig.handle.replan(budget_bytes=0)
+    assert rig.handle._runner.settings == before and rig.same()
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "settings", "message"),
+    [
+        ("llama", None, {}, "attach: str is no torch.nn.Module. Give it the model itself."),
+        (nn.Identity(), "6GiB", {}, "finepage: '6GiB' is not an object. Write for example"),
+        (nn.Identity(), {"finepage": {"enabled": True}}, {}, "finepage: this is a whole ds_config"),
+        (nn.Identity(), FinepageConfig(), {"policy": "x"}, "finepage.policy: unknown policy 'x'"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused(
+    module: Any, config: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        attach(module, config, device="cpu", **settings)
+    assert str(error.value).startswith(message)
+
+
+def test_settings_beside_a_section_count() -> None:
+    section = FinepageConfig(device_budget=DeviceBudget.parse("1GiB"))
+    handle = attach(Layers(), section, device="cpu", policy="lru")
+    handle.detach()
+    found = handle._runner.settings.config
+    assert (found.policy, found.device_budget) == ("lru", section.device_budget)
 
 
 def test_a_written_weight_counts_from_the_next_call(rig: Rig) -> None:
