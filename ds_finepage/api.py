@@ -21,6 +21,7 @@ import torch
 
 from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
+from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import (
     DeviceMemoryError,
     default_device,
@@ -198,13 +199,12 @@ def attach(
         The handle: counters, plans, hooks, ``detach()``.
 
     Raises:
-        ConfigError: A setting or the device cannot be used, the budget is above the device, or the
-            model cannot be packed.
+        ConfigError: It is no module, a setting or the device cannot be used, the budget is above
+            the device, or the model cannot be packed.
         StoreError: A parameter has no data, or is a subclass that cannot be taken apart.
         DeviceMemoryError: The device has no room for the budget; the module is as it was or packed.
     """
-    if not isinstance(config, FinepageConfig):
-        config = FinepageConfig.from_dict({**(config or {}), **settings}, policies=RUNNABLE)
+    config = _settled(module, config, settings)
     where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
     _pack(module, config, where)
@@ -227,6 +227,20 @@ def attach(
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
         undo.pop_all()
         return handle
+
+
+def _settled(module: object, config: object, settings: Mapping[str, Any]) -> FinepageConfig:
+    """Return the section with the settings that were given one by one."""
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(
+            f"attach: {type(module).__name__} is no torch.nn.Module. Give it the model itself."
+        )
+    given = {} if config is None else config
+    if isinstance(given, FinepageConfig):
+        given = dict(given)
+    if isinstance(given, Mapping):
+        given = {**given, **settings}
+    return FinepageConfig.from_dict(given, policies=RUNNABLE)
 
 
 def _common_budget(budget_bytes: int, ranks: Ranks) -> int:

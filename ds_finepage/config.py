@@ -340,15 +340,19 @@ class FinepageConfig(_Settings):
             policies: Names of the policies that exist.
 
         Raises:
-            ConfigError: Not a mapping, an unknown key or policy (with the nearest known one), or
-                a value of the wrong type or out of range, or a folder for weights that are not
-                packed.
+            ConfigError: Not a mapping, a whole ds_config, an unknown key or policy (with the
+                nearest known one), a value of the wrong type or out of range, or a folder for
+                weights that are not packed.
         """
         if not isinstance(section, Mapping):
             raise ConfigError(
                 f"{SECTION}: {section!r} is not an object. Write for example "
                 f'{{"enabled": true, "device_budget": "6GiB"}}. Keys: '
                 f"{', '.join(cls.model_fields)}."
+            )
+        if SECTION in section:
+            raise ConfigError(
+                f"{SECTION}: this is a whole ds_config. Give what its key {SECTION!r} has."
             )
         found = cls._read(section, SECTION, {"policies": policies})
         if found.weights_dir is not None and found.weights is None:

@@ -13,6 +13,11 @@ CACHE_VARIABLE = "DS_FINEPAGE_CACHE"
 """Names the folder for what the next start can use; "" or "0" for none."""
 
 
+def cause_of(error: OSError | ValueError) -> str:
+    """Return why a file cannot be used, without its path: messages name the path once."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Return the contents of a file.
 
@@ -22,7 +27,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise ConfigError(f"cannot read {os.fspath(path)}: {error}") from error
+        raise ConfigError(f"cannot read {os.fspath(path)}: {cause_of(error)}") from error
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -50,4 +55,4 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
                 temporary.unlink(missing_ok=True)
             raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {os.fspath(path)}: {error}") from error
+        raise ConfigError(f"cannot write {os.fspath(path)}: {cause_of(error)}") from error

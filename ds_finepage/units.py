@@ -34,6 +34,20 @@ SIZE_FORMS = (
 """The forms that ``parse_bytes`` reads, for error messages."""
 
 
+def require_count(value: int, name: str) -> None:
+    """Refuse a number of things that is less than 1.
+
+    Args:
+        value: The number.
+        name: The setting, as the error names it.
+
+    Raises:
+        ConfigError: It is less than 1.
+    """
+    if value < 1:
+        raise ConfigError(f"{name}: {value} is less than 1. Write 1 or more.")
+
+
 def parse_bytes(value: str | int, *, name: str = "size") -> int:
     """Read a size.
 

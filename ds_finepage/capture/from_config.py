@@ -56,6 +56,7 @@ from ds_finepage.capture.recorder import Recorder, finish
 from ds_finepage.capture.recording import versions
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
+from ds_finepage.units import require_count
 
 TOKENS_FIRST = (2, 0, 1, 3)
 """Permutes (batch, heads, tokens, width) to the order of host memory."""
@@ -175,9 +176,8 @@ def _require_arguments(
         raise ConfigError(f"phase: unknown phase {phase!r}. Known: {', '.join(PHASES)}.")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: unknown dtype {dtype!r}. Known: {', '.join(DTYPES)}.")
-    for name, value in (("batch", batch), ("seq", seq)):
-        if value < 1:
-            raise ConfigError(f"{name}: {value} is less than 1")
+    require_count(batch, "batch")
+    require_count(seq, "seq")
     positions = positions_of(config)
     if positions is not None and seq > positions:
         raise ConfigError(

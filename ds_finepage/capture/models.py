@@ -1,32 +1,17 @@
-"""Model configs by name, directory or file, read by transformers.
-
-The shipped ones lie in the folder beside this module: the contents of the ``config.json`` that was
-published with each model, so dimensions without weights. Nothing here asks the network.
-"""
+"""Model configs by name, directory or file, read by transformers."""
 
 from __future__ import annotations
 
 import json
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ds_finepage.config import did_you_mean, nearest
+from ds_finepage.capture.shipped import CONFIG_FILE, config_text
+from ds_finepage.config import nearest
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
-
-_FOLDER = resources.files("ds_finepage.capture") / "models"
-_SUFFIX = ".json"
-CONFIG_FILE = "config.json"
-
-
-def model_names() -> tuple[str, ...]:
-    """Return the names of the shipped models, sorted."""
-    files = (entry.name for entry in _FOLDER.iterdir())
-    return tuple(sorted(name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX)))
 
 
 def load_model_config(name_or_path: str) -> PretrainedConfig:
@@ -39,22 +24,7 @@ def load_model_config(name_or_path: str) -> PretrainedConfig:
     Raises:
         ConfigError: There is no such model, or transformers cannot read its config.
     """
-    if name_or_path in model_names():
-        text = (_FOLDER / (name_or_path + _SUFFIX)).read_text(encoding="utf-8")
-        return _read(text, f"model {name_or_path!r}")
-    path = Path(name_or_path)
-    if path.is_dir():
-        path = path / CONFIG_FILE
-    elif not path.is_file() and len(path.parts) == 1 and path.suffix != _SUFFIX:
-        raise ConfigError(
-            f"unknown model {name_or_path!r}. {did_you_mean(name_or_path, model_names())} "
-            f"Or give a directory with a {CONFIG_FILE}, or the path of such a file."
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read model config {path}: {error}") from error
-    return _read(text, f"model config {path}")
+    return _read(*config_text(name_or_path))
 
 
 def positions_of(config: PretrainedConfig) -> int | None:

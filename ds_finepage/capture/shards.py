@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.units import require_count
 
 Change = Callable[[nn.Module], object]
 
@@ -68,8 +69,7 @@ def cutting(num_ranks: int, then: Change | None) -> Change | None:
     Raises:
         ConfigError: There is less than one rank.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"ranks: {num_ranks} is less than 1")
+    require_count(num_ranks, "ranks")
     return then if num_ranks == 1 else partial(cut_model, num_ranks=num_ranks, then=then)
 
 

@@ -22,6 +22,9 @@ INTERRUPTED = 130
 LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 """The logging level for each number of ``-v``."""
 
+QUIET = ("torchao", "torch.utils._pytree")
+"""Loggers of libraries that warn of their own files while they are imported; ``-v`` shows it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ds-finepage``; return its exit status.
@@ -33,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     level = LEVELS[min(arguments.verbose, len(LEVELS) - 1)]
     logging.getLogger(ds_finepage.__name__).setLevel(level)
+    if not arguments.verbose:
+        for name in QUIET:
+            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         status = arguments.run(arguments)
         assert isinstance(status, int)
@@ -43,6 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ds-finepage: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reads the options of one subcommand, and refuses others with its own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read the options; argparse alone would leave unknown ones to the overview's usage."""
+        found, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return found, others
 
 
 def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -62,7 +79,9 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "help": "log what the program does; -vv logs more",
     }
     parser.add_argument("-v", "--verbose", default=0, **verbose)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", title="commands", parser_class=CommandParser
+    )
     for name in (asked,) if asked in COMMANDS else COMMANDS:
         module = import_module(f"ds_finepage.cli.{name}")
         text = inspect.getdoc(module) or ""

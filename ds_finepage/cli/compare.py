@@ -28,6 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli.options import (
     PROGRAM,
     add_weights,
@@ -176,6 +177,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
             f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name; a "
             "checkpoint has the layers that it has."
         )
+    require_model(arguments.model)
     require_ranks(arguments.ranks)
     ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
     if arguments.ranks > 1:
@@ -212,7 +214,13 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
             "zero_optimization": {"stage": 3, "offload_param": offload},
         }
     try:
-        found: dict[str, Any] = json.loads(read_file(path))
+        text = read_file(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--ds-config: {error}. configs/finepage_cpu.json is an example."
+        ) from error
+    try:
+        found: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
     found = found if isinstance(found, dict) else {}

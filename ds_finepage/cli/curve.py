@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan under many budgets, print the list, draw it."""
+    require_model(arguments.model)
+    options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     forms = options.weights_of(arguments)
     if arguments.points < 2:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ds_finepage
+from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import (
     BASELINE,
@@ -97,6 +98,8 @@ def default_policies() -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan all cells that are not finished yet, print them, write them."""
+    options.require_counts(arguments, "ranks")
+    models = models_of(arguments)
     policies = options.names_of(arguments.policies, "--policies")
     options.require_policies(policies)
     forms = options.weights_of(arguments)
@@ -105,7 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
     profiles = {name: load_profile(name) for name in hardware}
     for profile in profiles.values():
         options.note_link(arguments.ranks, profile)
-    models = options.names_of(arguments.models, "--models")
     cells = [
         Cell(
             model=model,
@@ -153,6 +155,18 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"cells: {out}")
     state.remove()  # after all output
     return 0
+
+
+def models_of(arguments: argparse.Namespace) -> list[str]:
+    """Read the names of the models.
+
+    Raises:
+        ConfigError: There is none, or one is not there.
+    """
+    models = options.names_of(arguments.models, "--models")
+    for model in models:
+        require_model(model)
+    return models
 
 
 def out_file(path: Path | None, *, force: bool) -> Path | None:

@@ -17,7 +17,7 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP, PACKED_FORMS, UNPACKED
 from ds_finepage.planning.policies import POLICIES
-from ds_finepage.units import parse_bytes
+from ds_finepage.units import parse_bytes, require_count
 
 T = TypeVar("T")
 PROGRAM = "ds-finepage"
@@ -108,6 +108,20 @@ def refuse_packed_ranks(num_ranks: int, form: str | None) -> None:
     """
     if num_ranks > 1 and form not in (None, UNPACKED):
         raise ConfigError("--weights: packed weights are not cut over ranks. Leave out --ranks.")
+
+
+def require_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse options that count something and are less than 1.
+
+    Args:
+        arguments: The options.
+        names: The options to look at.
+
+    Raises:
+        ConfigError: One of them is less than 1.
+    """
+    for name in names:
+        require_count(getattr(arguments, name), f"--{name}")
 
 
 def note_link(num_ranks: int, profile: HardwareProfile) -> None:

@@ -15,6 +15,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan and its trace."""
+    require_model(arguments.model)
+    options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     weights = options.one_form_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")

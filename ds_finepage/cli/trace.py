@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the timelines, write the trace."""
     source: Path = arguments.source
+    if not source.exists():
+        raise ConfigError(
+            f"cannot read {source}: there is no such folder or file. 'ds-finepage compare --out "
+            "DIR' writes such a folder, 'ds-finepage plan --out FILE' such a file."
+        )
     if source.is_dir():
         default = source / TRACE_FILE
         named = of_folder(source)

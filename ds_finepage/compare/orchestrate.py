@@ -14,7 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_finepage.capture.models import default_dtype, load_model_config, model_names
+from ds_finepage.capture.models import default_dtype, load_model_config
+from ds_finepage.capture.shipped import model_names
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
 from ds_finepage.compare.engine import RunRequest, save_request
 from ds_finepage.compare.loading import dtype_of

@@ -24,6 +24,7 @@ from typing import BinaryIO
 from ds_finepage.errors import ConfigError, RankError
 from ds_finepage.files import CACHE_VARIABLE, read_file
 from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE
+from ds_finepage.units import require_count
 
 HOST = "127.0.0.1"
 LIMIT_S = 1800.0
@@ -97,8 +98,7 @@ def require_ranks(num_ranks: int) -> None:
         ConfigError: There is less than one rank, no device for each, or nothing that they could
             talk through.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"--ranks: {num_ranks} is less than 1. Write 1 or more.")
+    require_count(num_ranks, "--ranks")
     if num_ranks == 1:
         return
     import torch

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError, InvalidPlanError
+from ds_finepage.files import cause_of
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 
@@ -60,7 +61,10 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         try:
             text = Path(name_or_path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {where}: {error}") from error
+            raise ConfigError(
+                f"cannot read {where}: {cause_of(error)}. Name a file that 'ds-finepage probe "
+                f"--out' wrote, or a shipped profile: {', '.join(profile_names())}."
+            ) from error
     try:
         profile = require_usable(codec.loads(text, HardwareProfile))
     except (ConfigError, InvalidPlanError) as error:

@@ -265,7 +265,13 @@ def load_results(folder: Path) -> Results:
         ConfigError: There is none, it is of another version, or a field in it cannot be used.
     """
     path = folder / RESULTS_FILE
-    text = read_file(path)
+    try:
+        text = read_file(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. 'ds-finepage compare --out DIR' writes such a folder, and so does "
+            "finepage.report in a ds_config."
+        ) from error
     try:
         found = _ADAPTER.validate_json(text)
     except ValidationError as error:

@@ -33,6 +33,7 @@ last bits differ from those of the plain model."""
 class TakesCalls(WatchesGeneration, Protocol):
     """Receives the calls of an attached module."""
 
+    handle: object
     running: RunningCall
     num_graph_runs: int
 
@@ -124,7 +125,7 @@ class Attachment:
         self._own_hooks = OwnHooks(module, hooks)
         for part in entries(module, self._weights):
             self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
-            part._compiled_call_impl = PlannedCall(part, calls.call, calls.running)
+            part._compiled_call_impl = PlannedCall(part, calls.call, calls.running, calls.handle)
         for part in module.modules():
             for name in COMPILED_ONLY:
                 if getattr(part, name, None) is True:

@@ -35,6 +35,7 @@ class CallTaker:
     """Stands between the callers of a model and its plans.
 
     Attributes:
+        handle: The handle of the model.
         running: Tells which thread runs a call now.
         lock: Held while a call runs, and while the handle changes something.
         num_graph_runs: Runs of Dynamo's graphs so far.
@@ -52,6 +53,7 @@ class CallTaker:
         buffers: LargeBuffers,
         take: TakeWeights,
         around_call: AroundCall,
+        handle: object,
     ) -> None:
         """Take over the calls of a model.
 
@@ -63,7 +65,9 @@ class CallTaker:
             buffers: The large buffers that are weights.
             take: Makes host masters of weights that the model gets later.
             around_call: Makes a context that holds while the model runs.
+            handle: The handle of the model.
         """
+        self.handle = handle
         self.running = RunningCall()
         self.lock = threading.RLock()
         self.num_graph_runs = 0
@@ -210,7 +214,7 @@ class CallTaker:
             kwargs: Its named arguments.
 
         Raises:
-            ConfigError: The prompt is longer than a table of positions.
+            ConfigError: The prompt has no tokens, or more than a table of positions.
             PlanInfeasibleError: The KV cache fits nowhere, or the last step cannot be planned.
         """
         settings = self._runner.settings

@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 import torch
 from rich.table import Table
 
-from ds_finepage.config import DebugConfig
+from ds_finepage.config import DebugConfig, FinepageConfig
 from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
@@ -20,16 +20,19 @@ from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.reporting.rank_figures import RankFigures, rank_table
 from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
+from ds_finepage.runtime.interception import PlannedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.report_writer import ReportWriter
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Stats
+from ds_finepage.units import require_count
 
 
 class Handle:
@@ -76,6 +79,7 @@ class Handle:
                 buffers=buffers,
                 take=take,
                 around_call=around_call,
+                handle=self,
             )
         except BaseException:
             weights.restore()
@@ -171,8 +175,11 @@ class Handle:
             debug: The new checks.
 
         Raises:
+            ConfigError: The budget is less than 1 byte, or the policy unknown.
             FinepageError: A call of the model is running.
         """
+        if budget_bytes is not None:
+            require_count(budget_bytes, "budget_bytes")
         with self._calls.lock:
             self._calls.running.refuse("replan")
             before = self._runner.settings
@@ -180,7 +187,9 @@ class Handle:
             changes = {name: value for name, value in changes.items() if value is not None}
             settings = replace(
                 before,
-                config=before.config.model_copy(update=changes),
+                config=FinepageConfig.from_dict(
+                    {**dict(before.config), **changes}, policies=RUNNABLE
+                ),
                 budget_bytes=before.budget_bytes if budget_bytes is None else budget_bytes,
             )
             self._memory.use(settings)
@@ -220,3 +229,16 @@ class Handle:
             self._buffers.restore()
             self._apart.restore()
             self._runner.kv_offload.bring_back()
+
+
+def handle_in(module: object) -> Handle | None:
+    """Return the handle that a module is attached by; None if it is not attached.
+
+    Args:
+        module: The module, or a part of it that has parts of its own.
+    """
+    planned = getattr(module, "_compiled_call_impl", None)
+    if not isinstance(planned, PlannedCall):
+        return None
+    assert isinstance(planned.handle, Handle)
+    return planned.handle

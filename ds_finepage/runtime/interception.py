@@ -78,9 +78,14 @@ class PlannedCall:
     """Runs the calls of one module, as its ``_compiled_call_impl``.
 
     A copy of the module is an ordinary module: copying and pickling leave this object out.
+
+    Attributes:
+        handle: The handle of the whole model, which the model keeps by this.
     """
 
-    def __init__(self, module: torch.nn.Module, run: RunCall, running: RunningCall) -> None:
+    def __init__(
+        self, module: torch.nn.Module, run: RunCall, running: RunningCall, handle: object
+    ) -> None:
         """Take over the calls of ``module``.
 
         Args:
@@ -89,7 +94,9 @@ class PlannedCall:
             running: Tells which thread runs a call of the model now. In that thread
                 PyTorch calls the parts itself: Dynamo traces the call, or the call is between two
                 graphs.
+            handle: The handle of the whole model.
         """
+        self.handle = handle
         self._module = module
         self._run = run
         self._running = running

@@ -13,12 +13,8 @@ import torch
 import transformers
 
 from ds_finepage.capture.from_config import capture_config, count_parameters
-from ds_finepage.capture.models import (
-    default_dtype,
-    load_model_config,
-    model_names,
-    positions_of,
-)
+from ds_finepage.capture.models import default_dtype, load_model_config, positions_of
+from ds_finepage.capture.shipped import model_names
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution import host_ops
@@ -433,8 +429,10 @@ def test_configs_that_cannot_be_read(tmp_path: Path, text: str, words: str) -> N
 
 
 def test_a_directory_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read model config"):
+    with pytest.raises(ConfigError, match="cannot read model config") as caught:
         load_model_config(str(tmp_path))
+    assert str(caught.value).count(str(tmp_path)) == 1
+    assert all(name in str(caught.value) for name in model_names())
 
 
 def test_positions_and_dtype() -> None:

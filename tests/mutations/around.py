@@ -8,6 +8,7 @@ GENERATION = "unit/integrations/test_preflight.py"
 SEAM = "unit/integrations/test_seam.py"
 OTHERS = "integration/test_other_engines.py"
 INSTRUMENTS = "integration/cli/test_instruments.py"
+COMMANDS = "integration/cli/test_cli.py"
 
 AROUND = (
     # Before and around a generation.
@@ -67,6 +68,13 @@ AROUND = (
         "longest.prompt_tokens < positions:",
         GENERATION,
     ),
+    mutant(
+        "a-prompt-without-tokens-is-run",
+        "integrations/transformers/preflight.py",
+        "        require_tokens(longest, kwargs)\n",
+        "",
+        f"{GENERATION}::test_a_prompt_has_a_token_or_embeddings",
+    ),
     # The seams that stay where they are.
     mutant(
         "every-later-engine-is-ours",
@@ -95,6 +103,43 @@ AROUND = (
         "sys.argv = [script, *launcher_options, *arguments[1:]]",
         "sys.argv = [script, *arguments[1:]]",
         "unit/test_run.py::test_the_script_gets_its_own_arguments",
+    ),
+    mutant(
+        "an-attached-module-does-not-show-its-handle",
+        "integrations/deepspeed/engine.py",
+        '"finepage", None) or handle_in(engine)',
+        '"finepage", None)',
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "a-handle-takes-any-policy",
+        "runtime/handle.py",
+        """FinepageConfig.from_dict(
+                    {**dict(before.config), **changes}, policies=RUNNABLE
+                )""",
+        "before.config.model_copy(update=changes)",
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "a-handle-takes-any-budget",
+        "runtime/handle.py",
+        'require_count(budget_bytes, "budget_bytes")',
+        "pass",
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "settings-beside-a-section-are-forgotten",
+        "api.py",
+        "given = {**given, **settings}",
+        "pass",
+        "unit/runtime/test_handle.py",
+    ),
+    mutant(
+        "a-whole-ds-config-is-no-section",
+        "config.py",
+        "        if SECTION in section:\n",
+        "        if False:\n",
+        "unit/runtime/test_handle.py",
     ),
     # Settings, figures and the command line.
     mutant(
@@ -217,6 +262,83 @@ AROUND = (
         "if best and best[-1].tokens_per_s > point.tokens_per_s:",
         "if False:",
         "unit/reporting/test_curve.py::test_a_larger_budget_can_use_a_smaller_ones_plan",
+    ),
+    mutant(
+        "a-wrong-option-shows-the-overview",
+        "cli/__init__.py",
+        ", parser_class=CommandParser",
+        "",
+        f"{COMMANDS}::test_a_wrong_option_is_answered_with_the_usage_of_its_command",
+    ),
+    mutant(
+        "libraries-warn-of-their-own-files",
+        "cli/__init__.py",
+        "if not arguments.verbose:",
+        "if False:",
+        f"{COMMANDS}::test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone",
+    ),
+    mutant(
+        "a-verbose-command-hides-warnings",
+        "cli/__init__.py",
+        "if not arguments.verbose:",
+        "if True:",
+        f"{COMMANDS}::test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone",
+    ),
+    mutant(
+        "plan-imports-torch-before-it-refuses-a-model",
+        "cli/plan.py",
+        "    require_model(arguments.model)\n",
+        "",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "curve-imports-torch-before-it-refuses-a-model",
+        "cli/curve.py",
+        "    require_model(arguments.model)\n",
+        "",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "compare-imports-torch-before-it-refuses-a-model",
+        "cli/compare.py",
+        "    require_model(arguments.model)\n",
+        "",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "grid-imports-torch-before-it-refuses-a-model",
+        "cli/grid.py",
+        "        require_model(model)\n",
+        "        pass\n",
+        f"{COMMANDS}::test_a_wrong_model_is_refused_before_anything_heavy",
+    ),
+    mutant(
+        "plan-counts-from-0",
+        "cli/plan.py",
+        '    options.require_counts(arguments, "batch", "seq", "ranks")\n',
+        "",
+        f"{COMMANDS}::test_a_count_below_1_is_refused_by_the_name_of_its_option",
+    ),
+    mutant(
+        "curve-counts-from-0",
+        "cli/curve.py",
+        '    options.require_counts(arguments, "batch", "seq", "ranks")\n',
+        "",
+        f"{COMMANDS}::test_a_count_below_1_is_refused_by_the_name_of_its_option",
+    ),
+    mutant(
+        "grid-counts-from-0",
+        "cli/grid.py",
+        '    options.require_counts(arguments, "ranks")\n',
+        "",
+        f"{COMMANDS}::test_a_count_below_1_is_refused_by_the_name_of_its_option",
+    ),
+    mutant(
+        "a-message-names-the-path-twice",
+        "files.py",
+        "(isinstance(error, OSError) and error.strerror) or str(error)",
+        "str(error)",
+        "unit/reporting/test_results.py",
     ),
     # Engines of other packages.
     mutant(

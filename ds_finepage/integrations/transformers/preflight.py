@@ -153,6 +153,23 @@ def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
     return 2 * num_rows * longest.num_sequences * shared * width * dtype.itemsize
 
 
+def require_tokens(longest: Longest, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a prompt without tokens: transformers reads what the last one predicts.
+
+    Args:
+        longest: The largest call.
+        kwargs: The named arguments of ``generate``.
+
+    Raises:
+        ConfigError: It has none, and no embeddings take its place.
+    """
+    if longest.prompt_tokens == 0 and kwargs.get("inputs_embeds") is None:
+        raise ConfigError(
+            "the prompt has no tokens: the second size of input_ids is 0. Give one token or more, "
+            "or leave input_ids out to begin with the model's bos token."
+        )
+
+
 def require_positions(module: torch.nn.Module, longest: Longest) -> None:
     """Refuse a prompt for which a table of positions is too short.
 
@@ -233,12 +250,13 @@ class Preflight:
             planning: How passes are planned.
 
         Raises:
-            ConfigError: The prompt is longer than a table of positions.
+            ConfigError: The prompt has no tokens, or more than a table of positions.
             PlanInfeasibleError: The KV cache fits nowhere, or the last step cannot be planned.
         """
         module, longest = self._module, longest_of(self._module, args, kwargs)
         if longest is None:
             return
+        require_tokens(longest, kwargs)
         require_positions(module, longest)
         need = kv_bytes(module.config, module.dtype, longest)
         if need is None or not setting_of(module, args, kwargs, "use_cache"):
@@ -361,7 +379,7 @@ class WatchedGenerate(ReplacedMethod):
         """Check, then generate.
 
         Raises:
-            ConfigError: The prompt is longer than a table of positions.
+            ConfigError: The prompt has no tokens, or more than a table of positions.
             PlanInfeasibleError: The generation would run out of memory.
         """
         if self._watcher.shares_steps and kwargs.get("synced_gpus") is None:

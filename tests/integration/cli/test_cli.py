@@ -89,6 +89,17 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "usage: ds-finepage" in capsys.readouterr().err
 
 
+def test_a_wrong_option_is_answered_with_the_usage_of_its_command(
+    command: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["fake", "--numbers", "3", "--no-such-option"])
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.strip().rsplit("\n", 1)
+    assert usage.startswith("usage: ds-finepage fake ") and "--number NUMBER" in usage
+    assert error == "ds-finepage fake: error: unrecognized arguments: --numbers 3 --no-such-option"
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_a_modules_docstring_is_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -152,6 +163,71 @@ def test_help_starts_without_anything_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_wrong_model_is_refused_before_anything_heavy() -> None:
+    commands = [
+        [name, option, "nosuch", "--hardware", "t4"]
+        for name, option in (
+            ("plan", "--model"),
+            ("curve", "--model"),
+            ("grid", "--models"),
+            ("compare", "--model"),
+        )
+    ]
+    code = (
+        f"import sys; from ds_finepage.cli import main; print([main(c) for c in {commands}], "
+        "[name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[2, 2, 2, 2] []"
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 4
+    assert all("unknown model 'nosuch'. Known: " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("plan", "--batch"),
+        ("plan", "--seq"),
+        ("plan", "--ranks"),
+        ("curve", "--batch"),
+        ("curve", "--seq"),
+        ("curve", "--ranks"),
+        ("grid", "--ranks"),
+    ],
+)
+def test_a_count_below_1_is_refused_by_the_name_of_its_option(
+    name: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "--models" if name == "grid" else "--model"
+    assert cli.main([name, model, "llama-7b", "--hardware", "t4", option, "0"]) == 2
+    assert capsys.readouterr().err == (
+        f"ds-finepage: {option}: 0 is less than 1. Write 1 or more.\n"
+    )
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [(["fake"], False), (["fake", "-v"], True)])
+def test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone(
+    command: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    arguments: list[str],
+    expected: bool,
+) -> None:
+    shown: list[bool] = []
+
+    def run(_: argparse.Namespace) -> int:
+        loggers = map(logging.getLogger, (*cli.QUIET, "torchao.kernel.intmm"))
+        shown.extend(logger.isEnabledFor(logging.WARNING) for logger in loggers)
+        return 0
+
+    command.run = run
+    for name in ("ds_finepage", *cli.QUIET):
+        caplog.set_level(logging.WARNING, logger=name)  # restores the level afterwards
+    assert cli.main(arguments) == 0
+    assert shown == [expected] * 3
+    assert logging.getLogger("torch").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ds_finepage.cli.demo_results import DemoResult, print_results
 from ds_finepage.cli.instruments import Reading, read, reading_of
 from ds_finepage.compare.counting import FetchCounter
 from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
+from ds_finepage.execution import meter
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.stats import Counters, PassStats, Stats
 
@@ -111,6 +112,10 @@ def test_a_script_that_fails_leaves_nothing_on(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(PlanInfeasibleError):
         read("script.py", [])
     assert deepspeed.initialize is initialize
+    left = meter._running.get()
+    if left is not None:  # Python would crash at its exit, and the tests have no status then
+        left.__exit__(None, None, None)
+    assert left is None
     with DeviceMeter(torch.device("cpu")):  # raises while another meter is on
         pass
 

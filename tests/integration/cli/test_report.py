@@ -95,7 +95,9 @@ def test_a_folder_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([command, str(tmp_path / "none")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "cannot read" in error and error.count(str(tmp_path)) == 1
+    assert "ds-finepage compare --out DIR" in error
 
 
 @COMMANDS

@@ -70,7 +70,11 @@ def call(*options: str | Path) -> int:
         (("--device-budget", "50%"), "--device-budget: '50%' is ambiguous"),
         (("--layers", "0"), "--layers: 0 cannot be used"),
         (("--model", "."), "--layers: 2 cannot be used"),
-        (("--ds-config", "no.json"), "cannot read no.json"),
+        (
+            ("--ds-config", "no.json"),
+            "--ds-config: cannot read no.json: No such file or directory. configs/finepage_cpu",
+        ),
+        (("--model", "nosuch"), "unknown model 'nosuch'. Known: llama"),
         (("--resume",), "--resume goes on in a folder. Name it by --out"),
     ],
 )

@@ -99,8 +99,10 @@ def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) 
 def test_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read hardware profile .*none\.json"):
         load_profile(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match=r"cannot read hardware profile none\.json"):
+    with pytest.raises(ConfigError, match=r"cannot read hardware profile none\.json") as error:
         load_profile("none.json")
+    assert "'ds-finepage probe --out' wrote" in str(error.value)
+    assert all(name in str(error.value) for name in profile_names())
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -14,16 +14,20 @@ import torch
 from torch import nn
 
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.graph.profiles import load_profile
 from ds_finepage.integrations.transformers.preflight import (
     CacheUse,
     Longest,
+    Preflight,
     WatchedGenerate,
     cache_use_of,
     kv_bytes,
     longest_of,
     require_memory,
     require_positions,
+    require_tokens,
 )
+from ds_finepage.planning.pipeline import PlanSettings
 
 IDS = torch.zeros(3, 6, dtype=torch.int64)
 
@@ -149,6 +153,18 @@ def test_a_prompt_has_to_fit_a_table_of_positions(name: str) -> None:
     require_positions(WithPositions(name), Longest(1, 30, 10))
     with pytest.raises(ConfigError, match=rf"has 11 tokens.*knows 10 positions \({name}\)"):
         require_positions(WithPositions(name), Longest(1, 12, 11))
+
+
+def test_a_prompt_has_a_token_or_embeddings() -> None:
+    preflight, empty = Preflight(model()), IDS[:, :0]
+    settings = PlanSettings(
+        policy="finepage", split=False, alignment=64, profile=load_profile("t4")
+    )
+    for args, kwargs in (((empty,), {}), ((), {"input_ids": empty}), ((), {"inputs": empty})):
+        with pytest.raises(ConfigError, match="no tokens: .* leave input_ids out to begin with"):
+            preflight.require(args, kwargs, 1 << 20, settings)
+    require_tokens(Longest(3, 7, prompt_tokens=6), {})
+    require_tokens(Longest(3, 1, prompt_tokens=0), {"inputs_embeds": torch.zeros(3, 6, 8)})
 
 
 def test_a_model_without_such_a_table_takes_any_prompt() -> None:

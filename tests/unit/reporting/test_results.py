@@ -62,8 +62,11 @@ def test_a_run_replaces_the_one_of_its_name() -> None:
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot read") as error:
         load_results(tmp_path)
+    assert str(error.value).count(str(tmp_path)) == 1
+    assert "'ds-finepage compare --out DIR'" in str(error.value)
+    assert "finepage.report in a ds_config" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"kind": "memgraph"}'])

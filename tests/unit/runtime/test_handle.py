@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import weakref
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+import ds_finepage
 from ds_finepage.api import attach
-from ds_finepage.config import DebugConfig
-from ds_finepage.errors import FinepageError, PlanInfeasibleError
+from ds_finepage.config import DebugConfig, DeviceBudget, FinepageConfig
+from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.handle import Handle
 
@@ -158,6 +160,40 @@ def test_new_settings_keep_the_others(rig: Rig) -> None:
     assert rig.state is DeviceState.PAGED
 
 
+def test_settings_that_cannot_be_used_are_refused_and_change_nothing(rig: Rig) -> None:
+    before = rig.handle._runner.settings
+    with pytest.raises(ConfigError, match="policy: unknown policy 'finepag'. Did you mean 'fine"):
+        rig.handle.replan(policy="finepag")
+    with pytest.raises(ConfigError, match="budget_bytes: 0 is less than 1. Write 1 or more."):
+        rig.handle.replan(budget_bytes=0)
+    assert rig.handle._runner.settings == before and rig.same()
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "settings", "message"),
+    [
+        ("llama", None, {}, "attach: str is no torch.nn.Module. Give it the model itself."),
+        (nn.Identity(), "6GiB", {}, "finepage: '6GiB' is not an object. Write for example"),
+        (nn.Identity(), {"finepage": {"enabled": True}}, {}, "finepage: this is a whole ds_config"),
+        (nn.Identity(), FinepageConfig(), {"policy": "x"}, "finepage.policy: unknown policy 'x'"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused(
+    module: Any, config: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        attach(module, config, device="cpu", **settings)
+    assert str(error.value).startswith(message)
+
+
+def test_settings_beside_a_section_count() -> None:
+    section = FinepageConfig(device_budget=DeviceBudget.parse("1GiB"))
+    handle = attach(Layers(), section, device="cpu", policy="lru")
+    handle.detach()
+    found = handle._runner.settings.config
+    assert (found.policy, found.device_budget) == ("lru", section.device_budget)
+
+
 def test_a_written_weight_counts_from_the_next_call(rig: Rig) -> None:
     paged(rig)
     with torch.no_grad():
@@ -201,6 +237,25 @@ def test_detaching_gives_the_module_back_and_frees_the_device(rig: Rig) -> None:
     assert not rig.handle.attached and rig.same()
     assert arena.bytes.untyped_storage().nbytes() == 0
     assert rig.handle.stats.passes[0].num_runs == 2
+
+
+def test_an_attached_module_keeps_its_handle_and_shows_it() -> None:
+    torch._dynamo.reset()
+    model = Layers().eval()
+    attach(model, device_budget="1GiB", device="cpu")
+    gc.collect()
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    ds_finepage.assert_active(model)
+    assert ds_finepage.stats(model).num_captures == 1
+    with pytest.raises(ConfigError):
+        ds_finepage.assert_active(copy.deepcopy(model))
+    ds_finepage.handle_of(model).detach()
+    with pytest.raises(ConfigError) as error:
+        ds_finepage.stats(model)
+    assert str(error.value).startswith("this Layers runs without ds_finepage")
+    roads = "ds_finepage.attach(module, device_budget=...)", '"finepage": {"enabled": true}'
+    assert all(road in str(error.value) for road in roads)
 
 
 def test_nothing_keeps_a_detached_module_alive() -> None:
