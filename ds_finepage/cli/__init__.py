@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -18,12 +21,39 @@ import ds_finepage
 from ds_finepage.errors import FinepageError
 
 COMMANDS = ("demo", "compare", "plan", "show", "check", "curve", "grid", "probe", "report", "trace")
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
+
 LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 """The logging level for each number of ``-v``."""
 
 QUIET = ("torchao", "torch.utils._pytree")
 """Loggers of libraries that warn of their own files while they are imported; ``-v`` shows it."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come; everything ends as after Ctrl-C."""
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Raise :class:`Terminated` in the main thread on SIGTERM, so that a command cleans up.
+
+    A handler that is there already stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,12 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in QUIET:
             logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        status = arguments.run(arguments)
+        with sigterm_interrupts():
+            status = arguments.run(arguments)
         assert isinstance(status, int)
         return status
     except FinepageError as error:
         print(f"ds-finepage: {error}", file=sys.stderr)
         return error.exit_status
+    except Terminated:
+        print("ds-finepage: terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
         print("ds-finepage: interrupted", file=sys.stderr)
         return INTERRUPTED

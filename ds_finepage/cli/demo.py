@@ -16,8 +16,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,7 +41,8 @@ from ds_finepage.cli.instruments import Reading
 from ds_finepage.cli.options import add_weights, one_form_of, refuse_packed_ranks
 from ds_finepage.cli.output import add_json
 from ds_finepage.compare.checkpoint import LlamaShape, config_of
-from ds_finepage.compare.processes import require_ranks, run_ranks
+from ds_finepage.compare.children import Children
+from ds_finepage.compare.processes import last_line, require_ranks, run_process, run_ranks
 from ds_finepage.config import FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError, RankError
 from ds_finepage.graph.packed import UNPACKED
@@ -219,6 +218,7 @@ class Demo:
             console: Shows the progress.
             num_ranks: Ranks that run an engine together.
         """
+        self._children = Children()
         self._num_ranks = num_ranks
         self._folder = folder
         self._model = folder / "model"
@@ -259,6 +259,9 @@ class Demo:
                 metered = {name: pool.submit(self._meter, name) for name in ENGINES}
                 expected = plain.result()[0]["tokens"]
                 readings = {name: future.result() for name, future in metered.items()}
+            except BaseException:
+                self._children.end()  # its threads wait for them, and hear of no interrupt
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
         ranks: list[dict[str, EngineResult]] = [{} for _ in range(self._num_ranks)]
@@ -357,7 +360,7 @@ class Demo:
         """
         logs = [self._folder / f"{name}_rank{rank}.log" for rank in range(len(commands))]
         try:
-            run_ranks(commands, logs, self._environment)
+            run_ranks(commands, logs, self._environment, children=self._children)
         except RankError as error:
             raise RankError(f"the run {name!r}: {error} (--keep DIR keeps all logs.)") from error
 
@@ -369,21 +372,12 @@ class Demo:
             KeyboardInterrupt: It was interrupted.
         """
         log = self._folder / f"{name}.log"
-        with log.open("w") as stream:
-            done = subprocess.run(
-                [sys.executable, *arguments],
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-            )
-        if done.returncode == -signal.SIGINT:  # the whole process group was interrupted
-            raise KeyboardInterrupt
-        if done.returncode != 0:
-            last = log.read_text().strip().rpartition("\n")[2]
+        status = run_process(
+            arguments, log, self._environment, folder=self._folder, children=self._children
+        )
+        if status:
             raise FinepageError(
-                f"the process {name!r} ended with status {done.returncode}: {last} "
+                f"the process {name!r} ended with status {status}: {last_line(log)} "
                 "(--keep DIR keeps the whole log.)"
             )
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import BinaryIO
 
+from ds_finepage.compare.children import Children, opened
 from ds_finepage.errors import ConfigError, RankError
 from ds_finepage.files import CACHE_VARIABLE, read_file
 from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE
@@ -49,37 +47,33 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, **os.environ, **forced}
 
 
-def run_process(arguments: Sequence[str], log: Path) -> int:
+def run_process(
+    arguments: Sequence[str | Path],
+    log: Path,
+    variables: Mapping[str, str] | None = None,
+    *,
+    folder: Path | None = None,
+    children: Children | None = None,
+) -> int:
     """Run a Python process to its end, with its output in a log; return its status.
-
-    The process has a group of its own, so that an interrupt reaches this process alone, and then
-    everything that the other one has started ends with it.
 
     Args:
         arguments: Python's arguments.
         log: The file.
+        variables: Its environment; None is that of every process.
+        folder: Where it runs; None is the folder of this process.
+        children: The processes that it is to end with.
 
     Raises:
         ConfigError: The log cannot be written.
         KeyboardInterrupt: The user has interrupted it; the process is dead by then.
     """
-    stream = opened(log)
+    children = children or Children()
     with (
-        stream,
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,
-        ) as process,
+        opened(log) as stream,
+        children.started(arguments, stream, variables or environment(), folder) as process,
     ):
-        try:
-            return process.wait()
-        except BaseException:
-            kill(process)
-            raise
+        return process.wait()
 
 
 def last_line(log: Path) -> str:
@@ -127,6 +121,7 @@ def run_ranks(
     *,
     limit_s: float = LIMIT_S,
     grace_s: float = GRACE_S,
+    children: Children | None = None,
 ) -> None:
     """Run a Python process for each rank to its end; see [Note: ranks that meet].
 
@@ -136,11 +131,13 @@ def run_ranks(
         variables: The environment of every rank; what tells one from another is added.
         limit_s: Seconds until all ranks have to be done.
         grace_s: Seconds for the others where a rank has failed.
+        children: The processes that the ranks are to end with.
 
     Raises:
         ConfigError: A log cannot be written.
         RankError: A rank failed, or the ranks took too long. No rank runs by then.
     """
+    children = children or Children()
     with ExitStack() as stack:
         meeting = stack.enter_context(meeting_place(len(commands)))
         ended: SimpleQueue[int] = SimpleQueue()
@@ -148,16 +145,8 @@ def run_ranks(
         for rank, (command, log) in enumerate(zip(commands, logs, strict=True)):
             stream = stack.enter_context(opened(log))
             own = {**variables, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=own,
-                start_new_session=True,
-            )
+            process = stack.enter_context(children.started(command, stream, own))
             ranks.append(process)
-            stack.callback(kill, process)
             Thread(target=_wait, args=(process, rank, ended), daemon=True).start()
         failed = _first_failure(ranks, ended, time.monotonic() + limit_s, grace_s)
     if failed is not None:
@@ -214,23 +203,3 @@ def meeting_place(num_ranks: int) -> Iterator[dict[str, str]]:
         GLOO_ALONE: "1",
     }
     del store
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, with its whole group, if it is still there."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):  # it ends just now
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def opened(log: Path) -> BinaryIO:
-    """Open a log.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    try:
-        return log.open("wb")
-    except OSError as error:
-        raise ConfigError(f"cannot write {log}: {error}") from error

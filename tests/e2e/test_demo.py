@@ -205,7 +205,17 @@ def test_a_kept_folder_is_not_overwritten(
     assert "is not an empty folder" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_it(tmp_path: Path, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_an_interrupt_ends_it(
+    tmp_path: Path,
+    environment: dict[str, str],
+    number: signal.Signals,
+    status: int,
+    word: str,
+) -> None:
     """As from a terminal: the whole process group gets the signal."""
     # A process that a shell has started in the background ignores the signal.
     heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -220,7 +230,7 @@ def test_an_interrupt_ends_it(tmp_path: Path, environment: dict[str, str]) -> No
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("making a Llama checkpoint")
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "ds-finepage: interrupted\n")
+    assert (process.returncode, out, err) == (status, "", f"ds-finepage: {word}\n")
     assert list(tmp_path.glob("ds-finepage-demo-*")) == []

@@ -56,7 +56,7 @@ COMPARING = (
     ),
     mutant(
         "an-interrupted-process-runs-on",
-        "compare/processes.py",
+        "compare/children.py",
         "os.killpg(process.pid, signal.SIGKILL)",
         "process.kill()",
         f"{ORCHESTRATE}::test_an_interrupt_kills_the_process_and_what_it_has_started",

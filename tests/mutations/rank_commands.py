@@ -8,6 +8,8 @@ PROCESSES = "unit/compare/test_processes.py"
 ON_RANKS = "unit/compare/test_on_ranks.py"
 COMPARE = "integration/cli/test_compare.py"
 INSTRUMENTS = "integration/cli/test_instruments.py"
+CHILDREN = "unit/compare/test_children.py"
+CLI = "integration/cli/test_cli.py"
 
 OF_RANK_COMMANDS = (
     mutant(
@@ -19,10 +21,73 @@ OF_RANK_COMMANDS = (
     ),
     mutant(
         "a-rank-outlives-its-command",
-        "compare/processes.py",
-        "            stack.callback(kill, process)",
-        "            stack.callback(id, process)",
+        "compare/children.py",
+        "            kill(process)\n            self._running.remove(process)",
+        "            self._running.remove(process)",
         f"{PROCESSES}::test_no_rank_outlives_an_interrupt",
+    ),
+    mutant(
+        "a-process-outlives-a-killed-command",
+        "compare/leash.py",
+        "        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)\n",
+        "",
+        f"{CHILDREN}::test_a_killed_command_leaves_no_process",
+    ),
+    mutant(
+        "a-process-starts-without-its-parent",
+        "compare/leash.py",
+        "if os.getppid() != int(parent):",
+        "if False:",
+        CHILDREN,
+    ),
+    mutant(
+        "a-process-starts-after-the-end",
+        "compare/children.py",
+        "            if self._is_over:",
+        "            if False:",
+        f"{CHILDREN}::test_none_starts_after_the_end",
+    ),
+    mutant(
+        "a-process-does-not-end-with-the-others",
+        "compare/processes.py",
+        "    children = children or Children()\n    with (",
+        "    children = Children()\n    with (",
+        f"{CHILDREN}::test_none_starts_after_the_end",
+    ),
+    mutant(
+        "ranks-do-not-end-with-the-demo",
+        "cli/demo.py",
+        "run_ranks(commands, logs, self._environment, children=self._children)",
+        "run_ranks(commands, logs, self._environment)",
+        f"{INSTRUMENTS}::test_all_processes_of_a_demo_end_with_it",
+    ),
+    mutant(
+        "an-interrupted-demo-waits-for-its-runs",
+        "cli/demo.py",
+        "                self._children.end()",
+        "                pass",
+        f"{INSTRUMENTS}::test_an_interrupt_ends_the_runs_that_other_threads_wait_for",
+    ),
+    mutant(
+        "sigterm-leaves-processes",
+        "cli/__init__.py",
+        "    signal.signal(signal.SIGTERM, terminate)",
+        "    signal.getsignal(signal.SIGTERM)",
+        f"{CLI}::test_sigterm_ends_a_command_as_an_interrupt_does",
+    ),
+    mutant(
+        "a-command-in-a-thread-handles-signals",
+        "cli/__init__.py",
+        "if not is_main or signal",
+        "if signal",
+        f"{CLI}::test_a_command_runs_in_a_thread_too",
+    ),
+    mutant(
+        "a-handler-of-sigterm-is-lost",
+        "cli/__init__.py",
+        " or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:",
+        ":",
+        f"{CLI}::test_sigterm_ends_a_command_as_an_interrupt_does",
     ),
     mutant(
         "every-rank-is-rank-0",

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,39 @@ def test_an_interrupt_is_no_error(
     command.run = run
     assert cli.main(["fake"]) == 130
     assert capsys.readouterr().err == "ds-finepage: interrupted\n"
+
+
+def test_sigterm_ends_a_command_as_an_interrupt_does(
+    command: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[str] = []
+
+    def run(_: argparse.Namespace) -> int:
+        assert callable(signal.getsignal(signal.SIGTERM))  # else the signal would end the tests
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            heard.append("interrupt")
+            raise
+        return 0
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        command.run = run
+        assert cli.main(["fake"]) == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert capsys.readouterr().err == "ds-finepage: terminated\n"
+        signal.signal(signal.SIGTERM, lambda *_: heard.append("own"))
+        assert cli.main(["fake"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["interrupt", "own"]
+
+
+def test_a_command_runs_in_a_thread_too(command: SimpleNamespace) -> None:
+    command.run = lambda _: 7  # a thread cannot handle signals
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cli.main, ["fake"]).result() == 7
 
 
 def test_our_own_mistakes_are_not_hidden(command: SimpleNamespace) -> None:

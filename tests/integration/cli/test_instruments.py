@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,13 +151,38 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Demo:
     return Demo(tmp_path, {"device_budget": "40%weights"}, 8, Console(file=io.StringIO()))
 
 
-def test_an_interrupted_process_interrupts_the_demo(tmp_path: Path) -> None:
-    made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()))
-    # A process that a shell starts in the background ignores the signal, and so do its children.
-    heed = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    interrupt = heed + "os.kill(os.getpid(), signal.SIGINT); signal.pause()"
+def test_an_interrupt_ends_the_runs_that_other_threads_wait_for(
+    fake: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = Event(), Event()
+    heard: list[bool] = []
+
+    def meter(self: Demo, name: str) -> None:
+        begun.set()
+        heard.append(over.wait(timeout=10.0))
+
+    def generate(self: Demo, name: str, options: object = ()) -> None:
+        begun.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Demo, "_meter", meter)
+    monkeypatch.setattr(Demo, "_generate", generate)
+    monkeypatch.setattr(fake._children, "end", over.set)
     with pytest.raises(KeyboardInterrupt):
-        made._python("interrupted", "-c", interrupt)
+        fake.run(TINY)
+    assert heard and all(heard)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_all_processes_of_a_demo_end_with_it(tmp_path: Path, num_ranks: int) -> None:
+    made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()), num_ranks=num_ranks)
+    made._children.end()
+    with pytest.raises(FinepageError, match="starts no more processes"):
+        made._generate("finepage")
+
+
+def test_a_process_that_fails_ends_the_demo(tmp_path: Path) -> None:
+    made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()))
     with pytest.raises(FinepageError, match="ended with status 3"):
         made._python("failed", "-c", "raise SystemExit(3)")
 
@@ -232,7 +258,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DemoResult
             found = {"zero_inference": STOCK, "finepage": OURS}[engine]
             reading.write_text(json.dumps(asdict(replace(found, peak_bytes=50 + 100 * rank))))
 
-    def run_ranks(commands: Any, logs: list[Path], variables: Any) -> None:
+    def run_ranks(commands: Any, logs: list[Path], variables: Any, **_: Any) -> None:
         for rank, command in enumerate(commands):
             engine = Path(command[command.index("--deepspeed_config") + 1]).stem
             reading = command[2] if command[0] == "-m" else None
@@ -284,7 +310,7 @@ def test_a_fault_of_one_rank_is_a_fault_of_the_demo(
 def test_a_rank_that_fails_ends_the_demo(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_ranks(*args: Any) -> None:
+    def run_ranks(*args: Any, **options: Any) -> None:
         raise RankError("rank 1 ended with status 3: gone")
 
     made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()), num_ranks=2)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ds_finepage.compare import orchestrate, processes
+from ds_finepage.compare import orchestrate
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import RunRequest, load_request
 from ds_finepage.compare.models import Outline
@@ -448,7 +449,7 @@ def test_an_interrupt_kills_the_process_and_what_it_has_started(
 ) -> None:
     started: list[Any] = []
     killed: list[tuple[int, int]] = []
-    wait, kill = processes.subprocess.Popen.wait, os.killpg
+    wait, kill = subprocess.Popen.wait, os.killpg
 
     def interrupted(self: Any, timeout: float | None = None) -> int:
         if started:
@@ -460,7 +461,7 @@ def test_an_interrupt_kills_the_process_and_what_it_has_started(
         killed.append((group, number))
         kill(group, number)
 
-    monkeypatch.setattr(processes.subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     monkeypatch.setattr(os, "killpg", killpg)
     with pytest.raises(KeyboardInterrupt):
         run_process(["-c", "import signal; signal.pause()"], tmp_path / "log.txt")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.compare import processes
+from ds_finepage.compare import children, processes
+from ds_finepage.compare.children import kill
 from ds_finepage.compare.processes import (
     _first_failure,
-    kill,
     meeting_place,
     require_ranks,
     run_ranks,
@@ -97,12 +97,12 @@ def test_no_rank_outlives_an_interrupt(tmp_path: Path, monkeypatch: pytest.Monke
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    def killed(process: object) -> None:
-        kill(process)  # type: ignore[arg-type]
-        ended.append(process.returncode)  # type: ignore[attr-defined]
+    def killed(process: Any) -> None:
+        kill(process)
+        ended.append(process.returncode)
 
     monkeypatch.setattr(processes, "_first_failure", interrupt)
-    monkeypatch.setattr(processes, "kill", killed)
+    monkeypatch.setattr(children, "kill", killed)
     with pytest.raises(KeyboardInterrupt):
         run(WAITS, WAITS, folder=tmp_path)
     assert ended == [-signal.SIGKILL, -signal.SIGKILL]
