@@ -5,7 +5,8 @@
 A cell is a model, a length of the prompt and a policy. A generation is a prefill and 31 steps, each
 as long as the last one; its tokens a second are those of 32 new tokens of each sequence. The batch
 grows by powers of two, four at a time and then between, as long as that pays. Every time is
-simulated; nothing is run. Finished cells in the output file are kept.
+simulated; nothing is run. Finished cells in the output file are kept. With ``--weights int4`` the
+weights are packed, and results are those of the quantised model.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ MODELS = ("opt-6.7b", "opt-30b", "opt-175b")
 class Models:
     """Captures each shape once for all policies."""
 
-    def __init__(self, model: str, prompt_tokens: int, host_memory: str) -> None:
-        self._model, self._prompt_tokens = model, prompt_tokens
+    def __init__(
+        self, model: str, prompt_tokens: int, host_memory: str, weights: str | None
+    ) -> None:
+        self._model, self._prompt_tokens, self._weights = model, prompt_tokens, weights
         self._host_memory_bytes = parse_bytes(host_memory, name="--host-memory")
         self._made: dict[int, Modeller] = {}
 
@@ -68,6 +71,7 @@ class Models:
                 hardware=HARDWARE,
                 split=True,
                 host_memory_bytes=self._host_memory_bytes,
+                weights=self._weights,
             )
         return self._made[batch]
 
@@ -113,6 +117,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seq", default="512,1024")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--host-memory", default=HOST_MEMORY)
+    parser.add_argument("--weights", help="their form; by default as the models have them")
     options = parser.parse_args(arguments)
     document = {
         "hardware": HARDWARE,
@@ -128,9 +133,10 @@ def main(arguments: list[str]) -> int:
     done = {tuple(cell[name] for name in names) for cell in cells}
     for model in options.models.split(","):
         for seq in map(int, options.seq.split(",")):
-            models = Models(model, seq, options.host_memory)
+            models = Models(model, seq, options.host_memory, options.weights)
             for policy in options.policies.split(","):
-                key = (model, seq, options.host_memory, policy)
+                named = f"{policy}, {options.weights}" if options.weights else policy
+                key = (model, seq, options.host_memory, named)
                 if key in done:
                     continue
                 start = time.process_time()

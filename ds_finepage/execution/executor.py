@@ -115,18 +115,20 @@ class Executor:
         )
         buffers = self._graph.buffers
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
-        # The entry's own objects where they are equal: a steady pass then compares no extents.
-        same = {(key, extent): extent for _, key, extent in self._entry}
-        left = [(buffers[r.buffer].key, r.extent) for r in memgraph.exit]
-        self._exit = {key: same.get((key, extent), extent) for key, extent in left}
+        self._exit = self._left_behind()
         self._offloaded_bytes = memgraph.offloaded_bytes
-        # By the missing buffers of ``entry``:
-        self._collects: dict[frozenset[int], str] = {}
-        self._programs: dict[frozenset[int], Program] = {}
+        self._collects: dict[frozenset[int], str] = {}  # by the missing buffers of ``entry``
+        self._programs: dict[frozenset[int], Program] = {}  # by the same
         self._steady_counters = self._counted(frozenset())
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
+
+    def _left_behind(self) -> Residents:
+        # The entry's own objects where they are equal: a steady pass then compares no extents.
+        same = {(key, extent): extent for _, key, extent in self._entry}
+        left = [(self._graph.buffers[r.buffer].key, r.extent) for r in self.memgraph.exit]
+        return {key: same.get((key, extent), extent) for key, extent in left}
 
     def _unbundled(self, missing: frozenset[int]) -> Program:
         """Lower a pass before which buffers of ``entry`` are missing; kept for the next such pass.

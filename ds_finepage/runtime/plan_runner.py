@@ -190,14 +190,7 @@ class PlanRunner:
         beside = self.live.bytes_beside(rooms) + HOST_PROGRAM_SLACK_BYTES
         beside += self.table.maker.meter.library_bytes
         if nbytes + beside > budget_bytes:
-            need = nbytes + beside
-            raise PlanInfeasibleError(
-                f"the KV cache takes {nbytes} bytes with room for new rows, beside {beside} bytes "
-                f"of the caller, which makes min_budget_bytes {need}; device_budget is "
-                f"{budget_bytes} bytes. Raise finepage.device_budget to >= {need} or lower the "
-                f"batch, the beams or max_new_tokens.",
-                need,
-            )
+            raise _no_room(nbytes, beside, budget_bytes)
         apart = beside + max(sum(before), nbytes)  # where no tensor has two rooms at once
         together = apart + max(*before, *after)
         held_bytes = self.memory.held_bytes
@@ -293,6 +286,18 @@ class PlanRunner:
             and not self.hooks
             and not self.settings.shows_ops
         )
+
+
+def _no_room(nbytes: int, beside: int, budget_bytes: int) -> PlanInfeasibleError:
+    """Return the refusal of a KV cache with room for new rows."""
+    need = nbytes + beside
+    return PlanInfeasibleError(
+        f"the KV cache takes {nbytes} bytes with room for new rows, beside {beside} bytes of the "
+        f"caller, which makes min_budget_bytes {need}; device_budget is {budget_bytes} bytes. "
+        f"Raise finepage.device_budget to >= {need} or lower the batch, the beams or "
+        f"max_new_tokens.",
+        need,
+    )
 
 
 def _collectives(found: Pass, executor: BoundPass, residents: Residents) -> str:
