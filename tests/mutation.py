@@ -43,6 +43,7 @@ from tests.mutations.ranks import OF_RANKS
 from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
+from tests.mutations.slices import SLICES
 
 MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
@@ -58,6 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *MOVING,
     *COMPARING,
     *PACKED,
+    *SLICES,
     *BATCHING,
     *ENQUEUEING,
 )

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ds_finepage.graph.packed import FUSED_ROWS, PACKED_GROUPED, PACKED_PRODUCTS, wants_fused
+from ds_finepage.graph.packed import (
+    FUSED_ROWS,
+    PACKED_GROUPED,
+    PACKED_PRODUCTS,
+    SLICED_LINEAR,
+    wants_fused,
+)
 
 ROW_READS = frozenset(
     {"aten.embedding", "aten.index_select", "aten.index", "aten.gather", "aten.take"}
@@ -55,8 +61,9 @@ def _count_grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__:
     return 2 * rows.shape[-2] * rows.shape[-1] * matrices.shape[-1]
 
 
-def _count_packed(x: torch.Tensor, numbers: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * numbers.shape[-2]
+def _count_packed(x: torch.Tensor, rows: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Count a product with a matrix that is packed, or made in slices, from its rows."""
+    return 2 * x.numel() * rows.shape[-2]
 
 
 FLOP_COUNTS: dict[str, Callable[..., int]] = {
@@ -64,6 +71,7 @@ FLOP_COUNTS: dict[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _count_cpu_attention,
     **dict.fromkeys(GROUPED_MM, _count_grouped_mm),
     **dict.fromkeys(PACKED_PACKETS, _count_packed),
+    SLICED_LINEAR.removesuffix(".default"): _count_packed,
 }
 """How to count an op's arithmetic, by the name of its overload packet."""
 

@@ -36,6 +36,13 @@ whether the product is fused."""
 PACKED_PRODUCTS = frozenset({PACKED_LINEAR, PACKED_GROUPED})
 """The ops that unpack a weight; their second to fourth arguments are its parts."""
 
+SLICED_LINEAR = "ds_finepage.sliced_linear.default"
+"""A product with a matrix that is not packed, a slice of rows at a time. Its arguments: rows, the
+matrix as (out, in), bias or None."""
+
+OUTPUT_ROWS = 2048
+"""Output features that a sliced product multiplies together: many, for each one is a kernel."""
+
 SLICE_ROWS = 256
 """Output features, which are rows of the weight, that a CPU unpacks and multiplies together."""
 

@@ -22,6 +22,7 @@ from ds_finepage.packing.experts import (
 )
 from ds_finepage.packing.form import Packed, PackedForm
 from ds_finepage.packing.linear import PackedLinear, matrix_of
+from ds_finepage.packing.sliced import slice_output
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,9 @@ def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
     These stay as they are: the output layer, unless the form packs it; all else that transformers'
     quantisers leave out by default; weights that another module has too, such as an output layer
     that is tied to the embeddings; subclasses of ``torch.nn.Linear``, because their code may use
-    the weight; and experts whose forward pass is not known, which the log names. A model that is
-    packed in this form already stays as it is.
+    the weight; and experts whose forward pass is not known, which the log names. A large output
+    layer multiplies by a slice of its weight at a time. A model that is packed in this form already
+    stays as it is.
 
     Args:
         model: Any module; it may be on the meta device.
@@ -69,6 +71,7 @@ def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
             form.require(_shape_of_matrix(layer, weight), f"{path}.{name}")
     for places in weights:
         _replace(model, places, form)
+    slice_output(model)
     return [name for places in weights for names in places for name in names[:1]]
 
 

@@ -24,10 +24,11 @@ from ds_finepage.planning.policies import (
     plan_steady,
     policy_named,
     unpacking_that_fits,
-    with_tables_that_fit,
+    with_parts_that_fit,
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.exact_slices import smallest_slices
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.time_bound import alone_ns, least_time_ns
@@ -129,7 +130,7 @@ def graph_to_plan(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) ->
     graph = unpacking_that_fits(graph, policy=settings.policy, split=settings.split)
     if settings.cuts_weights:
         return graph  # the policy itself decides about rows
-    return with_tables_that_fit(
+    return with_parts_that_fit(
         graph, arena_bytes=arena_bytes, policy=settings.policy, alignment=settings.alignment
     )
 
@@ -241,8 +242,9 @@ def needs_of(
         graph: The captured pass.
         alignment: Of extents, in bytes.
         cuts_weights: Plans may cut weights.
-        looks_up_rows: Plans may replace embedding tables by the rows that the pass looks up. The
-            numbers of the rows are then counted as non-arena bytes.
+        looks_up_rows: Plans may replace embedding tables by the rows that the pass looks up, and
+            cut weights where no bit changes. The numbers of the rows are then counted as non-arena
+            bytes.
         library_bytes: Device bytes of libraries, to add to the non-arena bytes.
     """
     if looks_up_rows:
@@ -251,7 +253,7 @@ def needs_of(
     if cuts_weights:
         least = min_split_arena_bytes(graph, alignment)
     else:
-        least = min_arena_bytes(smallest, alignment)
+        least = min_arena_bytes(smallest_slices(smallest) if looks_up_rows else smallest, alignment)
     return Needs(
         graph=smallest,
         alignment=alignment,

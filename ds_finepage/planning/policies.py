@@ -36,6 +36,7 @@ from ds_finepage.planning.horizon import (
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.exact_slices import slices_that_fit
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.settling import settle
 
@@ -167,14 +168,15 @@ def unpacking_that_fits(graph: TaskGraph, *, policy: str, split: bool) -> TaskGr
     return unpack_by_rows(graph, cuts_products=split and chosen.can_split)
 
 
-def with_tables_that_fit(
+def with_parts_that_fit(
     graph: TaskGraph, *, arena_bytes: int, policy: str, alignment: int
 ) -> TaskGraph:
     """Replace embedding tables by the rows that are looked up, if the tables are in the way.
 
-    Nothing is cut, so results stay the same, bit by bit. A cyclic policy gets the rows as soon as
-    not everything fits, for it then has more room to keep weights. Other policies that page get
-    them if they could not run otherwise. The baselines get the pass as it is.
+    Results stay the same, bit by bit. A cyclic policy gets the rows as soon as not everything fits,
+    for it then has more room to keep weights. Other policies that page get them if they could not
+    run otherwise. If the rows are not enough, weights are cut where that changes no bit. The
+    baselines get the pass as it is.
 
     Args:
         graph: The pass.
@@ -189,7 +191,7 @@ def with_tables_that_fit(
     if not chosen.pages:
         return graph
     if min_arena_bytes(graph, alignment) > arena_bytes:
-        return gather_rows(graph)
+        return slices_that_fit(gather_rows(graph), arena_bytes, alignment)
     if chosen.is_cyclic and needed_arena_bytes(graph, alignment) > arena_bytes:
         return gather_rows(graph, whole_tables=True)
     return graph
@@ -229,7 +231,7 @@ def plan_steady(
     chosen = policy_named(policy)
     graph = unpacking_that_fits(graph, policy=policy, split=split)
     if not (split and chosen.can_split):
-        graph = with_tables_that_fit(
+        graph = with_parts_that_fit(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
         )
     problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared, engine=engine)

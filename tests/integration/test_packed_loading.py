@@ -24,6 +24,7 @@ from ds_finepage.integrations.deepspeed import checkpoint_files, loading, packed
 from ds_finepage.integrations.deepspeed.patches import is_wrapped
 from ds_finepage.integrations.transformers import packed_loading
 from ds_finepage.integrations.transformers.packed_loading import VERSION, PackedConfig
+from ds_finepage.packing import sliced
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
@@ -101,6 +102,21 @@ def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(family: str, tmp_pa
     )
     assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
     handle.detach()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_output_layer_is_sliced_where_it_is_not_packed(
+    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sliced, "OUTPUT_ROWS", 64)
+    same = saved(tmp_path / "trained", tie_word_embeddings=is_tied)
+    model = load(tmp_path / "trained", quantization_config=PACKED)
+    model.save_pretrained(tmp_path / "packed")
+    for found in (same, model, load(tmp_path / "packed")):
+        assert type(found.lm_head) is sliced.SlicedLinear
+        assert (found.lm_head.weight is found.get_input_embeddings().weight) is is_tied
+        assert_same(found, same)
+        assert torch.equal(logits(found, PROMPT), logits(same, PROMPT))
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ds_finepage.api import attach
+from ds_finepage.config import DebugConfig
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.measure import estimate_workspaces
-from ds_finepage.graph.packed import PACKED_LINEAR
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.packed import PACKED_LINEAR, SLICED_LINEAR
 from ds_finepage.graph.taskgraph import BufferKind
-from ds_finepage.packing import op
+from ds_finepage.packing import op, sliced
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
+from ds_finepage.planning.rewrite import split
 from tests.integration.families import DTYPES, make_model, tiny, token_ids
 from tests.integration.parity import same_at_every_budget
 
@@ -62,6 +66,68 @@ def test_a_packed_output_layer_is_the_same_at_every_budget(is_tied: bool) -> Non
     assert ("lm_head" in packed) is not is_tied
     stats = same_at_every_budget(model, lambda: results(model))
     assert stats.weight_bytes == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["finepage", "horizon"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_without_split_no_weight_is_needed_whole(
+    dtype: torch.dtype, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output layer, which is not packed, is larger than the least budget."""
+    monkeypatch.setattr(op, "SLICE_ROWS", 32)
+    monkeypatch.setattr(split, "CUT_ROWS", 32)
+    for module in (sliced, split):
+        monkeypatch.setattr(module, "OUTPUT_ROWS", 64)
+    torch._dynamo.reset()
+    model = make_model("llama", dtype, num_hidden_layers=1, vocab_size=2048)
+    plain = results(model.eval())
+    pack_model(model, PackedForm.parse("int4", 32))
+    expected = results(model)
+    assert not all(map(torch.equal, expected, plain))
+    handle = attach(model, device_budget="1GiB", device="cpu", policy=policy)
+    try:
+        assert all(map(torch.equal, results(model), expected))
+        least = handle.stats.min_budget_bytes
+        assert least < model.lm_head.weight.nbytes
+        for seed, budget_bytes in enumerate((least, least * 5 // 4, least * 2)):
+            debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
+            handle.replan(budget_bytes=budget_bytes, debug=debug)
+            with DeviceMeter(torch.device("cpu")) as meter:
+                found = results(model)
+            assert all(map(torch.equal, found, expected))
+            assert meter.peak_bytes <= budget_bytes
+            del found
+        handle.replan(budget_bytes=least)
+        results(model)
+        tight = min((m for m, _ in handle.plans()), key=lambda m: m.arena_bytes)
+        ops = [t.op for t in tight.graph.tasks]
+        assert ops.count(SLICED_LINEAR) == 2048 // 64 and ops.count(PACKED_LINEAR) > 7
+        assert not handle.stats.unplanned_reasons
+    finally:
+        handle.detach()
+
+
+def test_plans_of_slices_are_kept_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "SLICE_ROWS", 32)
+    monkeypatch.setattr(split, "CUT_ROWS", 32)
+    x, budget = torch.ones(1, 64), 1 << 30
+    for num_plans in (1, 1, 0):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64))
+        pack_model(model.requires_grad_(False), PackedForm(4))
+        expected = model(x)
+        folder = str(tmp_path)
+        handle = attach(model, device_budget=f"{budget}B", device="cpu", plan_dir=folder)
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        assert handle.stats.num_plans == num_plans
+        budget = handle.stats.min_budget_bytes + 4096  # to measure takes room
+        ((memgraph, _),) = handle.plans()
+        handle.detach()
+    assert len([t for t in memgraph.graph.tasks if t.op == PACKED_LINEAR]) > 2
 
 
 @pytest.mark.parametrize("form", FORMS)

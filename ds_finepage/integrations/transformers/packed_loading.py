@@ -25,6 +25,7 @@ from ds_finepage.packing.experts import PackedExperts, PackedMatrices, pack_matr
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import METHOD, PACKED_LAYERS, pack_model, weights_of
+from ds_finepage.packing.sliced import slice_output
 
 VERSION = 2
 """Of packed checkpoints: of the names, dtypes and order of their tensors and numbers."""
@@ -99,6 +100,7 @@ class PackedQuantizer(HfQuantizer):
         """
         form = self.quantization_config.form
         layers = pack_model(model if self.pre_quantized else copy.deepcopy(model), form)
+        slice_output(model)
         self._weights = frozenset(
             f"{path}.{name}" for path in layers for name in weights_of(model.get_submodule(path))
         )

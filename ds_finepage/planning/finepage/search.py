@@ -39,6 +39,7 @@ from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows, looked_up_bytes
+from ds_finepage.planning.rewrite.exact_slices import slices_that_fit, smallest_slices
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import simulate
@@ -71,13 +72,28 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     search = _Search(problem, options)
     has_room = problem.split and search.try_both_graphs(search.try_cutting)
     if search.best is None:
+        problem = _in_exact_slices(problem)
         problem.require_feasible()
+        search = _Search(problem, options)
     if not (has_room and (search.has_fastest or not options.tries_whole)):
         rows = problem.of(gather_rows(problem.graph)) if problem.split else problem
         if search.best is None or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
     assert search.best is not None, "keeping nothing is always possible"
     return search.best
+
+
+def _in_exact_slices(problem: Problem) -> Problem:
+    """Return a problem with short slices if whole weights have no room; then slices stay whole.
+
+    A ring of slices may need more than each task by itself.
+    """
+    if not problem.split or problem.is_feasible:
+        return problem
+    rows = gather_rows(problem.graph)
+    if smallest_slices(rows) is rows:
+        return problem
+    return problem.of(slices_that_fit(rows, problem.arena_bytes, problem.alignment))
 
 
 KNOWS_WARM = False
@@ -326,7 +342,10 @@ def min_split_arena_bytes(
         alignment: Of extents, in bytes.
         options: The heuristics.
     """
-    least = min_arena_bytes(graph, alignment)
+    least, rows = min_arena_bytes(graph, alignment), gather_rows(graph)
+    exact = smallest_slices(rows)
+    if exact is not rows:
+        least = min(least, min_arena_bytes(exact, alignment))
     graphs = [graph]
     if options.recomputes:
         graphs.append(recompute(graph, alignment, tiny_share=options.fixed_share))

@@ -20,7 +20,14 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ds_finepage.graph.packed import CUT_ROWS, PACKED_GROUPED, PACKED_LINEAR, PACKED_PRODUCTS
+from ds_finepage.graph.packed import (
+    CUT_ROWS,
+    OUTPUT_ROWS,
+    PACKED_GROUPED,
+    PACKED_LINEAR,
+    PACKED_PRODUCTS,
+    SLICED_LINEAR,
+)
 from ds_finepage.graph.routes import GROUPED_PRODUCTS
 from ds_finepage.graph.taskgraph import (
     ITEMSIZE,
@@ -40,11 +47,15 @@ MATMULS = {
     "aten.addmm.default": 2,
     **dict.fromkeys(sorted(GROUPED_PRODUCTS), 1),
     **dict.fromkeys(sorted(PACKED_PRODUCTS), 1),
+    SLICED_LINEAR: 1,
 }
 """Ops that can be cut, with the position of the weight among their arguments."""
 
-BIASES = {"aten.addmm.default": 0, PACKED_LINEAR: 4}
+BIASES = {"aten.addmm.default": 0, PACKED_LINEAR: 4, SLICED_LINEAR: 2}
 """Those of them that may add a bias, with its position."""
+
+_PARTS = {**dict.fromkeys(sorted(PACKED_PRODUCTS), slice(1, 4)), SLICED_LINEAR: slice(1, 2)}
+"""Ops that make their columns slice by slice themselves, with the parts of the weight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +70,7 @@ class Divisible:
         num_matrices: The matrices that the weight holds, one an expert.
         beside: The weights that are cut at the same rows, with the bytes of a row of each: the
             scales and minima of packed numbers.
+        exact_rows: A cut at a multiple of these rows changes no bit; None if any cut may.
     """
 
     buffer: int
@@ -67,6 +79,7 @@ class Divisible:
     task: int
     num_matrices: int = 1
     beside: tuple[tuple[int, int], ...] = ()
+    exact_rows: int | None = None
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -98,8 +111,8 @@ def divisible_weights(graph: TaskGraph) -> list[Divisible]:
 
 def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
     """Return the matrix of a product if it can be cut by rows; any task may use or make it."""
-    if task.op in PACKED_PRODUCTS:
-        return _packed_operand(graph, task)
+    if task.op in _PARTS:
+        return _operand_in_slices(graph, task)
     at = _place_of_weight(task)
     if at is None:
         return None
@@ -126,14 +139,15 @@ def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
     return Divisible(buffer.id, rows, num_matrices * depth * itemsize, task.index, num_matrices)
 
 
-def _packed_operand(graph: TaskGraph, task: Task) -> Divisible | None:
-    """Return the packed matrix of a product, or those of experts, if it can be cut by rows.
+def _operand_in_slices(graph: TaskGraph, task: Task) -> Divisible | None:
+    """Return the matrix of a product that is made in slices, or those of experts, if it can be cut.
 
     Each part must fill its buffer row by row, and the result its own.
     """
     is_grouped = task.op == PACKED_GROUPED
+    exact_rows = OUTPUT_ROWS if task.op == SLICED_LINEAR else CUT_ROWS
     (result,) = task.results
-    parts = task.args[1:4]
+    parts = task.args[_PARTS[task.op]]
     if result is None or len(task.writes) != 1 or not all(isinstance(p, Ref) for p in parts):
         return None
     views, out = [graph.tensors[p.tensor] for p in parts], graph.tensors[result]
@@ -147,19 +161,21 @@ def _packed_operand(graph: TaskGraph, task: Task) -> Divisible | None:
         and not varies(*v.shape, size)
         for v, size in zip(views, sizes, strict=True)
     )
-    if not is_whole or num_rows <= CUT_ROWS or len({v.buffer for v in views}) < len(views):
+    if not is_whole or num_rows <= exact_rows or len({v.buffer for v in views}) < len(views):
         return None
     step, fills = 1, out.offset == 0 and not varies(out.shape[-1])
     for size, stride in zip(reversed(out.shape), reversed(out.stride), strict=True):
         fills = fills and (stride == step or size == 1)
         step *= size
-    has_bias = not is_grouped and isinstance(task.args[4], Ref)
-    bias = graph.tensors[task.args[4].tensor] if has_bias else None
+    added = task.args[BIASES[task.op]] if task.op in BIASES else None
+    bias = graph.tensors[added.tensor] if isinstance(added, Ref) else None
     if not fills or out.shape[-1] != num_rows or (bias and bias.shape != (num_rows,)):
         return None
     beside = tuple((v.buffer, n // num_rows) for v, n in zip(views[1:], sizes[1:], strict=True))
     row_bytes, num_matrices = sum(sizes) // num_rows, math.prod(several)
-    return Divisible(views[0].buffer, num_rows, row_bytes, task.index, num_matrices, beside)
+    return Divisible(
+        views[0].buffer, num_rows, row_bytes, task.index, num_matrices, beside, exact_rows
+    )
 
 
 def packed_units(graph: TaskGraph) -> dict[int, tuple[int, ...]]:
@@ -207,7 +223,7 @@ def varies(*sizes: int) -> bool:
 
 def _form_of_slice(task: Task, view: TensorView, num_rows: int) -> dict[str, tuple[int, ...]]:
     """Return the shape and the strides of a slice of rows; its matrices lie side by side."""
-    if task.op in PACKED_PRODUCTS:
+    if task.op in _PARTS:
         *several, _, width = view.shape
         stride = (*(num_rows * width for _ in several), *view.stride[-2:])
         return {"shape": (*several, num_rows, width), "stride": stride}

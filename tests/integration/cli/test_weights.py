@@ -11,7 +11,7 @@ import pytest
 from ds_finepage import api, whatif
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.cli import grid, main
-from ds_finepage.errors import ConfigError
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.packed import PACKED_PRODUCTS
 from ds_finepage.graph.profiles import load_profile
 from tests.integration.cli.models import LLAMA, NUM_PARAMETERS, card, small_model
@@ -131,6 +131,46 @@ def test_fused_products_are_predicted_without_unpacking(model: str) -> None:
         else:
             assert after.moved_bytes == before.moved_bytes
     assert fused.graph.weight_bytes == sliced.graph.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("split", "weights", "share"),
+    [(False, "int4", 0.31), (False, "int8", 0.31), (False, "int4+output", 0.26)],
+)
+def test_packed_weights_need_half_of_the_least_budget(
+    split: bool, weights: str, share: float, tmp_path: Path
+) -> None:
+    """At the dimensions of LLaMA-7B with 1,024 tokens. The number of layers changes nothing."""
+    model = str(
+        small_model(
+            tmp_path,
+            num_hidden_layers=1,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            vocab_size=32000,
+            max_position_embeddings=2048,
+        )
+    )
+    least = {}
+    for form in ("bf16", weights):
+        captured = whatif.capture_model(
+            model, phase="decode", batch=1, seq=1024, profile=load_profile("t4"), weights=form
+        )
+        found = whatif.plan_captured(
+            captured, budget_bytes=1 << 30, profile=load_profile("t4"), split=split
+        )
+        least[form] = found.figures.min_budget_bytes
+        at_least = whatif.plan_captured(
+            captured, budget_bytes=least[form], profile=load_profile("t4"), split=split
+        )
+        assert at_least.figures.peak_bytes <= least[form] == at_least.figures.min_budget_bytes
+        with pytest.raises(PlanInfeasibleError):
+            whatif.plan_captured(
+                captured, budget_bytes=least[form] - 512, profile=load_profile("t4"), split=split
+            )
+    assert least[weights] <= share * least["bf16"]
 
 
 def test_the_function_plans_packed_weights_too(model: str) -> None:

@@ -17,7 +17,7 @@ from ds_finepage.planning.policies import (
     Policy,
     plan,
     plan_steady,
-    with_tables_that_fit,
+    with_parts_that_fit,
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -137,7 +137,7 @@ def test_rows_stand_in_for_a_table_that_is_in_the_way(policy: str) -> None:
     if policy in PAGING:
         cases[2] = cases[2][0], rows
     for arena_bytes, expected in cases:
-        found = with_tables_that_fit(graph, arena_bytes=arena_bytes, policy=policy, alignment=64)
+        found = with_parts_that_fit(graph, arena_bytes=arena_bytes, policy=policy, alignment=64)
         assert found == expected
     if policy in PAGING:
         least = min_arena_bytes(rows, 64)

@@ -1,0 +1,110 @@
+"""The output layer of a packed model, where its own weight is not packed.
+
+It is the largest weight then. Its product is made a slice of ``OUTPUT_ROWS`` output features at a
+time, each as a product of its own. So a plan may cut the weight between two slices, and no bit
+changes: the whole weight is never needed at once. See [Note: slices are products of their own] in
+``op.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ds_finepage.graph.packed import OUTPUT_ROWS
+
+_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias"
+_LIBRARY = torch.library.Library("ds_finepage", "FRAGMENT")
+
+
+@torch.no_grad()
+def _into(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
+) -> torch.Tensor:
+    """Write ``x @ weight.T + bias`` into a tensor.
+
+    Args:
+        x: (..., in).
+        weight: (out, in).
+        bias: (out,), or none.
+        out: (..., out), or the columns of a cut weight in it.
+    """
+    rows, columns = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]).split(OUTPUT_ROWS, 1)
+    for at, piece in enumerate(weight.split(OUTPUT_ROWS)):
+        if bias is None:
+            torch.mm(rows, piece.t(), out=columns[at])
+        else:
+            begin = at * OUTPUT_ROWS
+            torch.addmm(bias[begin : begin + len(piece)], rows, piece.t(), out=columns[at])
+    return out
+
+
+def _new(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _make(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _into(x, weight, bias, out=_new(x, weight))
+
+
+_LIBRARY.define(f"sliced_linear({_ARGUMENTS}) -> Tensor")
+_LIBRARY.define(f"sliced_linear.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)")
+_LIBRARY.impl("sliced_linear", _make, "CompositeExplicitAutograd")
+_LIBRARY.impl("sliced_linear.out", _into, "CompositeExplicitAutograd")
+torch.library.register_fake("ds_finepage::sliced_linear", _new)
+
+sliced_linear = torch.ops.ds_finepage.sliced_linear
+
+
+class SlicedLinear(torch.nn.Linear):
+    """A linear layer that is not trained, and multiplies by its weight a slice at a time."""
+
+    @classmethod
+    def of(cls, linear: torch.nn.Linear) -> SlicedLinear:
+        """Return a layer with the same parameters; it may be on the meta device.
+
+        Args:
+            linear: The layer, which keeps them too.
+        """
+        made = cls(1, 1, bias=False, device="meta")
+        made.in_features, made.out_features = linear.in_features, linear.out_features
+        made.weight, made.bias = linear.weight, linear.bias
+        return made.train(linear.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``.
+
+        Args:
+            x: (..., in).
+        """
+        made = sliced_linear(x, self.weight, self.bias)
+        assert isinstance(made, torch.Tensor)
+        return made
+
+
+def slice_output(model: torch.nn.Module) -> None:
+    """Let the output layers of a model multiply by a slice at a time, if they are plain and large.
+
+    Args:
+        model: Any module; it may be on the meta device.
+    """
+    outputs = set(_output_layers(model))
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if layer in outputs and type(layer) is torch.nn.Linear and len(layer.weight) > OUTPUT_ROWS:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, SlicedLinear.of(layer))
+
+
+def _output_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the layers that transformers calls the output embeddings."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        layer = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+        if layer is not None:
+            yield layer

@@ -1,0 +1,74 @@
+"""Cuts weights where no bit changes: TaskGraph -> TaskGraph.
+
+A product with a packed weight is made in slices that begin at fixed rows, and so is that of the
+output layer beside packed weights. A cut between two of them changes no bit, so it needs no leave
+of the user, as ``split`` does. More tasks and copies take more time, though. So it is made only if
+whole weights have no room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.liveness import extent_bytes, live_activation_bytes, min_arena_bytes
+from ds_finepage.planning.rewrite.split import Divisible, cut_weights, divisible_weights
+
+SLICES_IN_ROOM = 4
+"""Slices that the arena is to hold beside the activations: one is used while others come."""
+
+
+def smallest_slices(graph: TaskGraph) -> TaskGraph:
+    """Cut every weight wherever no bit changes.
+
+    Args:
+        graph: The pass.
+
+    Returns:
+        The taskgraph; ``graph`` itself if there is nothing to cut.
+    """
+    return _cut(graph, lambda unit: 1)
+
+
+def slices_that_fit(graph: TaskGraph, arena_bytes: int, alignment: int) -> TaskGraph:
+    """Cut weights where no bit changes, if whole weights have no room.
+
+    Args:
+        graph: The pass.
+        arena_bytes: Size of the arena.
+        alignment: Of extents, in bytes.
+
+    Returns:
+        The taskgraph in slices as long as the room allows; ``graph`` itself if all tasks fit as
+        they are.
+    """
+    if min_arena_bytes(graph, alignment) <= arena_bytes:
+        return graph
+    live = max(live_activation_bytes(graph, alignment), default=0)
+    most = (arena_bytes - live) // SLICES_IN_ROOM
+    long = _cut(graph, lambda unit: _num_steps(unit, most, alignment))
+    fits = min_arena_bytes(long, alignment) <= arena_bytes
+    return long if fits else smallest_slices(graph)
+
+
+def _num_steps(unit: Divisible, most_bytes: int, alignment: int) -> int:
+    """Return how many of the shortest slices make one of at most so many bytes, at least one."""
+    assert unit.exact_rows is not None
+    step = sum(extent_bytes(unit.exact_rows * row, alignment) for _, row in unit.parts)
+    return max(1, most_bytes // step)
+
+
+def _cut(graph: TaskGraph, num_steps: Callable[[Divisible], int]) -> TaskGraph:
+    """Cut weights into slices.
+
+    Args:
+        graph: The pass. The weights of several ranks are not cut.
+        num_steps: Returns for a weight how many of its shortest slices stay together.
+    """
+    if graph.parted:
+        return graph
+    units = [d for d in divisible_weights(graph) if d.exact_rows is not None]
+    return cut_weights(
+        graph,
+        {d.buffer: range(0, d.num_rows, (d.exact_rows or 1) * num_steps(d)) for d in units},
+    )
