@@ -1,6 +1,6 @@
 """Simulates OPT on a T4 with 208 GB of host memory, beside the figures that others published.
 
-    python benchmarks/opt.py --out benchmarks/opt_2026-11-22.json
+    python benchmarks/opt.py --out benchmarks/opt_2026-11-23.json
 
 A cell is a model, a length of the prompt and a policy. A generation is a prefill and 31 steps, each
 as long as the last one; its tokens a second are those of 32 new tokens of each sequence. The batch
