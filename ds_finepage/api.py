@@ -240,7 +240,13 @@ def _settled(module: object, config: object, settings: Mapping[str, Any]) -> Fin
         given = dict(given)
     if isinstance(given, Mapping):
         given = {**given, **settings}
-    return FinepageConfig.from_dict(given, policies=RUNNABLE)
+    found = FinepageConfig.from_dict(given, policies=RUNNABLE)
+    if found.kv_cache == "host" and not policy_named(found.policy).pages:
+        logger.warning(
+            "finepage.kv_cache has no effect: policy %s keeps the KV cache on the device",
+            found.policy,
+        )
+    return found
 
 
 def _common_budget(budget_bytes: int, ranks: Ranks) -> int:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -38,6 +38,8 @@ SECTION = "finepage"
 _DS_WEIGHTS = "weight_quantization"
 PackedName = Literal["int8", "int4", "int8+output", "int4+output"]
 """The names of packed forms, as ``graph/packed.py`` has them."""
+
+KVPlace = Literal["auto", "host"]
 
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
@@ -228,7 +230,9 @@ class _Settings(BaseModel):
             if first["type"] in ("extra_forbidden", "invalid_key"):
                 known = did_you_mean(key, cls.model_fields)
                 raise ConfigError(f"{name}: unknown key {key!r}. {known}") from None
+            expected = str(first.get("ctx", {}).get("expected", "")).replace("'", '"')
             message = _MESSAGES.get(first["type"], first["msg"] + ".")
+            message = message.replace("{expected}", expected)
             raise ConfigError(f"{name}.{key}: {given!r} {message}") from None
 
 
@@ -236,9 +240,7 @@ _MESSAGES = {
     "bool_type": "is not a truth value. Write true or false.",
     "int_type": "is not a whole number.",
     "greater_than_equal": "is negative. Write 0 or more.",
-    "literal_error": "is unknown. Write "
-    + " or ".join(f'"{n}"' for n in get_args(PackedName))
-    + ".",
+    "literal_error": "is unknown. Write {expected}.",
     "greater_than": "is not above 0.",
     "multiple_of": "is odd. Write an even number.",
     "string_type": "is not a text. Write a name in quotes.",
@@ -300,6 +302,7 @@ class FinepageConfig(_Settings):
     fused_unpacking: bool = (
         False  # products of few rows unpack in registers, where Triton runs; not yet run on a GPU
     )
+    kv_cache: KVPlace = "auto"  # "auto": on the device if it fits there
     debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
     plan_dir: Annotated[str, Field(pattern=r"\S")] | None = (
         None  # folder in which captured taskgraphs and plans are kept as JSON

@@ -32,6 +32,7 @@ from tests.mutations.batching import BATCHING
 from tests.mutations.checking import CHECKING
 from tests.mutations.comparing import COMPARING
 from tests.mutations.enqueueing import ENQUEUEING
+from tests.mutations.kv_place import OF_KV_PLACES
 from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
@@ -53,6 +54,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *CHECKING,
     *RUNNING,
     *RUNTIME,
+    *OF_KV_PLACES,
     *OF_RANKS,
     *OF_RANK_COMMANDS,
     *AROUND,

@@ -132,12 +132,13 @@ class KVOffload:
         """Bring the caches in host memory back to the device, when the model is detached."""
         self._handed_out.bring_back()
 
-    def call(self, call: CapturedCall, *, may_move: bool) -> Any:
+    def call(self, call: CapturedCall, *, may_move: bool, starts_on_host: bool = False) -> Any:
         """Run a call.
 
         Args:
             call: The call.
             may_move: The policy allows KV caches in host memory.
+            starts_on_host: They move there before anything is refused.
 
         Raises:
             StoreError: A cache belongs to another model.
@@ -150,6 +151,8 @@ class KVOffload:
         for cache in call.caches(growing=True):
             self._handed_out.take(cache)
         own = replace(call, kwargs=dict(call.kwargs))  # a moved cache may be added to them
+        if starts_on_host and not host_layers(own.caches()):
+            self._move(own)
         try:
             return self._call(own, may_move=may_move)
         finally:

@@ -154,7 +154,8 @@ class PlanRunner:
             StoreError: A KV cache belongs to another model.
             PlanInfeasibleError: There is no room, wherever the KV cache is.
         """
-        return self.kv_offload.call(call, may_move=self.settings.moves_kv_caches)
+        moves, starts = self.settings.moves_kv_caches, self.settings.starts_on_host
+        return self.kv_offload.call(call, may_move=moves, starts_on_host=starts)
 
     def generation(self, use: CacheUse) -> AbstractContextManager[None]:
         """Return the context of a generation.

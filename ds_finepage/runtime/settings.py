@@ -55,6 +55,11 @@ class RunSettings:
         return POLICIES[self.config.policy].pages
 
     @property
+    def starts_on_host(self) -> bool:
+        """True where a KV cache is in host memory from the first call on."""
+        return self.config.kv_cache == "host" and self.moves_kv_caches
+
+    @property
     def shows_ops(self) -> bool:
         """True where every op must run by plan, because a debug check looks at it."""
         return self.debug.poison_vacated or self.debug.lane_delay_seed is not None

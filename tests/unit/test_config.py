@@ -225,6 +225,7 @@ def test_no_section_is_stock() -> None:
     assert config.policy == "finepage"
     assert config.debug == DebugConfig()
     assert config.plan_dir is None
+    assert config.kv_cache == "auto"
     assert config.weights is None and config.weights_group == 64
     assert config.fused_unpacking is False
 
@@ -241,6 +242,7 @@ def test_a_whole_section_is_read() -> None:
         "weights_group": 32,
         "weights_dir": "kept",
         "fused_unpacking": True,
+        "kv_cache": "host",
     }
     assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
         enabled=True,
@@ -253,6 +255,7 @@ def test_a_whole_section_is_read() -> None:
         weights_group=32,
         weights_dir="kept",
         fused_unpacking=True,
+        kv_cache="host",
     )
 
 
@@ -308,9 +311,14 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"report": ""}, "is not a text"),
         (
             {"weights": "int3"},
-            r"finepage\.weights: 'int3' is unknown. Write \"int8\" or \"int4\" or \"int8\+output",
+            r"finepage\.weights: 'int3' is unknown. Write \"int8\", \"int4\", \"int8\+output\" or ",
         ),
         ({"weights": 4}, r"finepage\.weights: 4 is unknown"),
+        (
+            {"kv_cache": "card"},
+            r"finepage\.kv_cache: 'card' is unknown. Write \"auto\" or \"host\"\.",
+        ),
+        ({"kv_cache": True}, r"finepage\.kv_cache: True is unknown"),
         ({"weights_group": "64"}, r"finepage\.weights_group: '64' is not a whole number"),
         ({"weights_group": 0}, r"finepage\.weights_group: 0 is not above 0"),
         ({"weights_dir": "kept"}, r"finepage\.weights_dir keeps packed weights, and"),

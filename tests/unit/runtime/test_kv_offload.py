@@ -68,6 +68,7 @@ def call(
     *,
     may_move: bool = True,
     num_new: int = 1,
+    **given: Any,
 ) -> Any:
     ids = torch.zeros(1, num_new, dtype=torch.long)
 
@@ -75,7 +76,7 @@ def call(
         return run(past_key_values)
 
     asked = CapturedCall(compiled, nn.Identity(), (), {"input_ids": ids, "past_key_values": cache})
-    return made.call(asked, may_move=may_move)
+    return made.call(asked, may_move=may_move, **given)
 
 
 def lengths(cache: DynamicCache) -> list[int]:
@@ -91,6 +92,21 @@ def test_a_call_with_room_leaves_the_cache_where_it_is() -> None:
     assert torch.equal(call(made, forward(cache), cache), EXPECTED)
     assert lengths(cache) == [4, 4]
     assert counters.num_caches_on_host == 0
+
+
+def test_a_cache_that_starts_on_the_host_moves_once_and_is_never_on_the_device() -> None:
+    made, counters = calls()
+    cache = cache_with(5)
+    seen: list[type] = []
+
+    def run(cache: DynamicCache) -> torch.Tensor:
+        seen.extend(type(layer) for layer in cache.layers)
+        return forward(cache)(cache)
+
+    for _ in range(2):
+        call(made, run, cache, starts_on_host=True)
+        assert counters.num_caches_on_host == 1
+    assert set(seen) == {HostLayer}
 
 
 @pytest.mark.parametrize("after", (0, 1, 2))

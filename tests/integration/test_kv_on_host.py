@@ -1,0 +1,76 @@
+"""``finepage.kv_cache: "host"``: the KV cache is in host memory from the first call on."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from ds_finepage.api import attach
+from ds_finepage.execution.meter import DeviceMeter
+from tests.integration.families import greedy, make_model, token_ids
+
+BUDGETS = ("60%weights", "64MiB")
+"""Weights are paged, or all of them fit with the cache."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+def generated(model: Any) -> list[torch.Tensor]:
+    ids = token_ids(40, batch=2)
+    return [
+        greedy(model, input_ids=ids, max_new_tokens=6),
+        greedy(model, input_ids=ids, num_beams=2, max_new_tokens=6),
+    ]
+
+
+def stepped(model: Any) -> list[torch.Tensor]:
+    """Run a prompt and two steps with a cache of the caller."""
+    cache, ids, found = DynamicCache(config=model.config), token_ids(9), []
+    for _ in range(3):
+        with torch.no_grad():
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        found.append(logits)
+        ids = logits[:, -1:].argmax(-1)
+    return found
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_results_are_those_of_plain_transformers(family: str, budget: str) -> None:
+    model = make_model(family)
+    plain = [*generated(model), *stepped(model)]
+    handle = attach(model, device_budget=budget, device="cpu", kv_cache="host")
+    with DeviceMeter(torch.device("cpu")) as meter:
+        found = [*generated(model), *stepped(model)]
+    assert all(map(torch.equal, found, plain))
+    assert handle.stats.num_caches_on_host >= 3
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
+    handle.detach()
+
+
+def test_a_cache_that_fits_stays_on_the_device_without_it() -> None:
+    model = make_model("llama")
+    handle = attach(model, device_budget="64MiB", device="cpu")
+    greedy(model, input_ids=token_ids(40), max_new_tokens=2)
+    assert handle.stats.num_caches_on_host == 0
+    handle.detach()
+
+
+def test_a_policy_that_keeps_caches_on_the_device_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("llama", num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING):
+        handle = attach(model, device_budget="64MiB", device="cpu", policy="lru", kv_cache="host")
+    message = "finepage.kv_cache has no effect: policy lru keeps the KV cache on the device"
+    assert message in caplog.messages
+    greedy(model, input_ids=token_ids(8), max_new_tokens=2)
+    assert handle.stats.num_caches_on_host == 0
+    handle.detach()
