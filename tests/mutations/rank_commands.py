@@ -38,7 +38,7 @@ OF_RANK_COMMANDS = (
         "compare/leash.py",
         "if os.getppid() != int(parent):",
         "if False:",
-        CHILDREN,
+        f"{CHILDREN}::test_a_process_whose_parent_is_gone_does_not_start",
     ),
     mutant(
         "a-process-starts-after-the-end",

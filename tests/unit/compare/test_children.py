@@ -46,7 +46,7 @@ def test_none_starts_after_the_end(tmp_path: Path) -> None:
     children = Children()
     children.end()
     with pytest.raises(FinepageError, match="starts no more processes"):
-        run_process(["-c", WAITS], tmp_path / "log", children=children)
+        run_process(["-c", ""], tmp_path / "log", children=children)
 
 
 def test_a_process_that_has_ended_is_forgotten(tmp_path: Path) -> None:
