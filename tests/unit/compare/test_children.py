@@ -84,11 +84,14 @@ def test_an_interrupt_while_a_process_starts_ends_it(
 def test_an_error_while_a_process_starts_gives_handlers_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(TypeError):
-        run_process([], tmp_path / "log")
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(TypeError):
+            run_process([], tmp_path / "log")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_process_that_has_ended_is_forgotten(tmp_path: Path) -> None:
