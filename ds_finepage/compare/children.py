@@ -2,8 +2,9 @@
 
 [Note: no process is left]
 Each process leads a group of its own, so an interrupt from a terminal reaches the command alone,
-which then ends them. Threads of the command that wait for a process hear of no interrupt; the main
-thread ends their processes for them. Where the command itself is killed, ``leash.py`` ends them.
+which then ends them. One that comes while a process starts waits until that one is known. Threads
+of the command that wait for a process hear of no interrupt; the main thread ends their processes
+for them. Where the command itself is killed, ``leash.py`` ends them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
-from typing import BinaryIO
+from types import FrameType
+from typing import Any, BinaryIO
 
 from ds_finepage.compare import leash
 from ds_finepage.errors import ConfigError, FinepageError
@@ -30,7 +32,7 @@ class Children:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._running: list[subprocess.Popen[bytes]] = []
         self._is_over = False
 
@@ -54,20 +56,26 @@ class Children:
             FinepageError: All have been ended.
         """
         tied = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), sys.executable]
-        with self._lock:
-            if self._is_over:
-                raise FinepageError("the command ends, and starts no more processes.")
-            process = subprocess.Popen(
-                [*tied, *arguments],
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
-            )
-            self._running.append(process)
+        release = hold_interrupts()
         try:
+            with self._lock:
+                if self._is_over:
+                    raise FinepageError("the command ends, and starts no more processes.")
+                process = subprocess.Popen(
+                    [*tied, *arguments],
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    start_new_session=True,
+                )
+                self._running.append(process)
+        except BaseException:
+            release()
+            raise
+        try:
+            release()
             yield process
         finally:
             kill(process)
@@ -87,6 +95,26 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError):  # it ends just now
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def hold_interrupts() -> Callable[[], None]:
+    """Hold SIGINT and SIGTERM back until the result is called; only the main thread hears them."""
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]] = {}
+    heard: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):  # else Python does nothing, or the process ends at once
+                handlers[number] = handler
+                signal.signal(number, lambda number, _: heard.append(number))
+
+    def release() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for heard_number in heard:
+            signal.raise_signal(heard_number)
+
+    return release
 
 
 def opened(log: Path) -> BinaryIO:

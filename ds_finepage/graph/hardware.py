@@ -37,8 +37,8 @@ class HardwareProfile:
     rank_latency_ns: int = 0  # time of one step of a collective beyond that of its bytes
 
     def without_details(self) -> HardwareProfile:
-        """Return the rates alone, for which plans are made."""
-        return replace(self, **DETAILS)
+        """Return the rates and the link between ranks alone, for which plans are made."""
+        return replace(self, **{n: v for n, v in DETAILS.items() if not n.startswith("rank_")})
 
 
 DETAILS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Lane
-from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.bounds import LowerBound
 from ds_finepage.planning.simulator import Costs
 
@@ -16,7 +16,7 @@ from ds_finepage.planning.simulator import Costs
 def least_time_ns(
     bound: LowerBound, profile: HardwareProfile, arena_bytes: int, *, knows_warm: bool = True
 ) -> int:
-    """Return a time that no steady pass beats: that of its tasks, or that of its copies.
+    """Return a time that no steady pass beats: that of its tasks, its copies or its collects.
 
     It holds for one batch at a time, with the tasks in program order. New rows of a KV cache that
     go to host memory count for their link only.
@@ -36,6 +36,7 @@ def least_time_ns(
         bound.time_ns(tasks_ns, profile.h2d_bytes_per_s),
         max(end_times_ns(tasks_ns, profile), default=0),
         _least_copies_ns(bound, profile, arena_bytes),
+        _least_collects_ns(bound, profile),
         int(written_bytes * 1e9 / profile.d2h_bytes_per_s),
     )
 
@@ -83,3 +84,15 @@ def _least_copies_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: i
     copied_bytes = max(reloaded_bytes, missing_bytes + copy_bytes)
     total_bytes = copied_bytes + latency_bytes * max(1, copied_bytes / copy_bytes)
     return int(total_bytes * 1e9 / profile.h2d_bytes_per_s)
+
+
+def _least_collects_ns(bound: LowerBound, profile: HardwareProfile) -> int:
+    """Return the least time to collect the parts of the other ranks, over the link between them."""
+    graph = bound.graph
+    weights = (b for b in graph.buffers if b.kind is BufferKind.WEIGHT)
+    own_bytes = sum(b.nbytes for b in weights if graph.num_parts(b) == 1)
+    whole_bytes = bound.nbytes - bound.per_call_bytes - own_bytes
+    if graph.num_ranks == 1 or whole_bytes <= 0:
+        return 0
+    others_bytes = whole_bytes * (graph.num_ranks - 1) // graph.num_ranks
+    return Costs(profile).collect_ns(others_bytes, graph.num_ranks)

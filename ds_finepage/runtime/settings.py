@@ -66,7 +66,7 @@ class RunSettings:
 
     @property
     def planning(self) -> PlanSettings:
-        """The part that the planner needs. Plans are made for the rates of the machine alone."""
+        """The part that the planner needs. Plans are made for rates, without details."""
         return PlanSettings(
             policy=self.config.policy,
             split=self.may_cut and self.config.split and POLICIES[self.config.policy].can_split,

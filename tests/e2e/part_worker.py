@@ -25,8 +25,7 @@ from rank_worker import (
     engine_of,
     error_of,
     fail_at_the_tenth_task,
-    reloaded,
-    reloaded_by_one_rank,
+    share_of_one_rank,
     write,
 )
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -104,12 +103,6 @@ def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any, Any]
 def share_of_host_memory(model: Any, plain: Any) -> float:
     masters = sum(p.ds_tensor.untyped_storage().nbytes() for p in model.parameters())
     return float(masters / sum(p.nbytes for p in plain.parameters()))
-
-
-def share_of_one_rank(engine: Any, plain: Any) -> float:
-    """Return the reloaded bytes of a rank over those of one rank alone, at an equal budget."""
-    mine = reloaded(engine.module, ds_finepage.handle_of(engine))
-    return float(mine / reloaded_by_one_rank(plain))
 
 
 def refused_setups() -> dict[str, str]:
@@ -209,7 +202,7 @@ def run_all() -> dict[str, Any]:
                 # Rank 1 stops early; plain models of both ranks do not wait for each other.
                 found["early stop"] = is_equal(engine.module, plain, NUM_NEW - 2 * RANK)
                 found["after it"] = is_equal(engine.module, plain)
-                found["share of one rank"] = share_of_one_rank(engine, plain)
+                found["share of one rank"] = share_of_one_rank(plain, ds_config(size=1))
                 found["changed"] = changed(engine.module, plain)
                 of_llama = engine
     found["out of step"] = out_of_step(of_llama)

@@ -20,6 +20,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from fixed_rates import fixed_rates
 from rich.console import Console
 from rich.table import Table
 from transformers import (
@@ -173,7 +174,7 @@ def run_family(
     found["weight_bytes"] = handle.stats.weight_bytes
     found["collectives"] = [collectives(plan.graph) for plan, _ in handle.plans()]
     if name == "llama" and MODE == "all":
-        found["share of one rank"] = reloaded(model, handle) / reloaded_by_one_rank(plain)
+        found["share of one rank"] = share_of_one_rank(plain, ds_config(dtype=dtype))
     return found, engine
 
 
@@ -192,6 +193,14 @@ def forecast_of(config: Any, dtype: torch.dtype) -> list[Any]:
 
 def collectives(graph: TaskGraph) -> list[str]:
     return [task.op for task in graph.tasks if is_collective(task)]
+
+
+def share_of_one_rank(plain: Any, config: Any) -> float:
+    """Return the reloaded bytes of a rank over those of one rank alone, at an equal budget."""
+    with fixed_rates():
+        engine = engine_of(plain, config)
+        mine = reloaded(engine.module.eval(), ds_finepage.handle_of(engine))
+        return mine / reloaded_by_one_rank(plain)
 
 
 def reloaded(model: Any, handle: Any) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ds_finepage.cli import main
@@ -117,3 +118,24 @@ def test_an_interrupt_keeps_what_is_finished(
     assert process.returncode == 130
     assert f"finished runs are in {out}; --resume goes on" in error
     assert [found.arm for found in load_results(out).runs] == ["plain"]
+
+
+def test_no_rank_outlives_sigterm(model: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    with subprocess.Popen(
+        command(model, tmp_path / "out", "--arms", "finepage", "--ranks", "2"),
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert "modelling" in process.stderr.readline()
+        ranks: list[psutil.Process] = []
+        while len(ranks) < 2:  # the limit of pytest ends a wait in vain
+            assert process.poll() is None
+            os.sched_yield()
+            ranks = psutil.Process(process.pid).children()
+        process.terminate()
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert error.endswith("--resume goes on\nds-finepage: terminated\n")
+    assert not any(rank.is_running() for rank in ranks)

@@ -243,7 +243,7 @@ PLANNING = (
     mutant(
         "many-bytes-end-a-list",
         "planning/finepage/search.py",
-        "return moved <= self._options.few_bytes * self._bound.nbytes",
+        "return moved <= self._few_bytes",
         "return True",
         FINEPAGE,
     ),

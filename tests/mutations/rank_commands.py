@@ -34,11 +34,25 @@ OF_RANK_COMMANDS = (
         f"{CHILDREN}::test_a_killed_command_leaves_no_process",
     ),
     mutant(
+        "an-interrupt-while-a-process-starts-leaves-it",
+        "compare/children.py",
+        "release = hold_interrupts()",
+        "release = bool",
+        f"{CHILDREN}::test_an_interrupt_while_a_process_starts_ends_it",
+    ),
+    mutant(
+        "an-error-while-a-process-starts-keeps-handlers",
+        "compare/children.py",
+        "        except BaseException:\n            release()\n",
+        "        except BaseException:\n",
+        f"{CHILDREN}::test_an_error_while_a_process_starts_gives_handlers_back",
+    ),
+    mutant(
         "a-process-starts-without-its-parent",
         "compare/leash.py",
         "if os.getppid() != int(parent):",
         "if False:",
-        CHILDREN,
+        f"{CHILDREN}::test_a_process_whose_parent_is_gone_does_not_start",
     ),
     mutant(
         "a-process-starts-after-the-end",

@@ -12,6 +12,7 @@ LOADING = "integration/test_shard_loading.py"
 DEFERRED = "unit/integrations/test_deferred.py"
 NODE_MEMORY = "unit/integrations/test_node_memory.py"
 CLI_PLAN = "integration/cli/test_plan.py"
+RANK_LINK = "unit/planning/test_rank_link.py"
 
 OF_RANKS = (
     mutant(
@@ -89,14 +90,49 @@ OF_RANKS = (
         "planning/builder.py",
         "if self._graph.num_parts(self._graph.buffers[buffer]) > 1:",
         "if False:",
-        "unit/planning/test_rank_link.py",
+        RANK_LINK,
+    ),
+    mutant(
+        "plans-do-not-count-the-link-between-ranks",
+        "graph/hardware.py",
+        ' if not n.startswith("rank_")',
+        "",
+        RANK_LINK,
+    ),
+    mutant(
+        "collects-are-not-in-the-bound",
+        "planning/time_bound.py",
+        "        _least_collects_ns(bound, profile),\n",
+        "",
+        RANK_LINK,
+    ),
+    mutant(
+        "weights-of-one-rank-are-collected-in-the-bound",
+        "planning/time_bound.py",
+        "bound.nbytes - bound.per_call_bytes - own_bytes",
+        "bound.nbytes - bound.per_call_bytes",
+        RANK_LINK,
+    ),
+    mutant(
+        "the-bytes-of-all-ranks-are-few-for-one",
+        "planning/finepage/search.py",
+        "self._bound.nbytes / self._problem.graph.num_ranks",
+        "self._bound.nbytes",
+        RANK_LINK,
+    ),
+    mutant(
+        "plans-of-ranks-are-left-out-as-if-one-reloaded-all",
+        "planning/finepage/search.py",
+        "rate = profile.h2d_bytes_per_s * self._problem.graph.num_ranks",
+        "rate = profile.h2d_bytes_per_s",
+        RANK_LINK,
     ),
     mutant(
         "every-rank-reloads-whole-weights",
         "graph/memgraph.py",
         "            nbytes = part_bytes\n",
         "            pass\n",
-        "unit/planning/test_rank_link.py",
+        RANK_LINK,
     ),
     mutant(
         "a-late-weight-keeps-the-parts-of-the-others-as-they-were",

@@ -129,6 +129,11 @@ class _Search:
             problem.graph, problem.arena_bytes, problem.alignment, may_cut=problem.split
         )
 
+    @property
+    def _few_bytes(self) -> float:
+        """As many bytes are few for a rank to move; each reloads its part of a weight."""
+        return self._options.few_bytes * self._bound.nbytes / self._problem.graph.num_ranks
+
     @cached_property
     def _bound_ns(self) -> int:
         """The time of the tasks alone, or of the fewest bytes if that is longer."""
@@ -149,7 +154,7 @@ class _Search:
         moved, total_ns, _ = self._front[0]
         if total_ns > self._options.equal_times * self._bound_ns:
             return False
-        return moved <= self._options.few_bytes * self._bound.nbytes
+        return moved <= self._few_bytes
 
     def offer(self, plan: MemGraph | None) -> bool:
         """Take a plan, or the same plan with delayed experts, if it is the best so far.
@@ -176,7 +181,7 @@ class _Search:
             is_good = total_ns <= self._options.good_enough * bound_ns
             if total_ns <= self._options.fast_enough * bound_ns:
                 self.has_fastest = True
-            if not self._problem.shared and moved > self._options.few_bytes * self._bound.nbytes:
+            if not self._problem.shared and moved > self._few_bytes:
                 # A little time is not worth that much traffic.
                 total_ns = int(total_ns * self._options.fast_enough)
         self._compare(total_ns, moved, plan)
@@ -196,7 +201,7 @@ class _Search:
         """Tell whether a plan that moves at least so much can be as fast as the fastest.
 
         Args:
-            moved: Bytes.
+            moved: Bytes, those of all ranks together.
             num_copies: Copies.
         """
         profile = self._problem.profile
@@ -205,7 +210,8 @@ class _Search:
         fastest_ns = min(total_ns for _, total_ns, _ in self._front)
         limit_ns = self._options.equal_times * fastest_ns
         latencies_ns = num_copies * profile.transfer_latency_ns
-        if moved * 10**9 <= (limit_ns - latencies_ns) * profile.h2d_bytes_per_s:
+        rate = profile.h2d_bytes_per_s * self._problem.graph.num_ranks
+        if moved * 10**9 <= (limit_ns - latencies_ns) * rate:
             return True
         self._left_out = True
         return False

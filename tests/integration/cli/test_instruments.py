@@ -174,7 +174,10 @@ def test_an_interrupt_ends_the_runs_that_other_threads_wait_for(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_all_processes_of_a_demo_end_with_it(tmp_path: Path, num_ranks: int) -> None:
+def test_all_processes_of_a_demo_end_with_it(
+    tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_finepage.compare.children.subprocess.Popen", None)
     made = Demo(tmp_path, {}, 8, Console(file=io.StringIO()), num_ranks=num_ranks)
     made._children.end()
     with pytest.raises(FinepageError, match="starts no more processes"):

@@ -46,7 +46,52 @@ def test_none_starts_after_the_end(tmp_path: Path) -> None:
     children = Children()
     children.end()
     with pytest.raises(FinepageError, match="starts no more processes"):
-        run_process(["-c", WAITS], tmp_path / "log", children=children)
+        run_process(["-c", ""], tmp_path / "log", children=children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_process_starts_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    began: list[subprocess.Popen[bytes]] = []
+    heard: list[int] = []
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        began.append(start(*arguments, **options))
+        signal.raise_signal(number)
+        return began[0]
+
+    def handler(number: int, _: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_process(["-c", WAITS], tmp_path / "log")
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+        alive = [process for process in began if process.poll() is None]
+        for process in alive:
+            process.kill()
+            process.wait()
+    assert (heard, len(began), alive) == ([number], 1, [])
+
+
+def test_an_error_while_a_process_starts_gives_handlers_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(TypeError):
+            run_process([], tmp_path / "log")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_process_that_has_ended_is_forgotten(tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 
 from ds_finepage.graph.collectives import ALL_GATHER, ALL_REDUCE, collects_of
-from ds_finepage.graph.memgraph import Lane, NodeKind
+from ds_finepage.graph.memgraph import Lane, MemGraph, NodeKind
+from ds_finepage.graph.parts import with_parts
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import PAGING, plan
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate, task_time_ns
 from tests.unit.checker.by_hand import collecting
 from tests.unit.graph.test_collectives import graph_of
@@ -81,3 +85,59 @@ def test_bounds_are_those_of_one_rank() -> None:
     )
     assert two_ns <= one_ns // 2 + 1
     assert two.memgraph.reloaded_bytes >= two.lower_bound_bytes
+
+
+SIZES = (256, 128, 512, 128, 1024, 1024, 1024, 1024, 256, 128, 1024, 128)
+FLOPS = (300, 300, 1000, 100, 1000, 300, 300, 1000, 100, 1000, 100, 300)
+
+
+def uneven(*, num_parted: int = len(SIZES)) -> TaskGraph:
+    """Return a chain of tasks with weights of several sizes; the first ones lie on two ranks."""
+    graph = parted(num_weights=len(SIZES), num_ranks=1)
+    weights = (replace(b, nbytes=n) for b, n in zip(graph.buffers, SIZES, strict=False))
+    tasks = (replace(t, flops=n) for t, n in zip(graph.tasks, FLOPS, strict=True))
+    graph = replace(graph, buffers=(*weights, *graph.buffers[len(SIZES) :]), tasks=tuple(tasks))
+    return with_parts(graph, {f"b{i}": SIZES[i] for i in range(num_parted)}, 2)
+
+
+def num_collects(plan_of_pass: MemGraph) -> int:
+    return sum(n.kind is NodeKind.COLLECT for n in plan_of_pass.nodes)
+
+
+def test_the_link_between_ranks_decides_which_plan_is_chosen() -> None:
+    """Where a collect takes long, weights stream in few collects, though they hide less well."""
+    settings = PlanSettings(policy="finepage", split=False, alignment=64, profile=PLAIN)
+    linked = replace(settings, profile=replace(PLAIN, rank_latency_ns=2000).without_details())
+    blind, seeing = (plan_checked(uneven(), 2560, s).memgraph for s in (settings, linked))
+    assert num_collects(seeing) < num_collects(blind)
+    times = [[simulate(p, s.profile).total_ns for p in (blind, seeing)] for s in (settings, linked)]
+    assert times[0][0] < times[0][1] and times[1][1] < 0.9 * times[1][0]
+
+
+@pytest.mark.parametrize("num_parted", [1, 6, len(SIZES)])
+def test_no_plan_beats_the_bound_of_its_collects(num_parted: int) -> None:
+    """Each byte that comes from the other rank takes ten nanoseconds, and the first step ten."""
+    slow = replace(PLAIN, rank_bytes_per_s=1e8, rank_latency_ns=10)
+    settings = PlanSettings(policy="finepage", split=False, alignment=64, profile=slow)
+    found = plan_checked(uneven(num_parted=num_parted), 2560, settings)
+    assert found.lower_bound_ns <= found.timeline.total_ns
+    own_bytes = sum(SIZES[num_parted:])
+    whole_bytes = found._bound.nbytes - own_bytes
+    expected = 10 + 10 * (whole_bytes // 2) if whole_bytes > 0 else 0
+    assert found.lower_bound_ns == max(expected, sum(FLOPS))
+    assert (expected > sum(FLOPS)) == (num_parted > 1)
+
+
+def test_few_bytes_are_those_of_one_rank() -> None:
+    problem = Problem(uneven(), 2560, 64, PLAIN)
+    alone = replace(problem, graph=replace(problem.graph, parted=(), num_ranks=1))
+    assert _Search(problem)._few_bytes == _Search(alone)._few_bytes / 2 > 0
+
+
+def test_two_ranks_reload_twice_as_fast() -> None:
+    problem = Problem(uneven(), 2560, 64, PLAIN)
+    search = _Search(problem)
+    search.offer(plan_finepage(problem))
+    ((_, fastest_ns, _),) = search._front
+    assert search._may_win(2 * fastest_ns, 0)  # PLAIN copies a byte in a nanosecond
+    assert not search._may_win(3 * fastest_ns, 0)

@@ -1,0 +1,118 @@
+"""Plans of a model on one rank and on two, for written rates: the bytes of a rank, and its time.
+
+The ranks hold each weight together, or each has a shard of its own with tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from ds_finepage.capture.from_config import capture_config
+from ds_finepage.capture.shards import cutting
+from ds_finepage.execution import collectives as ops
+from ds_finepage.execution.measure import estimate_workspaces
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.parts import with_parts
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.pipeline import Planned, PlanSettings, needs_of, plan_checked
+from ds_finepage.planning.simulator import simulate
+from tests.e2e.fixed_rates import RATES
+
+assert ops  # defines them
+
+LLAMA = transformers.LlamaConfig(
+    vocab_size=96,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_hidden_layers=2,
+    intermediate_size=384,
+    num_key_value_heads=2,
+)
+PHASES = (("prefill", 8), ("decode", 16))
+NUM_STEPS = 3
+BUSY = replace(RATES, launch_ns=5000, transfer_latency_ns=3000)
+"""Ops are so short that a pass waits for its copies."""
+
+UNKNOWN = {"rank_bytes_per_s": 0.0, "rank_latency_ns": 0}
+
+
+def captured(num_ranks: int) -> list[TaskGraph]:
+    """Return a prefill and a decode step of one rank."""
+    return [
+        estimate_workspaces(
+            capture_config(
+                LLAMA,
+                phase=phase,
+                batch=2,
+                seq=seq,
+                dtype="float32",
+                prepare=cutting(num_ranks, None),
+            ),
+            on_accelerator=False,
+        )
+        for phase, seq in PHASES
+    ]
+
+
+def in_parts(graph: TaskGraph) -> TaskGraph:
+    weights = {b.name: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
+    return with_parts(graph, weights, 2)
+
+
+@pytest.fixture(scope="module")
+def passes() -> dict[str, list[TaskGraph]]:
+    one = captured(1)
+    return {"one": one, "shards": captured(2), "parts": list(map(in_parts, one))}
+
+
+def planned(graphs: Sequence[TaskGraph], profile: HardwareProfile) -> list[Planned]:
+    """Plan passes under 70% of the weights."""
+    settings = PlanSettings(
+        policy="finepage", split=False, alignment=64, profile=profile.without_details()
+    )
+    found = []
+    for graph in graphs:
+        around_bytes = needs_of(graph, alignment=64, cuts_weights=False).non_arena_bytes
+        found.append(plan_checked(graph, graph.weight_bytes * 7 // 10 - around_bytes, settings))
+    return found
+
+
+def reloaded(graphs: Sequence[TaskGraph], profile: HardwareProfile) -> int:
+    prefill, decode = (found.memgraph.reloaded_bytes for found in planned(graphs, profile))
+    return prefill + NUM_STEPS * decode
+
+
+@pytest.mark.parametrize("how", ["shards", "parts"])
+@pytest.mark.parametrize("link", [{}, UNKNOWN, {"rank_latency_ns": 300_000}])
+def test_a_rank_reloads_its_share_of_what_one_rank_reloads(
+    passes: dict[str, list[TaskGraph]], how: str, link: dict[str, float]
+) -> None:
+    profile = replace(RATES, **link)  # type: ignore[arg-type]
+    assert 0 < reloaded(passes[how], profile) <= 0.52 * reloaded(passes["one"], profile)
+
+
+@pytest.mark.parametrize("rates", [RATES, BUSY], ids=["long ops", "short ops"])
+@pytest.mark.parametrize("latency_ns", [20_000, 100_000, 3_000_000])
+def test_bytes_of_a_rank_are_spent_on_time_alone(
+    passes: dict[str, list[TaskGraph]], rates: HardwareProfile, latency_ns: int
+) -> None:
+    """A plan that knows the link is never slower, and moves more only where that is faster."""
+    linked = replace(rates, rank_latency_ns=latency_ns)
+    pairs = zip(
+        planned(passes["parts"], replace(rates, **UNKNOWN)),  # type: ignore[arg-type]
+        planned(passes["parts"], linked),
+        strict=True,
+    )
+    shares = []
+    for pair in pairs:
+        (blind_bytes, blind_ns), (bytes_, ns) = (
+            (p.memgraph.reloaded_bytes, simulate(p.memgraph, linked).total_ns) for p in pair
+        )
+        assert ns <= (1.001 if bytes_ <= blind_bytes else 1 / 1.005) * blind_ns
+        shares.append(ns / blind_ns)
+    if latency_ns == 3_000_000:
+        assert max(shares) < 0.75  # a collect is all that counts, and there are fewer
