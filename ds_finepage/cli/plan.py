@@ -95,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(planned.figures.to_dict(), indent=2))
         return 0
     output.show(planned.figures.to_table())
+    if planned.figures.kv_on_host and planned.figures.kv_elsewhere_ns is not None:
+        print("a run has the KV cache on the device, since it fits there")
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))
     if arguments.out is not None:

@@ -301,13 +301,24 @@ def test_both_passes_have_the_cache_where_a_run_has_it(
 
 
 def test_the_commands_say_where_the_cache_is(
-    model: Path, decode: CapturedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    decode: CapturedModel,
+    prefill: CapturedModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = card(tmp_path)
     arguments = ["--model", str(model), "--hardware", str(path), "--batch", str(BATCH)]
     arguments += ["--seq", str(SEQ), "--no-split"]
     assert main(["plan", *arguments, "--device-budget", str(least_on_device(decode) - 1)]) == 0
-    assert "1.00 MiB in host memory, for lack of room on the device" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1.00 MiB in host memory, for lack of room on the device" in shown
+    assert "a run has the KV cache on the device" not in shown
+    least = least_on_device(prefill)
+    assert main(["plan", *arguments, "--phase", "prefill", "--device-budget", str(least)]) == 0
+    shown = capsys.readouterr().out
+    assert "1.00 MiB in host memory, which is faster (on the device: " in shown
+    assert "a run has the KV cache on the device, since it fits there" in shown
     assert main(["curve", *arguments, "--points", "2", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["kv_on_host"] for point in points] == [True, False]

@@ -230,6 +230,13 @@ AROUND = (
         is_named=True,
     ),
     mutant(
+        "nobody-says-that-a-run-does-not-choose-the-place-by-time",
+        "cli/plan.py",
+        "if planned.figures.kv_on_host and planned.figures.kv_elsewhere_ns is not None:",
+        "if False:",
+        "integration/test_kv_forecast.py",
+    ),
+    mutant(
         "other-policies-choose-the-place-of-their-kv-cache",
         "whatif.py",
         "if as_in_a_run or not policy_named(policy).is_cyclic:",
