@@ -18,8 +18,9 @@ from planned_page import command_of, keep, options_of, table, versions_used
 
 from ds_finepage.config import DeviceBudget
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.budget import budget_on
 from ds_finepage.units import format_bytes, format_ns
-from ds_finepage.whatif import budget_on, capture_model, plan_captured
+from ds_finepage.whatif import capture_model, plan_captured
 
 MODELS = ("llama-7b", "llama-65b")
 HARDWARE = "v100-16gb"
@@ -66,7 +67,9 @@ def cases_of(model: str) -> Iterable[Case]:
         weight_bytes = captured.graph.weight_bytes
         for text in (*BUDGETS_OF_A_CARD, *(f"{percent}%weights" for percent in PERCENTS)):
             budget_bytes = budget_on(DeviceBudget.parse(text), weight_bytes, profile)
-            figures = plan_captured(captured, budget_bytes=budget_bytes, profile=profile).figures
+            figures = plan_captured(
+                captured, budget_bytes=budget_bytes, profile=profile, as_in_a_run=True
+            ).figures
             yield Case(
                 model=model,
                 num_ranks=num_ranks,

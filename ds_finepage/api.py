@@ -43,6 +43,7 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.fused import why_not
 from ds_finepage.packing.model import is_packed, pack_model, set_fused
+from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import RUNNABLE, policy_named
 from ds_finepage.planning.simulator import simulate
@@ -127,7 +128,8 @@ def plan_model(
 ) -> PlannedModel:
     """Capture, plan, check and simulate a pass of a model on a machine, with all figures.
 
-    If the KV cache does not fit the device, it is in host memory, as in a run.
+    The KV cache is in the place in which the pass takes less time, on the device or in host memory.
+    In a run it is on the device if it fits.
 
     Args:
         model: A shipped name, a directory or a transformers config.json.
@@ -157,7 +159,7 @@ def plan_model(
     shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
     form: dict[str, Any] = {"weights": weights, "weights_group": weights_group}
     captured = whatif.capture_model(model, **shape, profile=profile, **form, num_ranks=num_ranks)
-    budget_bytes = whatif.budget_on(budget, captured.graph.weight_bytes, profile)
+    budget_bytes = budget_on(budget, captured.graph.weight_bytes, profile)
     return whatif.plan_captured(
         captured,
         budget_bytes=budget_bytes,

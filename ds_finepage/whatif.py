@@ -8,6 +8,9 @@ It is on the device if the pass fits so, as in a run. Otherwise a policy that pa
 memory: :mod:`ds_finepage.integrations.transformers.host_cache`. The pass then reloads the live rows
 of a layer just before its attention, and its tasks write the new rows to host memory. On the device
 the cache counts once: the rows are there before the pass, and new ones are written among them.
+
+If a pass is planned by itself, a cyclic policy takes the place in which its plan takes least time:
+:mod:`ds_finepage.planning.kv_place`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from transformers import PretrainedConfig
 from ds_finepage.capture.from_config import SOURCE_ROWS, capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config
 from ds_finepage.capture.shards import cutting
-from ds_finepage.config import BudgetKind, DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.execution import collectives as _defines_them  # noqa: F401
 from ds_finepage.execution import host_ops
@@ -39,13 +41,8 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
-from ds_finepage.planning.pipeline import (
-    Needs,
-    Planned,
-    PlanSettings,
-    needs_of,
-    plan_checked,
-)
+from ds_finepage.planning.kv_place import PlannedPlace, plan_fastest
+from ds_finepage.planning.pipeline import Needs, PlanSettings, needs_of
 from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
@@ -58,9 +55,6 @@ from ds_finepage.reporting.figures import (
     written_bytes,
 )
 from ds_finepage.units import format_bytes
-
-AUTO_MARGIN_BYTES = 512 << 20
-"""Bytes that a budget of "auto" leaves to driver and libraries on such a machine."""
 
 AS_STOCK = ", modelled as DeepSpeed packs"
 """Follows the form where a policy ``zero*`` stands for DeepSpeed's own packing."""
@@ -254,6 +248,7 @@ def plan_captured(
     split: bool = True,
     host_memory_bytes: int | None = None,
     engine: EngineSettings | None = None,
+    as_in_a_run: bool = False,
 ) -> PlannedModel:
     """Plan a captured pass under a budget, check the plan, and predict its time.
 
@@ -267,6 +262,7 @@ def plan_captured(
         split: The policy may cut weights, if it can.
         host_memory_bytes: The machine's host memory; None if that is not known.
         engine: Settings that a baseline takes for its system, instead of choosing them.
+        as_in_a_run: The KV cache is on the device if it fits, also where host memory is faster.
 
     Raises:
         ConfigError: Unknown policy.
@@ -274,35 +270,34 @@ def plan_captured(
             weights, the KV cache and the offloaded buffers.
     """
     settings = PlanSettings(
-        policy=policy,
-        split=split,
-        alignment=Accelerator.alignment,
-        profile=profile,
-        engine=engine,
+        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, engine=engine
     )
     forms = _forms(captured, policy, split)
-    form, needs = _first_that_fits(forms, budget_bytes)
-    if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
-        _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
-    arena_bytes = budget_bytes - needs.non_arena_bytes
+    places = _that_fit(forms, budget_bytes)
+    if as_in_a_run or not policy_named(policy).is_cyclic:
+        del places[1:]
+    form, needs = places[0]
+    if host_memory_bytes is not None:
+        places = _with_host_memory(places, budget_bytes, host_memory_bytes)
+    arenas = [(form.graph, budget_bytes - needs.non_arena_bytes) for form, needs in places]
     start = time.process_time()
     try:
-        if arena_bytes < 1:
+        if arenas[0][1] < 1:
             raise PlanInfeasibleError("nothing is left for the arena")
-        planned = plan_checked(form.graph, arena_bytes, settings)
+        found = plan_fastest(arenas, settings)
     except PlanInfeasibleError:
         _require_room(form, needs, budget_bytes)  # names the budget, which policies do not know
         raise
-    figures = _figures(form, planned, needs, budget_bytes, time.process_time() - start)
+    form, needs = places[found.index]
+    figures = _figures(form, found, needs, budget_bytes, time.process_time() - start)
     if host_memory_bytes is not None:
         _require_host_memory(form, figures.host_bytes, host_memory_bytes)
     least = min(needs.min_budget_bytes for _, needs in forms)
-    figures = dataclasses.replace(figures, min_budget_bytes=least)
     return PlannedModel(
-        memgraph=planned.memgraph,
-        timeline=planned.timeline,
-        figures=figures,
-        engine=planned.settings.engine,
+        memgraph=found.planned.memgraph,
+        timeline=found.planned.timeline,
+        figures=dataclasses.replace(figures, min_budget_bytes=least),
+        engine=found.planned.settings.engine,
     )
 
 
@@ -339,7 +334,7 @@ def form_that_fits(
     Raises:
         ConfigError: Unknown policy.
     """
-    return _first_that_fits(_forms(captured, policy, split), budget_bytes)[0]
+    return _that_fit(_forms(captured, policy, split), budget_bytes)[0][0]
 
 
 def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
@@ -373,12 +368,27 @@ def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[Capt
     return found
 
 
-def _first_that_fits(
+def _that_fit(
     forms: Sequence[tuple[CapturedModel, Needs]], budget_bytes: int
-) -> tuple[CapturedModel, Needs]:
-    """Return the first form that fits a budget; if none does, the one that needs least."""
-    fitting = (form for form in forms if form[1].min_budget_bytes <= budget_bytes)
-    return next(fitting, min(forms, key=lambda form: form[1].min_budget_bytes))
+) -> list[tuple[CapturedModel, Needs]]:
+    """Return the forms that fit a budget; if none does, the one that needs least."""
+    fitting = [form for form in forms if form[1].min_budget_bytes <= budget_bytes]
+    return fitting or [min(forms, key=lambda form: form[1].min_budget_bytes)]
+
+
+def _with_host_memory(
+    places: Sequence[tuple[CapturedModel, Needs]], budget_bytes: int, host_memory_bytes: int
+) -> list[tuple[CapturedModel, Needs]]:
+    """Return the first place, and others that the host memory has room for.
+
+    Raises:
+        PlanInfeasibleError: It has no room for the first one, which fits the budget.
+    """
+    first, *others = places
+    form, needs = first
+    if needs.min_budget_bytes <= budget_bytes:
+        _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
+    return [first, *(place for place in others if place[0].host_bytes <= host_memory_bytes)]
 
 
 def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> None:
@@ -419,8 +429,13 @@ def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes
 
 
 def _figures(
-    captured: CapturedModel, planned: Planned, needs: Needs, budget_bytes: int, plan_seconds: float
+    captured: CapturedModel,
+    found: PlannedPlace,
+    needs: Needs,
+    budget_bytes: int,
+    plan_seconds: float,
 ) -> PlanFigures:
+    planned = found.planned
     graph, profile = captured.graph, planned.settings.profile
     memgraph, timeline = planned.memgraph, planned.timeline
     # The weights that the plan finds but does not leave have to be reloaded in every pass.
@@ -464,30 +479,5 @@ def _figures(
         weights=captured.weights,
         num_ranks=captured.num_ranks,
         sent_bytes=of_one_pass(sent_bytes(memgraph.graph)),
-    )
-
-
-def budget_on(device_budget: DeviceBudget, weight_bytes: int, profile: HardwareProfile) -> int:
-    """Turn a budget into bytes on a machine that is known by its profile only.
-
-    A share of the weights may exceed the device; the plan is then one for a larger device.
-
-    Args:
-        device_budget: The budget, as a ds_config has it.
-        weight_bytes: Bytes of all weights.
-        profile: The machine.
-
-    Raises:
-        ConfigError: Another budget is larger than the device, or nothing is left of it.
-    """
-    device = profile.capacity_bytes
-    if device_budget.kind is BudgetKind.WEIGHTS:
-        assert device_budget.share is not None
-        device = max(device, int(device_budget.share * weight_bytes))
-    return device_budget.resolve(
-        weight_bytes=weight_bytes,
-        device_bytes=device,
-        free_bytes=device,
-        margin_bytes=AUTO_MARGIN_BYTES,
-        name="--device-budget",
+        kv_elsewhere_ns=next(iter(found.other_ns), None),
     )

@@ -168,6 +168,7 @@ class Planner:
             policy=self.policy,
             split=self.split,
             host_memory_bytes=self.host_memory_bytes,
+            as_in_a_run=True,
         )
 
     def plan_decode(self, budget_bytes: int) -> PlannedModel:

@@ -43,6 +43,7 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.policies import POLICIES
 
 if TYPE_CHECKING:
@@ -308,7 +309,7 @@ class Planner:
 
     def plan(self, cell: Cell) -> Result:
         """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
-        from ds_finepage.whatif import budget_on, plan_captured
+        from ds_finepage.whatif import plan_captured
 
         profile = self._profiles[cell.hardware]
         figures: dict[str, PlanFigures] = {}
@@ -328,6 +329,7 @@ class Planner:
                     policy=cell.policy,
                     split=self._split,
                     host_memory_bytes=self._host_memory_bytes,
+                    as_in_a_run=True,
                 )
                 figures[phase] = planned.figures
                 settings[phase] = None if planned.engine is None else planned.engine.keys

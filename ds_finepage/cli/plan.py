@@ -2,7 +2,8 @@
 
 This needs neither the model's weights nor the machine. It captures the pass from the model's
 config, plans it under the budget, checks the plan, and predicts its time with the rates of the
-hardware profile. If the KV cache does not fit the device, it is in host memory, as in a run.
+hardware profile. If the KV cache does not fit the device, it is in host memory, as in a run. Policy
+finepage has it there too if the pass by itself is faster so, and the output says why.
 
 Exit status: 0; 2 if no plan exists under the budget, or for an option that cannot be used.
 """
@@ -94,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(planned.figures.to_dict(), indent=2))
         return 0
     output.show(planned.figures.to_table())
+    if planned.figures.kv_on_host and planned.figures.kv_elsewhere_ns is not None:
+        print("a run has the KV cache on the device, since it fits there")
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))
     if arguments.out is not None:

@@ -13,6 +13,7 @@ from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, FinepageError, reason_of
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.reporting.figures import PlanFigures
@@ -20,7 +21,6 @@ from ds_finepage.reporting.results import PhaseFigures
 from ds_finepage.whatif import (
     CapturedModel,
     PlannedModel,
-    budget_on,
     capture_model,
     plan_captured,
     problem_of,
@@ -184,6 +184,7 @@ class Modeller:
             split=self._split,
             host_memory_bytes=self._host_memory_bytes,
             engine=engine,
+            as_in_a_run=True,
         )
 
 

@@ -23,10 +23,10 @@ from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, PlanInfeasibleError, reason_of
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.baselines.zero import ZeroSettings, authors_settings_for
+from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import CompareSettings, PhaseFigures
 from ds_finepage.units import format_bytes
-from ds_finepage.whatif import budget_on
 
 AMPLE = "1000000%weights"
 """A budget under which everything can be modelled."""

@@ -1,13 +1,18 @@
-"""The device bytes that a budget pays for outside the arena."""
+"""The bytes of a budget, and the device bytes that it pays for outside the arena."""
 
 from __future__ import annotations
 
 from math import prod
 
+from ds_finepage.config import BudgetKind, DeviceBudget
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.units import align_up
 
 HOST_PROGRAM_SLACK_BYTES = 64 * 1024
+
+AUTO_MARGIN_BYTES = 512 << 20
+"""Bytes that a budget of "auto" leaves to driver and libraries on such a machine."""
 
 SELECTED_PARTS = 4
 """Beam search puts the rows of a KV cache with room into another order in so many parts."""
@@ -52,3 +57,29 @@ def selected_bytes(graph: TaskGraph) -> int:
     given, made = found[BufferKind.INPUT], found[BufferKind.OUTPUT]
     whole = max(made) - sum(given) if made else max(given, default=0)
     return max(whole, -(-max(found[BufferKind.STATE], default=0) // SELECTED_PARTS))
+
+
+def budget_on(device_budget: DeviceBudget, weight_bytes: int, profile: HardwareProfile) -> int:
+    """Turn a budget into bytes on a machine that is known by its profile only.
+
+    A share of the weights may exceed the device; the plan is then one for a larger device.
+
+    Args:
+        device_budget: The budget, as a ds_config has it.
+        weight_bytes: Bytes of all weights.
+        profile: The machine.
+
+    Raises:
+        ConfigError: Another budget is larger than the device, or nothing is left of it.
+    """
+    device = profile.capacity_bytes
+    if device_budget.kind is BudgetKind.WEIGHTS:
+        assert device_budget.share is not None
+        device = max(device, int(device_budget.share * weight_bytes))
+    return device_budget.resolve(
+        weight_bytes=weight_bytes,
+        device_bytes=device,
+        free_bytes=device,
+        margin_bytes=AUTO_MARGIN_BYTES,
+        name="--device-budget",
+    )

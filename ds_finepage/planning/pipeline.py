@@ -107,14 +107,24 @@ class Planned:
     @cached_property
     def _bound(self) -> LowerBound:
         """The lower bound under the budget that the arena was taken from."""
-        arena_bytes, settings = self.memgraph.arena_bytes, self.settings
-        return lower_bound(
-            self.graph if settings.split else graph_to_plan(self.graph, arena_bytes, settings),
-            arena_bytes,
-            settings.alignment,
-            may_cut=settings.split,
-            own_workspaces=True,
-        )
+        return bound_of(self.graph, self.memgraph.arena_bytes, self.settings)
+
+
+def bound_of(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> LowerBound:
+    """Return the lower bound of a pass under the budget that its arena is taken from.
+
+    Args:
+        graph: The captured pass.
+        arena_bytes: Size of the arena.
+        settings: How it is planned.
+    """
+    return lower_bound(
+        graph if settings.split else graph_to_plan(graph, arena_bytes, settings),
+        arena_bytes,
+        settings.alignment,
+        may_cut=settings.split,
+        own_workspaces=True,
+    )
 
 
 def graph_to_plan(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> TaskGraph:
@@ -154,7 +164,7 @@ def plan_checked(
         PlanInfeasibleError: The arena is too small for this policy.
         InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
-    with _collector_off():
+    with collector_off():
         choose = policy_named(settings.policy).engine_settings
         if choose is not None and settings.engine is None:
             problem = Problem(graph, arena_bytes, settings.alignment, settings.profile)
@@ -173,7 +183,7 @@ def plan_checked(
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     """Stop Python's collector: a plan makes many objects and no cycles, and it would walk all."""
     if not gc.isenabled():
         yield

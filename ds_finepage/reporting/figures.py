@@ -25,7 +25,9 @@ class PlanFigures:
     arena up to its highest byte in use, plus the non-arena bytes. ``host_bytes`` is the host memory
     for weights, offloaded buffers and a KV cache there. ``kv_copied_bytes`` has the copies of such
     a cache in both directions; its rows that are brought in are part of ``reloaded_bytes`` too.
-    ``min_budget_bytes`` is for the KV cache in the better place. ``lower_bound_bytes`` and
+    ``kv_elsewhere_ns`` is what a pass takes with it in the other place, or at least takes there;
+    None if that place has no room, or if time does not choose the place.
+    ``min_budget_bytes`` is for the place that needs less. ``lower_bound_bytes`` and
     ``lower_bound_ns`` hold for schedules of one batch at a time under the same budget, with tasks
     in program order and the KV cache where it is, and include its copies. ``block_bound_ns`` is for
     a plan of several batches in turn: the least time per batch of a schedule that reloads each
@@ -67,6 +69,7 @@ class PlanFigures:
     weights: str | None = None
     num_ranks: int = 1
     sent_bytes: int = 0
+    kv_elsewhere_ns: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -163,7 +166,11 @@ def _weights(figures: PlanFigures) -> str:
 
 
 def _place(figures: PlanFigures) -> str:
-    return "in host memory" if figures.kv_on_host else "on the device"
+    if not figures.kv_on_host:
+        return "on the device"
+    if figures.kv_elsewhere_ns is None:
+        return "in host memory, for lack of room on the device"
+    return f"in host memory, which is faster (on the device: {format_ns(figures.kv_elsewhere_ns)})"
 
 
 _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (

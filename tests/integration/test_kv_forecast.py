@@ -55,22 +55,83 @@ def least_on_device(found: CapturedModel) -> int:
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("policy", ["finepage", "horizon"])
-def test_the_cache_moves_only_where_it_does_not_fit(
+def test_in_a_run_the_cache_moves_only_where_it_does_not_fit(
     phase: str, policy: str, request: pytest.FixtureRequest
 ) -> None:
     found = request.getfixturevalue(phase)
     least = least_on_device(found)
     for budget_bytes, kv_on_host in ((least, False), (least - 1, True)):
         figures = plan_captured(
-            found, budget_bytes=budget_bytes, profile=PROFILE, policy=policy, split=False
+            found,
+            budget_bytes=budget_bytes,
+            profile=PROFILE,
+            policy=policy,
+            split=False,
+            as_in_a_run=True,
         ).figures
-        assert figures.kv_on_host is kv_on_host
+        assert figures.kv_on_host is kv_on_host and figures.kv_elsewhere_ns is None
         assert figures.kv_bytes == KV_BYTES
         assert figures.weight_bytes == 2 * NUM_PARAMETERS
         assert figures.peak_bytes <= budget_bytes
         assert figures.min_budget_bytes < least
         assert figures.host_bytes >= 2 * NUM_PARAMETERS + KV_BYTES * kv_on_host
         assert figures.kv_copied_bytes == KV_BYTES * kv_on_host  # old rows in and new ones out
+
+
+FAST_WRITES = dataclasses.replace(PROFILE, d2h_bytes_per_s=8e9)
+"""With it, weights that a KV cache keeps from the device take longer than its new rows."""
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_pass_by_itself_has_the_cache_in_the_faster_place(
+    split: bool, decode: CapturedModel, prefill: CapturedModel
+) -> None:
+    places = set()
+    for found, share in ((prefill, 0), (prefill, 0.5), (prefill, 1), (decode, 0.5), (decode, 1)):
+        assert found.on_host is not None
+        least, most = least_on_device(found), found.needs.needed_budget_bytes
+        budget_bytes = int(least + share * (most - least))
+        chosen, there, here = (
+            plan_captured(
+                form, budget_bytes=budget_bytes, profile=FAST_WRITES, split=split, as_in_a_run=first
+            ).figures
+            for form, first in ((found, False), (found, True), (found.on_host, True))
+        )
+        assert here.kv_on_host and not there.kv_on_host
+        assert chosen.kv_on_host is (here.predicted_ns < there.predicted_ns)
+        assert chosen.predicted_ns == min(here.predicted_ns, there.predicted_ns)
+        assert chosen.budget_bytes == budget_bytes >= chosen.peak_bytes
+        other = there if chosen.kv_on_host else here
+        assert chosen.kv_elsewhere_ns is not None
+        assert chosen.kv_elsewhere_ns <= other.predicted_ns
+        assert chosen.predicted_ns <= chosen.kv_elsewhere_ns or not chosen.kv_on_host
+        places.add((found.phase, chosen.kv_on_host))
+    assert places == {("prefill", True), ("prefill", False), ("decode", False)}
+
+
+def test_other_policies_keep_the_cache_where_it_fits(prefill: CapturedModel) -> None:
+    assert prefill.on_host is not None
+    budget_bytes = least_on_device(prefill)
+    settings = {"budget_bytes": budget_bytes, "profile": FAST_WRITES, "policy": "horizon"}
+    figures = plan_captured(prefill, **settings).figures
+    assert plan_captured(prefill.on_host, **settings).figures.predicted_ns < figures.predicted_ns
+    assert not figures.kv_on_host and figures.kv_elsewhere_ns is None
+
+
+def test_the_faster_place_needs_its_host_memory(prefill: CapturedModel) -> None:
+    assert prefill.on_host is not None
+    budget_bytes = (least_on_device(prefill) + prefill.needs.needed_budget_bytes) // 2
+
+    def place(host_memory_bytes: int) -> bool:
+        return plan_captured(
+            prefill,
+            budget_bytes=budget_bytes,
+            profile=FAST_WRITES,
+            host_memory_bytes=host_memory_bytes,
+        ).figures.kv_on_host
+
+    assert place(prefill.on_host.host_bytes)
+    assert not place(prefill.on_host.host_bytes - 1)
 
 
 def test_a_refusal_names_the_budget_with_the_cache_in_host_memory(decode: CapturedModel) -> None:
@@ -122,6 +183,8 @@ def test_a_prefill_waits_for_its_rows_to_be_written(prefill: CapturedModel) -> N
     there = plan_captured(prefill, budget_bytes=budget_bytes, profile=PROFILE).figures
     here = plan_captured(prefill.on_host, budget_bytes=budget_bytes, profile=PROFILE).figures
     assert here.compute_ns > 2 * KV_BYTES > there.compute_ns  # 2 ns a byte
+    assert there.kv_elsewhere_ns is not None  # not planned, since the tasks alone take longer
+    assert here.compute_ns <= there.kv_elsewhere_ns <= here.predicted_ns
     assert here.lower_bound_ns == 2 * KV_BYTES
     assert here.reloaded_bytes == here.lower_bound_bytes == 0
 
@@ -211,14 +274,51 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     assert list(table.columns[4].cells)[0].endswith(" h")
 
 
+def test_both_passes_have_the_cache_where_a_run_has_it(
+    model: Path, decode: CapturedModel, prefill: CapturedModel
+) -> None:
+    """A prefill by itself would have it in host memory, and the step would not."""
+    budget_bytes = least_on_device(prefill)
+    alone, in_a_run = (
+        plan_captured(
+            prefill, budget_bytes=budget_bytes, profile=FAST_WRITES, split=False, as_in_a_run=first
+        ).figures
+        for first in (False, True)
+    )
+    assert alone.kv_on_host and not in_a_run.kv_on_host
+    planner = curve.Planner(
+        prefill=prefill, decode=decode, profile=FAST_WRITES, policy="finepage", split=False
+    )
+    point = planner.point(budget_bytes)
+    assert (point.kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
+    cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
+    cells = grid.Planner(
+        profiles={"t4": FAST_WRITES}, budget=DeviceBudget.parse(budget_bytes), split=False
+    )
+    result = cells.plan(cell)
+    assert (result.prefill_kv_on_host, result.decode_kv_on_host) == (False, False)
+    assert result.first_token_ns == in_a_run.predicted_ns
+
+
 def test_the_commands_say_where_the_cache_is(
-    model: Path, decode: CapturedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    decode: CapturedModel,
+    prefill: CapturedModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = card(tmp_path)
     arguments = ["--model", str(model), "--hardware", str(path), "--batch", str(BATCH)]
     arguments += ["--seq", str(SEQ), "--no-split"]
     assert main(["plan", *arguments, "--device-budget", str(least_on_device(decode) - 1)]) == 0
-    assert "1.00 MiB in host memory" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1.00 MiB in host memory, for lack of room on the device" in shown
+    assert "a run has the KV cache on the device" not in shown
+    least = least_on_device(prefill)
+    assert main(["plan", *arguments, "--phase", "prefill", "--device-budget", str(least)]) == 0
+    shown = capsys.readouterr().out
+    assert "1.00 MiB in host memory, which is faster (on the device: " in shown
+    assert "a run has the KV cache on the device, since it fits there" in shown
     assert main(["curve", *arguments, "--points", "2", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["kv_on_host"] for point in points] == [True, False]

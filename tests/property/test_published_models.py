@@ -28,7 +28,8 @@ def test_bytes_time_and_layout_stay_close_to_the_bounds(
     captured: CapturedModel, hardware: str, percent: int
 ) -> None:
     budget_bytes = captured.graph.weight_bytes * percent // 100
-    found = plan_captured(captured, budget_bytes=budget_bytes, profile=load_profile(hardware))
+    profile = load_profile(hardware)
+    found = plan_captured(captured, budget_bytes=budget_bytes, profile=profile, as_in_a_run=True)
     figures = found.figures
     # The printed bound lets weights use what a task leaves of the largest workspace; no plan in
     # this arena can.
@@ -39,6 +40,23 @@ def test_bytes_time_and_layout_stay_close_to_the_bounds(
     assert figures.offloaded_bytes == 0
     assert 1 <= figures.layout_overhead <= 1.02
     assert figures.peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("percent", (10, 75))
+def test_the_faster_place_of_the_kv_cache_is_that_of_a_prefill_by_itself(
+    captured: CapturedModel, percent: int
+) -> None:
+    budget_bytes, profile = captured.graph.weight_bytes * percent // 100, load_profile("h200")
+    alone, in_a_run = (
+        plan_captured(
+            captured, budget_bytes=budget_bytes, profile=profile, as_in_a_run=first
+        ).figures
+        for first in (False, True)
+    )
+    assert alone.kv_on_host is (captured.phase == "prefill")
+    assert alone.kv_on_host is (alone.predicted_ns < in_a_run.predicted_ns)
+    assert alone.lower_bound_ns <= alone.predicted_ns <= in_a_run.predicted_ns
+    assert alone.peak_bytes <= budget_bytes
 
 
 @pytest.mark.parametrize("percent", (25, 90))

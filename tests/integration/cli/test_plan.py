@@ -49,6 +49,7 @@ KEYS = [
     "weights",
     "num_ranks",
     "sent_bytes",
+    "kv_elsewhere_ns",
 ]
 
 

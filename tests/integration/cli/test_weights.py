@@ -11,6 +11,7 @@ import pytest
 from ds_finepage import api, whatif
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.cli import grid, main
+from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.packed import PACKED_PRODUCTS
 from ds_finepage.graph.profiles import load_profile
@@ -295,9 +296,7 @@ def test_a_grid_says_that_stock_is_modelled(model: str, capsys: pytest.CaptureFi
 
 
 def test_cells_of_another_form_are_captured_again(model: str) -> None:
-    planner = grid.Planner(
-        profiles={"t4": load_profile("t4")}, budget=whatif.DeviceBudget(), split=True
-    )
+    planner = grid.Planner(profiles={"t4": load_profile("t4")}, budget=DeviceBudget(), split=True)
     results = [
         planner.plan(
             grid.Cell(model=model, hardware="t4", batch=1, seq=64, policy="finepage", weights=form)
@@ -313,7 +312,7 @@ def test_finished_cells_of_another_group_are_not_taken(model: str) -> None:
     cells = [grid.Cell(model=model, hardware="t4", batch=1, seq=64, policy="zero", weights="int4")]
 
     def identity(**changes: Any) -> str:
-        given = {"profiles": {}, "budget": whatif.DeviceBudget(), "split": True, **changes}
+        given = {"profiles": {}, "budget": DeviceBudget(), "split": True, **changes}
         return grid.Planner(**given).identity([model], cells)
 
     assert identity(weights_group=64) == identity() != identity(weights_group=32)

@@ -109,11 +109,6 @@ def test_the_table_of_a_rank_says_what_it_sends_and_what_all_ranks_make() -> Non
     assert str(table.title).endswith("t4, each of 4 ranks")
 
 
-def test_the_table_says_where_the_kv_cache_is() -> None:
-    table = dataclasses.replace(FIGURES, kv_on_host=True).to_table()
-    assert "9.00 GiB in host memory" in list(table.columns[1].cells)
-
-
 def test_json_has_every_figure_by_name() -> None:
     assert FIGURES.to_dict() == dataclasses.asdict(FIGURES)
 
@@ -139,3 +134,19 @@ def test_what_a_pass_finds_and_what_is_live_is_counted() -> None:
     loose = kept(6 * UNIT)
     assert largest_live_bytes(loose) < loose.peak_bytes == 8 * UNIT
     assert layout_overhead(loose) == loose.peak_bytes / largest_live_bytes(loose)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere_ns", "shown"),
+    [
+        (None, "9.00 GiB in host memory, for lack of room on the device"),
+        (4 * NS, "9.00 GiB in host memory, which is faster (on the device: 4.00 s)"),
+    ],
+)
+def test_the_table_says_why_the_kv_cache_is_in_host_memory(
+    elsewhere_ns: int | None, shown: str
+) -> None:
+    moved = dataclasses.replace(FIGURES, kv_on_host=True, kv_elsewhere_ns=elsewhere_ns)
+    assert shown in list(moved.to_table().columns[1].cells)
+    stays = dataclasses.replace(FIGURES, kv_elsewhere_ns=elsewhere_ns)
+    assert "9.00 GiB on the device" in list(stays.to_table().columns[1].cells)
