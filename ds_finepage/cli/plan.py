@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     output.show(planned.figures.to_table())
     if planned.figures.kv_on_host and planned.figures.kv_elsewhere_ns is not None:
-        print("a run has the KV cache on the device, since it fits there")
+        print('a run has it on the device, where it fits; finepage.kv_cache "host" moves it')
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))
     if arguments.out is not None:
