@@ -1,7 +1,8 @@
 """What one rank does in ``test_rank_parts.py``: writes what it found into a file of its own.
 
 The ranks hold each weight together, as plain ZeRO stage 3 shards it. The first argument is a mode:
-"all" for all families, budgets and faults on two ranks, "loaded" for a checkpoint that stock
+"all" for all families, budgets and faults on two ranks, "families" for
+all families and budgets alone on any number of ranks, "loaded" for a checkpoint that stock
 partitions on any number of ranks, "killed" for a rank that is gone.
 """
 
@@ -209,13 +210,22 @@ def run_all() -> dict[str, Any]:
     return found
 
 
+def run_families() -> dict[str, Any]:
+    """Run every family in bfloat16, and one in float32 too."""
+    cases = [(name, torch.bfloat16) for name in MAKERS_OF_PARTS] + [("llama", torch.float32)]
+    return {f"{name} {dtype}": run_family(name, dtype)[0] for name, dtype in cases}
+
+
+MODES = {"all": run_all, "families": run_families, "loaded": run_loaded}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if MODE == "killed":
         be_killed()
     deepspeed.init_distributed("gloo")
-    write(run_loaded() if MODE == "loaded" else run_all())
+    write(MODES[MODE]())
 
 
 if __name__ == "__main__":

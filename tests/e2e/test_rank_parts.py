@@ -39,6 +39,30 @@ def test_results_are_those_of_the_plain_model_under_every_budget(
     assert ranks[0][f"{family} {dtype}"]["reloaded"] == ranks[1][f"{family} {dtype}"]["reloaded"]
 
 
+@pytest.fixture(scope="module")
+def four(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("four")
+    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
+    launch(torchrun, "families", folder, environment, WORKER)
+    return [found_by(rank, folder) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama torch.float32", *map("{} torch.bfloat16".format, FAMILIES)]
+)
+def test_four_ranks_run_every_family_under_every_budget(
+    four: list[dict[str, Any]], name: str
+) -> None:
+    for each in four:
+        found = each[name]
+        assert found["equal"] == {"0.7": True, "0.0": True, "1.0": True}
+        assert found["unplanned"] == []
+        assert found["share of host memory"] == pytest.approx(1 / 4, rel=0.02)
+    assert len({each[name]["reloaded"] for each in four}) == 1
+
+
 def test_a_rank_reloads_its_part_of_what_one_rank_reloads(ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         assert 0 < each["share of one rank"] <= 0.52
