@@ -170,7 +170,8 @@ def _place(figures: PlanFigures) -> str:
         return "on the device"
     if figures.kv_elsewhere_ns is None:
         return "in host memory, for lack of room on the device"
-    return f"in host memory, which is faster (on the device: {format_ns(figures.kv_elsewhere_ns)})"
+    least = format_ns(figures.kv_elsewhere_ns)
+    return f"in host memory, which is faster (on the device at least {least})"
 
 
 _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
