@@ -15,14 +15,20 @@ FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
 DTYPES = ("float32", "bfloat16")
 
 
+def found_on(
+    num_ranks: int, mode: str, folder: Path, environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Start ranks, and return what each has found."""
+    torchrun = [*TORCHRUN, "--nproc_per_node", str(num_ranks), "--master_port", free_port()]
+    launch(torchrun, mode, folder, environment, WORKER)
+    return [found_by(rank, folder) for rank in range(num_ranks)]
+
+
 @pytest.fixture(scope="module")
 def ranks(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("parts")
-    torchrun = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port()]
-    launch(torchrun, "all", folder, environment, WORKER)
-    return [found_by(rank, folder) for rank in (0, 1)]
+    return found_on(2, "all", tmp_path_factory.mktemp("parts"), environment)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,10 +49,7 @@ def test_results_are_those_of_the_plain_model_under_every_budget(
 def four(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("four")
-    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
-    launch(torchrun, "families", folder, environment, WORKER)
-    return [found_by(rank, folder) for rank in range(4)]
+    return found_on(4, "families", tmp_path_factory.mktemp("four"), environment)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +121,7 @@ def test_an_exception_on_one_rank_ends_the_others(ranks: list[dict[str, Any]]) -
 def test_four_ranks_run_a_checkpoint_that_stock_has_partitioned(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
-    launch(torchrun, "loaded", tmp_path, environment, WORKER)
-    for found in (found_by(rank, tmp_path) for rank in range(4)):
+    for found in found_on(4, "loaded", tmp_path, environment):
         assert found["equal"] and found["unplanned"] == []
         assert found["share of host memory"] == pytest.approx(1 / 4, rel=0.01)
         assert found["reloaded"] > 0
