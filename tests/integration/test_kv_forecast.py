@@ -313,12 +313,12 @@ def test_the_commands_say_where_the_cache_is(
     assert main(["plan", *arguments, "--device-budget", str(least_on_device(decode) - 1)]) == 0
     shown = capsys.readouterr().out
     assert "1.00 MiB in host memory, for lack of room on the device" in shown
-    assert "a run has the KV cache on the device" not in shown
+    assert "a run has it on the device" not in shown
     least = least_on_device(prefill)
     assert main(["plan", *arguments, "--phase", "prefill", "--device-budget", str(least)]) == 0
     shown = capsys.readouterr().out
     assert "1.00 MiB in host memory, which is faster (on the device at least " in shown
-    assert 'finepage.kv_cache "host" moves it' in shown
+    assert 'a run has it on the device, where it fits; finepage.kv_cache "host" moves it' in shown
     assert main(["curve", *arguments, "--points", "2", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["kv_on_host"] for point in points] == [True, False]

@@ -311,7 +311,8 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"report": ""}, "is not a text"),
         (
             {"weights": "int3"},
-            r"finepage\.weights: 'int3' is unknown. Write \"int8\", \"int4\", \"int8\+output\" or ",
+            r"finepage\.weights: 'int3' is unknown. "
+            r"Write \"int8\", \"int4\", \"int8\+output\" or \"int4\+output\"\.",
         ),
         ({"weights": 4}, r"finepage\.weights: 4 is unknown"),
         (
