@@ -1,6 +1,7 @@
 """How long the host takes to hand a decode step to the device, task by task.
 
     python benchmarks/enqueue.py --device cuda --out benchmarks/enqueue_DATE.json
+    python benchmarks/enqueue.py --device cuda --graphs
 
 A steady decode step is enqueued without waiting for the device, on one core. The figures are the
 host's processor time, over the tasks of the step:
@@ -11,6 +12,8 @@ host's processor time, over the tasks of the step:
 - PyTorch: the same step's ops, recorded from plain transformers and called again one after another
   with the arguments that they had;
 - plain transformers: its forward, with the Python of its modules.
+
+With ``--graphs`` runs of tasks are replayed as graphs (``finepage.device_graphs``).
 
 The median of many steps counts, with the quartiles. The fastest step tells what other programs on
 the machine did not disturb. A device that counts its own share of that time, as the test device
@@ -141,7 +144,9 @@ class Enqueued:
     num_steps: int
 
 
-def by_plan(hidden: int, layers: int, device: torch.device, num_steps: int) -> Enqueued:
+def by_plan(
+    hidden: int, layers: int, device: torch.device, num_steps: int, *, graphs: bool
+) -> Enqueued:
     """Measure ds_finepage.
 
     Args:
@@ -149,9 +154,10 @@ def by_plan(hidden: int, layers: int, device: torch.device, num_steps: int) -> E
         layers: Its layers.
         device: Where to run.
         num_steps: Steps that count.
+        graphs: Replay runs of tasks.
     """
     model = make_model(hidden, layers)
-    handle = attach(model, device_budget="1GiB", device=device)
+    handle = attach(model, device_budget="1GiB", device=device, device_graphs=graphs)
     decoding = Decoding(model, device, num_steps)
     warm_up(decoding, num_steps)
     stats = handle.stats
@@ -184,7 +190,7 @@ def by_plan(hidden: int, layers: int, device: torch.device, num_steps: int) -> E
                 warm_up(decoding, num_steps)
         executor, arguments = last
         nothing = {step.node.id: _nothing for step in executor._steady.merged}
-        with mock.patch.object(executor, "actions", nothing):
+        with mock.patch.multiple(executor, actions=nothing, _replayed=None):
             beyond = host_times(
                 lambda: executor.run(*arguments[:2], dict(arguments[2])),
                 lambda: synchronize(device),
@@ -242,14 +248,15 @@ def plain(
     return forward, alone, len(ops.calls)
 
 
-def measure(name: str, device: torch.device, num_steps: int) -> dict[str, Any]:
+def measure(name: str, device: torch.device, num_steps: int, *, graphs: bool) -> dict[str, Any]:
     """Measure one model; return the row of the report."""
     hidden, layers = SHAPES[name]
     torch._dynamo.reset()
-    ours = by_plan(hidden, layers, device, num_steps)
+    ours = by_plan(hidden, layers, device, num_steps, graphs=graphs)
     forward, alone, num_ops = plain(hidden, layers, device, num_steps)
     cells: dict[str, Any] = {
         "model": name,
+        "graphs": graphs,
         "tasks": ours.num_tasks,
         "tasks_and_copies": ours.num_steps,
     }
@@ -272,6 +279,7 @@ def main() -> None:
     """Measure all models and print them."""
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON there")
+    parser.add_argument("--graphs", action="store_true", help="replay runs of tasks")
     arguments = parser.parse_args()
     device = device_of(arguments)
     torch.set_num_threads(1)
@@ -279,7 +287,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = [{"device": device.type, **{n: version(n) for n in names}}]
     for name in list(SHAPES)[: 1 if arguments.tiny else None]:
         try:
-            cells = measure(name, device, TINY_STEPS if arguments.tiny else STEPS)
+            num_steps = TINY_STEPS if arguments.tiny else STEPS
+            cells = measure(name, device, num_steps, graphs=arguments.graphs)
         except Exception as error:
             cells = {"model": name, "remark": reason_of(error)}
         report("enqueue", **cells)

@@ -73,7 +73,8 @@ STEPS = (
     Step(name="engines, tiny", limit_s=60, words=("day_engines.py",), is_tiny=True),
     Step(name="engines, 1B", limit_s=75, words=("day_engines.py", "--model", "1B"), is_tiny=False),
     Step(name="engines, 7B", limit_s=220, words=("day_engines.py", "--model", "7B"), is_tiny=False),
-    Step(name="enqueue", limit_s=40, words=("enqueue.py",)),
+    Step(name="enqueue", limit_s=30, words=("enqueue.py",)),
+    Step(name="enqueue, graphs", limit_s=28, words=("enqueue.py", "--graphs")),
 )
 MOST_SECONDS = 9 * 60
 REHEARSAL = 10

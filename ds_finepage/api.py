@@ -299,6 +299,8 @@ def _run_settings(
     plan_dir: Path | None,
 ) -> RunSettings:
     """Return everything that the user decides, with the rates to plan with."""
+    if config.device_graphs and not device_of(where).has_graphs:
+        logger.warning("finepage.device_graphs has no effect: %s has no graphs", where)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
     rates = profile or probe(where, scratch_bytes=scratch_bytes)
     return RunSettings(

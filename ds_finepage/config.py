@@ -302,6 +302,7 @@ class FinepageConfig(_Settings):
     fused_unpacking: bool = (
         False  # products of few rows unpack in registers, where Triton runs; not yet run on a GPU
     )
+    device_graphs: bool = False  # record runs of ops, replay each with one launch; not run on a GPU
     kv_cache: KVPlace = "auto"  # "auto": on the device if it fits there
     debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
     plan_dir: Annotated[str, Field(pattern=r"\S")] | None = (

@@ -41,6 +41,7 @@ from tests.mutations.planning import PLANNING
 from tests.mutations.predicting import PREDICTING
 from tests.mutations.rank_commands import OF_RANK_COMMANDS
 from tests.mutations.ranks import OF_RANKS
+from tests.mutations.replaying import REPLAYING
 from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
@@ -64,6 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *SLICES,
     *BATCHING,
     *ENQUEUEING,
+    *REPLAYING,
 )
 
 MOST_SURVIVORS = 0.05

@@ -18,6 +18,7 @@ from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
 from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.reload_sources import ReloadSources, copy_master
+from ds_finepage.execution.replay import can_be_recorded
 from ds_finepage.execution.routed import RoutedReload, RouteRead
 from ds_finepage.graph.memgraph import LANE_OF, Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.packed import PACKED_GROUPED
@@ -35,6 +36,7 @@ class BoundPlan:
         sources: The host memory that reloads read.
         sizes: The graph's tensors in the shapes of the current call.
         patches: Places in bound tasks that take a tensor of the call for one pass.
+        recordable: The nodes of tasks that enqueue the same work in each pass.
         routed: The routed reloads.
         route_reads: The reads that they and products wait for, by tensor and the task that makes
             it.
@@ -67,6 +69,7 @@ class BoundPlan:
         self.tensors = CallTensors(graph, self.sizes, device=arena.bytes.device, pinned=pool.pinned)
         self._bundles = Bundles(arena)
         self.patches: list[Patch] = []
+        self.recordable: set[int] = set()
         self.routed: list[RoutedReload] = []
         self.route_reads: dict[tuple[int, int], RouteRead] = {}
         bound = ((node.id, self._bind(node)) for node in memgraph.nodes)
@@ -108,6 +111,8 @@ class BoundPlan:
             self._place(patch, extents)
         self._share_ends(task, bound, extents)
         if not patches:  # the arguments stay as they are, so no frame of Python is needed
+            if can_be_recorded(task, bound):
+                self.recordable.add(node.id)
             call = direct_call(bound.call, bound.args, bound.kwargs)
             return partial(call, *bound.args, **bound.kwargs)
         return _action_of(bound)

@@ -2,19 +2,20 @@
 
 The rest of the package asks :func:`device_of`. The CPU has threads in the place of streams. Every
 accelerator (CUDA, ROCm, XPU, and devices that a program adds to torch) takes one road: torch's
-generic functions. Three things are not generic in torch, and stand here:
+generic functions. Four things are not generic in torch, and stand here:
 
 - Free memory, before torch 2.10: the device's own module has ``mem_get_info``.
 - A delay on a stream: the device's own module has ``_sleep``, as CUDA's does, or there is none.
 - Pinned host memory as a tensor of the device. CUDA, ROCm and XPU address it as it is. A device
   that a program adds to torch says so by ``can_read_pinned_memory = True`` in its module.
+- Graphs, before torch 2.12: the device's own module has ``CUDAGraph``, or there are none.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import psutil
@@ -99,6 +100,11 @@ class Device:
     def pinned_bytes(self) -> int:
         """The pinned host memory of this process."""
         return 0
+
+    @property
+    def has_graphs(self) -> bool:
+        """True if it records work and replays that with one launch."""
+        return False
 
     def synchronize(self) -> None:
         """Let the host wait until no stream has work."""
@@ -218,6 +224,37 @@ class Accelerator(Device):
         if delay_us:
             with stream:
                 self._module._sleep(int(delay_us * CYCLES_PER_US))
+
+    @property
+    def has_graphs(self) -> bool:
+        """True if it records work and replays that with one launch."""
+        return hasattr(self._module, "CUDAGraph")
+
+    def record(self, work: Callable[[], object], stream: torch.Stream) -> Callable[[], None]:
+        """Record what a function enqueues; nothing of it runs.
+
+        Args:
+            work: Enqueues on its current stream alone, and allocates nothing.
+            stream: The stream that records; not the default one.
+
+        Returns:
+            A function that enqueues the recorded work on the caller's current stream.
+
+        Raises:
+            RuntimeError: Some of the work cannot be recorded.
+        """
+        graph = self._module.CUDAGraph()
+        with stream:
+            # Other threads may use the device meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the recording is void
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay  # type: ignore[no-any-return]
 
     # Host memory.
 

@@ -18,6 +18,7 @@ from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.lanes import Action, Lanes
 from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.program import Program, lower
+from ds_finepage.execution.replay import Graphs, replayed
 from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.collectives import collects_of
@@ -77,6 +78,7 @@ class Executor:
         poison: bool = False,
         hooks: Sequence[OpHook] = (),
         parts: RankParts | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """Bind every node.
 
@@ -91,6 +93,7 @@ class Executor:
             poison: Fill vacated extents with NaN.
             hooks: The user's hooks; the executor reads the sequence in every pass.
             parts: The ranks that hold the masters together; None where this rank has all of them.
+            graphs: Records the runs of tasks of steady passes; None records none.
 
         Raises:
             StoreError: A master is missing, or smaller than the captured weight.
@@ -108,11 +111,8 @@ class Executor:
             parts=parts,
         )
         self._steady, self.actions = self._bound.bundled()
-        self._planned_reload_bytes = sum(
-            self._host_bytes(n.buffer)
-            for n in memgraph.nodes
-            if n.kind is NodeKind.RELOAD and n.buffer is not None
-        )
+        self._replayed = None if graphs is None else self._with_runs(graphs)
+        self._planned_reload_bytes = self._reload_bytes()
         buffers = self._graph.buffers
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
         self._exit = self._left_behind()
@@ -123,6 +123,13 @@ class Executor:
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
+
+    def _with_runs(self, graphs: Graphs) -> tuple[Program, dict[int, Action]]:
+        return replayed(self._steady, self.actions, self._bound.recordable, graphs)
+
+    def _reload_bytes(self) -> int:
+        reloads = (n.buffer for n in self.memgraph.nodes if n.kind is NodeKind.RELOAD)
+        return sum(self._host_bytes(b) for b in reloads if b is not None)
 
     def _left_behind(self) -> Residents:
         # The entry's own objects where they are equal: a steady pass then compares no extents.
@@ -166,6 +173,8 @@ class Executor:
         program, actions = self._steady, self.actions
         if missing or self.recorder is not None:  # each recorded transfer has a span
             program, actions = self._unbundled(missing), bound.actions
+        elif self._replayed is not None and not self._hooks:  # a hook runs between two tasks
+            program, actions = self._replayed
         tensors = bound.tensors.of_call(args)
         for read in bound.route_reads.values():
             read.forget()

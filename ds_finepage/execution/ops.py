@@ -242,7 +242,7 @@ def _choose(
     if name in COPIES:
         return BoundTask(_copy, [outs, args], {})
     if str(op) == TO_HOST:
-        return BoundTask(_copy_to_host, [outs, args], {})
+        return BoundTask(copy_to_host, [outs, args], {})
     if name in EMPTIES:
         return BoundTask(_nothing, [], {})
     if name in FILLS:
@@ -277,7 +277,8 @@ def _copy(outs: list[torch.Tensor], args: list[Any]) -> None:
     outs[0].copy_(args[0])
 
 
-def _copy_to_host(outs: list[torch.Tensor], args: list[Any]) -> None:
+def copy_to_host(outs: list[torch.Tensor], args: list[Any]) -> None:
+    """Copy a result to host memory; the host does not wait."""
     outs[0].copy_(args[0], non_blocking=True)
 
 

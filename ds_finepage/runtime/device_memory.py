@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from ds_finepage.execution.arena import Arena, HostPool, KeepRows, free_extent
-from ds_finepage.execution.device import device_of
+from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.executor import Executor, OpHook, Residents
 from ds_finepage.execution.lanes import make_lanes
+from ds_finepage.execution.replay import Graphs
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.taskgraph import name_of_key
 from ds_finepage.runtime.passes import BoundPass, Pass
@@ -99,6 +100,10 @@ class DeviceMemory:
             delay_seed=settings.debug.lane_delay_seed,
             max_delay_us=settings.debug.max_lane_delay_us,
         )
+        device = device_of(settings.device)
+        self._graphs: Graphs | None = None
+        if settings.records_graphs and isinstance(device, Accelerator):
+            self._graphs = Graphs(device)
 
     @property
     def state(self) -> DeviceState:
@@ -145,6 +150,8 @@ class DeviceMemory:
         if self._arena is None:
             return
         device_of(self._device).synchronize()  # a caller's other stream may still run a pass
+        if self._graphs is not None:
+            self._graphs.clear()
         self._unbind_all()
         # A view that is still alive, if only in a cycle of dead objects, must hold no bytes.
         self._arena.bytes.untyped_storage().resize_(0)
@@ -187,6 +194,7 @@ class DeviceMemory:
             poison=self._debug.poison_vacated,
             hooks=hooks,
             parts=self._weights.parts,
+            graphs=self._graphs,
         )
         found.bind(executor)
         self._bound[id(found)] = found

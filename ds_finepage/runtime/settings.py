@@ -65,6 +65,12 @@ class RunSettings:
         return self.debug.poison_vacated or self.debug.lane_delay_seed is not None
 
     @property
+    def records_graphs(self) -> bool:
+        """True where runs of tasks are recorded and replayed; delays and poison come between."""
+        has_graphs = device_of(self.device).has_graphs
+        return self.config.device_graphs and has_graphs and not self.shows_ops
+
+    @property
     def planning(self) -> PlanSettings:
         """The part that the planner needs. Plans are made for rates, without details."""
         return PlanSettings(

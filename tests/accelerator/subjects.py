@@ -30,6 +30,7 @@ class Subject:
     model: Any
     ids: torch.Tensor
     split: bool = False
+    graphs: bool = False
     handle: Handle = field(init=False)
     logits: torch.Tensor = field(init=False)
     tokens: torch.Tensor = field(init=False)
@@ -47,6 +48,7 @@ class Subject:
             device=self.device,
             profile=SLOW_LINK,
             split=self.split,
+            device_graphs=self.graphs,
         )
         self.check()
 
@@ -95,10 +97,11 @@ def subject(
     *,
     length: int = 7,
     split: bool = False,
+    graphs: bool = False,
     **config: Any,
 ) -> Subject:
     """Attach a tiny model of a family, with a prompt of some length."""
     model = make_model(family, dtype, **config)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
-    return Subject(device, model, token_ids(length), split)
+    return Subject(device, model, token_ids(length), split, graphs)

@@ -46,7 +46,7 @@ def test_the_rehearsal_ends_and_reports_every_step(
     steps = {step["name"]: step for step in json.loads(written.read_text())["steps"]}
     text = written.with_suffix(".md").read_text()
     assert status == 0, text
-    assert {s["status"] for s in steps.values()} == {"ok"} and len(steps) == 6
+    assert {s["status"] for s in steps.values()} == {"ok"} and len(steps) == 7
     assert steps["sanitiser"]["rows"] == [
         {"table": "small run", "tokens_equal": True, "without_a_plan": 0}
     ]
@@ -66,6 +66,7 @@ def test_the_rehearsal_ends_and_reports_every_step(
             assert row["step_h2d_bytes"] == steps["engines, tiny"]["rows"][0]["weights_bytes"]
     plans = [row for row in steps["engines, tiny"]["rows"] if row["table"] == "plans"]
     assert len(plans) == 2 * 5 and all(row["h2d_over_bound"] >= 1 for row in plans)
+    assert [row["graphs"] for row in steps["enqueue, graphs"]["rows"]] == [True]
     (enqueue,) = steps["enqueue"]["rows"]
     assert enqueue["ds_finepage_us_a_task"] > 0 and enqueue["pytorch_us_a_task"] > 0
     assert str(BENCHMARKS.parent) not in text + written.read_text()

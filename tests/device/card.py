@@ -134,6 +134,38 @@ def _sleep(ns: int) -> None:
     _extension.sleep(ns)
 
 
+class CUDAGraph:
+    """Work of one stream that is recorded once and replayed as one launch.
+
+    Stricter than on CUDA: nothing may be allocated while a graph is recorded.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._graph = _extension.Graph()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        """Record what this thread enqueues on the current stream, which is not the default one."""
+        self._graph.begin()
+
+    def capture_end(self) -> None:
+        """End the recording."""
+        self._graph.end()
+
+    def replay(self) -> None:
+        """Enqueue the work on the current stream, as one task of kind "replay"."""
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Forget the work."""
+        self._graph = _extension.Graph()
+
+    @property
+    def num_works(self) -> int:
+        """The copies and kernels that were recorded."""
+        return int(self._graph.num_works())
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -228,7 +260,7 @@ def set_delay(kind: str, ns: int = 0, random_ns: int = 0, seed: int = 0) -> None
     """Delay every operation of a kind on its stream.
 
     Args:
-        kind: "h2d", "d2h", "d2d" or "kernel".
+        kind: "h2d", "d2h", "d2d", "kernel" or "replay", which is a whole graph.
         ns: nanoseconds before each.
         random_ns: up to so many more, from `seed` and the operation's place in the order.
         seed: of the random part.
@@ -256,7 +288,7 @@ def fail_nth(kind: str, nth: int, later: bool = False) -> None:
     """Let the n-th operation of a kind from now on fail; 0 takes that back.
 
     Args:
-        kind: "h2d", "d2h", "d2d", "kernel" or "alloc".
+        kind: "h2d", "d2h", "d2d", "kernel", "alloc" or "replay".
         nth: 1 is the next.
         later: the call works, and the error shows at the next synchronisation.
     """
@@ -335,7 +367,7 @@ def syncs_recorded() -> Iterator[list[tuple[str, str]]]:
 
 def reset_switches() -> None:
     """No delays, no failures, no errors that wait to be shown, 4 GiB of memory, counters at 0."""
-    for kind in ("h2d", "d2h", "d2d", "kernel", "alloc"):
+    for kind in ("h2d", "d2h", "d2d", "kernel", "alloc", "replay"):
         set_delay(kind)
         fail_nth(kind, 0)
     for index in range(MAX_DEVICES):

@@ -90,8 +90,8 @@ struct WithoutGil {
 
 // ------------------------------------------------------------------ switches and counters
 
-enum Kind { H2D, D2H, D2D, KERNEL, ALLOC, NUM_KINDS };
-const char* const KIND_NAMES[] = {"h2d", "d2h", "d2d", "kernel", "alloc"};
+enum Kind { H2D, D2H, D2D, KERNEL, ALLOC, REPLAY, NUM_KINDS };
+const char* const KIND_NAMES[] = {"h2d", "d2h", "d2d", "kernel", "alloc", "replay"};
 
 struct Switch {
   std::atomic<int64_t> count{0}, bytes{0}, delayed_ns{0}; // since the last reset
@@ -126,8 +126,31 @@ struct Fate {
   throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, "slowcard: " + message);
 }
 
+// Work of one stream that is kept instead of run, and runs as one task in each replay.
+struct Graph {
+  struct Touch { // of memory
+    char* begin;
+    size_t size;
+    bool writes;
+    std::string name;
+  };
+  const class Queue* queue = nullptr; // while it is recorded
+  std::shared_ptr<std::vector<std::function<void()>>> works =
+      std::make_shared<std::vector<std::function<void()>>>();
+  std::vector<Touch> touches{};
+
+  void begin();
+  void end();
+  void replay() const;
+};
+thread_local Graph* recording = nullptr; // what this thread enqueues on one stream goes there
+
 // Counts one operation of a kind; raises if a test asked for its failure here and now.
 Fate decide(Kind kind, int64_t bytes) {
+  TORCH_CHECK(!recording || kind == KERNEL || kind == D2D,
+              "slowcard: ", KIND_NAMES[kind], " cannot be recorded in a graph");
+  if (recording) // it does not happen now
+    return {};
   auto& s = switches[kind];
   s.count.fetch_add(1);
   s.bytes.fetch_add(bytes);
@@ -270,6 +293,10 @@ class Queue {
 
   uint64_t push(std::function<void()> work, Fate fate = {}) {
     TORCH_CHECK(!forked, "slowcard cannot be used in a forked process; start it with spawn");
+    if (recording && recording->queue == this) {
+      recording->works->push_back(std::move(work));
+      return last();
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     if (!started_) {
       started_ = true;
@@ -293,6 +320,7 @@ class Queue {
   void follow(Queue& other, uint64_t ticket, const Clock& then) {
     if (this == &other)
       return;
+    TORCH_CHECK(!recording, "slowcard: a wait for another stream cannot be recorded in a graph");
     push([&other, ticket] { other.wait_for(ticket); });
     if (races.is_on) {
       std::lock_guard<std::mutex> clocks(races.mutex);
@@ -419,6 +447,7 @@ c10::Stream stream_of(DeviceIndex device, c10::StreamId id) {
 // Every wait of the host is announced here before anything is enqueued for it, so that tests can
 // count, name and forbid it.
 void announce_wait(const std::string& reason) {
+  TORCH_CHECK(!recording, "slowcard: the host cannot wait while a graph is recorded: ", reason);
   num_syncs.fetch_add(1);
   {
     std::lock_guard<std::mutex> lock(sync_mutex);
@@ -458,7 +487,9 @@ void wait_for_card(DeviceIndex device) {
 
 void note_access(
     Queue& queue, uint64_t ticket, char* begin, size_t size, bool writes, const std::string& name) {
-  if (!races.is_on || !size)
+  if (recording && size)
+    recording->touches.push_back({begin, size, writes, name});
+  if (recording || !races.is_on || !size)
     return;
   std::lock_guard<std::mutex> lock(races.mutex);
   races.touch(
@@ -913,7 +944,7 @@ bool is_card(const at::Tensor& tensor) {
 // Notes the bytes of a tensor: its rows, or from the first to the last where there are many.
 void note_access(
     Queue& queue, uint64_t ticket, const at::Tensor& tensor, bool writes, const std::string& name) {
-  if (!races.is_on || !tensor.defined() || tensor.numel() == 0 || tensor.is_meta() ||
+  if (!(races.is_on || recording) || !tensor.defined() || tensor.numel() == 0 || tensor.is_meta() ||
       tensor.unsafeGetTensorImpl()->is_wrapped_number())
     return;
   if (tensor.dim() > 0 && !tensor.is_non_overlapping_and_dense() && tensor.size(0) <= 4096) {
@@ -999,6 +1030,39 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   auto value = at::empty(self.sizes(), self.options().device(c10::kCPU));
   copy(value, self, false, "item");
   return at::_local_scalar_dense(value);
+}
+
+// ------------------------------------------------------------------ graphs
+
+void Graph::begin() {
+  const Queue& current = current_queue(current_device);
+  TORCH_CHECK(!recording, "slowcard: another graph is being recorded");
+  TORCH_CHECK(current.id, "slowcard: work of the default stream cannot be recorded");
+  TORCH_CHECK(works->empty(), "slowcard: the graph has been recorded");
+  queue = &current;
+  recording = this;
+}
+
+void Graph::end() {
+  TORCH_CHECK(recording == this, "slowcard: this graph is not being recorded");
+  recording = nullptr;
+  queue = nullptr;
+}
+
+void Graph::replay() const {
+  TORCH_CHECK(!recording, "slowcard: a graph cannot be recorded in a graph");
+  const int64_t start = enqueue_clock_ns();
+  const Fate fate = decide(REPLAY, 0);
+  Queue& current = current_queue(current_device);
+  const auto ticket = current.push(
+      [works = works] {
+        for (auto& work : *works)
+          work();
+      },
+      fate);
+  for (auto& touch : touches)
+    note_access(current, ticket, touch.begin, touch.size, touch.writes, touch.name);
+  enqueue_ns.fetch_add(enqueue_clock_ns() - start);
 }
 
 // ------------------------------------------------------------------ random numbers
@@ -1364,7 +1428,7 @@ class Call {
   }
 
   uint64_t noted(Queue& queue, uint64_t ticket) const {
-    if (!races.is_on)
+    if (!races.is_on && !recording)
       return ticket;
     for (size_t i = 0; i < arguments_.size(); ++i)
       map_tensors(arguments_[i], [&](const at::Tensor& tensor) {
@@ -1427,13 +1491,14 @@ class Call {
     }
     enqueue(*kernel, [op = op_, kernel, targets, n = at::get_num_threads()] {
       KernelScope scope(n);
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), kernel.get());
+      Stack values = *kernel; // a graph runs it again
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &values);
       for (size_t r = 0; r < targets->size(); ++r) {
         if ((*targets)[r].isNone())
           continue;
         size_t t = 0;
         const auto into = (*targets)[r].toTensorVector();
-        map_tensors((*kernel)[r], [&](const at::Tensor& result) {
+        map_tensors(values[r], [&](const at::Tensor& result) {
           const auto& target = into[t++];
           if (!result.defined() || (result.numel() == 0 && target.defined()))
             return result; // the CPU leaves this result out, as batch norm does outside training
@@ -1832,6 +1897,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return pinned->remove_foreign(reinterpret_cast<char*>(address));
   });
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate").def("open", &Gate::open);
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
+      .def(py::init<>())
+      .def("begin", &Graph::begin)
+      .def("end", &Graph::end)
+      .def("replay", &Graph::replay)
+      .def("num_works", [](const Graph& graph) { return graph.works->size(); });
   m.def("hold", [](int device, int64_t id) {
     check_device(device);
     auto gate = std::make_shared<Gate>();

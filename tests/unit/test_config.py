@@ -228,6 +228,7 @@ def test_no_section_is_stock() -> None:
     assert config.kv_cache == "auto"
     assert config.weights is None and config.weights_group == 64
     assert config.fused_unpacking is False
+    assert config.device_graphs is False
 
 
 def test_a_whole_section_is_read() -> None:
@@ -242,6 +243,7 @@ def test_a_whole_section_is_read() -> None:
         "weights_group": 32,
         "weights_dir": "kept",
         "fused_unpacking": True,
+        "device_graphs": True,
         "kv_cache": "host",
     }
     assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
@@ -255,6 +257,7 @@ def test_a_whole_section_is_read() -> None:
         weights_group=32,
         weights_dir="kept",
         fused_unpacking=True,
+        device_graphs=True,
         kv_cache="host",
     )
 

@@ -1,0 +1,194 @@
+"""Recorded runs on an accelerator: the same results, fewer launches, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ds_finepage
+from ds_finepage.config import DebugConfig
+from ds_finepage.execution.device import Accelerator, device_of
+from ds_finepage.execution.replay import Graphs
+from tests.accelerator.subjects import Subject, subject
+from tests.integration.families import logits
+
+MODELS = [
+    ("llama", torch.float32),
+    ("llama", torch.bfloat16),
+    ("gpt2", torch.float32),
+    ("mixtral", torch.float32),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(device: torch.device) -> Iterator[Subject]:
+    found = subject(device, "llama", graphs=True)
+    yield found
+    found.detach()
+
+
+def graphs_of(found: Subject) -> Graphs:
+    graphs = found.handle._memory._graphs  # type: ignore[attr-defined]
+    assert isinstance(graphs, Graphs)
+    return graphs
+
+
+@pytest.mark.parametrize(("family", "dtype"), MODELS, ids=lambda value: str(value))
+def test_passes_that_are_replayed_give_equal_results_within_the_budget(
+    device: torch.device, family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts, and tokens whose KV cache grows: twice each, so that the second one replays."""
+    found = subject(device, family, dtype, graphs=True)
+    with caplog.at_level(logging.WARNING):
+        for budget_bytes in found.budgets:
+            found.check_at(budget_bytes)
+            found.check()
+            assert graphs_of(found)._replays
+    assert not [m for m in caplog.messages if "cannot be recorded" in m]
+    found.detach()
+
+
+def test_a_replayed_pass_has_fewer_launches(llama: Subject, card: Any) -> None:
+    llama.at(llama.budgets[1])
+    launches = []
+    for _ in range(3):
+        card.reset_counters()
+        logits(llama.model, llama.ids)
+        counts = card.counters()
+        launches.append((counts["kernel"] + counts["d2d"] + counts["replay"], counts["replay"]))
+    (direct, none), _, (fewer, replays) = launches
+    assert none == 0 < replays
+    assert fewer < direct
+
+
+def test_a_replayed_pass_never_waits(llama: Subject, card: Any) -> None:
+    llama.at(llama.budgets[0])
+    for _ in range(2):
+        logits(llama.model, llama.ids)
+    card.reset_counters()
+    with card.syncs_recorded() as waits:
+        logits(llama.model, llama.ids)
+    assert card.counters()["replay"]
+    assert all("gather_rows" in stack for _, stack in waits)
+
+
+@pytest.mark.parametrize("share", (0, 1))
+def test_replayed_passes_race_with_nothing(llama: Subject, card: Any, share: int) -> None:
+    with card.races_found() as races:
+        llama.at(llama.budgets[share])
+        for _ in range(2):
+            llama.check()
+        assert card.counters()["replay"]
+    assert races == []
+
+
+def test_delayed_lanes_change_nothing(llama: Subject, card: Any) -> None:
+    llama.at(llama.budgets[0])
+    llama.check()
+    for seed in range(3):
+        for kind in ("h2d", "replay"):
+            card.set_delay(kind, random_ns=2_000_000, seed=seed)
+        llama.check()
+
+
+@pytest.mark.parametrize("later", (False, True))
+def test_a_replay_that_fails_is_an_error_and_the_next_call_is_right(
+    llama: Subject, card: Any, later: bool
+) -> None:
+    llama.at(llama.budgets[0])
+    for nth in (1, 3):
+        llama.check()
+        llama.check()
+        card.fail_nth("replay", nth, later=later)
+        with pytest.raises(RuntimeError, match="injected failure"):
+            logits(llama.model, llama.ids).cpu()
+        card.fail_nth("replay", 0)
+        llama.check()
+
+
+def test_a_hook_sees_every_task_and_passes_replay_again_without_it(
+    llama: Subject, card: Any
+) -> None:
+    llama.at(llama.budgets[0])
+    llama.check()
+    seen: list[int] = []
+    remove = llama.handle.register_op_hook(before=lambda task, _: seen.append(task.index))
+    card.reset_counters()
+    llama.check()
+    assert seen and card.counters()["replay"] == 0
+    remove()
+    llama.check()
+    assert card.counters()["replay"]
+
+
+def test_debug_checks_come_between_the_tasks(llama: Subject, card: Any) -> None:
+    llama.at(llama.budgets[0], seed=1)
+    card.reset_counters()
+    for _ in range(2):
+        llama.check()
+    assert card.counters()["replay"] == 0
+    llama.at(llama.budgets[0])
+    llama.handle.replan(debug=DebugConfig())
+
+
+def test_new_weights_are_seen_by_replayed_passes(llama: Subject) -> None:
+    llama.at(llama.budgets[2])
+    for _ in range(2):
+        llama.check()
+    before = llama.model.lm_head.weight.detach().clone()
+    state = {"lm_head.weight": before * 2}
+    llama.model.load_state_dict(state, strict=False)
+    assert torch.equal(logits(llama.model, llama.ids).cpu(), llama.logits * 2)
+    llama.model.load_state_dict({"lm_head.weight": before}, strict=False)
+    llama.check()
+
+
+def test_graphs_go_with_the_arena(device: torch.device) -> None:
+    found = subject(device, "llama", graphs=True)
+
+    def fill(budget_bytes: int) -> None:
+        found.handle.replan(budget_bytes=budget_bytes)
+        for _ in range(2):
+            logits(found.model, found.ids)
+
+    fill(found.budgets[0])
+    graphs = graphs_of(found)
+    generation = graphs.generation
+    assert graphs._replays
+    found.handle.replan(budget_bytes=found.budgets[1])
+    assert graphs.generation > generation and not graphs._replays
+    fill(found.budgets[1])
+    assert graphs_of(found) is graphs and graphs._replays
+    found.detach()
+    assert not graphs._replays
+
+
+def test_work_that_fails_ends_its_recording(device: torch.device) -> None:
+    found = device_of(device)
+    assert isinstance(found, Accelerator)
+    stream, values = found.new_stream(), torch.ones(4, device=device)
+
+    def stop() -> None:
+        values.mul_(3)
+        raise ValueError("stop")
+
+    found.synchronize()
+    with pytest.raises(ValueError, match="stop"):
+        found.record(stop, stream)
+    replay = found.record(lambda: values.mul_(2), stream)
+    assert values.cpu().tolist() == [1] * 4
+    replay()
+    assert values.cpu().tolist() == [2] * 4
+
+
+def test_the_cpu_has_no_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert not device_of("cpu").has_graphs
+    model = torch.nn.Linear(4, 4)
+    with caplog.at_level(logging.WARNING):
+        handle = ds_finepage.attach(model, device_budget="1MiB", device="cpu", device_graphs=True)
+    assert "finepage.device_graphs has no effect: cpu has no graphs" in caplog.messages
+    handle.detach()
