@@ -54,16 +54,13 @@ class Route:
 
 def routes(graph: TaskGraph) -> dict[int, Route]:
     """Find the weights with more slices than a pass ever uses, by buffer id."""
-    times_used = [0] * len(graph.buffers)
     last_writer: dict[int, int] = {}
     found: dict[int, Route] = {}
     for task in graph.tasks:
         found.update((route.buffer, route) for route in _routes(graph, task, last_writer))
-        for buffer in task.buffers:
-            times_used[buffer] += 1
         for buffer in (*task.writes, *task.touches):
             last_writer[buffer] = task.index
-    return {b: route for b, route in found.items() if times_used[b] == 1}
+    return {b: route for b, route in found.items() if len(graph.uses[b]) == 1}
 
 
 def packed_experts(graph: TaskGraph) -> dict[int, Route]:

@@ -264,15 +264,20 @@ class TaskGraph:
         return self._paged[task.index]
 
     @cached_property
+    def buffers_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each task, by index: :attr:`Task.buffers`."""
+        return tuple(task.buffers for task in self.tasks)
+
+    @cached_property
     def _paged(self) -> tuple[tuple[int, ...], ...]:
         is_paged = [b.kind.is_paged for b in self.buffers]
-        return tuple(tuple(b for b in task.buffers if is_paged[b]) for task in self.tasks)
+        return tuple(tuple(b for b in used if is_paged[b]) for used in self.buffers_of)
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each buffer, the indices of the tasks that read, write or touch it, ascending."""
         found: list[list[int]] = [[] for _ in self.buffers]
-        for task in self.tasks:
-            for buffer in task.buffers:
-                found[buffer].append(task.index)
+        for index, used in enumerate(self.buffers_of):
+            for buffer in used:
+                found[buffer].append(index)
         return tuple(map(tuple, found))

@@ -136,7 +136,7 @@ class MemGraphBuilder:
     def compute(self, task: Task) -> int:
         """Run a task after everything that it needs; return the node."""
         node = self._add(NodeKind.COMPUTE, task=task.index)
-        for buffer in task.buffers:
+        for buffer in self._graph.buffers_of[task.index]:
             state = self.states[buffer]
             is_read, is_written = buffer in task.reads, buffer in task.writes
             is_join = task.op == JOIN and buffer in self._touched
@@ -235,7 +235,7 @@ class MemGraphBuilder:
             arena_bytes=self._arena_bytes,
             alignment=self._alignment,
             nodes=tuple(self._nodes),
-            edges=tuple(Edge(b, a, kind) for (b, a), kind in sorted(self._edges.items())),
+            edges=tuple(Edge(b, a, self._edges[b, a]) for b, a in sorted(self._edges)),
             entry=tuple(self._entry),
             exit=left,
             host_slots=tuple(sorted(self._host_slots.items())),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ds_finepage.graph.memgraph import Extent
 
@@ -54,7 +55,7 @@ def first_fit(items: Iterable[tuple[int, Iterable[int]]]) -> list[Extent]:
             for task in range(first + 1, last + 1):
                 taken.update(begun.get(task, ()))
         offset = 0
-        for extent in sorted(taken):
+        for extent in sorted(taken, key=attrgetter("offset")):
             if extent.offset - offset >= nbytes:
                 break
             offset = max(offset, extent.end)

@@ -124,7 +124,7 @@ CHECKING = (
     mutant(
         "a-weight-of-two-uses-is-routed",
         "graph/routes.py",
-        "return {b: route for b, route in found.items() if times_used[b] == 1}",
+        "return {b: route for b, route in found.items() if len(graph.uses[b]) == 1}",
         "return found",
         "unit/graph/test_routes.py",
     ),

@@ -264,8 +264,8 @@ PLANNING = (
     mutant(
         "a-plan-is-good-for-the-tasks-that-it-adds",
         "planning/finepage/search.py",
-        "timeline.lower_bound_ns if self._problem.shared else self._bound_ns",
-        "timeline.lower_bound_ns",
+        "alone_ns if self._problem.shared else self._bound_ns",
+        "alone_ns",
         FINEPAGE,
     ),
     mutant(

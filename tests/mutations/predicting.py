@@ -8,6 +8,13 @@ UNIT = "unit/planning"
 
 PREDICTING = (
     mutant(
+        "the-time-of-a-plan-ends-with-its-tasks",
+        "planning/simulator.py",
+        "zip(found.complete, found.work, strict=True) if w.lane is not None)",
+        "zip(found.complete, found.work, strict=True) if w.lane is Lane.COMPUTE)",
+        "unit/planning/test_predicted_time.py",
+    ),
+    mutant(
         "the-largest-weights-stream-in-a-small-arena-too",
         "planning/finepage/residency.py",
         "if is_short and missing <= self.options.nearly_full * (streamable + self.fixed_bytes):",

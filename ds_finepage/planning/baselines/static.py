@@ -40,7 +40,7 @@ from ds_finepage.planning.baselines.unroll import Unrolled, unroll
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.simulator import predicted_ns, task_time_ns
 
 NUM_BATCHES = (1, 2, 4, 8)
 """Numbers of alternating batches to choose from. More hide more copies, and need more KV cache."""
@@ -262,7 +262,7 @@ class Static:
     def _cost(self, memgraph: MemGraph) -> int:
         if self._profile is None:
             return memgraph.reloaded_bytes
-        return simulate(memgraph, self._profile).total_ns
+        return predicted_ns(memgraph, self._profile)[0]
 
     def _largest(self, form: Form) -> MemGraph | None:
         """Write the plan with the largest share that fits; None if no share does."""

@@ -29,7 +29,7 @@ from ds_finepage.planning.baselines.zero import (
     script_of,
 )
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.simulator import predicted_ns
 
 POLICY = "zero-persistence"
 
@@ -165,7 +165,7 @@ class _Search:
             if problem.profile is None:
                 cost += num_runs * memgraph.reloaded_bytes
             else:
-                cost += num_runs * simulate(memgraph, problem.profile).total_ns
+                cost += num_runs * predicted_ns(memgraph, problem.profile)[0]
         return cost
 
     def _script(self, problem: Problem, settings: ZeroSettings) -> Script:

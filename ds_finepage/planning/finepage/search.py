@@ -42,7 +42,7 @@ from ds_finepage.planning.rewrite.embeddings import gather_rows, looked_up_bytes
 from ds_finepage.planning.rewrite.exact_slices import slices_that_fit, smallest_slices
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
-from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.planning.time_bound import least_time_ns
 
 
@@ -174,10 +174,9 @@ class _Search:
             total_ns, is_good = 0, moved == 0
             self.has_fastest = self.has_fastest or is_good
         else:
-            timeline = simulate(plan, profile, knows_warm=KNOWS_WARM)
-            total_ns = timeline.total_ns
+            total_ns, alone_ns = predicted_ns(plan, profile, knows_warm=KNOWS_WARM)
             # Beside shared residents no plan comes near the bound of a pass that is alone.
-            bound_ns = timeline.lower_bound_ns if self._problem.shared else self._bound_ns
+            bound_ns = alone_ns if self._problem.shared else self._bound_ns
             is_good = total_ns <= self._options.good_enough * bound_ns
             if total_ns <= self._options.fast_enough * bound_ns:
                 self.has_fastest = True

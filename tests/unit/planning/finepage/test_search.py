@@ -17,7 +17,6 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.options import FinepageOptions
@@ -76,7 +75,7 @@ def test_plans_are_compared_as_if_no_reload_warmed_a_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = set()
-    for name in ("simulate", "least_time_ns"):
+    for name in ("predicted_ns", "least_time_ns"):
         original = getattr(finepage_search, name)
 
         def noted(
@@ -356,12 +355,9 @@ def test_a_plan_that_moves_clearly_more_has_to_be_clearly_faster(
     def best(tight_ns: int, few_bytes: float = 1.5) -> MemGraph | None:
         times = {tight.reloaded_bytes: tight_ns, roomy.reloaded_bytes: 100_400}
         monkeypatch.setattr(
-            "ds_finepage.planning.finepage.search.simulate",
-            lambda plan, _, **settings: Timeline(
-                spans=(), total_ns=times[plan.reloaded_bytes], compute_ns=0, transfer_ns=0,
-                stall_ns=0, peak_bytes=0, lower_bound_ns=0,
-            ),
-        )  # fmt: skip
+            "ds_finepage.planning.finepage.search.predicted_ns",
+            lambda plan, _, **settings: (times[plan.reloaded_bytes], 0),
+        )
         tried = _Search(problem, FinepageOptions(few_bytes=few_bytes))
         for plan in (tight, roomy):
             tried.offer(plan)
