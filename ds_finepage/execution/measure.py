@@ -155,9 +155,14 @@ class OpMeter:
             workspace of cuBLAS, one a stream).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Start with nothing measured."""
-        self._device = device_of(device)
+    def __init__(self, device: torch.device, *, num_streams: int = 1) -> None:
+        """Start with nothing measured.
+
+        Args:
+            device: Where ops run.
+            num_streams: The streams that run them; libraries keep memory for each.
+        """
+        self._device, self._num_streams = device_of(device), num_streams
         self._costs: dict[Any, OpCost] = {}
         self._table = Table("ops", device)
         self._is_modest = False
@@ -290,7 +295,7 @@ class OpMeter:
             with suppress(torch.OutOfMemoryError):
                 self._costs[signature] = _try(graph, task, tiles, unused, run)
         del tiles
-        self.library_bytes += max(0, device.live_bytes - at_start)
+        self.library_bytes += max(0, device.live_bytes - at_start) * self._num_streams
 
     def _measure_on_cpu(
         self, graph: TaskGraph, tasks: dict[Any, Task], room_bytes: int | None

@@ -67,7 +67,7 @@ class Handle:
         self._buffers = buffers
         self._weights = weights
         self._memory = DeviceMemory(weights, settings)
-        meter = OpMeter(settings.device)
+        meter = OpMeter(settings.device, num_streams=settings.num_op_streams)
         self._runner = PlanRunner(settings, weights, self._memory, meter, ranks=ranks)
         try:
             weights.install()

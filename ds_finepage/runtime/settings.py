@@ -67,8 +67,13 @@ class RunSettings:
     @property
     def records_graphs(self) -> bool:
         """True where runs of tasks are recorded and replayed; delays and poison come between."""
-        has_graphs = device_of(self.device).has_graphs
-        return self.config.device_graphs and has_graphs and not self.shows_ops
+        return self.num_op_streams > 1 and not self.shows_ops
+
+    @property
+    def num_op_streams(self) -> int:
+        """The streams that run ops: the caller's, and one that records graphs."""
+        records = self.config.device_graphs and device_of(self.device).has_graphs
+        return 2 if records else 1
 
     @property
     def planning(self) -> PlanSettings:

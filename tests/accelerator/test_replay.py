@@ -12,9 +12,11 @@ import torch
 import ds_finepage
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.device import Accelerator, device_of
+from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.replay import Graphs
 from tests.accelerator.subjects import Subject, subject
 from tests.integration.families import logits
+from tests.unit.execution.graphs import ACTIVATION, INPUT, Draft
 
 MODELS = [
     ("llama", torch.float32),
@@ -165,6 +167,29 @@ def test_graphs_go_with_the_arena(device: torch.device) -> None:
     assert graphs_of(found) is graphs and graphs._replays
     found.detach()
     assert not graphs._replays
+
+
+@pytest.mark.parametrize("num_streams", (1, 2))
+def test_memory_that_libraries_keep_is_counted_for_each_stream(
+    llama: Subject, device: torch.device, num_streams: int
+) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(torch.empty(4096, dtype=torch.uint8, device=x.device))
+        return x + 1
+
+    draft = Draft()
+    x, y = draft.tensor(INPUT, 8), draft.tensor(ACTIVATION, 8)
+    draft.task("finepage_keeping.keeps.default", x, out=(y,))
+    with torch.library._scoped_library("finepage_keeping", "DEF") as made:
+        made.define("keeps(Tensor x) -> Tensor")
+        made.impl("keeps", keeps, "CompositeExplicitAutograd")
+        meter = OpMeter(device, num_streams=num_streams)
+        meter.with_costs(draft.graph((x,), (y,)))
+    assert meter.library_bytes == 4096 * num_streams
+    assert llama.handle._runner.table.maker.meter._num_streams == 2
 
 
 def test_work_that_fails_ends_its_recording(device: torch.device) -> None:
