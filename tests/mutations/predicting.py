@@ -29,6 +29,13 @@ PREDICTING = (
         f"{UNIT}/finepage/test_residency.py",
     ),
     mutant(
+        "whole-weights-are-due-at-uneven-times",
+        "planning/finepage/grains.py",
+        "if chosen.isdisjoint(divisible):",
+        "if False:",
+        f"{UNIT}/finepage/test_grains.py",
+    ),
+    mutant(
         "no-plan-keeps-tables",
         "planning/finepage/search.py",
         "self._try_tables(captured)",

@@ -44,9 +44,12 @@ def stream_in_grains(
     pace = sizes if pace is None else pace
     total = max(1, sum(pace[b] for b in weights))
     streamed = dict.fromkeys(weights, 0)
+    goal = max(0, missing)
+    if chosen.isdisjoint(divisible):  # whole weights: the last one is due at the end of the pass
+        goal = -(-goal // grain_bytes) * grain_bytes
     due = 0  # bytes still to be streamed, in units of 1/total
     for buffer in weights:
-        due += pace[buffer] * max(0, missing)
+        due += pace[buffer] * goal
         wanted = due // total
         if buffer not in chosen:
             continue

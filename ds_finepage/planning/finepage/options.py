@@ -69,7 +69,7 @@ class FinepageOptions:
     other_length: float = 1.1
     large_rings: tuple[float, ...] = (1.0, 2.0)
     large_sizes: int = 2
-    nearly_full: float = 0.28
+    nearly_full: float = 0.5
     grained_rings: tuple[GrainedRing, ...] = (
         GrainedRing(1, 2, 1, keeps_small=True),
         GrainedRing(1, 2, 0.5),

@@ -62,6 +62,12 @@ def test_weights_that_cannot_be_cut_stream_whole() -> None:
     assert sorted(found.values()) == [0, 0, SIZE, SIZE]
 
 
+def test_the_last_whole_weight_is_due_at_the_end_of_the_pass() -> None:
+    weights, sizes, _ = equal_weights(12)
+    found = stream_in_grains(weights, sizes, {}, 3 * SIZE - ROW, SIZE, keeps_small=True)
+    assert [b for b, nbytes in found.items() if nbytes] == [3, 7, 11]
+
+
 @given(st.data())
 def test_enough_streams_whatever_the_sizes(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=12))
