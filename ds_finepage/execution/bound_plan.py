@@ -130,7 +130,7 @@ class BoundPlan:
         changes = (t for t in self._graph.tasks[: task.index] if buffer in (*t.writes, *t.touches))
         source = max((t.index for t in changes), default=-1)
         read = self._read_of(groups.ends, source, extents[buffer])
-        bound.call = partial(grouped_into, read_ends=read.values)
+        bound.call, bound.waits = partial(grouped_into, read_ends=read.values), True
 
     def _read_of(self, tensor: int, source: int, extent: Extent) -> RouteRead:
         """Return the one read of a tensor that a task has made."""

@@ -45,12 +45,14 @@ TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 class BoundTask:
     """A task ready to run: ``call(*args, **kwargs)``.
 
-    ``args`` and the lists in it are filled in place for tensors that change from call to call.
+    ``args`` and the lists in it are filled in place for tensors that change from call to call. If
+    ``waits``, the host waits for the router before it enqueues the task.
     """
 
     call: Callable[..., Any]
     args: list[Any]
     kwargs: dict[str, Any]
+    waits: bool = False
 
 
 @dataclass(slots=True)

@@ -39,9 +39,8 @@ def can_be_recorded(task: Task, bound: BoundTask) -> bool:
         task: The task.
         bound: It, bound to tensors that stay where they are.
     """
-    waits = isinstance(bound.call, partial)  # for the router's choice
     leaves_the_plan = bound.call in (run_and_copy, copy_to_host) or task.workspace_bytes > 0
-    return not (waits or leaves_the_plan or is_random(task))
+    return not (bound.waits or leaves_the_plan or is_random(task))
 
 
 def joined(program: Program, recordable: Collection[int]) -> tuple[Program, list[tuple[int, ...]]]:

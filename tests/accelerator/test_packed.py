@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from ds_finepage.execution.bound_plan import BoundPlan
+from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
-from ds_finepage.graph.packed import CUT_ROWS
+from ds_finepage.graph.packed import CUT_ROWS, PACKED_GROUPED
 from ds_finepage.packing import op
 from ds_finepage.packing.form import Packed, PackedForm, pack, pack_each, unpack
 from ds_finepage.packing.fused import why_not
@@ -169,3 +173,23 @@ def test_a_prompt_reads_the_rows_of_experts_once_a_layer(mixtral: Subject, card:
     prompt()
     prompt()
     assert waits_of(card, prompt) == {"gather_rows": 1, "routed": 2}
+    with mock.patch.object(Executor, "run", autospec=True, side_effect=Executor.run) as run:
+        prompt()
+    assert_nothing_recorded_waits(run.call_args.args[0])
+
+
+def assert_nothing_recorded_waits(executor: Executor) -> None:
+    """Check that products that wait for rows are in no graph, even if they need no scratch."""
+    memgraph, bound = executor.memgraph, executor._bound
+    tasks = tuple(replace(task, workspace_bytes=0) for task in memgraph.graph.tasks)
+    again = BoundPlan(
+        replace(memgraph, graph=replace(memgraph.graph, tasks=tasks)),
+        arena=bound._arena,
+        pool=bound._pool,
+        masters=bound.sources._masters,
+        in_place=bound._in_place,
+        poison=False,
+    )
+    of_tasks = {n.id: tasks[n.task].op for n in memgraph.nodes if n.task is not None}
+    waiting = {node for node, name in of_tasks.items() if name == PACKED_GROUPED}
+    assert waiting and again.recordable and waiting.isdisjoint(again.recordable)

@@ -88,6 +88,13 @@ PACKED = (
         f"{ON_CARD}::test_a_prompt_reads_the_rows_of_experts_once_a_layer",
     ),
     mutant(
+        "products-that-wait-for-their-rows-are-recorded",
+        "execution/bound_plan.py",
+        "bound.call, bound.waits = partial(grouped_into, read_ends=read.values), True",
+        "bound.call = partial(grouped_into, read_ends=read.values)",
+        f"{ON_CARD}::test_a_prompt_reads_the_rows_of_experts_once_a_layer",
+    ),
+    mutant(
         "the-estimate-of-an-accelerator-is-that-of-a-cpu",
         "execution/measure.py",
         "        on_accelerator=on_accelerator,\n        fused",

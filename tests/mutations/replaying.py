@@ -56,8 +56,8 @@ REPLAYING = (
     mutant(
         "random-tasks-are-recorded",
         "execution/replay.py",
-        "return not (waits or leaves_the_plan or is_random(task))",
-        "return not (waits or leaves_the_plan)",
+        "return not (bound.waits or leaves_the_plan or is_random(task))",
+        "return not (bound.waits or leaves_the_plan)",
         REPLAY,
     ),
     mutant(
@@ -77,7 +77,7 @@ REPLAYING = (
     mutant(
         "tasks-that-wait-for-the-router-are-recorded",
         "execution/replay.py",
-        "return not (waits or leaves_the_plan",
+        "return not (bound.waits or leaves_the_plan",
         "return not (leaves_the_plan",
         REPLAY,
     ),
