@@ -22,7 +22,7 @@ from ds_finepage.execution.replay import Graphs, replayed
 from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.collectives import collects_of
-from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
+from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.taskgraph import Task
 
 Residents = dict[str, Extent]
@@ -34,7 +34,7 @@ MOST_PROGRAMS = 4
 
 @dataclass(frozen=True, slots=True)
 class OpHook:
-    """The user's functions around every task, on the compute lane.
+    """The user's functions around every task of the compute lane.
 
     ``before(task, operands)`` and ``after(task, results)`` get the task and its tensors. The
     tensors are valid during the call only and must not be changed.
@@ -237,7 +237,7 @@ class Executor:
         actions = dict(actions)
         if self._hooks:
             for node in self.memgraph.nodes:
-                if node.kind is NodeKind.COMPUTE:
+                if self.memgraph.lane_of(node) is Lane.COMPUTE:
                     actions[node.id] = self._hooked(node, actions[node.id], tensors)
         if recorder is not None:
             actions |= recorder.begin(program.merged, actions)

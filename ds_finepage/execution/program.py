@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind, lane_of_late
+from ds_finepage.graph.memgraph import Lane, MemGraph, Node, NodeKind, lane_of_late
 
 LANES = tuple(Lane)
 
@@ -42,11 +42,11 @@ class Program:
 
     @cached_property
     def mean_transfer_bytes(self) -> int:
-        """Mean bytes of a transfer; 0 if there is none."""
+        """Mean bytes of a transfer; 0 if there is none. Tasks do not count."""
         steps = self.lanes[Lane.H2D] + self.lanes[Lane.D2H]
-        extents = [node.extent for step in steps for node in (step.node, *step.bundled)]
-        total = sum(0 if extent is None else extent.nbytes for extent in extents)
-        return total // len(extents) if extents else 0
+        nodes = [node for step in steps for node in (step.node, *step.bundled)]
+        found = [node.extent.nbytes for node in nodes if node.extent is not None]
+        return sum(found) // len(found) if found else 0
 
 
 def lower(
@@ -123,7 +123,7 @@ def _lane(memgraph: MemGraph, node: Node, missing: frozenset[int], poison: bool)
         return lane_of_late(memgraph, node)
     if node.kind is NodeKind.DROP and poison:
         return Lane.COMPUTE
-    return LANE_OF.get(node.kind)
+    return memgraph.lane_of(node)
 
 
 def _assemble(drafts: list[_Draft]) -> Program:

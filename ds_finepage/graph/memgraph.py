@@ -13,7 +13,7 @@ from functools import cached_property
 from pydantic import NonNegativeInt
 
 from ds_finepage.graph.routes import Route, routes
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 
 
 class NodeKind(str, enum.Enum):
@@ -177,11 +177,23 @@ class MemGraph:
             if n.kind is NodeKind.RELOAD and n.buffer in wanted
         }
 
+    def lane_of(self, node: Node) -> Lane | None:
+        """Return the lane that a node runs in; None if it takes no time.
+
+        A task that copies to host memory runs beside the others.
+        """
+        if node.task is not None and self.graph.tasks[node.task].op == TO_HOST:
+            return Lane.D2H
+        return LANE_OF.get(node.kind)
+
     def bytes_at(self, node: Node) -> int:
         """Return the bytes that a node moves or frees; for a routed reload, the most it may.
 
-        A rank reloads its own part of a parted weight, and collects those of the others.
+        A rank reloads its own part of a parted weight, and collects those of the others. A task
+        that copies to host memory moves its results.
         """
+        if node.task is not None:
+            return sum(self.graph.buffers[b].nbytes for b in self.graph.tasks[node.task].writes)
         assert node.buffer is not None
         nbytes = self.graph.buffers[node.buffer].nbytes
         part_bytes = nbytes // self.graph.num_parts(self.graph.buffers[node.buffer])

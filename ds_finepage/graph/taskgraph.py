@@ -239,8 +239,12 @@ class TaskGraph:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """The largest workspace of any task."""
-        return max((t.workspace_bytes for t in self.tasks), default=0)
+        """The most workspace at one time: a task that copies to host memory runs beside another."""
+        largest = {True: 0, False: 0}
+        for task in self.tasks:
+            is_copy = task.op == TO_HOST
+            largest[is_copy] = max(largest[is_copy], task.workspace_bytes)
+        return sum(largest.values())
 
     @cached_property
     def external_bytes(self) -> int:

@@ -22,8 +22,7 @@ from ds_finepage.planning.pipeline import (
     collector_off,
     plan_checked,
 )
-from ds_finepage.planning.simulator import Costs
-from ds_finepage.planning.time_bound import end_times_ns, least_time_ns
+from ds_finepage.planning.time_bound import least_time_ns
 
 MIN_GAIN = 0.02
 """The share of a pass's time that a later place must save at least, by its bound, to be planned.
@@ -111,14 +110,6 @@ def _is_ruled_out(at: int, least_ns: int, other: int, other_ns: int) -> bool:
 
 
 def _least_ns(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> int:
-    """Return a time that no plan of a pass beats.
-
-    Tasks that write rows to host memory are on the compute lane, so they count in full here.
-    """
-    bound, profile = bound_of(graph, arena_bytes, settings), settings.profile
-    costs = Costs(profile)
-    tasks_ns = [costs.task_ns(bound.graph, task, task.reads) for task in bound.graph.tasks]
-    return max(
-        least_time_ns(bound, profile, arena_bytes + bound.graph.workspace_bytes),
-        max(end_times_ns(tasks_ns, profile), default=0),
-    )
+    """Return a time that no plan of a pass beats."""
+    bound = bound_of(graph, arena_bytes, settings)
+    return least_time_ns(bound, settings.profile, arena_bytes + bound.graph.workspace_bytes)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import LANE_OF, Lane, MemGraph, Node, NodeKind, lane_of_late
+from ds_finepage.graph.memgraph import Lane, MemGraph, Node, NodeKind, lane_of_late
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.graph.timeline import Span, Timeline
@@ -249,8 +249,9 @@ def _simulated(
             collect_ns += each.took_ns
         elif each.lane is not None:
             copied[each.lane] += memgraph.bytes_at(node)
-            extents_bytes += 0 if node.extent is None else node.extent.nbytes
-            num_copies += 1
+            if node.extent is not None:
+                extents_bytes += node.extent.nbytes
+                num_copies += 1
     in_one_lane = extents_bytes < profile.one_lane_below_bytes * num_copies
     if not in_one_lane and max(profile.op_slowdown, profile.copy_slowdown) > 1:
         overlap = Overlap(memgraph, work, profile, begin_ns)
@@ -269,14 +270,13 @@ def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: 
     fresh: set[int | None] = set()  # reloaded since the last task that used it
     for node in memgraph.nodes:
         loads_late = node.kind is NodeKind.RESIDENT and node.buffer in missing
-        lane = lane_of_late(memgraph, node) if loads_late else LANE_OF.get(node.kind)
+        lane = lane_of_late(memgraph, node) if loads_late else memgraph.lane_of(node)
         if lane is Lane.H2D:
             fresh.add(node.buffer)
         if lane is None:
             found.append(NO_WORK)
             continue
-        if lane is Lane.COMPUTE:
-            assert node.task is not None
+        if node.task is not None:
             task = graph.tasks[node.task]
             took, num_calls = costs.task_ns(graph, task, fresh), 1
             fresh.difference_update(task.reads)

@@ -152,7 +152,9 @@ class Handle:
         before: Callable[..., None] | None = None,
         after: Callable[..., None] | None = None,
     ) -> Callable[[], None]:
-        """Call ``before(task, operands)`` and ``after(task, results)`` around every task.
+        """Call ``before(task, operands)`` and ``after(task, results)`` around tasks.
+
+        Copies of new rows of a KV cache to host memory run beside the tasks, without hooks.
 
         Tensors are valid during the call only. Returns a function that removes both.
         """

@@ -10,13 +10,11 @@ and the delays, which lie on the device.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,12 +22,10 @@ from unittest import mock
 import torch
 
 from ds_finepage.checker.checker import check
-from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.arena import Arena, HostPool, byte_view
 from ds_finepage.execution.device import Accelerator
 from ds_finepage.execution.executor import Executor, Residents
 from ds_finepage.execution.lanes import StreamLanes
-from ds_finepage.execution.program import Program
 from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
@@ -37,10 +33,11 @@ from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from tests.accelerator.omitting import lanes_without, lanes_without_waits
 from tests.device import loading
 from tests.unit.execution.graphs import INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.execution.lane_programs import program_of
-from tests.unit.execution.rig import N, deep, deep_in_eager
+from tests.unit.execution.rig import N, copied_to_host, deep, deep_in_eager, thrice_tanh
 
 MARK = "<!-- python -m tests.accelerator.edges docs/negative_proofs.md -->"
 END = "<!-- end of the edges -->"
@@ -106,53 +103,6 @@ def is_right(edge: Edge, device: torch.device, seed: int, *, omit: bool) -> bool
             return False
         finally:
             card.reset_switches()
-
-
-# --- lanes that omit an edge -----------------------------------------------------------------
-
-
-def lanes_without(text: str, *, of: str | None = None) -> Callable[[Accelerator], StreamLanes]:
-    """Return a maker of the product's lanes, but with one line of their source gone.
-
-    Args:
-        text: The line.
-        of: The stream for which it is gone; None means all.
-    """
-    source = inspect.getsource(lanes_module)
-    assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times; name another text"
-    module = types.ModuleType("lanes_without_a_line")
-    instead = "pass" if of is None else f"stream is {of} or {text}"
-    exec(compile(source.replace(text, instead), module.__name__, "exec"), vars(module))
-    made: Callable[[Accelerator], StreamLanes] = module.StreamLanes
-    return made
-
-
-def lanes_without_waits(of: Lane, on: Lane) -> Callable[[Accelerator], StreamLanes]:
-    """Return a maker of lanes that omit the waits of one lane for another."""
-
-    class Omitting(StreamLanes):
-        def run(self, program: Program, actions: Any) -> None:
-            if program not in self._programs:
-                self._programs[program] = omitted(program)
-            super().run(self._programs[program], actions)
-
-        _programs: dict[Program, Program]
-
-    def omitted(program: Program) -> Program:
-        steps = tuple(
-            replace(s, waits=tuple(w for w in s.waits if (s.lane, w[0]) != (of, on)))
-            for s in program.merged
-        )
-        assert steps != program.merged, "the scenario has no such wait"
-        by_lane = {lane: tuple(s for s in steps if s.lane is lane) for lane in Lane}
-        return Program(by_lane, steps)
-
-    def make(device: Accelerator) -> StreamLanes:
-        made = Omitting(device)
-        made._programs = {}
-        return made
-
-    return make
 
 
 # --- scenarios -------------------------------------------------------------------------------
@@ -221,6 +171,25 @@ def passes(*delayed: str, policy: str = "finepage") -> Scenario:
         torch.accelerator.synchronize()
         expected = [deep_in_eager(x, weights) for x in inputs]
         return all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True))
+
+    return run
+
+
+def rows_of_passes(delayed: str) -> Scenario:
+    """Return a scenario of passes that copy rows to host memory, in the least arena."""
+
+    def run(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
+        graph = copied_to_host()
+        rig = Rig(device, lanes, graph, {}, arena_bytes=min_arena_bytes(graph, 64))
+        inputs = [torch.randn(N, N) for _ in range(PASSES)]
+        on_device = [x.to(device) for x in inputs]
+        delay(device, seed, delayed)
+        found = [rig(x) for x in on_device]
+        torch.accelerator.synchronize()
+        return all(
+            torch.equal(rows, -x) and torch.equal(out.cpu(), thrice_tanh(-x))
+            for (rows, out), x in zip(found, inputs, strict=True)
+        )
 
     return run
 
@@ -399,6 +368,20 @@ EDGES = (
         by="waits of the program, h2d for d2h",
         scenario=passes("d2h", policy="horizon-outputs"),
         lanes=lanes_without_waits(H2D, D2H),
+    ),
+    Edge(
+        first="a task",
+        then="its rows are copied to host memory",
+        by="waits of the program, d2h for compute",
+        scenario=rows_of_passes("kernel"),
+        lanes=lanes_without_waits(D2H, COMPUTE),
+    ),
+    Edge(
+        first="a copy of rows to host memory",
+        then="a task takes their bytes",
+        by="waits of the program, compute for d2h",
+        scenario=rows_of_passes("d2h"),
+        lanes=lanes_without_waits(COMPUTE, D2H),
     ),
     Edge(
         first="a pass",

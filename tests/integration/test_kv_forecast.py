@@ -78,7 +78,7 @@ def test_in_a_run_the_cache_moves_only_where_it_does_not_fit(
         assert figures.kv_copied_bytes == KV_BYTES * kv_on_host  # old rows in and new ones out
 
 
-FAST_WRITES = dataclasses.replace(PROFILE, d2h_bytes_per_s=8e9)
+FAST_WRITES = dataclasses.replace(PROFILE, d2h_bytes_per_s=1.5e9)
 """With it, weights that a KV cache keeps from the device take longer than its new rows."""
 
 
@@ -177,15 +177,15 @@ def test_a_step_brings_in_the_live_rows_of_each_layer_in_every_pass(decode: Capt
     assert figures.predicted_ns >= figures.lower_bound_ns
 
 
-def test_a_prefill_waits_for_its_rows_to_be_written(prefill: CapturedModel) -> None:
+def test_a_prefill_writes_its_rows_beside_its_tasks(prefill: CapturedModel) -> None:
     assert prefill.on_host is not None
     budget_bytes = prefill.needs.needed_budget_bytes
     there = plan_captured(prefill, budget_bytes=budget_bytes, profile=PROFILE).figures
     here = plan_captured(prefill.on_host, budget_bytes=budget_bytes, profile=PROFILE).figures
-    assert here.compute_ns > 2 * KV_BYTES > there.compute_ns  # 2 ns a byte
-    assert there.kv_elsewhere_ns is not None  # not planned, since the tasks alone take longer
-    assert here.compute_ns <= there.kv_elsewhere_ns <= here.predicted_ns
-    assert here.lower_bound_ns == 2 * KV_BYTES
+    link_ns = 2 * KV_BYTES  # 2 ns a byte
+    assert here.compute_ns < link_ns == here.lower_bound_ns
+    assert link_ns <= here.predicted_ns < link_ns + here.compute_ns
+    assert there.kv_elsewhere_ns == link_ns  # not planned, since the link alone takes longer
     assert here.reloaded_bytes == here.lower_bound_bytes == 0
 
 

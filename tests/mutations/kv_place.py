@@ -111,11 +111,4 @@ OF_KV_PLACES = (
         "best = list(plans)[-1]",
         "unit/planning/test_kv_place.py",
     ),
-    mutant(
-        "new-rows-reach-host-memory-beside-the-tasks",
-        "planning/kv_place.py",
-        "max(end_times_ns(tasks_ns, profile), default=0),",
-        "0,",
-        "integration/test_kv_forecast.py",
-    ),
 )

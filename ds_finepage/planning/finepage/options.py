@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -46,6 +47,8 @@ class FinepageOptions:
         slices_in_ring: A slice of a cut weight is at most the ring divided by this.
         lower_factors: Sizes of the lower region of a small arena, in units of the smallest in which
             every task can run.
+        held_copies: Longest times to hold rows that are copied to host memory, in units of the time
+            of their copy.
         fixed_share: Weights up to this share of the largest one (norms, biases) are always kept.
         good_enough: A plan within this factor of the lower bound of time ends the search for better
             graphs: with cheap tasks run again, or with sets of kept weights.
@@ -89,6 +92,7 @@ class FinepageOptions:
     most_short_lengths: int = 4
     slices_in_ring: int = 4
     lower_factors: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+    held_copies: tuple[float, ...] = (1.0, math.inf)
     fixed_share: float = 0.001
     good_enough: float = 1.02
     fast_enough: float = 1.005

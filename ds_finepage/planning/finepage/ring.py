@@ -16,15 +16,20 @@ from collections.abc import Mapping, Sequence
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.planning.builder import MemGraphBuilder
+from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows
 from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
 from ds_finepage.planning.problem import Problem
 
 
-def place_activations(problem: Problem) -> dict[int, Extent]:
+def place_activations(problem: Problem, held: HeldRows = NOTHING_HELD) -> dict[int, Extent]:
     """Place all activations by their live ranges.
 
     The rows of an embedding are placed among them, live from the start of the pass. They differ in
     each call, so they are neither kept nor streamed.
+
+    Args:
+        problem: The pass.
+        held: The activations that stay after their last use.
 
     Returns:
         Buffer -> extent.
@@ -34,7 +39,8 @@ def place_activations(problem: Problem) -> dict[int, Extent]:
         is_gathered = buffer.gather is not None and not graph.is_handed(buffer)
         if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):
             begin = 0 if is_gathered else found[0]
-            live.append(LiveBuffer(buffer.id, problem.size(buffer.id), begin, found[-1]))
+            end = held.ends.get(buffer.id, found[-1])
+            live.append(LiveBuffer(buffer.id, problem.size(buffer.id), begin, end))
     return place(live)
 
 
@@ -80,6 +86,7 @@ class StreamPlanner:
         activations: dict[int, Extent],
         ring_bytes: int,
         residents: Mapping[int, Extent],
+        held: HeldRows = NOTHING_HELD,
     ) -> None:
         """Lay the regions out.
 
@@ -89,7 +96,9 @@ class StreamPlanner:
             activations: The extents of the activations, from offset 0.
             ring_bytes: Length of the ring.
             residents: The extents of the kept weights, between the ring and the arena's end.
+            held: The activations that stay after their last use.
         """
+        self._held = held
         self._graph, self._size = problem.graph, problem.size
         self._waiting = deque(streamed)
         self._streamed = frozenset(streamed)
@@ -122,8 +131,10 @@ class StreamPlanner:
                     return None  # the ring is too small for what this task needs at once
             self._builder.compute(task)
             for buffer in self._graph.paged(task):
-                if self._last_use[buffer] == task.index:
+                if self._last_use[buffer] == task.index and buffer not in self._held.ends:
                     self._drop(buffer)
+        for buffer in self._held.freed_at_end:
+            self._drop(buffer)
         return self._builder.finish()
 
     def _alloc(self, buffer: int, extent: Extent) -> None:
@@ -148,3 +159,5 @@ class StreamPlanner:
         extent = self._builder.states[buffer].extent
         assert extent is not None
         self._tenancy.free(extent, self._builder.drop(buffer))
+        for other in self._held.freed_with.get(buffer, ()):
+            self._drop(other)

@@ -26,6 +26,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import LowerBound, lower_bound
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
+from ds_finepage.planning.finepage.held_rows import copies_to_host
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
@@ -118,7 +119,10 @@ class _Search:
         return self._front[0][-1] if self._front else None
 
     def moves_nothing(self) -> bool:
-        return self.best is not None and _moved_bytes(self.best) == 0
+        """Tell whether the best plan moves nothing, and waits for no copy of a task's results."""
+        if self.best is None or _moved_bytes(self.best) > 0:
+            return False
+        return self.has_fastest or not copies_to_host(self._problem.graph)
 
     # The score.
 

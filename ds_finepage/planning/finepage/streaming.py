@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
+from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows, lengths_of_holding
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
@@ -19,11 +20,13 @@ from ds_finepage.planning.rewrite.split import packed_units
 def resident_plans(
     problem: Problem, options: FinepageOptions = DEFAULTS
 ) -> Iterator[MemGraph | None]:
-    """Yield the plan that moves nothing, if all weights fit."""
-    placed = place_activations(problem)
+    """Yield the plans that reload nothing, if all weights fit."""
     weights = WeightClasses.of(problem, may_split=False, options=options)
-    if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:
-        yield plan_streaming(problem, Choice(problem.graph, []), placed, 0, options)
+    for held in lengths_of_holding(problem, options.held_copies):
+        placed = place_activations(problem, held)
+        if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:
+            whole = Choice(problem.graph, [])
+            yield plan_streaming(problem, whole, placed, 0, options, held=held)
 
 
 def streaming_plans(
@@ -42,7 +45,19 @@ def streaming_plans(
         may_win: Tells whether a plan that reloads at least so many bytes, in at least so many
             copies, is of use.
     """
-    placed = place_activations(problem)
+    for held in lengths_of_holding(problem, options.held_copies):
+        yield from _plans_holding(problem, held, may_split, options, may_win)
+
+
+def _plans_holding(
+    problem: Problem,
+    held: HeldRows,
+    may_split: bool,
+    options: FinepageOptions,
+    may_win: Callable[[int, int], bool],
+) -> Iterator[MemGraph | None]:
+    """Yield plans that hold activations; :func:`streaming_plans` describes the arguments."""
+    placed = place_activations(problem, held)
     room = problem.arena_bytes - top_of(placed)
     weights = WeightClasses.of(problem, may_split=may_split, options=options)
     chooser = Chooser(weights)
@@ -59,7 +74,7 @@ def streaming_plans(
             else:
                 choice = chooser.choose(room, ring)
             if choice is not None:
-                yield plan_streaming(problem, choice, placed, ring.nbytes, options)
+                yield plan_streaming(problem, choice, placed, ring.nbytes, options, held=held)
 
     shapes = list(weights.ring_shapes(room))
     if not problem.shared:
@@ -84,6 +99,8 @@ def plan_streaming(
     placed: dict[int, Extent],
     ring_bytes: int,
     options: FinepageOptions = DEFAULTS,
+    *,
+    held: HeldRows = NOTHING_HELD,
 ) -> MemGraph | None:
     """Plan with a choice of weights to stream.
 
@@ -94,6 +111,7 @@ def plan_streaming(
             order of live ranges, so these extents hold for the cut pass too.
         ring_bytes: Length of the ring.
         options: The heuristics.
+        held: The activations that stay after their last use.
 
     Returns:
         None if the kept weights or a streamed one do not fit.
@@ -123,4 +141,5 @@ def plan_streaming(
         activations=placed,
         ring_bytes=ring_bytes,
         residents=residents,
+        held=held,
     ).plan()

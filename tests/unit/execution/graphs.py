@@ -21,6 +21,7 @@ from ds_finepage.graph.taskgraph import (
 
 WEIGHT, STATE, ACTIVATION = BufferKind.WEIGHT, BufferKind.STATE, BufferKind.ACTIVATION
 INPUT, OUTPUT, CONSTANT = BufferKind.INPUT, BufferKind.OUTPUT, BufferKind.CONSTANT
+HOST = BufferKind.HOST
 
 
 class Draft:

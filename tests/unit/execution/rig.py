@@ -11,10 +11,10 @@ from ds_finepage.checker.checker import check
 from ds_finepage.execution.arena import Arena, HostPool, byte_view
 from ds_finepage.execution.executor import Executor, Residents
 from ds_finepage.execution.lanes import CpuLanes
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.policies import plan_steady
-from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
+from tests.unit.execution.graphs import ACTIVATION, HOST, INPUT, OUTPUT, WEIGHT, Draft
 
 CPU = torch.device("cpu")
 N = 8
@@ -91,3 +91,20 @@ def negated() -> TaskGraph:
     x, y = draft.tensor(INPUT, 3), draft.tensor(OUTPUT, 3)
     draft.task("aten.neg.default", x, out=(y,))
     return draft.graph((x,), (y,))
+
+
+def copied_to_host() -> TaskGraph:
+    """Negate an argument, copy that to host memory, and work on it in the least memory."""
+    draft = Draft()
+    x, out = draft.tensor(INPUT, N, N), draft.tensor(OUTPUT, N, N)
+    a, b, c = (draft.tensor(ACTIVATION, N, N) for _ in range(3))
+    rows = draft.tensor(HOST, N, N)
+    draft.task("aten.neg.default", x, out=(a,))
+    draft.task(TO_HOST, a, out=(rows,))
+    for source, result in ((a, b), (b, c), (c, out)):
+        draft.task("aten.tanh.default", source, out=(result,))
+    return draft.graph((x,), (rows, out))
+
+
+def thrice_tanh(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh().tanh().tanh()

@@ -14,8 +14,10 @@ from torch import nn
 from ds_finepage.errors import TaskMismatchError
 from ds_finepage.execution.arena import HostPool, byte_view
 from ds_finepage.execution.executor import Executor, OpHook
+from ds_finepage.execution.program import lower
 from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.execution.routed import RouteRead
+from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan_steady
@@ -28,7 +30,15 @@ from tests.unit.execution.graphs import (
     WEIGHT,
     Draft,
 )
-from tests.unit.execution.rig import N, Rig, deep, deep_in_eager, negated
+from tests.unit.execution.rig import (
+    N,
+    Rig,
+    copied_to_host,
+    deep,
+    deep_in_eager,
+    negated,
+    thrice_tanh,
+)
 
 every_policy = pytest.mark.parametrize("policy", sorted(PAGING))
 
@@ -98,6 +108,35 @@ def test_a_tight_arena_offloads_and_brings_back() -> None:
     graph, _ = deep()
     memgraph = plan_steady(graph, arena_bytes=min_arena_bytes(graph, 64), policy="finepage")
     assert memgraph.offloaded_bytes > 0 and memgraph.host_bytes > 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_copy_to_host_memory_runs_beside_tasks(rig: Callable[..., Rig], inference: bool) -> None:
+    graph = copied_to_host()
+    for seed in range(5):
+        made = rig(graph, arena_bytes=min_arena_bytes(graph, 64), delay_seed=seed)
+        program = lower(made.memgraph)
+        assert [step.node.task for step in program.lanes[Lane.D2H]] == [1]
+        assert program.mean_transfer_bytes == 0  # without delays one thread does all of it
+        with torch.inference_mode(inference):
+            x = torch.randn(N, N)
+            rows, out = made(x)
+        assert torch.equal(rows, -x) and torch.equal(out, thrice_tanh(-x))
+
+
+def test_bytes_that_are_copied_to_host_memory_are_not_used_again_before(
+    rig: Callable[..., Rig],
+) -> None:
+    graph = copied_to_host()
+    memgraph = rig(graph, arena_bytes=min_arena_bytes(graph, 64)).memgraph
+    program = lower(memgraph)
+    first = memgraph.placements[program.lanes[Lane.COMPUTE][0].node.id].values()
+    again = next(
+        step
+        for step in program.lanes[Lane.COMPUTE][2:]
+        if set(first) & set(memgraph.placements[step.node.id].values())
+    )
+    assert (Lane.D2H, 1) in again.waits
 
 
 def test_a_weight_that_is_copied_to_the_host_leaves_its_master_alone(

@@ -12,9 +12,11 @@ from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.program import lower
 from ds_finepage.execution.spans import CpuSpanRecorder
 from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.taskgraph import TO_HOST
 from ds_finepage.planning.liveness import min_arena_bytes
 from tests.unit.execution.graphs import (
     CONSTANT,
+    HOST,
     INPUT,
     OUTPUT,
     Draft,
@@ -47,6 +49,17 @@ def test_hooks_see_the_operands_and_the_results(rig: Callable[..., Rig]) -> None
     assert torch.equal(after[1][0], torch.tanh(product))  # ... and after
     assert torch.equal(after[4][0], out)
     assert [len(before[i]) for i in range(5)] == [2, 1, 2, 1, 2]
+
+
+def test_hooks_are_not_called_beside_the_compute_lane(rig: Callable[..., Rig]) -> None:
+    draft = Draft()
+    x, y, rows = draft.tensor(INPUT, 3), draft.tensor(OUTPUT, 3), draft.tensor(HOST, 3)
+    draft.task(TO_HOST, x, out=(rows,))
+    draft.task("aten.neg.default", x, out=(y,))
+    seen: list[str] = []
+    made = rig(draft.graph((x,), (rows, y)), hooks=[OpHook(before=lambda t, o: seen.append(t.op))])
+    made(torch.ones(3))
+    assert seen == ["aten.neg.default"]
 
 
 def test_hooks_see_constants_and_members_of_lists(rig: Callable[..., Rig]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ds_finepage.checker.checker import check
 from ds_finepage.execution.program import LANES, Program, Step, lower
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, NodeKind, Residency
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING, plan
 from tests.unit.planning.sketches import chain, names, sketch
@@ -104,6 +104,15 @@ def test_merged_has_every_step_once_in_the_order_of_nodes() -> None:
     ids = [s.node.id for s in program.merged]
     assert ids == sorted(set(ids))
     assert sum(len(program.lanes[lane]) for lane in LANES) == len(ids)
+
+
+def test_a_task_that_copies_to_host_memory_runs_in_the_lane_of_offloads() -> None:
+    graph = sketch("w:64 a:64 h:64", "w -> a", "a -> h")
+    graph = replace(graph, tasks=(graph.tasks[0], replace(graph.tasks[1], op=TO_HOST)))
+    memgraph = planned(graph, 2)
+    program = lower(memgraph)
+    assert steps(program, memgraph)["d2h"] == ["compute 1 <compute 0"]
+    assert program.mean_transfer_bytes == 64  # of the reload alone
 
 
 def test_nodes_that_take_no_time_are_no_steps() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ds_finepage.graph.taskgraph import (
+    TO_HOST,
     Buffer,
     BufferKind,
     GraphInput,
@@ -59,6 +62,13 @@ def test_what_lies_in_the_arena_or_in_host_memory_does_not_count() -> None:
 
 def test_the_largest_workspace_counts_once() -> None:
     assert beside(workspaces=(100, 700, 300)) == 700
+
+
+def test_the_workspace_of_a_copy_to_host_memory_counts_beside_the_largest_other() -> None:
+    graph = graph_of(workspaces=(100, 700, 300, 50))
+    tasks = (*graph.tasks[:2], *(replace(task, op=TO_HOST) for task in graph.tasks[2:]))
+    found = non_arena_bytes(replace(graph, tasks=tasks), UNIT)
+    assert found == HOST_PROGRAM_SLACK_BYTES + 700 + 300
 
 
 def test_token_ids_and_masks_count_four_times_more() -> None:

@@ -1,0 +1,177 @@
+"""How long activations stay that are copied to host memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ds_finepage.checker.checker import check
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
+from ds_finepage.planning.finepage.held_rows import (
+    NOTHING_HELD,
+    HeldRows,
+    copies_to_host,
+    lengths_of_holding,
+)
+from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.finepage.streaming import resident_plans
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.simulator import predicted_ns, simulate
+from tests.unit.planning.sketches import names, sketch
+from tests.unit.planning.test_simulator import PLAIN
+
+UNIT = 64
+TASK_NS = 100
+
+
+def copying(buffers: str, *tasks: str) -> TaskGraph:
+    """Build a taskgraph in which the tasks that write host memory copy, and others take a time."""
+    graph = sketch(buffers, *tasks)
+    is_host = [b.kind is BufferKind.HOST for b in graph.buffers]
+    timed = (
+        replace(t, op=TO_HOST) if any(is_host[b] for b in t.writes) else replace(t, time_ns=TASK_NS)
+        for t in graph.tasks
+    )
+    return replace(graph, tasks=tuple(timed))
+
+
+def rows(*, num_units: int = 5, copy_ns: int = 250) -> Problem:
+    """Return a pass whose first task makes rows that the second one copies to host memory."""
+    graph = copying(
+        "a0:64 h:64 a1:64 a2:64 a3:64",
+        "-> a0",
+        "a0 -> h",
+        "-> a1",
+        "a1 -> a2",
+        "a2 -> a3",
+        "a3 ->",
+    )
+    machine = replace(PLAIN, d2h_bytes_per_s=UNIT * 1e9 / copy_ns)
+    return Problem(graph, num_units * UNIT, UNIT, machine)
+
+
+def named(problem: Problem, held: HeldRows) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Return what is held until which task, and what is freed with which activation."""
+    name = [b.name for b in problem.graph.buffers]
+    return (
+        {name[b]: task for b, task in held.ends.items()},
+        {name[b]: [name[o] for o in others] for b, others in held.freed_with.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("copy_ns", "length", "end", "freed_with"),
+    [
+        (250, math.inf, 4, "a2"),  # the copy ends at 350, and task 4 at 400
+        (250, 1.0, 4, "a2"),
+        (250, 0.5, 3, "a1"),
+        (90, math.inf, 3, "a1"),  # it ends in task 2, and task 3 is the next to end a live range
+    ],
+)
+def test_rows_stay_until_their_copy_is_done(
+    copy_ns: int, length: float, end: int, freed_with: str
+) -> None:
+    problem = rows(copy_ns=copy_ns)
+    first, *_ = lengths_of_holding(problem, (length,))
+    assert named(problem, first) == ({"a0": end}, {freed_with: ["a0"]})
+    assert not first.freed_at_end
+
+
+def test_rows_whose_copy_takes_longer_than_the_pass_stay_to_its_end() -> None:
+    first, *_ = lengths_of_holding(rows(copy_ns=5000), (math.inf,))
+    assert first == HeldRows({0: 5}, {}, (0,))
+
+
+def test_copies_follow_one_another_on_their_link() -> None:
+    graph = copying(
+        "a0:64 a1:64 h0:64 h1:64 a2:64 a3:64 a4:64",
+        "-> a0 a1",
+        "a0 -> h0",
+        "a1 -> h1",
+        "-> a2",
+        "a2 -> a3",
+        "a3 -> a4",
+        "a4 ->",
+    )
+    problem = Problem(graph, 8 * UNIT, UNIT, replace(PLAIN, d2h_bytes_per_s=UNIT * 1e9 / 150))
+    first, *_ = lengths_of_holding(problem, (math.inf,))
+    assert named(problem, first)[0] == {"a0": 4, "a1": 5}  # at 250 and 400
+
+
+def test_the_longest_time_comes_first_and_nothing_held_comes_last() -> None:
+    found = list(lengths_of_holding(rows(), (0.5, 1.0, math.inf)))
+    assert [max(held.ends.values(), default=0) for held in found] == [4, 3, 0]
+    assert found[-1] is NOTHING_HELD
+
+
+def test_nothing_is_held_without_copies_or_without_a_machine() -> None:
+    problem = rows()
+    assert copies_to_host(problem.graph)
+    tasks = tuple(replace(t, op="op") for t in problem.graph.tasks)
+    other = problem.of(replace(problem.graph, tasks=tasks))
+    assert not copies_to_host(other.graph)
+    for without in (other, replace(problem, profile=None)):
+        assert list(lengths_of_holding(without, (math.inf,))) == [NOTHING_HELD]
+
+
+def planned(problem: Problem, *lengths: float) -> tuple[MemGraph, int]:
+    """Return the first plan that reloads nothing, and its time."""
+    plan = next(resident_plans(problem, FinepageOptions(held_copies=lengths)))
+    assert plan is not None
+    return check(plan), time_of(plan, problem)
+
+
+def time_of(plan: MemGraph, problem: Problem) -> int:
+    assert problem.profile is not None
+    return predicted_ns(plan, problem.profile)[0]
+
+
+def test_no_task_waits_for_a_copy_where_there_is_room() -> None:
+    held, held_ns = planned(rows(), math.inf)
+    _, plain_ns = planned(rows())
+    assert (held_ns, plain_ns) == (5 * TASK_NS, 5 * TASK_NS + 250)
+    order = names(held)
+    assert order.index("drop a2") < order.index("drop a0") < order.index("compute 5")
+
+
+def test_what_stays_to_the_end_is_dropped_there() -> None:
+    plan, _ = planned(rows(copy_ns=5000), math.inf)
+    assert names(plan)[-1] == "drop a0"
+
+
+def test_without_room_tasks_wait() -> None:
+    problem = rows(num_units=2)
+    assert time_of(check(plan_finepage(problem)), problem) > 5 * TASK_NS
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
+    graph = copying(
+        "w0:64 w1:64 a0:64 h:64 a1:64 a2:64 a3:64",
+        "-> a0",
+        "a0 -> h",
+        "-> a1",
+        "a1 -> a2",
+        "w0 a2 -> a3",
+        "w1 a3 ->",
+    )
+    problem = replace(rows(num_units=4), graph=graph, split=split)
+    _, resident_ns = planned(problem)
+    plan = check(plan_finepage(problem, FinepageOptions(tries_whole=not split)))
+    assert plan.reloaded_bytes > 0
+    assert time_of(plan, problem) < resident_ns == 5 * TASK_NS + 250
+
+
+def test_a_copy_to_host_memory_runs_beside_the_next_task() -> None:
+    plan, _ = planned(rows(), math.inf)
+    problem = rows()
+    assert problem.profile is not None
+    spans = {
+        s.name: (s.lane.value, s.start_ns, s.end_ns) for s in simulate(plan, problem.profile).spans
+    }
+    (copy,) = (span for name, span in spans.items() if "layer1" in name)
+    assert copy == ("d2h", 100, 350)
