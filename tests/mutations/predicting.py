@@ -87,8 +87,8 @@ PREDICTING = (
     mutant(
         "rows-held-to-the-end-are-not-freed",
         "planning/finepage/ring.py",
-        "for buffer in self._held.freed_at_end:",
-        "for buffer in ():",
+        "for buffer in self._held.ends:\n",
+        "for buffer in ():\n",
         f"{UNIT}/finepage/test_held_rows.py",
     ),
     mutant(

@@ -24,13 +24,12 @@ class HeldRows:
     Attributes:
         ends: Buffer -> the last task of the captured pass during which its bytes are taken.
         freed_with: Activation -> the held buffers whose bytes are freed together with its own.
-            Tasks of a cut pass have other numbers, and the order of live ranges is the same.
-        freed_at_end: The held buffers that stay until the pass ends.
+            Tasks of a cut pass have other numbers, and the order of live ranges is the same. Held
+            buffers without such an activation stay until the pass ends.
     """
 
     ends: Mapping[int, int] = field(default_factory=dict)
     freed_with: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    freed_at_end: tuple[int, ...] = ()
 
 
 NOTHING_HELD = HeldRows()
@@ -87,13 +86,11 @@ def _freed(graph: TaskGraph, wanted: Mapping[int, int]) -> HeldRows:
     )
     ends: dict[int, int] = {}
     freed_with: dict[int, tuple[int, ...]] = {}
-    at_end: list[int] = []
     for buffer, task in wanted.items():
         at = bisect_left(last_uses, (task, 0))
         if at == len(last_uses):
             ends[buffer] = len(graph.tasks) - 1
-            at_end.append(buffer)
-            continue
-        ends[buffer], other = last_uses[at]
-        freed_with[other] = (*freed_with.get(other, ()), buffer)
-    return HeldRows(ends, freed_with, tuple(at_end))
+        else:
+            ends[buffer], other = last_uses[at]
+            freed_with[other] = (*freed_with.get(other, ()), buffer)
+    return HeldRows(ends, freed_with)

@@ -133,8 +133,9 @@ class StreamPlanner:
             for buffer in self._graph.paged(task):
                 if self._last_use[buffer] == task.index and buffer not in self._held.ends:
                     self._drop(buffer)
-        for buffer in self._held.freed_at_end:
-            self._drop(buffer)
+        for buffer in self._held.ends:
+            if self._builder.states[buffer].extent is not None:
+                self._drop(buffer)
         return self._builder.finish()
 
     def _alloc(self, buffer: int, extent: Extent) -> None:

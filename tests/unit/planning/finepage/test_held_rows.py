@@ -78,12 +78,11 @@ def test_rows_stay_until_their_copy_is_done(
     problem = rows(copy_ns=copy_ns)
     first, *_ = lengths_of_holding(problem, (length,))
     assert named(problem, first) == ({"a0": end}, {freed_with: ["a0"]})
-    assert not first.freed_at_end
 
 
 def test_rows_whose_copy_takes_longer_than_the_pass_stay_to_its_end() -> None:
     first, *_ = lengths_of_holding(rows(copy_ns=5000), (math.inf,))
-    assert first == HeldRows({0: 5}, {}, (0,))
+    assert first == HeldRows({0: 5}, {})
 
 
 def test_copies_follow_one_another_on_their_link() -> None:
