@@ -285,7 +285,7 @@ def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: 
         else:
             num_calls = memgraph.copies_at(node)
             took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)
-        issued_ns += costs.host_ns[lane] * num_calls
+        issued_ns += costs.host_ns[lane if node.task is None else Lane.COMPUTE] * num_calls
         found.append(Work(lane, took, issued_ns))
     return found
 

@@ -43,6 +43,13 @@ PREDICTING = (
         "unit/execution/test_program.py",
     ),
     mutant(
+        "the-host-issues-copies-of-results-as-fast-as-reloads",
+        "planning/simulator.py",
+        "costs.host_ns[lane if node.task is None else Lane.COMPUTE]",
+        "costs.host_ns[lane]",
+        f"{UNIT}/finepage/test_held_rows.py",
+    ),
+    mutant(
         "tasks-count-as-transfers",
         "execution/program.py",
         "[node.extent.nbytes for node in nodes if node.extent is not None]",
@@ -145,8 +152,8 @@ PREDICTING = (
     mutant(
         "the-host-takes-no-time",
         "planning/simulator.py",
-        "issued_ns += costs.host_ns[lane] * num_calls",
-        "issued_ns += 0",
+        "costs.host_ns[lane if node.task is None else Lane.COMPUTE] * num_calls",
+        "0",
         f"{UNIT}/test_simulator.py",
     ),
     mutant(

@@ -10,6 +10,7 @@ import pytest
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
+from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.finepage.held_rows import (
     NOTHING_HELD,
     HeldRows,
@@ -21,6 +22,7 @@ from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.streaming import resident_plans
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import predicted_ns, simulate
+from ds_finepage.planning.time_bound import least_time_ns
 from tests.unit.planning.sketches import names, sketch
 from tests.unit.planning.test_simulator import PLAIN
 
@@ -163,6 +165,15 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
     plan = check(plan_finepage(problem, FinepageOptions(tries_whole=not split)))
     assert plan.reloaded_bytes > 0
     assert time_of(plan, problem) < resident_ns == 5 * TASK_NS + 250
+
+
+def test_no_plan_is_faster_than_the_bound_where_the_host_is_slow() -> None:
+    problem = rows()
+    assert problem.profile is not None
+    machine = replace(problem.profile, host_op_ns=1000, host_copy_ns=10)
+    plan, total_ns = planned(replace(problem, profile=machine), math.inf)
+    bound = lower_bound(plan.graph, problem.arena_bytes, UNIT, may_cut=False)
+    assert least_time_ns(bound, machine, problem.arena_bytes) == total_ns == 6000 + TASK_NS
 
 
 def test_a_copy_to_host_memory_runs_beside_the_next_task() -> None:
