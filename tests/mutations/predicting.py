@@ -106,6 +106,20 @@ PREDICTING = (
         f"{UNIT}/finepage/test_held_rows.py",
     ),
     mutant(
+        "a-good-plan-ends-no-search-for-lengths",
+        "planning/finepage/search.py",
+        "            if self.has_good:\n                return\n",
+        "",
+        f"{UNIT}/finepage/test_held_rows.py",
+    ),
+    mutant(
+        "a-long-pass-tries-all-lengths",
+        "planning/finepage/search.py",
+        "            lengths = lengths[-1:]\n",
+        "            pass\n",
+        f"{UNIT}/finepage/test_held_rows.py",
+    ),
+    mutant(
         "a-search-ends-though-tasks-wait-for-copies",
         "planning/finepage/search.py",
         "return self.has_fastest or not copies_to_host(self._problem.graph)",

@@ -40,11 +40,11 @@ def lengths_of_holding(problem: Problem, lengths: tuple[float, ...]) -> Iterator
 
     Args:
         problem: The pass.
-        lengths: Longest times to hold rows, in units of the time of their copy.
+        lengths: Longest times to hold rows, in units of the time of their copy, ascending.
     """
     seen: list[Mapping[int, int]] = [{}]
     if problem.profile is not None and copies_to_host(problem.graph):
-        for length in sorted(lengths, reverse=True):
+        for length in reversed(lengths):
             held = _held(problem, length)
             if held.ends not in seen:
                 seen.append(held.ends)

@@ -48,10 +48,11 @@ class FinepageOptions:
         lower_factors: Sizes of the lower region of a small arena, in units of the smallest in which
             every task can run.
         held_copies: Longest times to hold rows that are copied to host memory, in units of the time
-            of their copy.
+            of their copy, ascending. A long pass tries the last one alone.
         fixed_share: Weights up to this share of the largest one (norms, biases) are always kept.
         good_enough: A plan within this factor of the lower bound of time ends the search for better
-            graphs: with cheap tasks run again, or with sets of kept weights.
+            graphs: with cheap tasks run again, or with sets of kept weights. It also ends that for
+            shorter times to hold rows.
         fast_enough: A plan within this factor of that bound makes whole weights needless.
         equal_times: Times within this factor of the least are equal, and fewer bytes decide. A plan
             within this factor of the bound, and with few bytes, ends a list of candidates.

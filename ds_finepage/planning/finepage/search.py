@@ -26,7 +26,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import LowerBound, lower_bound
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
-from ds_finepage.planning.finepage.held_rows import copies_to_host
+from ds_finepage.planning.finepage.held_rows import copies_to_host, lengths_of_holding
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
@@ -333,9 +333,19 @@ class _Search:
         return has_room
 
     def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[MemGraph | None]:
-        return streaming_plans(
-            problem, may_split=may_split, options=self._options, may_win=self._may_win
-        )
+        lengths = self._options.held_copies
+        if not self._is_short(problem.graph):  # its plans take long to make
+            lengths = lengths[-1:]
+        for held in lengths_of_holding(problem, lengths):
+            yield from streaming_plans(
+                problem,
+                may_split=may_split,
+                options=self._options,
+                may_win=self._may_win,
+                held=held,
+            )
+            if self.has_good:
+                return
 
     def _is_short(self, graph: TaskGraph) -> bool:
         return len(graph.tasks) <= self._options.max_tasks_for_horizon

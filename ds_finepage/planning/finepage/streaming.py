@@ -35,6 +35,7 @@ def streaming_plans(
     may_split: bool,
     options: FinepageOptions = DEFAULTS,
     may_win: Callable[[int, int], bool] = lambda *_: True,
+    held: HeldRows = NOTHING_HELD,
 ) -> Iterator[MemGraph | None]:
     """Yield plans for several lengths of the ring; None where one has no room.
 
@@ -44,19 +45,8 @@ def streaming_plans(
         options: The heuristics.
         may_win: Tells whether a plan that reloads at least so many bytes, in at least so many
             copies, is of use.
+        held: The activations that stay after their last use.
     """
-    for held in lengths_of_holding(problem, options.held_copies):
-        yield from _plans_holding(problem, held, may_split, options, may_win)
-
-
-def _plans_holding(
-    problem: Problem,
-    held: HeldRows,
-    may_split: bool,
-    options: FinepageOptions,
-    may_win: Callable[[int, int], bool],
-) -> Iterator[MemGraph | None]:
-    """Yield plans that hold activations; :func:`streaming_plans` describes the arguments."""
     placed = place_activations(problem, held)
     room = problem.arena_bytes - top_of(placed)
     weights = WeightClasses.of(problem, may_split=may_split, options=options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
+from ds_finepage.planning.finepage import search
 from ds_finepage.planning.finepage.held_rows import (
     NOTHING_HELD,
     HeldRows,
@@ -19,7 +21,7 @@ from ds_finepage.planning.finepage.held_rows import (
 )
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.finepage.streaming import resident_plans
+from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import predicted_ns, simulate
 from ds_finepage.planning.time_bound import least_time_ns
@@ -165,6 +167,39 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
     plan = check(plan_finepage(problem, FinepageOptions(tries_whole=not split)))
     assert plan.reloaded_bytes > 0
     assert time_of(plan, problem) < resident_ns == 5 * TASK_NS + 250
+
+
+@pytest.mark.parametrize(
+    ("good_enough", "copy_ns", "most_tasks", "ends"),
+    [
+        (0.0, 250, 6, [4, 3, 0]),
+        (0.0, 250, 5, [4, 0]),  # plans of a long pass take long to make
+        (0.0, 8000, 6, [5, 0]),
+        (1.02, 8000, 6, [5]),  # 1.0125 times the bound
+    ],
+)
+def test_a_search_tries_lengths_until_a_plan_is_good(
+    good_enough: float,
+    copy_ns: int,
+    most_tasks: int,
+    ends: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+
+    def noted(*args: Any, held: HeldRows, **others: Any) -> Any:
+        tried.append(max(held.ends.values(), default=0))
+        return streaming_plans(*args, held=held, **others)
+
+    monkeypatch.setattr(search, "streaming_plans", noted)
+    options = FinepageOptions(
+        held_copies=(0.5, math.inf),
+        good_enough=good_enough,
+        max_tasks_for_horizon=most_tasks,
+        recomputes=False,
+    )
+    plan_finepage(rows(copy_ns=copy_ns), options)
+    assert tried == ends
 
 
 def test_no_plan_is_faster_than_the_bound_where_the_host_is_slow() -> None:
