@@ -17,9 +17,16 @@ PREDICTING = (
     mutant(
         "the-largest-weights-stream-in-a-small-arena-too",
         "planning/finepage/residency.py",
-        "if is_short and missing <= self.options.nearly_full * (streamable + self.fixed_bytes):",
+        "if is_short and missing <= share * (streamable + self.fixed_bytes):",
         "if is_short:",
         f"{UNIT}/finepage/test_residency.py",
+    ),
+    mutant(
+        "ranks-stream-their-largest-weights-as-one-rank-does",
+        "planning/finepage/residency.py",
+        "self.options.nearly_full / self.problem.graph.num_ranks",
+        "self.options.nearly_full",
+        "integration/test_rank_plans.py",
     ),
     mutant(
         "whole-weights-have-no-rings-for-the-largest",

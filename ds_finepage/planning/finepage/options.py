@@ -35,7 +35,8 @@ class FinepageOptions:
         large_rings: Lengths of the ring through which just the largest whole weights stream, in
             units of the least of them. It needs the fewest copies.
         nearly_full: Those rings, and embedding tables that stay, are tried if at most this share of
-            the weights is missing: they cost bytes, and save copies.
+            the weights is missing: they cost bytes, and save copies. The rings of a rank, at most
+            at that share over the number of ranks.
         large_sizes: As many sizes count as the largest, one after another.
         grained_rings: Rings for few large slices to try.
         rings_of_short_passes: More of them. A short one leaves room to keep weights in a small

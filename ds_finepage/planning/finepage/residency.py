@@ -220,7 +220,9 @@ class WeightClasses:
         if not self.divisible:
             # In a long pass a copy costs little beside the pass, and a plan takes longer to make.
             streamable = sum(self.sizes[b] for b in self.order)
-            if is_short and missing <= self.options.nearly_full * (streamable + self.fixed_bytes):
+            # What a rank reloads, the others collect too: more bytes cost more there.
+            share = self.options.nearly_full / self.problem.graph.num_ranks
+            if is_short and missing <= share * (streamable + self.fixed_bytes):
                 yield from self._rings_of_large_weights()
             return
         least = self.least_ring_bytes()
