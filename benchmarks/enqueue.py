@@ -36,7 +36,7 @@ from unittest import mock
 
 import torch
 from day_common import device_of, parser_of, reason_of, report, synchronize
-from host_time import make_model
+from host_time import CACHE, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_finepage.api import attach
@@ -92,8 +92,8 @@ class Decoding:
     @torch.no_grad()
     def step(self) -> None:
         """Enqueue a step."""
-        cache = self._out.past_key_values
-        self._out = self._model(self._token, past_key_values=cache, use_cache=True)
+        cache = self._out[CACHE]
+        self._out = self._model(self._token, **{CACHE: cache}, use_cache=True)
         self._done += 1
 
 

@@ -25,11 +25,13 @@ from unittest import mock
 import torch
 import transformers
 
+from ds_finepage._compat.transformers import cache_name
 from ds_finepage.api import attach
 from ds_finepage.execution.lanes import Action, CpuLanes
 from ds_finepage.execution.program import Program
 from ds_finepage.graph.memgraph import Lane
 
+CACHE = cache_name(transformers.LlamaForCausalLM.forward)
 ROUNDS = 15
 STEPS = 60
 TURN = 15
@@ -57,7 +59,7 @@ def steps(model: Any) -> Iterator[float]:
     while True:
         token = out.logits[:, -1:].argmax(-1)
         start = time.perf_counter()
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        out = model(token, **{CACHE: out[CACHE]}, use_cache=True)
         yield time.perf_counter() - start
 
 

@@ -37,12 +37,14 @@ from typing import Any
 import torch
 import transformers
 
+from ds_finepage._compat.transformers import cache_name
 from ds_finepage.api import attach
 from ds_finepage.cli.options import counts_of, names_of
 from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.runtime.handle import Handle
 
+CACHE = cache_name(transformers.LlamaForCausalLM.forward)
 VOCAB = 2000
 WARM_STEPS = 3
 """Decode steps of each generation that are left out: the first ones restore the residents."""
@@ -140,7 +142,7 @@ def generation(model: Any, prompt: int, steps: int) -> Iterator[tuple[str, int]]
     yield "prefill", wall_ns
     for _ in range(steps):
         ids = out.logits[:, -1:].argmax(-1)
-        out, wall_ns = timed(ids, past_key_values=out.past_key_values)
+        out, wall_ns = timed(ids, **{CACHE: out[CACHE]})
         yield "decode", wall_ns
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from ds_finepage import _compat
 
@@ -15,9 +18,34 @@ def keeps_conversions(integration: ModuleType) -> bool:
     return inspect.isfunction(run) and not inspect.isgeneratorfunction(run)
 
 
+CACHE_NAMES = ("past_key_values", "cache")
+"""Of the argument that is a KV cache; the second one in transformers' own models since 5.24."""
+
+
+def takes_cache(forward: Callable[..., Any]) -> bool:
+    """Return whether an argument of a forward is a KV cache."""
+    return not inspect.signature(forward).parameters.keys().isdisjoint(CACHE_NAMES)
+
+
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name of a forward's KV cache, or what it would have been."""
+    known = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """Return the KV cache among the named arguments of a call, by either name; None without."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
 def is_initialized(layer: Any) -> bool:
     """Return whether a layer of a KV cache has its keys and values; linear attention has none."""
     return bool(getattr(layer, "is_initialized", False))
+
+
+def name_dtype(layer: Any, dtype: torch.dtype) -> None:
+    """Name the dtype of a layer of a KV cache whose keys were put there; needed before 5.24."""
+    layer.dtype = dtype
 
 
 def batching_memory_bytes() -> int:

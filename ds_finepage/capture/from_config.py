@@ -50,6 +50,7 @@ from ds_finepage._compat.torch import (
     FakeTensorMode,
     _pop_mode_temporarily,
 )
+from ds_finepage._compat.transformers import cache_name
 from ds_finepage.capture.models import positions_of
 from ds_finepage.capture.preparing import prepare_shapes
 from ds_finepage.capture.recorder import Recorder, finish
@@ -131,7 +132,7 @@ def capture_config(
         else:
             num_new = seq if phase == "prefill" else 1
             kwargs = _text_arguments(model, inputs, batch, num_new)
-            kwargs["past_key_values"] = cache = _StaticRows(
+            kwargs[cache_name(model.forward)] = cache = _StaticRows(
                 config, inputs, num_new=num_new, num_past=seq - num_new, host_ops=host_ops
             )
             new_rows = cache.new_rows
@@ -265,8 +266,9 @@ def _source_arguments(
     source = torch.empty(batch, seq, dtype=torch.int64)
     token = torch.empty(batch, 1, dtype=torch.int64)
     shapes = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    name = cache_name(model.forward)
     with _capture_errors(model):
-        tried = model(source, decoder_input_ids=token, past_key_values=shapes, use_cache=True)
+        tried = model(source, decoder_input_ids=token, **{name: shapes}, use_cache=True)
     position = torch.empty(1, dtype=torch.int64)
     positions = torch.empty(seq, dtype=torch.int64)
     inputs.add(token, BufferKind.INPUT, "decoder_input_ids")
@@ -284,7 +286,7 @@ def _source_arguments(
         of_source.append(source_rows)
     found: dict[str, Any] = {
         "decoder_input_ids": token,
-        "past_key_values": EncoderDecoderCache(Cache(layers=own), Cache(layers=of_source)),
+        name: EncoderDecoderCache(Cache(layers=own), Cache(layers=of_source)),
     }
     if phase == "prefill":
         found["input_ids"] = source

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_finepage._compat.transformers import CACHE_NAMES
 from ds_finepage.api import attach
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter
@@ -132,7 +133,7 @@ def _moved(value: Any, where: torch.device) -> Any:
         return type(value)(_moved(v, where) for v in value)
     if isinstance(value, Mapping):
         for key in list(value):  # in place: a model's output keeps its class
-            if key != "past_key_values":
+            if key not in CACHE_NAMES:
                 value[key] = _moved(value[key], where)  # type: ignore[index]
         return value
     return value

@@ -23,6 +23,7 @@ from tests.accelerator.subjects import AMPLE, plain_on, subject
 from tests.accelerator.test_passes import waits_of
 from tests.integration.batching import llama, tokens_of
 from tests.integration.families import (
+    CACHE,
     LAST,
     SLOW_LINK,
     greedy,
@@ -72,10 +73,10 @@ def test_a_decode_step_with_its_cache_in_host_memory_waits_behind_the_pass(
     )
     new = token_ids(1, batch=BATCH).to(device)
     with torch.no_grad():
-        cache = model(token_ids(LENGTH, batch=BATCH).to(device), **LAST).past_key_values
+        cache = model(token_ids(LENGTH, batch=BATCH).to(device), **LAST)[CACHE]
         for _ in range(NEW):
-            model(new, past_key_values=cache, **LAST)
-        found = waits_of(card, lambda: model(new, past_key_values=cache, **LAST))
+            model(new, **{CACHE: cache}, **LAST)
+        found = waits_of(card, lambda: model(new, **{CACHE: cache}, **LAST))
     assert handle.stats.num_caches_on_host == 1
     assert found == {"gather_rows": 1, "settle": 9}
     handle.detach()

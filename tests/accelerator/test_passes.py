@@ -19,7 +19,7 @@ from ds_finepage.graph.profiles import require_usable
 from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.runtime.device_memory import DeviceState
 from tests.accelerator.subjects import AMPLE, Subject, subject
-from tests.integration.families import logits, token_ids
+from tests.integration.families import CACHE, logits, token_ids
 
 NUM_STEPS = 4
 
@@ -42,13 +42,13 @@ class Steps:
         self._ids = token_ids(1).to(found.device)
         with torch.no_grad():
             out = self._model(token_ids(length).to(found.device), use_cache=True)
-        self._cache = out.past_key_values
+        self._cache = out[CACHE]
         for _ in range(NUM_STEPS):
             self.run()
 
     def run(self) -> torch.Tensor:
         with torch.no_grad():
-            out = self._model(self._ids, past_key_values=self._cache, use_cache=True)
+            out = self._model(self._ids, **{CACHE: self._cache}, use_cache=True)
         found: torch.Tensor = out.logits
         return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers as hf
 
+from ds_finepage._compat.transformers import cache_name
 from ds_finepage.graph.hardware import HardwareProfile
 
 HIDDEN = 128
@@ -20,6 +21,9 @@ POSITIONS = 256
 SLIDING_WINDOW = 16
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+CACHE = cache_name(hf.LlamaForCausalLM.forward)
+"""The name of a KV cache, among the arguments of a model and in what it returns."""
 
 SLOW_LINK = HardwareProfile(
     name="a slow link",
@@ -133,7 +137,7 @@ def prompt_and_steps(model: Any, device: torch.device | None = None) -> torch.Te
     found = [out.logits]
     for seed in range(3):
         new = token_ids(1, seed=seed).to(device)
-        out = model(new, past_key_values=out.past_key_values, **LAST)
+        out = model(new, **{CACHE: out[CACHE]}, **LAST)
         found.append(out.logits)
     return torch.cat(found)
 

@@ -28,7 +28,7 @@ from ds_finepage.planning.policies import PAGING
 from ds_finepage.runtime import device_memory
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.stats import PassStats
-from tests.integration.families import logits, make_model, token_ids, tokens
+from tests.integration.families import CACHE, logits, make_model, token_ids, tokens
 
 CPU = torch.device("cpu")
 SHARES = ("min", "25%", "50%", "100%")
@@ -245,11 +245,11 @@ def test_meters_are_not_nested() -> None:
 def test_the_cache_of_another_chat_counts() -> None:
     model = make_model("llama")
     with torch.no_grad():
-        mine = model(token_ids(200, batch=4), use_cache=True).past_key_values
+        mine = model(token_ids(200, batch=4), use_cache=True)[CACHE]
         handle = attach(model, device_budget="64MiB", device="cpu")
         model(token_ids(30), use_cache=True)
         alone = handle.stats.min_budget_bytes
-        mine = model(token_ids(200, batch=4), use_cache=True).past_key_values
+        mine = model(token_ids(200, batch=4), use_cache=True)[CACHE]
         model(token_ids(30), use_cache=True)
     kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in mine.layers)
     assert handle.stats.passes[0].min_budget_bytes >= alone + kv_bytes

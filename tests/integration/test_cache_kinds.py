@@ -14,7 +14,7 @@ from ds_finepage.api import attach
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.errors import CaptureError
 from ds_finepage.execution.meter import DeviceMeter
-from tests.integration.families import make_model, token_ids, tokens
+from tests.integration.families import CACHE, make_model, token_ids, tokens
 
 BUDGETS = (64 << 20, 700_000)
 KINDS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def test_a_cache_of_tensors_that_wrap_others_gives_its_tokens() -> None:
 
     def generate() -> torch.Tensor:
         cache = Cache(layers=[Halves(residual_length=3) for _ in range(2)])
-        return tokens(model, token_ids(9, batch=2), 6, cache=None, past_key_values=cache)
+        return tokens(model, token_ids(9, batch=2), 6, cache=None, **{CACHE: cache})
 
     plain = generate()
     handle = attach(model, device_budget=BUDGETS[1], device="cpu")

@@ -25,6 +25,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.policies import plan_steady
+from tests.integration.families import CACHE
 
 PUBLISHED_PARAMETERS = {
     "llama-7b": 6_738_415_616,
@@ -243,8 +244,8 @@ def test_prefill_and_decode_give_the_models_own_logits(config: Any) -> None:
     ids = torch.randint(2, 100, (2, 16))
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        wanted = model(ids[:, :15], past_key_values=cache, logits_to_keep=1).logits
-        wanted_next = model(ids[:, 15:], past_key_values=cache, logits_to_keep=1).logits
+        wanted = model(ids[:, :15], **{CACHE: cache}, logits_to_keep=1).logits
+        wanted_next = model(ids[:, 15:], **{CACHE: cache}, logits_to_keep=1).logits
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     prefill = capture(config, "prefill", seq=15, dtype="float32")

@@ -13,6 +13,7 @@ from ds_finepage.errors import CaptureError
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.whatif import capture_model, plan_captured
+from tests.integration.families import CACHE
 from tests.integration.test_from_config import capture, result_of, run
 
 T5 = transformers.T5Config(
@@ -46,7 +47,7 @@ def test_a_model_with_an_encoder_gives_its_own_logits(config: Any) -> None:
     cache = transformers.EncoderDecoderCache(
         transformers.DynamicCache(), transformers.DynamicCache()
     )
-    given = {"past_key_values": cache, "use_cache": True}
+    given = {CACHE: cache, "use_cache": True}
     with torch.no_grad():
         first = model(source, decoder_input_ids=ids[:, :1], **given)
         encoded = (first.encoder_last_hidden_state,)

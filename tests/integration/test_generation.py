@@ -16,6 +16,7 @@ from ds_finepage.capture import recorder
 from ds_finepage.config import DebugConfig
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
+    CACHE,
     DTYPES,
     FAMILIES,
     greedy,
@@ -89,7 +90,7 @@ def chat(model: Any) -> torch.Tensor:
     settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     turn = model.generate(token_ids(9), return_dict_in_generate=True, **settings)
     longer = torch.cat([turn.sequences, token_ids(4, seed=9)], dim=1)
-    return model.generate(longer, past_key_values=turn.past_key_values, **settings)
+    return model.generate(longer, **{CACHE: turn[CACHE]}, **settings)
 
 
 def assisted(model: Any) -> torch.Tensor:

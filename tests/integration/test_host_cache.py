@@ -23,6 +23,7 @@ from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
 from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
+    CACHE,
     LAST,
     greedy,
     make_model,
@@ -131,10 +132,10 @@ def test_a_cache_in_host_memory_can_be_cut_and_gone_on_with(large: Large) -> Non
         found = []
         with torch.no_grad():
             out = model(ids, **LAST)
-            cache = out.past_key_values
+            cache = out[CACHE]
             for step in range(4):
                 new = token_ids(3, batch=BATCH, seed=step)
-                out = model(new, past_key_values=cache, **LAST)
+                out = model(new, **{CACHE: cache}, **LAST)
                 found.append(out.logits)
                 cache.crop(-2)
                 cache.batch_repeat_interleave(2)
@@ -157,14 +158,14 @@ def test_a_cache_in_host_memory_goes_on_with_a_model_that_is_not_attached(mode: 
 
     def steps(*, on_host: bool) -> list[torch.Tensor]:
         with mode():
-            cache = model(token_ids(9, batch=2), **LAST).past_key_values
+            cache = model(token_ids(9, batch=2), **LAST)[CACHE]
             if on_host:
                 assert move_to_host(cache, pinned=False)
         found = []
         with torch.no_grad():
             for seed in range(3):
                 new = token_ids(1, batch=2, seed=seed)
-                found.append(model(new, past_key_values=cache, **LAST).logits)
+                found.append(model(new, **{CACHE: cache}, **LAST).logits)
         assert cache.get_seq_length() == 9 + 3
         return found
 
@@ -176,7 +177,7 @@ def test_what_a_failed_forward_has_added_is_taken_back() -> None:
     model = make_model("llama")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(token_ids(5), past_key_values=cache, use_cache=True)
+        model(token_ids(5), **{CACHE: cache}, use_cache=True)
         before = seen_lengths([cache])
         cache.layers[0].update(*(torch.zeros(1, 2, 3, 32) for _ in range(2)))
     assert [layer.get_seq_length() for layer in cache.layers] == [8, 5]
@@ -198,7 +199,7 @@ def test_an_error_leaves_the_cache_in_host_memory_as_it_was(large: Large) -> Non
     ids, new = token_ids(LENGTH, batch=BATCH), token_ids(1, batch=BATCH)
     handle.replan(budget_bytes=large.budget_bytes)
     with torch.no_grad():
-        cache = model(ids, **LAST).past_key_values
+        cache = model(ids, **LAST)[CACHE]
         failing = iter([RuntimeError("stop")])
 
         def fail(*_: Any) -> None:
@@ -207,15 +208,15 @@ def test_an_error_leaves_the_cache_in_host_memory_as_it_was(large: Large) -> Non
 
         remove = handle.register_op_hook(after=fail)
         with pytest.raises(RuntimeError, match="stop"):
-            model(new, past_key_values=cache, **LAST)
+            model(new, **{CACHE: cache}, **LAST)
         remove()
         assert cache.get_seq_length() == LENGTH
-        once = model(new, past_key_values=cache, **LAST).logits
+        once = model(new, **{CACHE: cache}, **LAST).logits
     assert cache.get_seq_length() == LENGTH + 1
     handle.replan(budget_bytes=64 << 20)
     with torch.no_grad():
-        cache = model(ids, **LAST).past_key_values
-        assert torch.equal(model(new, past_key_values=cache, **LAST).logits, once)
+        cache = model(ids, **LAST)[CACHE]
+        assert torch.equal(model(new, **{CACHE: cache}, **LAST).logits, once)
 
 
 def test_a_caller_is_handed_layers_of_transformers_own_type(large: Large) -> None:
@@ -226,9 +227,9 @@ def test_a_caller_is_handed_layers_of_transformers_own_type(large: Large) -> Non
     def caches() -> list[Any]:
         with torch.no_grad():
             lazy = DynamicCache()
-            model(ids, past_key_values=lazy, **LAST)
-            own = model(ids, **LAST).past_key_values
-            turn = model.generate(ids, return_dict_in_generate=True, **settings).past_key_values
+            model(ids, **{CACHE: lazy}, **LAST)
+            own = model(ids, **LAST)[CACHE]
+            turn = model.generate(ids, return_dict_in_generate=True, **settings)[CACHE]
         return [lazy, own, turn]
 
     handle.replan(budget_bytes=64 << 20)
@@ -252,18 +253,18 @@ def test_a_caller_keeps_the_layers_that_it_has(large: Large) -> None:
     layers = list(cache.layers)
     before = handle.stats.num_caches_on_host
     with torch.no_grad():
-        model(token_ids(LENGTH, batch=BATCH), past_key_values=cache, **LAST)
+        model(token_ids(LENGTH, batch=BATCH), **{CACHE: cache}, **LAST)
         rows = layers[0].keys.data_ptr()
-        model(token_ids(1, batch=BATCH), past_key_values=cache, **LAST)
+        model(token_ids(1, batch=BATCH), **{CACHE: cache}, **LAST)
         assert layers[0].keys.data_ptr() == rows  # nothing is copied from call to call
         copied = copy.deepcopy(cache)
         more = [token_ids(1, batch=BATCH, seed=seed) for seed in range(2)]
-        once = [model(ids, past_key_values=cache, **LAST).logits for ids in more]
-        again = [model(ids, past_key_values=copied, **LAST).logits for ids in more]
+        once = [model(ids, **{CACHE: cache}, **LAST).logits for ids in more]
+        again = [model(ids, **{CACHE: copied}, **LAST).logits for ids in more]
         assert all(map(torch.equal, once, again))
         cache.reset()
         assert cache.get_seq_length() == 0
-        fresh = model(token_ids(9), past_key_values=cache, **LAST).logits
+        fresh = model(token_ids(9), **{CACHE: cache}, **LAST).logits
         assert torch.equal(fresh, model(token_ids(9), **LAST).logits)
     assert all(layer is own for layer, own in zip(cache.layers, layers, strict=True))
     assert handle.stats.num_caches_on_host > before
@@ -274,6 +275,6 @@ def test_an_error_gives_the_caller_its_layers_back(large: Large) -> None:
     cache = DynamicCache(config=model.config)
     handle.replan(budget_bytes=100_000)
     with pytest.raises(PlanInfeasibleError), torch.no_grad():
-        model(token_ids(9), past_key_values=cache, **LAST)
+        model(token_ids(9), **{CACHE: cache}, **LAST)
     assert all(type(layer) is DynamicLayer for layer in cache.layers)
     assert cache.get_seq_length() == 0

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from ds_finepage.api import attach
 from ds_finepage.execution.meter import DeviceMeter
-from tests.integration.families import greedy, make_model, token_ids
+from tests.integration.families import CACHE, greedy, make_model, token_ids
 
 BUDGETS = ("60%weights", "64MiB")
 """Weights are paged, or all of them fit with the cache."""
@@ -36,7 +36,7 @@ def stepped(model: Any) -> list[torch.Tensor]:
     cache, ids, found = DynamicCache(config=model.config), token_ids(9), []
     for _ in range(3):
         with torch.no_grad():
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=ids, **{CACHE: cache}, use_cache=True).logits
         found.append(logits)
         ids = logits[:, -1:].argmax(-1)
     return found

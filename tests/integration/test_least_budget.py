@@ -13,7 +13,7 @@ from ds_finepage.api import attach
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.rehearsal import Rehearser
-from tests.integration.families import make_model, token_ids
+from tests.integration.families import CACHE, make_model, token_ids
 
 CPU = torch.device("cpu")
 TINY_BYTES = 1000
@@ -135,12 +135,12 @@ def test_the_first_error_names_a_budget_that_is_enough(
 def test_a_rehearsal_leaves_no_trace() -> None:
     model = MODELS["llama"](torch.float32)
     with torch.no_grad():
-        cache = model(token_ids(9), use_cache=True).past_key_values
+        cache = model(token_ids(9), use_cache=True)[CACHE]
     rows = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     handle = attach(model, device_budget=100_000, device="cpu")
     state, seen = torch.get_rng_state(), []
     with pytest.raises(PlanInfeasibleError), torch.no_grad():
-        model(token_ids(1), past_key_values=cache, use_cache=True)
+        model(token_ids(1), **{CACHE: cache}, use_cache=True)
     with pytest.raises(PlanInfeasibleError):
         generate(model, do_sample=True, stopping_criteria=[lambda *a, **k: seen.append(a)])
     assert not seen and torch.equal(torch.get_rng_state(), state)

@@ -24,6 +24,7 @@ from ds_finepage.integrations.transformers.preflight import (
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from tests.integration.families import (
+    CACHE,
     LAST,
     make_model,
     token_ids,
@@ -89,10 +90,10 @@ def test_the_cache_of_another_model_is_refused(change: dict[str, int]) -> None:
     model, other = make_model("llama"), make_model("llama", **change)
     cache = DynamicCache(config=other.config)
     with torch.no_grad():
-        other(token_ids(4), past_key_values=cache, **LAST)
+        other(token_ids(4), **{CACHE: cache}, **LAST)
         handle = attach(model, device_budget="64MiB", device="cpu")
         with pytest.raises(StoreError, match="cache of another model"):
-            model(token_ids(1), past_key_values=cache, **LAST)
+            model(token_ids(1), **{CACHE: cache}, **LAST)
         model(token_ids(1), use_cache=True)
     handle.detach()
 
@@ -244,7 +245,7 @@ def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
 ) -> None:
     model = make_model("llama", max_position_embeddings=2048)
     with torch.no_grad():
-        cache = model(token_ids(1000), use_cache=True).past_key_values
+        cache = model(token_ids(1000), use_cache=True)[CACHE]
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     seen = []
     monkeypatch.setattr(
@@ -253,7 +254,7 @@ def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
     )
     handle = attach(model, device_budget="64MiB", device="cpu")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 7}))
-    found = model.generate(token_ids(1004), past_key_values=cache, max_new_tokens=3)
+    found = model.generate(token_ids(1004), **{CACHE: cache}, max_new_tokens=3)
     assert found.shape == (1, 1007)
     assert seen == [7 + held]
     handle.detach()

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from ds_finepage.api import attach
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.handle import Handle
-from tests.integration.families import LAST, greedy, make_model, prompt_and_steps, token_ids
+from tests.integration.families import CACHE, LAST, greedy, make_model, prompt_and_steps, token_ids
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -49,7 +49,7 @@ def attached(model: Any, work: Callable[[Any], Any]) -> Iterator[Handle]:
 
 def step(model: Any, cache: Any, seed: int, num_new: int = 1) -> torch.Tensor:
     ids = token_ids(num_new, batch=2, seed=seed)
-    return model(ids, past_key_values=cache, **LAST).logits
+    return model(ids, **{CACHE: cache}, **LAST).logits
 
 
 def two_chats(model: Any) -> list[torch.Tensor]:

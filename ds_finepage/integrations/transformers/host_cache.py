@@ -9,7 +9,6 @@ rows are copied to the end of the live rows.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +16,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from ds_finepage._compat.transformers import is_initialized
+from ds_finepage._compat.transformers import (
+    cache_name,
+    given_cache,
+    is_initialized,
+    name_dtype,
+    takes_cache,
+)
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
@@ -126,8 +131,8 @@ class HostLayer(DynamicLayer):
         self.live_values = None if value is None else value.permute(TOKENS_FIRST)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take dtype and device from the first rows."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        """Take the device from the first rows."""
+        self.device = key_states.device
         self.is_initialized = True
 
     def update(
@@ -199,16 +204,18 @@ class HostLayer(DynamicLayer):
         if not self.is_initialized:
             self.live_keys = self.live_values = None
             return
-        self.dtype, self.device = layer.dtype, layer.device
+        self.device = layer.device
         self.keys, self.values = _some(layer.keys), _some(layer.values)
 
     def give(self, layer: DynamicLayer) -> None:
         """Give a caller's layer the state of this one, with keys and values in host memory."""
-        layer.is_initialized = self.is_initialized and self.live_keys is not None
-        layer.keys = self.keys if layer.is_initialized else None
-        layer.values = self.values if layer.is_initialized else None
-        if layer.is_initialized:
-            layer.dtype, layer.device = self.dtype, self.device
+        keys = self.keys if self.is_initialized else None
+        layer.is_initialized = keys is not None
+        layer.keys = keys
+        layer.values = None if keys is None else self.values
+        if keys is not None:
+            layer.device = self.device
+            name_dtype(layer, keys.dtype)
 
     # Between two calls.
 
@@ -350,11 +357,11 @@ def with_cache(
     wants = kwargs.get("use_cache")
     wants = getattr(config, "use_cache", False) if wants is None else wants
     is_decoder = not getattr(config, "is_encoder_decoder", False)
-    if not wants or not is_decoder or kwargs.get("past_key_values") is not None or len(args) > 1:
+    if not wants or not is_decoder or given_cache(kwargs) is not None or len(args) > 1:
         return kwargs
-    if "past_key_values" not in inspect.signature(module.forward).parameters:
+    if not takes_cache(module.forward):
         return kwargs
-    return {**kwargs, "past_key_values": DynamicCache(config=config)}
+    return {**kwargs, cache_name(module.forward): DynamicCache(config=config)}
 
 
 def _told(config: Any, name: str) -> Any:
@@ -379,8 +386,8 @@ def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
     held = [layer for layer in cache.layers if is_initialized(layer)]
     if num_layers is not None and len(held) > num_layers:
         raise StoreError(
-            f"past_key_values has {len(held)} layers and the model {num_layers}: it is the cache "
-            f"of another model"
+            f"the KV cache has {len(held)} layers and the model {num_layers}: it is the cache of "
+            f"another model"
         )
     if hasattr(text, "kv_lora_rank"):
         return  # its keys have other widths than the config's heads
@@ -391,7 +398,7 @@ def require_fitting(module: torch.nn.Module, cache: Cache) -> None:
             continue
         if keys.shape[1] != shared or (isinstance(width, int) and keys.shape[3] != width):
             raise StoreError(
-                f"past_key_values has keys of shape {tuple(keys.shape)}, and the model has "
+                f"the KV cache has keys of shape {tuple(keys.shape)}, and the model has "
                 f"{shared} heads for keys"
                 + (f" of width {width}" if isinstance(width, int) else "")
                 + ": it is the cache of another model"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from ds_finepage._compat.transformers import given_cache
 from ds_finepage.capture.from_config import DTYPES, capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
@@ -261,7 +262,7 @@ class Preflight:
         need = kv_bytes(module.config, module.dtype, longest)
         if need is None or not setting_of(module, args, kwargs, "use_cache"):
             return
-        given = kwargs.get("past_key_values")
+        given = given_cache(kwargs)
         free = psutil.virtual_memory().available + (0 if given is None else _cache_bytes(given))
         layers = module.config.get_text_config(decoder=True).num_hidden_layers
         require_memory(need, need // layers, budget_bytes, free, longest)

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ds_finepage._compat.transformers import is_initialized
+from ds_finepage._compat.transformers import is_initialized, name_dtype
 from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.planning.budget import SELECTED_PARTS
@@ -142,8 +142,8 @@ class RoomLayer(DynamicLayer):
         return room
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take dtype and device from the first rows."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        """Take the device from the first rows."""
+        self.device = key_states.device
         self.is_initialized = True
 
     def update(
@@ -275,7 +275,7 @@ class RoomLayer(DynamicLayer):
         if not self.is_initialized:
             self.keys = self.values = None
             return
-        self.dtype, self.device = layer.dtype, layer.device
+        self.device = layer.device
         keys, values = layer.keys, layer.values
         layer.keys = layer.values = None  # else old rows stay when they move to larger rooms
         if self._seen is None or self._seen[0]() is not keys or self._seen[1]() is not values:
@@ -292,9 +292,10 @@ class RoomLayer(DynamicLayer):
         keys, values = self.keys, self.values
         layer.keys, layer.values = keys, values
         if self.is_initialized:
-            layer.dtype, layer.device = self.dtype, self.device
+            layer.device = self.device
         self._seen = None
         if keys is not None and values is not None:
+            name_dtype(layer, keys.dtype)
             self._seen = weakref.ref(keys), weakref.ref(values), self.capacity
         self.keys = self.values = None
 
