@@ -22,7 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
@@ -53,6 +53,7 @@ def main() -> None:
         if ds_config.get("finepage", {}).get("enabled"):
             ds_finepage.assert_active(engine)
         model = engine.module
+        tell_other_dtype(args.model, model.dtype)
     else:
         model = load(args).to(device)
     model.eval()
@@ -87,9 +88,20 @@ def loads_into_partitions(args: argparse.Namespace, ds_config: dict[str, Any]) -
     return not (args.weights or (is_stock and is_cut))
 
 
+def tell_other_dtype(checkpoint: str, dtype: torch.dtype) -> None:
+    """Say that the ds_config runs a checkpoint in another dtype, since other tokens may follow."""
+    ours = str(dtype).removeprefix("torch.")
+    theirs = str(AutoConfig.from_pretrained(checkpoint).dtype).removeprefix("torch.")
+    if ours != theirs:
+        print(
+            f"The ds_config runs these {theirs} weights in {ours}. "
+            f"Plain transformers does the same with --dtype {ours}."
+        )
+
+
 def load(args: argparse.Namespace) -> PreTrainedModel:
     """Load the model, and pack its weights if that is asked for."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
     if args.weights:
         pack_model(model, PackedForm.parse(args.weights, args.weights_group))
     return model
@@ -103,6 +115,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder of a transformers checkpoint")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        default="auto",
+        help="of the weights; auto is the checkpoint's. A ds_config with bf16 or fp16 goes first",
+    )
     parser.add_argument("--calls", type=int, default=1, help="of generate; the first one plans")
     parser.add_argument("--weights", choices=PACKED_FORMS, help="pack the weights first")
     parser.add_argument("--weights-group", type=int, default=64, help="that share a scale")

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -81,6 +83,20 @@ def test_generate_with_plain_python_and_with_the_launcher(
         tokens.append(found["tokens"])
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
     assert len(set(tokens[0][-8:])) > 1  # greedy tokens vary
+
+
+def test_generate_tells_of_a_dtype_that_the_ds_config_changes(
+    run: Run, checkpoint: Path, ds_config: Path, tmp_path: Path
+) -> None:
+    full = tmp_path / "full"
+    AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(full)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(full)
+    given = ["examples/generate.py", "--model", full, "--prompt", PROMPT, "--new-tokens", 8]
+    planned = run(sys.executable, *given, "--deepspeed", "--deepspeed_config", ds_config)
+    assert "these float32 weights in bfloat16" in planned
+    plain = run(sys.executable, *given, "--dtype", "bfloat16")
+    assert "weights in" not in plain
+    assert plain.splitlines()[-1] == planned.splitlines()[-1]
 
 
 def test_a_script_that_knows_nothing_of_us(
