@@ -1,11 +1,12 @@
 """Names the private parts of torch, transformers and DeepSpeed that ds_finepage uses.
 
 Such names can move or disappear in any release. Only this package imports them, and
-``tests/unit/test_compat.py`` proves that each exists. It has three parts:
+``tests/unit/test_compat.py`` proves that each exists. It has four parts:
 
 - this file: names as text, of methods that the seams wrap and of attributes of objects;
 - ``torch``: what the product imports from torch;
-- ``deepspeed``: what the product imports from DeepSpeed.
+- ``deepspeed``: what the product imports from DeepSpeed;
+- ``transformers``: names and behaviour that differ between its versions.
 """
 
 from __future__ import annotations

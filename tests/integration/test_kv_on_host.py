@@ -31,12 +31,12 @@ def generated(model: Any) -> list[torch.Tensor]:
     ]
 
 
-def stepped(model: Any) -> list[torch.Tensor]:
+def stepped(model: Any, *, name: str = CACHE) -> list[torch.Tensor]:
     """Run a prompt and two steps with a cache of the caller."""
     cache, ids, found = DynamicCache(config=model.config), token_ids(9), []
     for _ in range(3):
         with torch.no_grad():
-            logits = model(input_ids=ids, **{CACHE: cache}, use_cache=True).logits
+            logits = model(input_ids=ids, **{name: cache}, use_cache=True).logits
         found.append(logits)
         ids = logits[:, -1:].argmax(-1)
     return found
@@ -73,4 +73,15 @@ def test_a_policy_that_keeps_caches_on_the_device_says_so(caplog: pytest.LogCapt
     assert message in caplog.messages
     greedy(model, input_ids=token_ids(8), max_new_tokens=2)
     assert handle.stats.num_caches_on_host == 0
+    handle.detach()
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_cache_may_have_its_older_name(budget: str) -> None:
+    model = make_model("llama")
+    plain = stepped(model)
+    handle = attach(model, device_budget=budget, device="cpu", kv_cache="host")
+    assert all(map(torch.equal, stepped(model, name="past_key_values"), plain))
+    assert handle.stats.num_caches_on_host > 0
     handle.detach()

@@ -6,6 +6,20 @@ from tests.mutations.mutant import mutant
 
 OF_KV_PLACES = (
     mutant(
+        "a-cache-has-its-new-name-alone",
+        "_compat/transformers.py",
+        'CACHE_NAMES = ("past_key_values", "cache")',
+        'CACHE_NAMES = ("cache",)',
+        "unit/test_compat.py",
+    ),
+    mutant(
+        "a-cache-has-its-old-name-alone",
+        "_compat/transformers.py",
+        'CACHE_NAMES = ("past_key_values", "cache")',
+        'CACHE_NAMES = ("past_key_values",)',
+        "unit/test_compat.py",
+    ),
+    mutant(
         "a-cache-that-starts-on-the-host-does-not",
         "runtime/kv_offload.py",
         "if starts_on_host and not host_layers(own.caches()):",

@@ -36,6 +36,20 @@ PREDICTING = (
         f"{UNIT}/finepage/test_residency.py",
     ),
     mutant(
+        "rings-for-large-slices-have-no-room",
+        "planning/finepage/residency.py",
+        "max(least, min(most, self.aligned(int(best * ring.length))))",
+        "max(least, self.aligned(int(best * ring.length)))",
+        f"{UNIT}/finepage/test_residency.py",
+    ),
+    mutant(
+        "rings-of-one-shape-are-planned-twice",
+        "planning/finepage/residency.py",
+        "            if shape not in seen:\n",
+        "            if True:\n",
+        f"{UNIT}/finepage/test_residency.py",
+    ),
+    mutant(
         "whole-weights-are-due-at-uneven-times",
         "planning/finepage/grains.py",
         "if chosen.isdisjoint(divisible):",

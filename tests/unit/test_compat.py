@@ -13,10 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from ds_finepage import _compat
-from ds_finepage._compat.transformers import is_initialized
+from ds_finepage._compat.transformers import (
+    cache_name,
+    given_cache,
+    is_initialized,
+    name_dtype,
+    takes_cache,
+)
 
 ROOT = Path(_compat.__file__).parents[1]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent.name != "_compat")
@@ -150,6 +157,47 @@ def test_the_seams_find_the_names_of_deepspeed() -> None:
 )
 def test_a_cache_layer_says_whether_it_has_its_tensors(layer: Any, expected: bool) -> None:
     assert is_initialized(layer) is expected
+
+
+def test_a_cache_layer_whose_keys_were_put_there_has_their_dtype() -> None:
+    layer = SimpleNamespace()
+    name_dtype(layer, torch.bfloat16)
+    assert layer.dtype is torch.bfloat16
+
+
+def forward_before_the_cache_was_renamed(input_ids: Any, past_key_values: Any = None) -> None:
+    """Of transformers 5.23 and older, and of models that are not transformers' own."""
+
+
+def forward_with_the_new_name(input_ids: Any, cache: Any = None) -> None:
+    """Of transformers 5.24 and newer."""
+
+
+def forward_without_a_cache(input_ids: Any) -> None:
+    """Of an encoder."""
+
+
+@pytest.mark.parametrize(
+    ("forward", "takes", "name"),
+    [
+        (forward_before_the_cache_was_renamed, True, "past_key_values"),
+        (forward_with_the_new_name, True, "cache"),
+        (forward_without_a_cache, False, "past_key_values"),
+    ],
+)
+def test_a_forward_says_by_which_name_it_takes_a_cache(
+    forward: Any, takes: bool, name: str
+) -> None:
+    assert takes_cache(forward) is takes
+    assert cache_name(forward) == name
+
+
+def test_a_cache_is_found_by_either_name() -> None:
+    cache = object()
+    assert given_cache({"past_key_values": cache, "use_cache": True}) is cache
+    assert given_cache({"cache": cache}) is cache
+    assert given_cache({"past_key_values": None, "cache": cache}) is cache
+    assert given_cache({"cache": None}) is given_cache({"use_cache": True}) is None
 
 
 def test_a_cache_layer_has_a_largest_length() -> None:

@@ -84,6 +84,7 @@ class FinepageOptions:
     )
     rings_of_short_passes: tuple[GrainedRing, ...] = (
         GrainedRing(0.5, 2, 1, keeps_small=True),
+        GrainedRing(1.5, 2, 1, keeps_small=True),
         GrainedRing(1.5, 2, 0.5),
         GrainedRing(3, 2, 0.5),
         GrainedRing(4, 4, 0.5),

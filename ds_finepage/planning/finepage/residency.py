@@ -208,7 +208,8 @@ class WeightClasses:
         """Yield shapes of the ring for few large slices.
 
         A longer ring reloads more bytes, and needs fewer copies. The sum of both is least where the
-        latencies of all copies take as long as the bytes of the ring.
+        latencies of all copies take as long as the bytes of the ring. In a small arena a ring takes
+        all the room that there is.
 
         Args:
             room: Bytes of the arena beside the activations.
@@ -226,15 +227,21 @@ class WeightClasses:
                 yield from self._rings_of_large_weights()
             return
         least = self.least_ring_bytes()
+        alignment = self.problem.alignment
+        most = (room - self.fixed_bytes) // alignment * alignment
+        seen: set[RingShape] = set()
         rings = self.options.grained_rings
         if is_short:
             rings += self.options.rings_of_short_passes
         for ring in rings:
             best = math.sqrt(ring.num_slices * self.latency_bytes * missing)
-            ring_bytes = self.aligned(max(least, int(best * ring.length)))
+            ring_bytes = max(least, min(most, self.aligned(int(best * ring.length))))
             slice_bytes = ring_bytes // ring.num_slices
             grain_bytes = int(slice_bytes * ring.grain)
-            yield RingShape(ring_bytes, slice_bytes, grain_bytes, ring.keeps_small)
+            shape = RingShape(ring_bytes, slice_bytes, grain_bytes, ring.keeps_small)
+            if shape not in seen:
+                seen.add(shape)
+                yield shape
 
     def _rings_of_large_weights(self) -> Iterator[RingShape]:
         """Yield shapes of the ring through which just the largest weights stream, as a whole."""

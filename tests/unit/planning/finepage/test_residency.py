@@ -91,28 +91,40 @@ def test_rings_for_whole_weights_differ_in_length() -> None:
     assert all(b > 1.1 * a for a, b in pairwise(lengths))
 
 
+SLOW_COPIES = HardwareProfile(
+    name="made up",
+    source="test",
+    capacity_bytes=2**30,
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=1e9,
+    memory_bytes_per_s=1e12,
+    flops_per_s={"default": 1e12},
+    transfer_latency_ns=100_000,
+)
+
+
 def test_a_short_pass_gets_shorter_and_longer_rings_too() -> None:
-    graph = matmul_chain([64] * 12)
-    machine = HardwareProfile(
-        name="made up",
-        source="test",
-        capacity_bytes=2**30,
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        memory_bytes_per_s=1e12,
-        flops_per_s={"default": 1e12},
-        transfer_latency_ns=100_000,
-    )
-    problem = Problem(graph, 0, UNIT, machine, split=True)
+    graph = matmul_chain([640] * 12)
+    problem = Problem(graph, 0, UNIT, SLOW_COPIES, split=True)
 
     def lengths(most_tasks: int) -> list[int]:
         options = FinepageOptions(max_tasks_for_horizon=most_tasks)
         weights = WeightClasses.of(problem, may_split=True, options=options)
-        return [found.nbytes for found in weights.grained_rings(0)]
+        return [found.nbytes for found in weights.grained_rings(graph.weight_bytes * 2 // 3)]
 
     short, long = lengths(len(graph.tasks)), lengths(len(graph.tasks) - 1)
-    assert len(short) == len(long) + 5
+    assert len(short) == len(long) + 6
     assert max(short) > 2 * max(long) and 1.1 * min(short) < min(long)
+
+
+def test_rings_for_large_slices_are_no_longer_than_their_room() -> None:
+    graph = matmul_chain([640] * 12)
+    weights = WeightClasses.of(Problem(graph, 0, UNIT, SLOW_COPIES, split=True), may_split=True)
+    room = weights.fixed_bytes + 2 * weights.least_ring_bytes() + UNIT - 1
+    found = list(weights.grained_rings(room))
+    assert {ring.nbytes for ring in found} == {2 * weights.least_ring_bytes()}
+    assert len(set(found)) == len(found) > 2  # each shape once, with several sizes of a slice
+    assert all(Chooser(weights).choose(room, ring) is not None for ring in found)
 
 
 def test_all_are_kept_without_a_ring() -> None:
