@@ -25,7 +25,9 @@ from planned_page import table
 
 from ds_finepage.errors import FinepageError, PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.simulator import simulate
 from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
 
 CONFIGS = {
@@ -49,6 +51,12 @@ ARMS = {
     "zero-persistence": ("zero-persistence", False),
 }
 """Policies, and whether they may cut weights."""
+
+OWN = "finepage"
+"""The arm that is held against the others."""
+
+BUSY = ("host", "link", "device")
+"""Each of them is busy for a part of a pass; the bound of time is that of the busiest one."""
 
 MOST_TASKS = 8000
 """Of a pass that policy horizon, which takes long, plans."""
@@ -87,6 +95,27 @@ def planned(captured: CapturedModel, budget_bytes: int, profile: HardwareProfile
         "kv_on_host": figures.kv_on_host,
         "nodes_a_task": round(len(found.memgraph.nodes) / len(captured.graph.tasks), 2),
         "plan_seconds": round(figures.plan_seconds, 2),
+        **(work_of(found.memgraph, len(captured.graph.tasks), profile) if arm == OWN else {}),
+    }
+
+
+def work_of(plan: MemGraph, num_captured: int, profile: HardwareProfile) -> Line:
+    """Tell how long a pass keeps the host, the links and the device busy, and with what.
+
+    Args:
+        plan: The plan of a pass.
+        num_captured: Tasks of the pass as it was captured.
+        profile: The machine.
+    """
+    timeline, num_tasks = simulate(plan, profile), len(plan.graph.tasks)
+    copies = [n for n in plan.nodes if n.task is None and plan.lane_of(n) in (Lane.H2D, Lane.D2H)]
+    num_copies = sum(map(plan.copies_at, copies))
+    return {
+        "num_copies": num_copies,
+        "num_added_tasks": num_tasks - num_captured,
+        "host_ns": num_tasks * profile.host_op_ns + num_copies * profile.host_copy_ns,
+        "link_ns": timeline.transfer_ns,
+        "device_ns": timeline.compute_ns,
     }
 
 
@@ -150,7 +179,7 @@ def cases_of(lines: Iterable[Line]) -> list[Line]:
             grouped.setdefault(case_of(line), {})[line["arm"]] = line
     found = []
     for arms in grouped.values():
-        own = arms.pop("finepage", None)
+        own = arms.pop(OWN, None)
         if own is None:
             continue
         times = {arm: other["predicted_ns"] for arm, other in arms.items()}
@@ -175,6 +204,22 @@ def misses(case: Line) -> list[str]:
     if case["over_bound"] > most and case["budget_over_least"] >= NEAR_LEAST:
         found.append(f"{case['over_bound']:.3f} x the bound")
     return found
+
+
+def reason(case: Line) -> tuple[str, str, str, str]:
+    """Tell what a pass spends its time on, if its plan says so.
+
+    Returns:
+        The busiest part and its share of the time, the reloaded bytes over the fewest, the copies
+        and the tasks that the plan adds.
+    """
+    if "host_ns" not in case:
+        return ("", "", "", "")
+    busiest = max(BUSY, key=lambda name: case[f"{name}_ns"])
+    share = case[f"{busiest}_ns"] / case["predicted_ns"]
+    over = case["reloaded_bytes"] / max(1, case["lower_bound_bytes"])
+    added = case["num_added_tasks"]
+    return f"{busiest} {share:.2f}", f"{over:.2f}", str(case["num_copies"]), str(added)
 
 
 def report(lines: Iterable[Line]) -> tuple[str, int]:
@@ -210,12 +255,15 @@ def report(lines: Iterable[Line]) -> tuple[str, int]:
             *map(str, case_of(c)[:3]),
             f"{c['percent']:g}%",
             f"{c['budget_over_least']:g}",
-            *["; ".join(misses(c))],
+            "; ".join(misses(c)),
+            *reason(c),
         )
         for c in beyond
     )
     page = [f"{len(cases)} cases, {len(beyond)} miss a bound.", "", *table(headings, rows), ""]
-    page += table(("model", "phase", "batch", "budget", "x least", "misses"), listed)
+    headings = ("model", "phase", "batch", "budget", "x least", "misses")
+    headings += ("busiest", "bytes / fewest", "copies", "added tasks")
+    page += table(headings, listed)
     return "\n".join(page), len(beyond)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any
+from types import ModuleType, NoneType
+from typing import Any, get_args
 
 import torch
+from transformers.cache_utils import Cache
 
 from ds_finepage import _compat
 
@@ -23,8 +24,19 @@ CACHE_NAMES = ("past_key_values", "cache")
 
 
 def takes_cache(forward: Callable[..., Any]) -> bool:
-    """Return whether an argument of a forward is a KV cache."""
-    return not inspect.signature(forward).parameters.keys().isdisjoint(CACHE_NAMES)
+    """Return whether an argument of a forward is a KV cache, and not a model's own kind of cache.
+
+    xLSTM has a class of its own, in an argument that has the name of other models' KV caches.
+    """
+    known = inspect.signature(forward).parameters
+    return any(_may_be_cache(known[name].annotation) for name in CACHE_NAMES if name in known)
+
+
+def _may_be_cache(annotation: Any) -> bool:
+    """Return whether transformers' ``Cache`` is of an annotated type; True without a class."""
+    kinds = [k for k in get_args(annotation) or (annotation,) if isinstance(k, type)]
+    kinds = [k for k in kinds if k not in (NoneType, inspect.Parameter.empty)]
+    return not kinds or any(issubclass(k, Cache) for k in kinds)
 
 
 def cache_name(forward: Callable[..., Any]) -> str:

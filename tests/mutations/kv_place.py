@@ -20,6 +20,13 @@ OF_KV_PLACES = (
         "unit/test_compat.py",
     ),
     mutant(
+        "a-model-with-its-own-kind-of-cache-is-given-a-kv-cache",
+        "_compat/transformers.py",
+        "return not kinds or any(issubclass(k, Cache) for k in kinds)",
+        "return True",
+        "unit/test_compat.py",
+    ),
+    mutant(
         "a-cache-that-starts-on-the-host-does-not",
         "runtime/kv_offload.py",
         "if starts_on_host and not host_layers(own.caches()):",

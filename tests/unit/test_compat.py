@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from ds_finepage import _compat
 from ds_finepage._compat.transformers import (
@@ -173,6 +173,19 @@ def forward_with_the_new_name(input_ids: Any, cache: Any = None) -> None:
     """Of transformers 5.24 and newer."""
 
 
+def forward_with_a_cache_of_transformers(input_ids: Any, cache: Cache | None = None) -> None:
+    """Of most models."""
+
+
+def forward_with_a_cache_of_its_own(input_ids: Any, cache: SimpleNamespace | None = None) -> None:
+    """Of xLSTM."""
+
+
+# This file's annotations are text.
+forward_with_a_cache_of_transformers.__annotations__["cache"] = Cache | None
+forward_with_a_cache_of_its_own.__annotations__["cache"] = SimpleNamespace | None
+
+
 def forward_without_a_cache(input_ids: Any) -> None:
     """Of an encoder."""
 
@@ -182,6 +195,8 @@ def forward_without_a_cache(input_ids: Any) -> None:
     [
         (forward_before_the_cache_was_renamed, True, "past_key_values"),
         (forward_with_the_new_name, True, "cache"),
+        (forward_with_a_cache_of_transformers, True, "cache"),
+        (forward_with_a_cache_of_its_own, False, "cache"),
         (forward_without_a_cache, False, "past_key_values"),
     ],
 )
