@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from ds_finepage.graph.hardware import HardwareProfile
 MIB = 1 << 20
 IN_A_ROW = 64
 """Small ops and copies in one measurement, so that they wait for each other as in a pass."""
+
+LONG_ENOUGH_S = 0.004
+"""A product that takes as long shows the rate of the device."""
 
 LEAST_DETAILED_BYTES = MIB
 """With less scratch, only the rates are measured. Plans of such a budget run in one lane."""
@@ -153,14 +157,20 @@ def context_margin_bytes(device: torch.device) -> int:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device, scratch: int) -> float:
-    n = 64
-    while 3 * (2 * n) ** 2 * dtype.itemsize <= scratch and n < 2048:
+    """Measure products that grow until one takes long enough, or has no room.
+
+    Large products reach the rate of a fast device. A processor without instructions for a dtype is
+    a hundred times slower, and shows its rate with small ones.
+    """
+    n, most = 64, 2048 if device_of(device).is_accelerator else 512
+    while True:
+        a = torch.ones(n, n, dtype=dtype, device=device)
+        out = torch.empty_like(a)
+        seconds = _seconds(partial(torch.mm, a, a, out=out), device)
+        has_room = 3 * (2 * n) ** 2 * dtype.itemsize <= scratch and 2 * n <= most
+        if seconds >= LONG_ENOUGH_S or not has_room:
+            return 2 * n**3 / seconds
         n *= 2
-    if not device_of(device).is_accelerator:
-        n = min(n, 512)
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    out = torch.empty_like(a)
-    return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device)
 
 
 def _seconds(

@@ -12,6 +12,13 @@ WEIGHT_TIMES = "unit/execution/test_weight_times.py"
 
 MEASURING = (
     mutant(
+        "products-grow-however-long-they-take",
+        "execution/probe.py",
+        "if seconds >= LONG_ENOUGH_S or not has_room:",
+        "if not has_room:",
+        PROBE,
+    ),
+    mutant(
         "products-are-timed-by-units-that-sleep",
         "execution/weight_times.py",
         "            _wake(dtypes)\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -59,6 +60,28 @@ def test_a_rate_is_net_of_the_latency_and_a_share_is_of_the_best(
     assert [share for _, share in found["copy_shares"]] == pytest.approx([0.5, 0.5, 1.0])
     assert (found["op_slowdown"], found["copy_slowdown"]) == (1.5, 1.25)
     assert (found["wait_ns"], found["step_ns"]) == (30_000, 4_000)
+
+
+@pytest.mark.parametrize(
+    ("rate", "scratch_bytes", "sizes"),
+    [
+        (1e9, 16 * MIB, [64, 128]),  # long enough
+        (1e13, 16 * MIB, [64, 128, 256, 512]),  # the largest on a CPU
+        (1e13, 3 * 256 * 256 * 4, [64, 128, 256]),  # no more room
+    ],
+)
+def test_products_grow_until_one_takes_long_enough(
+    monkeypatch: pytest.MonkeyPatch, rate: float, scratch_bytes: int, sizes: list[int]
+) -> None:
+    found = []
+
+    def seconds(product: partial[torch.Tensor], device: torch.device) -> float:
+        found.append(product.args[0].shape[0])
+        return 2 * found[-1] ** 3 / rate
+
+    monkeypatch.setattr(probe, "_seconds", seconds)
+    assert probe._matmul_rate(torch.float32, CPU, scratch_bytes) == pytest.approx(rate)
+    assert found == sizes
 
 
 def test_a_walk_returns_to_its_beginning_where_a_piece_does_not_fit() -> None:
