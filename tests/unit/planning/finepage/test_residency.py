@@ -21,6 +21,17 @@ UNIT = 64
 EXPERTS = layers_of_experts()
 DENSE_BYTES, EXPERT_BYTES = 64 * 64 * 4, 8 * 64 * 64 * 4
 
+SLOW_COPIES = HardwareProfile(
+    name="made up",
+    source="test",
+    capacity_bytes=2**30,
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=1e9,
+    memory_bytes_per_s=1e12,
+    flops_per_s={"default": 1e12},
+    transfer_latency_ns=100_000,
+)
+
 
 def classes(graph: TaskGraph, *, may_split: bool = False) -> WeightClasses:
     return WeightClasses.of(Problem(graph, 0, UNIT), may_split=may_split)
@@ -89,18 +100,6 @@ def test_rings_for_whole_weights_differ_in_length() -> None:
     lengths = [found.nbytes for found in weights.ring_shapes(0)]
     assert lengths[:2] == [6400, 2 * 4800]  # 6464, and 1.5 times that, are hardly longer
     assert all(b > 1.1 * a for a, b in pairwise(lengths))
-
-
-SLOW_COPIES = HardwareProfile(
-    name="made up",
-    source="test",
-    capacity_bytes=2**30,
-    h2d_bytes_per_s=1e9,
-    d2h_bytes_per_s=1e9,
-    memory_bytes_per_s=1e12,
-    flops_per_s={"default": 1e12},
-    transfer_latency_ns=100_000,
-)
 
 
 def test_a_short_pass_gets_shorter_and_longer_rings_too() -> None:
@@ -195,17 +194,7 @@ def test_a_table_that_did_not_give_way_to_its_rows_is_kept() -> None:
 def test_few_large_weights_stream_where_copies_take_long_to_start() -> None:
     graph = gather_rows(matmul_chain([64, 512, 64, 64, 512, 64, 64]))
     sizes = {64 * 512 * 4, 64 * 64 * 4}
-    slow = HardwareProfile(
-        name="made up",
-        source="test",
-        capacity_bytes=2**30,
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        memory_bytes_per_s=1e12,
-        flops_per_s={"default": 1e12},
-        transfer_latency_ns=50_000,
-    )
-    for profile, grains in ((None, set()), (slow, sizes)):
+    for profile, grains in ((None, set()), (SLOW_COPIES, sizes)):
         weights = WeightClasses.of(Problem(graph, 0, UNIT, profile), may_split=False)
         whole = weights.fixed_bytes + sum(weights.sizes[b] for b in weights.order)
         rings = list(weights.grained_rings(whole * 9 // 10))
@@ -213,5 +202,7 @@ def test_few_large_weights_stream_where_copies_take_long_to_start() -> None:
         assert not list(weights.grained_rings(whole * 4 // 10))  # bytes count more there
         assert all(ring.keeps_small and ring.nbytes >= ring.grain_bytes for ring in rings)
     options = FinepageOptions(max_tasks_for_horizon=len(graph.tasks) - 1)
-    weights = WeightClasses.of(Problem(graph, 0, UNIT, slow), may_split=False, options=options)
+    weights = WeightClasses.of(
+        Problem(graph, 0, UNIT, SLOW_COPIES), may_split=False, options=options
+    )
     assert not list(weights.grained_rings(whole * 9 // 10))
