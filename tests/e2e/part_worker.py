@@ -19,6 +19,7 @@ import deepspeed
 import torch
 from rank_worker import (
     FOLDER,
+    LLAMA_SIZES,
     MAKERS,
     MODE,
     RANK,
@@ -29,7 +30,7 @@ from rank_worker import (
     share_of_one_rank,
     write,
 )
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
@@ -39,16 +40,28 @@ DEBUG = {"lane_delay_seed": 5, "poison_vacated": True}
 """Runs the lanes in threads of their own, and fills what a plan has vacated."""
 
 
-def odd_gpt2() -> Any:
-    """Make a model whose weights have odd numbers of elements, so that parts have padding."""
+def odd_llama() -> Any:
+    """Make a model whose weights have odd numbers of elements, so that parts have padding.
+
+    The width of its heads is a multiple of four: a CPU's attention in float32 rounds other rows by
+    their place in memory.
+    """
+    odd = {"vocab_size": 97, "hidden_size": 99, "intermediate_size": 301}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32}
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA_SIZES, **odd, **heads}))
+
+
+def gpt2() -> Any:
+    """Make a model with biases, of which some have an odd number of elements."""
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=97, n_embd=99, n_layer=2, n_head=3, n_positions=31, n_inner=301)
+        GPT2Config(vocab_size=97, n_embd=100, n_layer=2, n_head=5, n_positions=31, n_inner=301)
     )
 
 
 MAKERS_OF_PARTS: dict[str, Callable[[], Any]] = {
     **{name: MAKERS[name] for name in ("llama", "qwen3", "mixtral")},
-    "gpt2": odd_gpt2,
+    "odd llama": odd_llama,
+    "gpt2": gpt2,
 }
 
 
@@ -175,12 +188,12 @@ def be_killed() -> None:
 
 def run_loaded() -> dict[str, Any]:
     """Let stock partition a checkpoint while it is loaded."""
-    plain = made("gpt2", torch.float32)
+    plain = made("odd llama", torch.float32)
     plain.save_pretrained(f"{FOLDER}/checkpoint")  # rank 0 does it
     torch.distributed.barrier()
     config = ds_config(size=1)
     alive = HfDeepSpeedConfig(config)
-    model = GPT2LMHeadModel.from_pretrained(f"{FOLDER}/checkpoint").eval()
+    model = LlamaForCausalLM.from_pretrained(f"{FOLDER}/checkpoint").eval()
     engine = deepspeed.initialize(model=model, config=config)[0]
     handle = ds_finepage.handle_of(engine)
     found = {

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.test_ranks import TORCHRUN, found_by, free_port, launch
 
 WORKER = Path(__file__).with_name("part_worker.py")
-FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
+FAMILIES = ("llama", "odd llama", "gpt2", "qwen3", "mixtral")
 DTYPES = ("float32", "bfloat16")
 
 
