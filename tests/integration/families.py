@@ -7,6 +7,7 @@ vocabulary, no weight that is much larger than the others, and as few layers as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ SLOW_LINK = HardwareProfile(
     launch_ns=100,
 )
 """A machine on which every byte that is not copied pays, however small the model."""
+
+SLOWER_LINK = replace(SLOW_LINK, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
+"""No copy hides behind an op, not even on a processor that is slow, or busy with other work."""
 
 _COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,

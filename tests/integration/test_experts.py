@@ -12,7 +12,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.stats import PassStats
-from tests.integration.families import DTYPES, SLOW_LINK, make_model, token_ids, tokens
+from tests.integration.families import DTYPES, SLOW_LINK, SLOWER_LINK, make_model, token_ids, tokens
 
 NUM_TOKENS = 6
 EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
@@ -38,7 +38,7 @@ def test_a_step_reloads_the_experts_that_it_uses(family: str, way: str, dtype: t
     model = make_model(family, dtype, **EXPERTS[family])
     model.set_experts_implementation(way)
     expected = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
-    handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOW_LINK)
+    handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOWER_LINK)
     try:
         tokens(model, token_ids(5), NUM_TOKENS, cache=None)
         budget = handle.stats.min_budget_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.rewrite import split
 from ds_finepage.runtime.stats import PassStats
-from tests.integration.families import DTYPES, SLOW_LINK, make_model, token_ids
+from tests.integration.families import DTYPES, SLOW_LINK, SLOWER_LINK, make_model, token_ids
 
 NUM_EXPERTS, SHARES = 8, (0, 0.05, 0.3, 1)
 EXPERTS = {
@@ -93,9 +92,7 @@ def test_packed_experts_are_the_same_at_every_budget(
 def test_a_step_reloads_all_parts_of_the_experts_that_it_uses(family: str, is_split: bool) -> None:
     model = packed_model(family, "int4", torch.float32)
     expert_bytes = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
-    # Where a processor unpacks slowly, copies hide behind that, and no reload waits for a router.
-    link = replace(SLOW_LINK, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
-    handle = attach(model, device_budget="1GiB", device="cpu", profile=link, split=is_split)
+    handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOWER_LINK, split=is_split)
     try:
         results(model)
         stats = handle.stats
