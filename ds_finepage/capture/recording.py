@@ -48,6 +48,9 @@ MIN_BUCKET = 16
 NEAR = 2
 SMALL = 8
 
+NOT_MODULES = {"", "_modules", "__dict__"}
+"""Parts of Dynamo's source of a module that are attributes of its parent, not modules."""
+
 GRADIENT_FLAGS = {"aten._linalg_svd.default": (2, 1), "aten._linalg_eigh.default": (2, 0)}
 """Ops with an argument, by its position, that asks for vectors too, and is on if it is left out;
 and which of their results is the values.
@@ -329,15 +332,16 @@ class _Labeller(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         stack = n.meta.get("nn_module_stack")
-        self._recorder.label = _qualified_name(next(reversed(stack.values()))[0]) if stack else ""
+        self._recorder.label = qualified_name(next(reversed(stack.values()))[0]) if stack else ""
         return super().run_node(n)
 
 
-def _qualified_name(path: str) -> str:
+def qualified_name(path: str) -> str:
     """Turn Dynamo's source of a module into its qualified name."""
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-    path = re.sub(r"^L\.self\.?|^L\.\w+\.?", "", path)
-    return path.replace("_modules.", "").replace("._modules", "").strip(".")
+    # Under a decorator with "*args", as transformers has them, the module is "L['args'][0]".
+    path = re.sub(r"^L\.(args\.\d+|\w+)\b", "", path)
+    return ".".join(part for part in path.split(".") if part not in NOT_MODULES)
 
 
 def _most(most: int, holds: Callable[[int], bool]) -> int:

@@ -65,7 +65,8 @@ def test_a_cache_of_tensors_that_wrap_others_gives_its_tokens() -> None:
 
     def generate() -> torch.Tensor:
         cache = Cache(layers=[Halves(residual_length=3) for _ in range(2)])
-        return tokens(model, token_ids(9, batch=2), 6, cache=None, **{CACHE: cache})
+        given: dict[str, Any] = {CACHE: cache}
+        return model.generate(token_ids(9, batch=2), max_new_tokens=6, do_sample=False, **given)
 
     plain = generate()
     handle = attach(model, device_budget=BUDGETS[1], device="cpu")

@@ -26,9 +26,9 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceMeter]]:
     """Meter the thread that makes the cache and runs the passes."""
     run, meters = ContinuousBatchingManager._run_generation_loop, []
 
-    def metered_run(manager: Any) -> None:
+    def metered_run(manager: Any, **settings: Any) -> None:
         with DeviceMeter(torch.device("cpu")) as meter:
-            run(manager)
+            run(manager, **settings)
         meters.append(meter)
 
     with monkeypatch.context() as patch:

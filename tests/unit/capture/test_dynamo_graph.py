@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -128,8 +130,25 @@ def test_the_taskgraph_says_which_versions_it_depends_on() -> None:
 # --- labels ----------------------------------------------------------------------------------
 
 
-def test_labels_are_names_of_modules() -> None:
-    ((graph, args),) = by_dynamo(Mlp(), (rows(2, 4),))
+def passed_on(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass the module on as ``args[0]``, as decorators of transformers do."""
+
+    @wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapped
+
+
+class DecoratedMlp(Mlp):
+    """The same under a decorator."""
+
+    forward = passed_on(Mlp.forward)
+
+
+@pytest.mark.parametrize("make", [Mlp, DecoratedMlp])
+def test_labels_are_names_of_modules(make: Callable[[], nn.Module]) -> None:
+    ((graph, args),) = by_dynamo(make(), (rows(2, 4),))
     found = record(graph, args)
     by_op = dict(zip([t.op for t in found.tasks], labels(found), strict=True))
     assert by_op["aten.mul.Tensor"] == ""

@@ -10,9 +10,25 @@ import sympy
 import torch
 
 from ds_finepage.capture import recording
-from ds_finepage.capture.recording import Recordings, SymbolicSizes, upper_end
+from ds_finepage.capture.recording import Recordings, SymbolicSizes, qualified_name, upper_end
 from ds_finepage.graph.taskgraph import TaskGraph
 from tests.unit.capture.replay import by_dynamo, traced
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self']", ""),
+        ("L['self'].model.layers.0.mlp", "model.layers.0.mlp"),
+        ("L['self']._modules['model']._modules['layers']._modules['0']", "model.layers.0"),
+        ("L['self'][0].linear", "0.linear"),
+        ("L['args'][0]", ""),
+        ("L['args'][0].model.layers.0.mlp", "model.layers.0.mlp"),
+        ("L['args'][0].__dict__['model'].__dict__['norm']", "model.norm"),
+    ],
+)
+def test_a_module_has_its_qualified_name(path: str, name: str) -> None:
+    assert qualified_name(path) == name
 
 
 @pytest.mark.parametrize(
