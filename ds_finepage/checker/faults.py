@@ -51,7 +51,6 @@ class Fault(str, enum.Enum):
         "route_wrong"  # a routed reload reads another table than its task, or cannot be routed
     )
     COLLECT_WRONG = "collect_wrong"  # a collect without the reload of this rank's part before it
-    STORED_WRONG = "stored_wrong"  # not a weight, repeated, or missing for a reload
 
     # Host memory.
     HOST_SLOT_MISSING = "host_slot_missing"  # an offloaded buffer has none, or more than one
@@ -65,7 +64,7 @@ class Fault(str, enum.Enum):
     NO_MEMORY_EDGE = "no_memory_edge"  # vacator -> alloc of the same bytes
     NO_READ_DROP_EDGE = "no_read_drop_edge"  # every reader, and the holder -> drop
     NO_USE_OFFLOAD_EDGE = "no_use_offload_edge"  # every user, and the holder -> offload
-    NO_STORE_RELOAD_EDGE = "no_store_reload_edge"  # offload or stored -> reload
+    NO_STORE_RELOAD_EDGE = "no_store_reload_edge"  # offload -> reload
     NO_JOIN_EDGE = "no_join_edge"  # every touch -> join
     NO_ORDER_EDGE = "no_order_edge"  # readers of the old contents, and their writer -> new writer
 

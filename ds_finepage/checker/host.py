@@ -27,28 +27,15 @@ class HostCopies:
         self.contents: dict[int, Contents] = {
             b.id: INITIAL for b in self._graph.buffers if b.kind is BufferKind.WEIGHT
         }
-        self._source: dict[int, int] = {}  # node that wrote the host copy
+        self._source: dict[int, int] = {}  # node that wrote the host copy, if one of the pass did
         self._users: dict[int, list[int]] = {}  # nodes that used the pinned slot, first to last
 
-    def begin(self) -> None:
-        """Verify the STORED nodes: each stands for the host master of one weight."""
-        for node in self._memgraph.nodes:
-            if node.kind is not NodeKind.STORED:
-                continue
-            assert node.buffer is not None
-            if self._graph.buffers[node.buffer].kind is not BufferKind.WEIGHT:
-                self._report.wrong(Fault.STORED_WRONG, node.id, "is not a weight")
-            elif node.buffer in self._source:
-                self._report.wrong(Fault.STORED_WRONG, node.id, "is stored twice")
-            self._source[node.buffer] = node.id
-
-    def reload(self, node: Node, latest: Contents, *, started_resident: bool) -> Contents:
+    def reload(self, node: Node, latest: Contents) -> Contents:
         """Verify that a RELOAD finds a valid copy.
 
         Args:
             node: The RELOAD.
             latest: The newest contents of its buffer.
-            started_resident: Whether the buffer was in the arena when the pass began.
 
         Returns:
             The contents that it brings in.
@@ -58,12 +45,7 @@ class HostCopies:
             self._report.wrong(Fault.NO_HOST_COPY, node.id, "has no valid copy on the host")
         source = self._source.get(buffer)
         if source is not None:
-            self._report.require_waits(
-                Fault.NO_STORE_RELOAD_EDGE, [source], node.id, "the node that stored it"
-            )
-        elif self._graph.buffers[buffer].kind is BufferKind.WEIGHT and not started_resident:
-            text = "is neither resident at the start nor has a STORED node"
-            self._report.wrong(Fault.STORED_WRONG, node.id, text)
+            self._report.require_waits(Fault.NO_STORE_RELOAD_EDGE, [source], node.id, "its offload")
         if buffer in self._users:
             self._users[buffer].append(node.id)
         return self.contents.get(buffer, UNDEFINED)

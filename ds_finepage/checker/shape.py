@@ -69,11 +69,10 @@ def _node_shape(memgraph: MemGraph) -> list[Violation]:
             text = f"node at position {position} has id {node.id}"
             found.append(Violation(Fault.NODE_ID, position, text))
         computes = node.kind is NodeKind.COMPUTE
-        has_extent = not computes and node.kind is not NodeKind.STORED
         for what, is_set, wanted in (
             ("task", node.task is not None, computes),
             ("buffer", node.buffer is not None, not computes),
-            ("extent", node.extent is not None, has_extent),
+            ("extent", node.extent is not None, not computes),
         ):
             if is_set != wanted:
                 text = f"node {position} ({node.kind.value}) {'lacks' if wanted else 'has'} {what}"

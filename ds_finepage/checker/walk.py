@@ -46,14 +46,12 @@ class Walk:
         self.lives = {
             b.id: Life(self.latest[b.id], None) for b in graph.buffers if not b.kind.is_paged
         }
-        self.started_resident: set[int] = set()
         self.collected_by: dict[int, Contents] = {}  # reload of a part -> the whole contents
 
     def run(self) -> list[Violation]:
         """Find everything that is wrong."""
         self._tasks_once()
         self._entry()
-        self.host.begin()
         for node in self.memgraph.nodes:
             self._step[node.kind](self, node)
         self.host.end()
@@ -91,7 +89,6 @@ class Walk:
                 continue
             self.arena.take(node)
             self.lives[buffer] = Life(INITIAL, node.id, extent)
-            self.started_resident.add(buffer)
         self._same_residency(Fault.ENTRY_MISMATCH, "entry", self.memgraph.entry, resident)
 
     def _exit(self) -> None:
@@ -141,7 +138,7 @@ class Walk:
         return life
 
     def _at_start(self, node: Node) -> None:
-        """Do nothing: RESIDENT and STORED nodes were verified before the walk."""
+        """Do nothing: RESIDENT nodes were verified before the walk."""
 
     def _alloc(self, node: Node) -> None:
         if not self.arena.accepts(node):
@@ -163,9 +160,7 @@ class Walk:
             self.report.wrong(Fault.RELOAD_OVERWRITES, node.id, text)
         else:
             self.report.require_waits(Fault.NO_ALLOC_EDGE, [life.holder], node.id, "its alloc")
-        contents = self.host.reload(
-            node, self.latest[buffer], started_resident=buffer in self.started_resident
-        )
+        contents = self.host.reload(node, self.latest[buffer])
         if buffer in self.routed:
             self._route(node)
         if self.graph.num_parts(self.graph.buffers[buffer]) > 1:
@@ -264,7 +259,6 @@ class Walk:
 
     _step: ClassVar[dict[NodeKind, Callable[[Walk, Node], None]]] = {
         NodeKind.RESIDENT: _at_start,
-        NodeKind.STORED: _at_start,
         NodeKind.ALLOC: _alloc,
         NodeKind.RELOAD: _reload,
         NodeKind.COLLECT: _collect,

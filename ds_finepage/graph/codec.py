@@ -106,7 +106,7 @@ _FORMS: dict[type[Encodable], _Form] = {
     TaskGraph: _form(  # without symbols: a file has one size
         TaskGraph, "taskgraph", 3, without="symbols", sparse=("experts", "parted", "num_ranks")
     ),
-    MemGraph: _form(MemGraph, "memgraph", 2, without="graph", **_MADE_FOR),
+    MemGraph: _form(MemGraph, "memgraph", 3, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),
     HardwareProfile: _form(
         HardwareProfile,

@@ -20,7 +20,6 @@ class NodeKind(str, enum.Enum):
     """The step that a node of the memgraph stands for."""
 
     RESIDENT = "resident"  # the buffer is in its extent when the pass begins
-    STORED = "stored"  # the buffer is in host memory when the pass begins
     ALLOC = "alloc"  # the buffer owns its extent from here on
     RELOAD = "reload"  # host -> extent; of a parted weight, this rank's part
     COLLECT = "collect"  # the parts of the other ranks -> extent
@@ -59,8 +58,8 @@ class EdgeKind(str, enum.Enum):
     MEMORY = "memory"  # vacator of the bytes before the alloc that uses them again
     READ_DROP = "read_drop"  # all readers before the drop
     USE_OFFLOAD = "use_offload"  # the holder and all users since then before the offload
-    # Offload (or stored) before the reload; a buffer has one host slot, so also that reload before
-    # the next offload.
+    # Offload before the reload; a buffer has one host slot, so also that reload before the next
+    # offload. The host masters of weights are there when the pass begins.
     STORE_RELOAD = "store_reload"
     JOIN = "join"  # all touches before the join
     ORDER = "order"  # readers of the old contents before a task that changes them in place

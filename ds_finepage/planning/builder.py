@@ -27,7 +27,8 @@ class BufferState:
 
     Invariant: ``extent`` is None exactly while the buffer owns no arena bytes. ``holder`` is the
     node that made the contents, None while there are none. ``users`` are the nodes that used the
-    buffer since it became resident.
+    buffer since it became resident. ``offload`` is None where no node made the host copy: the
+    master of a weight is there before the pass begins.
     """
 
     extent: Extent | None = None
@@ -36,7 +37,8 @@ class BufferState:
     readers: list[int] = field(default_factory=list)  # of the present contents
     touches: list[int] = field(default_factory=list)  # not yet joined
     users: list[int] = field(default_factory=list)
-    host_copy: int | None = None  # node after which host memory holds the present contents
+    is_on_host: bool = False  # host memory holds the present contents
+    offload: int | None = None  # the node that put them there
     slot_users: list[int] = field(default_factory=list)  # last offload and the reloads since
     written: bool = False  # has contents, here or in host memory
 
@@ -89,8 +91,7 @@ class MemGraphBuilder:
             state = self.states[buffer.id]
             if buffer.kind is BufferKind.WEIGHT:
                 # A resident weight has its master copy in host memory too: it is always clean.
-                state.host_copy = self._add(NodeKind.STORED, buffer.id)
-                state.written = True
+                state.is_on_host = state.written = True
             elif buffer.kind is not BufferKind.ACTIVATION:
                 state.written = buffer.kind is not BufferKind.OUTPUT
 
@@ -118,10 +119,10 @@ class MemGraphBuilder:
             parts of the other ranks.
         """
         state = self.states[buffer]
-        assert state.alloc is not None and state.host_copy is not None
+        assert state.alloc is not None and state.is_on_host
         node = self._add(NodeKind.RELOAD, buffer, extent=state.extent)
         self._edge(state.alloc, node, EdgeKind.ALLOC)
-        self._edge(state.host_copy, node, EdgeKind.STORE_RELOAD)
+        self._edge(state.offload, node, EdgeKind.STORE_RELOAD)
         state.slot_users.append(node)
         if self._graph.num_parts(self._graph.buffers[buffer]) > 1:
             part, node = node, self._add(NodeKind.COLLECT, buffer, extent=state.extent)
@@ -160,7 +161,7 @@ class MemGraphBuilder:
                 for reader in state.readers:
                     self._edge(reader, node, EdgeKind.ORDER)
                 state.touches.append(node)
-                state.host_copy, state.written = None, True
+                state.is_on_host, state.written = False, True
             elif is_read and not is_join:
                 state.readers.append(node)
             state.users.append(node)
@@ -169,7 +170,7 @@ class MemGraphBuilder:
     @staticmethod
     def _hold(state: BufferState, node: int) -> None:
         state.holder, state.readers, state.touches = node, [], []
-        state.host_copy, state.written = None, True
+        state.is_on_host, state.written = False, True
 
     def evict(self, buffer: int, *, is_needed: bool = True, copies_clean: bool = False) -> int:
         """Take a buffer's extent away; keep its contents in host memory if they are needed.
@@ -185,8 +186,8 @@ class MemGraphBuilder:
         """
         state = self.states[buffer]
         is_written = state.holder is not None or bool(state.touches)
-        is_clean = state.host_copy is not None
-        if (is_clean and not copies_clean) or not is_written or not is_needed:
+        is_clean = state.is_on_host and not copies_clean
+        if is_clean or not is_written or not is_needed:
             return self.drop(buffer)
         node = self._add(NodeKind.OFFLOAD, buffer, extent=state.extent)
         # A buffer has one host slot: its old copy must be read before it is overwritten.
@@ -198,7 +199,7 @@ class MemGraphBuilder:
             self._host_slots[buffer] = self._host_bytes
             nbytes = self._graph.buffers[buffer].nbytes
             self._host_bytes += align_up(nbytes, self._alignment)
-        state.host_copy = node
+        state.is_on_host, state.offload = True, node
         self._vacate(state)
         return node
 

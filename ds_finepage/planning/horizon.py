@@ -202,7 +202,7 @@ class HorizonPlanner:
         """Tell whether the task uses contents of the buffer that exist already."""
         if buffer not in task.reads and buffer not in task.touches:
             return False
-        return self._builder.states[buffer].host_copy is not None
+        return self._builder.states[buffer].is_on_host
 
     def _reserve_all(self, task: Task) -> bool:
         missing = self._missing(task)

@@ -2,8 +2,8 @@
 
 The lanes run side by side, each its own nodes in the order of their ids. The host issues the
 nodes of all lanes in that order and never waits. A node starts when the host has issued it, its
-lane is free and all its predecessors are complete. Nodes of the other kinds (resident, stored,
-alloc, drop) take no time: they are complete when the last of their predecessors is.
+lane is free and all its predecessors are complete. Nodes of the other kinds (resident, alloc,
+drop) take no time: they are complete when the last of their predecessors is.
 
 A profile with details (``graph/hardware.py``) adds to that: small copies get a share of the link's
 rate, a lane takes some time between two nodes and more if it had to wait, ops and copies that

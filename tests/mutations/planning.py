@@ -164,8 +164,8 @@ PLANNING = (
     mutant(
         "garbage-is-offloaded",
         "planning/builder.py",
-        "if (is_clean and not copies_clean) or not is_written or not is_needed:",
-        "if state.host_copy is not None:",
+        "if is_clean or not is_written or not is_needed:",
+        "if is_clean:",
         f"{UNIT}/test_builder.py",
     ),
     mutant(

@@ -372,8 +372,8 @@ PREDICTING = (
     mutant(
         "the-published-algorithm-drops-clean-weights",
         "planning/builder.py",
-        "if (is_clean and not copies_clean) or",
-        "if is_clean or",
+        "is_clean = state.is_on_host and not copies_clean",
+        "is_clean = state.is_on_host",
         f"{UNIT}/test_horizon_published.py",
         is_named=True,
     ),

@@ -152,7 +152,7 @@ class _Interpreter:
     # Nodes.
 
     def _step(self, node: Node) -> None:
-        if node.kind in (NodeKind.RESIDENT, NodeKind.STORED):
+        if node.kind is NodeKind.RESIDENT:
             return
         if node.kind is NodeKind.COMPUTE:
             self._compute(node)

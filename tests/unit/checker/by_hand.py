@@ -66,7 +66,7 @@ def memgraph(
     )
 
 
-RESIDENT, STORED, ALLOC = NodeKind.RESIDENT, NodeKind.STORED, NodeKind.ALLOC
+RESIDENT, ALLOC = NodeKind.RESIDENT, NodeKind.ALLOC
 RELOAD, COMPUTE = NodeKind.RELOAD, NodeKind.COMPUTE
 OFFLOAD, DROP, COLLECT = NodeKind.OFFLOAD, NodeKind.DROP, NodeKind.COLLECT
 
@@ -90,7 +90,6 @@ def paging() -> MemGraph:
         ),
         [
             (RESIDENT, 0, LEFT),
-            (STORED, 1),
             (ALLOC, 2, RIGHT),
             (COMPUTE, 0),
             (DROP, 0, LEFT),
@@ -104,7 +103,7 @@ def paging() -> MemGraph:
             (COMPUTE, 3),
             (DROP, 2, RIGHT),
         ],
-        "0>3 2>3 0>4 3>4 3>5 4>6 6>7 1>7 7>8 5>9 9>10 5>10 8>11 10>11 11>12 11>13 12>13",
+        "0>2 1>2 0>3 2>3 2>4 3>5 5>6 6>7 4>8 8>9 4>9 7>10 9>10 10>11 10>12 11>12",
         entry=(Residency(0, LEFT),),
         exit=(Residency(1, LEFT),),
         host_slots=((2, 0),),
@@ -118,8 +117,8 @@ def collecting() -> MemGraph:
     buffers = (replace(graph.buffers[0], name="w"), graph.buffers[1])
     return memgraph(
         replace(graph, buffers=buffers, parted=("w",), num_ranks=2),
-        [(STORED, 0), (ALLOC, 0, LEFT), (RELOAD, 0, LEFT), (COLLECT, 0, LEFT), (COMPUTE, 0)],
-        "0>2 1>2 2>3 3>4",
+        [(ALLOC, 0, LEFT), (RELOAD, 0, LEFT), (COLLECT, 0, LEFT), (COMPUTE, 0)],
+        "0>1 1>2 2>3",
         exit=(Residency(0, LEFT),),
     )
 

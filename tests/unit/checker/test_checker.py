@@ -59,14 +59,14 @@ def test_kind_of_edge_does_not_matter(base: Callable[[], MemGraph], kind: EdgeKi
 
 def test_error_lists_what_is_wrong() -> None:
     """The error names the policy, each fault, the nodes and the buffers."""
-    bad = replace(edges(paging(), remove="12>13"), exit=())
+    bad = replace(edges(paging(), remove="11>12"), exit=())
     with pytest.raises(InvalidPlanError) as caught:
         check(bad)
     message = str(caught.value)
     assert "'by hand'" in message
     assert "2 rule(s)" in message
-    assert "no_read_drop_edge: node 13 (drop activation 2) does not wait for" in message
-    assert "node 12 (task 3 x)" in message
+    assert "no_read_drop_edge: node 12 (drop activation 2) does not wait for" in message
+    assert "node 11 (task 3 x)" in message
     assert "exit_mismatch: exit does not list weight 1 at [0, 128)" in message
 
 
@@ -135,8 +135,8 @@ def test_reserved_bytes_may_be_given_up_unwritten() -> None:
     assert violations(good) == []
 
 
-def test_resident_weight_may_come_back_without_a_stored_node() -> None:
-    """The host master of a weight exists anyway; a STORED node only stands for it."""
+def test_a_resident_weight_may_come_back() -> None:
+    """The host master of a weight exists anyway."""
     good = memgraph(
         taskgraph("w", task(0, reads=[0]), task(1, reads=[0])),
         [

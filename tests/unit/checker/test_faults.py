@@ -22,7 +22,6 @@ from tests.unit.checker.by_hand import (
     RELOAD,
     RESIDENT,
     RIGHT,
-    STORED,
     changes,
     collecting,
     edges,
@@ -68,19 +67,18 @@ CASES = [
     Case(F.WEIGHT_WRITTEN, paging, lambda m: of_task(m, 0, writes=(0, 2))),
     Case(F.WEIGHT_WRITTEN, paging, lambda m: of_task(m, 0, touches=(0,))),
     Case(F.ALIGNMENT, paging, lambda m: replace(m, alignment=0)),
-    Case(F.NODE_ID, paging, lambda m: node(m, 4, id=5)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, task=None)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, task=99)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, buffer=0)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, extent=LEFT)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 4, task=0)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 4, buffer=None)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 4, buffer=99)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 4, extent=None)),
-    Case(F.NODE_FIELDS, paging, lambda m: node(m, 1, extent=LEFT)),
-    Case(F.EDGE_RANGE, paging, lambda m: edges(m, add="12>99")),
-    Case(F.EDGE_BACKWARD, paging, lambda m: edges(m, add="5>3")),
-    Case(F.EDGE_BACKWARD, paging, lambda m: edges(m, add="5>5")),
+    Case(F.NODE_ID, paging, lambda m: node(m, 3, id=5)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 2, task=None)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 2, task=99)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 2, buffer=0)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 2, extent=LEFT)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, task=0)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, buffer=None)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, buffer=99)),
+    Case(F.NODE_FIELDS, paging, lambda m: node(m, 3, extent=None)),
+    Case(F.EDGE_RANGE, paging, lambda m: edges(m, add="11>99")),
+    Case(F.EDGE_BACKWARD, paging, lambda m: edges(m, add="4>2")),
+    Case(F.EDGE_BACKWARD, paging, lambda m: edges(m, add="4>4")),
     Case(F.EDGE_UNSORTED, paging, lambda m: replace(m, edges=m.edges[1:] + m.edges[:1])),
     Case(F.EDGE_REPEATED, paging, lambda m: replace(m, edges=m.edges[:1] + m.edges)),
     # Tasks.
@@ -91,8 +89,8 @@ CASES = [
         lambda m: insert(m, Node(8, COMPUTE, task=4), "5>8 6>8 8>9"),
     ),
     # Places.
-    Case(F.NOT_PAGED, paging, lambda m: insert(m, Node(14, ALLOC, 3, extent=RIGHT), "13>14")),
-    Case(F.NOT_PAGED, paging, lambda m: insert(m, Node(14, DROP, 3, extent=RIGHT), "")),
+    Case(F.NOT_PAGED, paging, lambda m: insert(m, Node(13, ALLOC, 3, extent=RIGHT), "12>13")),
+    Case(F.NOT_PAGED, paging, lambda m: insert(m, Node(13, DROP, 3, extent=RIGHT), "")),
     Case(
         F.EXTENT_OUTSIDE,
         touches,
@@ -107,12 +105,12 @@ CASES = [
     ),
     Case(F.EXTENT_UNALIGNED, paging, lambda m: replace(m, alignment=256)),
     Case(F.EXTENT_TOO_SMALL, paging, lambda m: of_buffer(m, 1, nbytes=129)),
-    Case(F.EXTENT_CHANGED, paging, lambda m: node(m, 7, extent=RIGHT)),
-    Case(F.EXTENT_CHANGED, paging, lambda m: node(m, 5, extent=LEFT)),
+    Case(F.EXTENT_CHANGED, paging, lambda m: node(m, 6, extent=RIGHT)),
+    Case(F.EXTENT_CHANGED, paging, lambda m: node(m, 4, extent=LEFT)),
     Case(
         F.EXTENT_CHANGED,
         paging,
-        lambda m: node(m, 13, extent=Extent(128, 64)),
+        lambda m: node(m, 12, extent=Extent(128, 64)),
         frozenset({F.EXTENT_TOO_SMALL}),
     ),
     Case(F.OVERLAP, changes, lambda m: node(node(m, 1, extent=LEFT), 3, extent=LEFT)),
@@ -125,7 +123,7 @@ CASES = [
         F.OVERLAP,
         paging,
         lambda m: replace(
-            insert(m, Node(1, RESIDENT, 1, extent=Extent(64, 128)), "13>14"),
+            insert(m, Node(1, RESIDENT, 1, extent=Extent(64, 128)), "12>13"),
             entry=(Residency(0, LEFT), Residency(1, Extent(64, 128))),
         ),
         frozenset({F.ALREADY_LIVE, F.RELOAD_OVERWRITES, F.EXTENT_CHANGED, F.EXIT_MISMATCH}),
@@ -145,8 +143,8 @@ CASES = [
     ),
     Case(F.NOT_LIVE, changes, lambda m: without(m, 1)),
     Case(F.NOT_LIVE, changes, lambda m: insert(m, Node(9, DROP, 0, extent=LEFT), "8>9")),
-    Case(F.NOT_LIVE, paging, lambda m: insert(m, Node(14, RELOAD, 2, extent=RIGHT), "5>14 13>14")),
-    Case(F.NOT_RELEASED, paging, lambda m: without(m, 13)),
+    Case(F.NOT_LIVE, paging, lambda m: insert(m, Node(13, RELOAD, 2, extent=RIGHT), "4>13 12>13")),
+    Case(F.NOT_RELEASED, paging, lambda m: without(m, 12)),
     Case(F.ENTRY_MISMATCH, paging, lambda m: replace(m, entry=())),
     Case(F.ENTRY_MISMATCH, paging, lambda m: replace(m, entry=(Residency(0, RIGHT),))),
     Case(F.ENTRY_MISMATCH, paging, lambda m: replace(m, entry=(*m.entry, Residency(99, LEFT)))),
@@ -163,12 +161,12 @@ CASES = [
         F.EXIT_MISMATCH,
         paging,
         lambda m: replace(
-            insert(m, Node(14, ALLOC, 0, extent=RIGHT), "13>14"),
+            insert(m, Node(13, ALLOC, 0, extent=RIGHT), "12>13"),
             exit=(Residency(0, RIGHT), Residency(1, LEFT)),
         ),
     ),
     # Contents.
-    Case(F.UNDEFINED_READ, paging, lambda m: edges(without(m, 10), add="9>10 9>12")),
+    Case(F.UNDEFINED_READ, paging, lambda m: edges(without(m, 9), add="8>9 8>11")),
     Case(F.UNDEFINED_READ, changes, lambda m: of_task(m, 0, reads=(3,))),
     Case(  # tasks 0 and 3 change places
         F.STALE_CONTENTS,
@@ -202,7 +200,7 @@ CASES = [
     Case(
         F.CONTENTS_LOST,
         paging,
-        lambda m: node(m, 5, kind=DROP),
+        lambda m: node(m, 4, kind=DROP),
         frozenset({F.NO_HOST_COPY, F.UNDEFINED_READ}),
     ),
     Case(
@@ -225,12 +223,12 @@ CASES = [
     Case(
         F.RELOAD_OVERWRITES,
         paging,
-        lambda m: insert(m, Node(8, RELOAD, 1, extent=LEFT), "1>8 6>8 7>8 8>9"),
+        lambda m: insert(m, Node(7, RELOAD, 1, extent=LEFT), "5>7 6>7 7>8"),
     ),
     Case(
         F.RELOAD_OVERWRITES,
         paging,
-        lambda m: insert(m, Node(3, RELOAD, 0, extent=LEFT), "0>3 3>4 3>5"),
+        lambda m: insert(m, Node(2, RELOAD, 0, extent=LEFT), "0>2 2>3 2>4"),
     ),
     Case(
         F.OFFLOAD_UNDEFINED,
@@ -241,11 +239,8 @@ CASES = [
             "3>11 10>11",
         ),
     ),
-    Case(F.WEIGHT_OFFLOADED, paging, lambda m: replace(node(m, 4, kind=OFFLOAD), **PINNED)),
+    Case(F.WEIGHT_OFFLOADED, paging, lambda m: replace(node(m, 3, kind=OFFLOAD), **PINNED)),
     Case(F.ROUTE_WRONG, paging, lambda m: replace(m, routed=(1,))),
-    Case(F.STORED_WRONG, paging, lambda m: without(m, 1)),
-    Case(F.STORED_WRONG, paging, lambda m: insert(m, Node(0, STORED, 2), "")),
-    Case(F.STORED_WRONG, paging, lambda m: insert(m, Node(0, STORED, 1), "")),
     # The host.
     Case(F.HOST_SLOT_MISSING, paging, lambda m: replace(m, host_slots=())),
     Case(F.HOST_SLOT_MISSING, paging, lambda m: replace(m, host_slots=((2, 0), (99, 0)))),
@@ -281,31 +276,30 @@ CASES = [
         lambda m: edges(m, remove="2>3"),
     ),
     # Waits.
-    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="0>3")),  # from a RESIDENT
-    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="7>8")),  # from a RELOAD
-    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="8>11")),  # from a task, KV cache
-    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="11>12")),  # from a task
+    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="0>2")),  # from a RESIDENT
+    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="6>7")),  # from a RELOAD
+    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="7>10")),  # from a task, KV cache
+    Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="10>11")),  # from a task
     Case(F.NO_DATA_EDGE, touches, lambda m: edges(m, remove="5>6")),  # to a touch
     Case(F.NO_DATA_EDGE, touches, lambda m: edges(m, remove="7>8")),  # from a join
-    Case(F.NO_ALLOC_EDGE, paging, lambda m: edges(m, remove="2>3")),
-    Case(F.NO_ALLOC_EDGE, paging, lambda m: edges(m, remove="6>7")),
+    Case(F.NO_ALLOC_EDGE, paging, lambda m: edges(m, remove="1>2")),
+    Case(F.NO_ALLOC_EDGE, paging, lambda m: edges(m, remove="5>6")),
     Case(F.NO_ALLOC_EDGE, touches, lambda m: edges(m, remove="0>2")),
-    Case(F.NO_MEMORY_EDGE, paging, lambda m: edges(m, remove="4>6")),
-    Case(F.NO_MEMORY_EDGE, paging, lambda m: edges(m, remove="5>9")),
-    Case(F.NO_READ_DROP_EDGE, paging, lambda m: edges(m, remove="0>4")),
-    Case(F.NO_READ_DROP_EDGE, paging, lambda m: edges(m, remove="12>13")),
+    Case(F.NO_MEMORY_EDGE, paging, lambda m: edges(m, remove="3>5")),
+    Case(F.NO_MEMORY_EDGE, paging, lambda m: edges(m, remove="4>8")),
+    Case(F.NO_READ_DROP_EDGE, paging, lambda m: edges(m, remove="0>3")),
+    Case(F.NO_READ_DROP_EDGE, paging, lambda m: edges(m, remove="11>12")),
     Case(F.NO_READ_DROP_EDGE, changes, lambda m: edges(m, remove="2>3")),  # a dead result
-    Case(F.NO_USE_OFFLOAD_EDGE, paging, lambda m: edges(m, remove="3>5")),
+    Case(F.NO_USE_OFFLOAD_EDGE, paging, lambda m: edges(m, remove="2>4")),
     Case(F.NO_USE_OFFLOAD_EDGE, touches, lambda m: edges(m, remove="1>3")),
-    Case(F.NO_STORE_RELOAD_EDGE, paging, lambda m: edges(m, remove="1>7")),
-    Case(F.NO_STORE_RELOAD_EDGE, paging, lambda m: edges(m, remove="5>10")),
+    Case(F.NO_STORE_RELOAD_EDGE, paging, lambda m: edges(m, remove="4>9")),
     Case(F.NO_JOIN_EDGE, touches, lambda m: edges(m, remove="6>7")),
+    Case(F.NO_DATA_EDGE, collecting, lambda m: edges(m, remove="1>2")),
     Case(F.NO_DATA_EDGE, collecting, lambda m: edges(m, remove="2>3")),
-    Case(F.NO_DATA_EDGE, collecting, lambda m: edges(m, remove="3>4")),
     Case(
         F.UNDEFINED_READ,
         collecting,
-        lambda m: without(m, 3),
+        lambda m: without(m, 2),
         frozenset({F.EXIT_MISMATCH, F.NO_DATA_EDGE}),
     ),
     Case(F.COLLECT_WRONG, collecting, _of_one_rank, frozenset({F.NO_DATA_EDGE})),

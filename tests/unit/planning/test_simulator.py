@@ -434,7 +434,7 @@ def random_memgraph(seed: int, num_nodes: int = 60) -> MemGraph:
     draw = random.Random(seed)
     sizes = [draw.randrange(0, 300) for _ in range(8)]
     sketch = Sketch(weights=sizes, flops=[draw.randrange(0, 200) for _ in range(num_nodes)])
-    kinds = [NodeKind.RELOAD, NodeKind.OFFLOAD, NodeKind.COMPUTE, NodeKind.COMPUTE, NodeKind.STORED]
+    kinds = [NodeKind.RELOAD, NodeKind.OFFLOAD, NodeKind.COMPUTE, NodeKind.COMPUTE, NodeKind.ALLOC]
     for position in range(num_nodes):
         after = sorted({draw.randrange(position) for _ in range(draw.randrange(3)) if position})
         kind = draw.choice(kinds)

@@ -74,7 +74,7 @@ def test_rows_of_an_embedding_have_their_bytes_from_the_start_of_the_pass() -> N
     memgraph = planner(graph, 0, []).plan()
     assert memgraph is not None
     check(memgraph)
-    assert names(memgraph)[:3] == ["stored w0", "alloc w0", "reload w0"]
+    assert names(memgraph)[:2] == ["alloc w0", "reload w0"]
 
 
 def test_a_ring_looks_as_far_ahead_as_it_is_long() -> None:
