@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from ds_finepage.graph.memgraph import Extent
 
@@ -58,37 +59,22 @@ class BlockList:
         Returns:
             The extent and the ids of the nodes that vacated it, or None if nothing fits.
         """
+        best: tuple[int, int] | None = None  # first, last
+        best_latest: float = inf
         blocks = self._blocks
-        best: tuple[int, int, int] | None = None  # (latest vacator, first, last)
-        first = 0
-        while first < len(blocks):
-            if blocks[first].buffer is not None:
-                first += 1
+        first = size = 0  # of a window over free blocks
+        for last, block in enumerate(blocks):
+            if block.buffer is not None or block.vacator >= best_latest:
+                first, size = last + 1, 0
                 continue
-            best, first = self._best_run(first, nbytes, best)
-        if best is None:
-            return None
-        return self._take(buffer, nbytes, best[1], best[2])
-
-    def _best_run(
-        self, first: int, nbytes: int, best: tuple[int, int, int] | None
-    ) -> tuple[tuple[int, int, int] | None, int]:
-        """Slide a window over one stretch of free blocks; return the best and the stretch's end."""
-        blocks = self._blocks
-        size, last, end = 0, first, first
-        while end < len(blocks) and blocks[end].buffer is None:
-            end += 1
-        for start in range(first, end):
-            while size < nbytes and last < end:
-                size += blocks[last].nbytes
-                last += 1
-            if size < nbytes:
-                break
-            latest = max(b.vacator for b in blocks[start:last])
-            if best is None or latest < best[0]:
-                best = (latest, start, last)
-            size -= blocks[start].nbytes
-        return best, end
+            size += block.nbytes
+            while size >= nbytes and first <= last:
+                latest = max(b.vacator for b in blocks[first : last + 1])
+                if latest < best_latest:
+                    best, best_latest = (first, last + 1), latest
+                size -= blocks[first].nbytes
+                first += 1
+        return None if best is None else self._take(buffer, nbytes, *best)
 
     def alloc_at(self, buffer: int, extent: Extent) -> list[int]:
         """Give exactly these bytes, all of them free, to a buffer; return their vacators."""
@@ -144,12 +130,12 @@ class BlockList:
         """
         blocks = self._blocks
         scores = [
-            float("inf") if b.buffer is None else next_use(b.buffer)  # None: protected
+            inf if b.buffer is None else next_use(b.buffer)  # None: protected
             for b in blocks
         ]
         best_score, best = -1.0, None
         for first in range(len(blocks)):
-            size, score, last = 0, float("inf"), first
+            size, score, last = 0, inf, first
             while size < nbytes and last < len(blocks):
                 here = scores[last]
                 if here is None or here <= best_score:

@@ -135,7 +135,7 @@ PLANNING = (
     mutant(
         "the-block-vacated-longest-ago-is-not-taken",
         "planning/blocks.py",
-        "if best is None or latest < best[0]:",
+        "if latest < best_latest:",
         "if best is None:",
         f"{UNIT}/test_blocks.py",
     ),
