@@ -246,9 +246,10 @@ def offload_of_what_the_caller_made(device: torch.device, lanes: StreamLanes, se
     """Begin a pass with an offload of bytes that a kernel before the pass writes."""
     values = torch.randn(WORDS)
     theirs, host = values.to(device), pinned(torch.zeros(WORDS))
-    delay(device, seed, "kernel", ns=ALONE)
-    theirs.mul_(2)
-    lanes.run(program_of("d2h o"), {0: lambda: host.copy_(theirs, non_blocking=True)})
+    with torch.get_device_module(device).held():
+        theirs.mul_(2)
+        lanes.run(program_of("d2h o"), {0: lambda: host.copy_(theirs, non_blocking=True)})
+        give_time_to(lanes._d2h)
     torch.accelerator.synchronize()
     return torch.equal(host, values * 2)
 
@@ -257,9 +258,10 @@ def reload_at_the_end(device: torch.device, lanes: StreamLanes, seed: int) -> bo
     """End a pass with a reload; the caller reads the bytes right after it."""
     values = torch.randn(WORDS)
     host, ours = pinned(values), torch.zeros(WORDS, device=device)
-    delay(device, seed, "h2d", ns=ALONE)
-    lanes.run(program_of("h2d r"), {0: lambda: ours.copy_(host, non_blocking=True)})
-    found = ours * 2
+    with torch.get_device_module(device).held(lanes._h2d):
+        lanes.run(program_of("h2d r"), {0: lambda: ours.copy_(host, non_blocking=True)})
+        found = ours * 2
+        give_time_to(torch.accelerator.current_stream())
     torch.accelerator.synchronize()
     return torch.equal(found.cpu(), values * 2)
 
@@ -272,13 +274,14 @@ def memory_of_a_pass_goes_to_the_caller(
     torch.accelerator.empty_cache()  # the next block of this size is then the one freed here
     ours, host = values.to(device), pinned(torch.zeros(WORDS))
     address = ours.data_ptr()
-    delay(device, seed, "d2h", ns=ALONE)
     actions = {0: lambda of=ours: host.copy_(of, non_blocking=True)}
-    lanes.run(program_of("d2h o"), actions)
-    actions.clear()
-    del ours
-    theirs = torch.zeros(WORDS, device=device)
-    assert theirs.data_ptr() == address, "the allocator gave other memory"
+    with torch.get_device_module(device).held(lanes._d2h):
+        lanes.run(program_of("d2h o"), actions)
+        actions.clear()
+        del ours
+        theirs = torch.zeros(WORDS, device=device)
+        assert theirs.data_ptr() == address, "the allocator gave other memory"
+        give_time_to(torch.accelerator.current_stream())
     torch.accelerator.synchronize()
     return torch.equal(host, values)
 
