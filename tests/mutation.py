@@ -32,6 +32,7 @@ from tests.mutations.batching import BATCHING
 from tests.mutations.checking import CHECKING
 from tests.mutations.comparing import COMPARING
 from tests.mutations.enqueueing import ENQUEUEING
+from tests.mutations.forecasting import FORECASTING
 from tests.mutations.kv_place import OF_KV_PLACES
 from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
@@ -49,6 +50,7 @@ from tests.mutations.slices import SLICES
 
 MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
+    *FORECASTING,
     *PREDICTING,
     *MEASURING,
     *REPORTING,

@@ -8,7 +8,7 @@ Neural Net Inference" (arXiv 2001.03288).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -81,7 +81,7 @@ def _runs(tasks: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def top_of(placed: dict[int, Extent]) -> int:
+def top_of(placed: Mapping[int, Extent]) -> int:
     """Return the bytes that a placement needs."""
     return max((e.end for e in placed.values()), default=0)
 

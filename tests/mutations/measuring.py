@@ -212,7 +212,7 @@ MEASURING = (
     mutant(
         "a-slice-has-the-warm-time-of-the-whole",
         "planning/rewrite/split.py",
-        "warm_ns=None if task.warm_ns is None else share(task.warm_ns),",
+        '"warm_ns": None if task.warm_ns is None else share(task.warm_ns),',
         "",
         "unit/planning/rewrite/test_split.py",
     ),
@@ -225,7 +225,7 @@ MEASURING = (
     ),
     mutant(
         "reloads-that-warm-weights-make-plans-seem-faster",
-        "planning/finepage/search.py",
+        "planning/finepage/forecast.py",
         "KNOWS_WARM = False",
         "KNOWS_WARM = True",
         "unit/planning/finepage/test_search.py",

@@ -121,7 +121,7 @@ PLANNING = (
     mutant(
         "the-ring-is-written-over",
         "planning/finepage/ring.py",
-        "if any(found.overlaps(extent) for _, extent in self._live):",
+        "if found.overlaps(extent):",
         "if False:",
         FINEPAGE,
     ),
@@ -264,8 +264,8 @@ PLANNING = (
     mutant(
         "a-plan-is-good-for-the-tasks-that-it-adds",
         "planning/finepage/search.py",
-        "alone_ns if self._problem.shared else self._bound_ns",
-        "alone_ns",
+        "if not self._problem.shared:\n                bound_ns",
+        "if bound_ns == 0:\n                bound_ns",
         FINEPAGE,
     ),
     mutant(
@@ -313,7 +313,7 @@ PLANNING = (
     mutant(
         "experts-never-wait-for-their-router",
         "planning/finepage/search.py",
-        "late = wait_for_routes(plan) if self._options.delays_experts else plan",
+        "late = wait_for_routes(plan)",
         "late = plan",
         f"{UNIT}/rewrite/test_late_experts.py",
     ),
@@ -392,7 +392,7 @@ PLANNING = (
     mutant(
         "a-slice-does-all-of-the-work",
         "planning/rewrite/split.py",
-        "return -(-amount * (end - start) // weight.num_rows)",
+        "return -(-amount * num_rows // of_rows)",
         "return amount",
         f"{UNIT}/rewrite/test_split.py",
     ),

@@ -157,7 +157,7 @@ PREDICTING = (
     mutant(
         "tables-are-tried-where-rows-take-no-time",
         "planning/finepage/search.py",
-        "if rows_ns > (self._options.fast_enough - 1) * fastest_ns:",
+        "if rows_ns > (self._options.fast_enough - 1) * self._front.fastest_ns:",
         "if True:",
         f"{UNIT}/finepage/test_search.py",
     ),

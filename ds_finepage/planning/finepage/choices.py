@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ds_finepage.graph.memgraph import Extent
@@ -29,6 +29,21 @@ class Choice:
     shared: Mapping[int, Extent] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The bytes of weights that are kept; no weight is cut yet.
+
+    Attributes:
+        kept: The whole weights that are kept.
+        kept_rows: The rows that are kept of each weight that can be cut.
+        starts: The rows at which the slices of each such weight begin.
+    """
+
+    kept: Set[int]
+    kept_rows: Mapping[int, int] = field(default_factory=dict)
+    starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
 class Chooser:
     """Chooses weights to keep, by the room that the arena has."""
 
@@ -37,6 +52,17 @@ class Chooser:
         self._weights = weights
 
     def choose(self, room: int, ring: RingShape) -> Choice | None:
+        """Choose the weights to keep, and cut the others; see :meth:`select`."""
+        selection = self.select(room, ring)
+        return None if selection is None else self.cut(selection)
+
+    def cut(self, selection: Selection) -> Choice:
+        """Cut the weights of a selection."""
+        return Choice(
+            *Slicer(self._weights).cut(selection.starts, selection.kept_rows, selection.kept)
+        )
+
+    def select(self, room: int, ring: RingShape) -> Selection | None:
         """Choose the weights to keep.
 
         Args:
@@ -51,7 +77,7 @@ class Chooser:
         if left < 0:
             return None
         if ring.nbytes == 0:
-            return Choice(weights.problem.graph, [])
+            return Selection(set(weights.order))
         always = {b for b in weights.order if self._exceeds(b, ring.nbytes)}
         if not weights.per_call.isdisjoint(always):
             return None
@@ -70,7 +96,7 @@ class Chooser:
                 left = self._stream_in_grains(group, left, ring, kept, kept_rows)
             else:
                 left = self._spread(group, left, kept, kept_rows)
-        return Choice(*Slicer(weights).cut(kept_rows, kept, ring))
+        return Selection(kept, kept_rows, Slicer(weights).starts(kept_rows, kept, ring))
 
     def _exceeds(self, buffer: int, ring_bytes: int) -> bool:
         """Tell whether a weight can go through the ring neither whole nor cut."""
@@ -139,7 +165,8 @@ class Chooser:
         for buffer, nbytes in streamed.items():
             if buffer in divisible:
                 weight = divisible[buffer]
-                kept_rows[buffer] = weight.num_rows - nbytes // weight.row_bytes
+                # Extents are longer than rows, so all bytes may be a little more than all rows.
+                kept_rows[buffer] = max(0, weight.num_rows - nbytes // weight.row_bytes)
             elif not nbytes:
                 kept.add(buffer)
         return room - (total - sum(streamed.values()))
@@ -183,7 +210,8 @@ class Chooser:
             for b in weights.order
             if b in weights.divisible
         }
-        cut, streamed = Slicer(weights).cut(rows, must | kept.keys(), ring)
+        slicer, whole = Slicer(weights), must | kept.keys()
+        cut, streamed = slicer.cut(slicer.starts(rows, whole, ring), rows, whole)
         extents = {s.buffer.key: s.extent for pieces in kept.values() for s in pieces}
         return Choice(
             cut,

@@ -59,8 +59,9 @@ class Ring:
             return None
         offset = self._head if self._head + nbytes <= self._nbytes else 0
         found = Extent(self._base + offset, nbytes)
-        if any(found.overlaps(extent) for _, extent in self._live):
-            return None
+        for _, extent in self._live:  # ``any`` of a generator takes twice the time
+            if found.overlaps(extent):
+                return None
         # Bytes that are skipped at the end count as in use until the head has passed them. The
         # extents there are older than those at the start, so they are given back first anyway.
         self._live.append((buffer, found))

@@ -26,6 +26,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import LowerBound, lower_bound
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
+from ds_finepage.planning.finepage.forecast import KNOWS_WARM, Forecast, Plan, moved_bytes, written
 from ds_finepage.planning.finepage.held_rows import copies_to_host, lengths_of_holding
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
@@ -67,21 +68,22 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     if problem.shared:
         beside = _Search(problem, options)
         beside.try_both_graphs(beside.try_shared)
-        if beside.best is not None:
-            return beside.best
+        if (found := beside.best) is not None:
+            return found
         problem = dataclasses.replace(problem, shared=())
     search = _Search(problem, options)
     has_room = problem.split and search.try_both_graphs(search.try_cutting)
-    if search.best is None:
+    if not search.has_plan:
         problem = _in_exact_slices(problem)
         problem.require_feasible()
         search = _Search(problem, options)
     if not (has_room and (search.has_fastest or not options.tries_whole)):
         rows = problem.of(gather_rows(problem.graph)) if problem.split else problem
-        if search.best is None or rows.is_feasible:
+        if not search.has_plan or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
-    assert search.best is not None, "keeping nothing is always possible"
-    return search.best
+    best = search.best
+    assert best is not None, "keeping nothing is always possible"
+    return best
 
 
 def _in_exact_slices(problem: Problem) -> Problem:
@@ -97,8 +99,29 @@ def _in_exact_slices(problem: Problem) -> Problem:
     return problem.of(slices_that_fit(rows, problem.arena_bytes, problem.alignment))
 
 
-KNOWS_WARM = False
-"""Plans are compared as if no reload warmed a weight: else a plan that copies more seems faster."""
+class _Front:
+    """The fastest plans. Each moves fewer bytes than every faster one.
+
+    Attributes:
+        plans: Moved bytes, time and plan; fewest bytes first.
+    """
+
+    def __init__(self, equal_times: float) -> None:
+        self.plans: list[tuple[int, int, Plan]] = []
+        self._equal_times = equal_times
+
+    @property
+    def fastest_ns(self) -> int:
+        return min(total_ns for _, total_ns, _ in self.plans)
+
+    def add(self, moved: int, total_ns: int, plan: Plan) -> None:
+        """Compare by time; times that are nearly the least are equal, and fewer bytes decide."""
+        tried = sorted([*self.plans, (moved, total_ns, plan)], key=lambda t: t[:2])
+        most_ns = self._equal_times * min(t[1] for t in tried)
+        self.plans = []
+        for candidate in tried:
+            if candidate[1] <= most_ns and (not self.plans or candidate[1] < self.plans[-1][1]):
+                self.plans.append(candidate)
 
 
 class _Search:
@@ -111,16 +134,20 @@ class _Search:
 
     def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
         self._problem, self._options = problem, options
-        self._front: list[tuple[int, int, MemGraph]] = []  # moved bytes, time; fewest bytes first
+        self._front = _Front(options.equal_times)
         self.has_good = self.has_fastest = self._left_out = False
 
     @property
+    def has_plan(self) -> bool:
+        return bool(self._front.plans)
+
+    @property
     def best(self) -> MemGraph | None:
-        return self._front[0][-1] if self._front else None
+        return written(self._front.plans[0][-1]) if self.has_plan else None
 
     def moves_nothing(self) -> bool:
         """Tell whether the best plan moves nothing, and waits for no copy of a task's results."""
-        if self.best is None or _moved_bytes(self.best) > 0:
+        if not self.has_plan or self._front.plans[0][0] > 0:
             return False
         return self.has_fastest or not copies_to_host(self._problem.graph)
 
@@ -155,12 +182,12 @@ class _Search:
         """
         if self._problem.profile is None or self._problem.shared:
             return True
-        moved, total_ns, _ = self._front[0]
+        moved, total_ns, _ = self._front.plans[0]
         if total_ns > self._options.equal_times * self._bound_ns:
             return False
         return moved <= self._few_bytes
 
-    def offer(self, plan: MemGraph | None) -> bool:
+    def offer(self, plan: Plan | None) -> bool:
         """Take a plan, or the same plan with delayed experts, if it is the best so far.
 
         Returns:
@@ -168,37 +195,35 @@ class _Search:
         """
         if plan is None:
             return False
-        late = wait_for_routes(plan) if self._options.delays_experts else plan
+        if isinstance(plan, Forecast) or not self._options.delays_experts:
+            return self._offer(plan)
+        late = wait_for_routes(plan)
         is_good = late is not plan and self._offer(late)
         return self._offer(plan) or is_good
 
-    def _offer(self, plan: MemGraph) -> bool:
-        moved, profile = _moved_bytes(plan), self._problem.profile
+    def _offer(self, plan: Plan) -> bool:
+        moved, profile = moved_bytes(plan), self._problem.profile
         if profile is None:
             total_ns, is_good = 0, moved == 0
             self.has_fastest = self.has_fastest or is_good
         else:
-            total_ns, alone_ns = predicted_ns(plan, profile, knows_warm=KNOWS_WARM)
+            bound_ns = 0
+            if isinstance(plan, Forecast):
+                total_ns = plan.total_ns
+            else:
+                total_ns, bound_ns = predicted_ns(plan, profile, knows_warm=KNOWS_WARM)
             # Beside shared residents no plan comes near the bound of a pass that is alone.
-            bound_ns = alone_ns if self._problem.shared else self._bound_ns
+            if not self._problem.shared:
+                bound_ns = self._bound_ns
             is_good = total_ns <= self._options.good_enough * bound_ns
             if total_ns <= self._options.fast_enough * bound_ns:
                 self.has_fastest = True
             if not self._problem.shared and moved > self._few_bytes:
                 # A little time is not worth that much traffic.
                 total_ns = int(total_ns * self._options.fast_enough)
-        self._compare(total_ns, moved, plan)
+        self._front.add(moved, total_ns, plan)
         self.has_good = self.has_good or is_good
         return is_good
-
-    def _compare(self, total_ns: int, moved: int, plan: MemGraph) -> None:
-        """Compare by time; times that are nearly the least are equal, and fewer bytes decide."""
-        tried = sorted([*self._front, (moved, total_ns, plan)], key=lambda t: t[:2])
-        most_ns = self._options.equal_times * min(t[1] for t in tried)
-        self._front = []
-        for candidate in tried:
-            if candidate[1] <= most_ns and (not self._front or candidate[1] < self._front[-1][1]):
-                self._front.append(candidate)
 
     def _may_win(self, moved: int, num_copies: int) -> bool:
         """Tell whether a plan that moves at least so much can be as fast as the fastest.
@@ -208,10 +233,9 @@ class _Search:
             num_copies: Copies.
         """
         profile = self._problem.profile
-        if profile is None or not self._front:
+        if profile is None or not self.has_plan:
             return True
-        fastest_ns = min(total_ns for _, total_ns, _ in self._front)
-        limit_ns = self._options.equal_times * fastest_ns
+        limit_ns = self._options.equal_times * self._front.fastest_ns
         latencies_ns = num_copies * profile.transfer_latency_ns
         rate = profile.h2d_bytes_per_s * self._problem.graph.num_ranks
         if moved * 10**9 <= (limit_ns - latencies_ns) * rate:
@@ -221,7 +245,7 @@ class _Search:
 
     # The loop.
 
-    def try_plans(self, plans: Iterable[MemGraph | None]) -> tuple[bool, bool]:
+    def try_plans(self, plans: Iterable[Plan | None]) -> tuple[bool, bool]:
         """Offer plans until one is good enough, and no other can be better.
 
         Returns:
@@ -261,11 +285,10 @@ class _Search:
 
     def _hardly_helps(self, graph: TaskGraph) -> bool:
         """Tell whether the room that another graph gains is too small to change the time."""
-        assert self.best is not None
         before, after = (
             top_of(place_activations(self._problem.of(g))) for g in (self._problem.graph, graph)
         )
-        return before - after <= (self._options.fast_enough - 1) * _moved_bytes(self.best)
+        return before - after <= (self._options.fast_enough - 1) * self._front.plans[0][0]
 
     # The candidates.
 
@@ -286,7 +309,7 @@ class _Search:
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
         self._try_tables(captured)
         is_short = self._is_short(problem.graph)
-        if self.best is None or (is_short and not is_good and not self.moves_nothing()):
+        if not self.has_plan or (is_short and not is_good and not self.moves_nothing()):
             for plan in keeping_plans(problem, self._options):
                 self.offer(plan)
                 if self.moves_nothing():
@@ -309,7 +332,7 @@ class _Search:
         To keep a table costs more bytes, and in a long pass more time to plan.
         """
         profile, rows = problem.profile, looked_up_bytes(problem.graph)
-        if profile is None or not (rows and self._front and self._is_short(problem.graph)):
+        if profile is None or not (rows and self.has_plan and self._is_short(problem.graph)):
             return
         if self._bound.nbytes > self._options.nearly_full * problem.graph.weight_bytes:
             return
@@ -317,8 +340,7 @@ class _Search:
         for kept in (frozenset(rows), frozenset(rows) - {largest}):
             rows_ns = len(kept) * profile.transfer_latency_ns
             rows_ns += sum(rows[b] for b in kept) * 10**9 // int(profile.h2d_bytes_per_s)
-            fastest_ns = min(total_ns for _, total_ns, _ in self._front)
-            if rows_ns > (self._options.fast_enough - 1) * fastest_ns:
+            if rows_ns > (self._options.fast_enough - 1) * self._front.fastest_ns:
                 yield kept
 
     def try_shared(self, problem: Problem) -> bool:
@@ -332,7 +354,7 @@ class _Search:
                 self.offer(plan)
         return has_room
 
-    def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[MemGraph | None]:
+    def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[Plan | None]:
         lengths = self._options.held_copies
         if not self._is_short(problem.graph):  # its plans take long to make
             lengths = lengths[-1:]
@@ -374,7 +396,3 @@ def min_split_arena_bytes(
         ring_bytes = weights.least_ring_bytes() if weights.order else 0
         least = min(least, top_of(place_activations(problem)) + weights.fixed_bytes + ring_bytes)
     return least
-
-
-def _moved_bytes(plan: MemGraph) -> int:
-    return plan.reloaded_bytes + plan.offloaded_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence, Set
+
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
@@ -15,15 +17,18 @@ class Slicer:
         """Cut weights of one pass."""
         self._weights = weights
 
-    def cut(
-        self, kept_rows: dict[int, int], kept: set[int], ring: RingShape
-    ) -> tuple[TaskGraph, list[int]]:
-        """Cut all divisible weights after their kept rows; list the weights to stream.
+    def starts(
+        self, kept_rows: Mapping[int, int], kept: Set[int], ring: RingShape
+    ) -> dict[int, list[int]]:
+        """Choose where all divisible weights are cut after their kept rows.
 
         Args:
             kept_rows: The rows to keep of each weight that can be cut.
             kept: The whole weights to keep.
             ring: The shape of the ring.
+
+        Returns:
+            Weight -> the rows at which its slices begin; the kept rows are a slice too.
         """
         cuts, head = {}, 0
         for buffer in self._weights.order:
@@ -35,7 +40,19 @@ class Slicer:
                 head = self._weights.sizes[buffer] + (
                     head if head + self._weights.sizes[buffer] <= ring.nbytes else 0
                 )
-        cut = cut_weights(self._weights.problem.graph, cuts)
+        return cuts
+
+    def cut(
+        self, starts: Mapping[int, Sequence[int]], kept_rows: Mapping[int, int], kept: Set[int]
+    ) -> tuple[TaskGraph, list[int]]:
+        """Cut weights, and list the weights and slices to stream.
+
+        Args:
+            starts: Weight -> the rows at which its slices begin.
+            kept_rows: The rows to keep of each of them.
+            kept: The whole weights to keep.
+        """
+        cut = cut_weights(self._weights.problem.graph, starts)
         return cut, self._streamed(cut, kept - kept_rows.keys(), kept_rows)
 
     def _slices(
@@ -71,7 +88,7 @@ class Slicer:
             head += self._weights.slice_bytes(weight, num_rows)
         return starts or [0], head
 
-    def _streamed(self, cut: TaskGraph, kept: set[int], kept_rows: dict[int, int]) -> list[int]:
+    def _streamed(self, cut: TaskGraph, kept: Set[int], kept_rows: Mapping[int, int]) -> list[int]:
         """List the weights and slices of the cut graph that stream, by use."""
         kept_bytes = {
             self._weights.problem.graph.buffers[b].name: rows * row_bytes

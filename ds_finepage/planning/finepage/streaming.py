@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from ds_finepage.graph.memgraph import Extent, MemGraph
-from ds_finepage.planning.finepage.choices import Choice, Chooser
+from ds_finepage.planning.finepage.choices import Choice, Chooser, Selection
+from ds_finepage.planning.finepage.forecast import Forecaster, Plan, can_forecast
 from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows, lengths_of_holding
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
@@ -36,7 +37,7 @@ def streaming_plans(
     options: FinepageOptions = DEFAULTS,
     may_win: Callable[[int, int], bool] = lambda *_: True,
     held: HeldRows = NOTHING_HELD,
-) -> Iterator[MemGraph | None]:
+) -> Iterator[Plan | None]:
     """Yield plans for several lengths of the ring; None where one has no room.
 
     Args:
@@ -47,24 +48,20 @@ def streaming_plans(
             copies, is of use.
         held: The activations that stay after their last use.
     """
-    placed = place_activations(problem, held)
-    room = problem.arena_bytes - top_of(placed)
     weights = WeightClasses.of(problem, may_split=may_split, options=options)
-    chooser = Chooser(weights)
+    planner = RingPlanner(weights, place_activations(problem, held), held)
+    room = planner.room
 
-    def plans(shapes: Iterable[RingShape]) -> Iterator[MemGraph | None]:
+    def plans(shapes: Iterable[RingShape]) -> Iterator[Plan | None]:
         for ring in shapes:
             # A pass need not reload all bytes of a routed weight.
             missing = weights.missing_bytes(room - ring.nbytes)
             num_copies = missing // max(1, ring.slice_bytes, weights.most_whole_bytes)
             if not weights.routed and not may_win(missing, num_copies):
                 continue
-            if problem.shared:
-                choice = chooser.choose_shared(top_of(placed), ring)
-            else:
-                choice = chooser.choose(room, ring)
+            choice = planner.choose(ring)
             if choice is not None:
-                yield plan_streaming(problem, choice, placed, ring.nbytes, options, held=held)
+                yield planner.plan(choice, ring)
 
     shapes = list(weights.ring_shapes(room))
     if not problem.shared:
@@ -81,6 +78,45 @@ def streaming_plans(
         yield plan
         if num_found == options.most_short_lengths:
             return
+
+
+class RingPlanner:
+    """Plans one pass with rings of several shapes; writes no plan whose time it can predict.
+
+    Attributes:
+        room: Bytes of the arena beside the activations.
+    """
+
+    def __init__(self, weights: WeightClasses, placed: dict[int, Extent], held: HeldRows) -> None:
+        self._weights, self._placed, self._held = weights, placed, held
+        self.room = weights.problem.arena_bytes - top_of(placed)
+        self._chooser = Chooser(weights)
+        self._forecaster = Forecaster(weights, placed) if can_forecast(weights) else None
+
+    def choose(self, ring: RingShape) -> Choice | Selection | None:
+        """Choose what to keep beside a ring; None if there is too little room."""
+        if self._weights.problem.shared:
+            return self._chooser.choose_shared(top_of(self._placed), ring)
+        return self._chooser.select(self.room, ring)
+
+    def plan(self, choice: Choice | Selection, ring: RingShape) -> Plan | None:
+        """Return a plan; None if what is kept, or a streamed weight, does not fit."""
+        if isinstance(choice, Choice):
+            return self._write(choice, ring)
+        selection = choice
+        if self._forecaster is None:
+            return self._write(self._chooser.cut(selection), ring)
+
+        def write() -> MemGraph:
+            plan = self._write(self._chooser.cut(selection), ring)
+            assert plan is not None, "a plan with a forecast fits"
+            return plan
+
+        return self._forecaster.forecast(selection, ring.nbytes, write)
+
+    def _write(self, choice: Choice, ring: RingShape) -> MemGraph | None:
+        problem, options = self._weights.problem, self._weights.options
+        return plan_streaming(problem, choice, self._placed, ring.nbytes, options, held=self._held)
 
 
 def plan_streaming(

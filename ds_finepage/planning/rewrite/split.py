@@ -263,6 +263,26 @@ def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGrap
     return writer.finish()
 
 
+def costs_of_part(task: Task, num_rows: int, of_rows: int) -> dict[str, int | None]:
+    """Return the costs of the part of a product that some rows of its matrix make, by field.
+
+    Args:
+        task: The whole product.
+        num_rows: The rows.
+        of_rows: All rows of the matrix.
+    """
+
+    def share(amount: int) -> int:
+        return -(-amount * num_rows // of_rows)
+
+    return {
+        "flops": share(task.flops),
+        "moved_bytes": share(task.moved_bytes),
+        "time_ns": None if task.time_ns is None else share(task.time_ns),
+        "warm_ns": None if task.warm_ns is None else share(task.warm_ns),
+    }
+
+
 class SliceWriter:
     """Builds the new taskgraph; buffers and tensors keep their ids, new ones are appended."""
 
@@ -350,9 +370,6 @@ class SliceWriter:
         if bias is not None and isinstance(args[bias], Ref):
             args[bias] = self._cut_bias(args[bias], start, end)
 
-        def share(amount: int) -> int:
-            return -(-amount * (end - start) // weight.num_rows)
-
         self.keep(
             task,
             args=tuple(args),
@@ -360,10 +377,7 @@ class SliceWriter:
             reads=tuple(sorted({parts.get(b, b) for b in task.reads})),
             writes=(),
             touches=task.writes,
-            flops=share(task.flops),
-            moved_bytes=share(task.moved_bytes),
-            time_ns=None if task.time_ns is None else share(task.time_ns),
-            warm_ns=None if task.warm_ns is None else share(task.warm_ns),
+            **costs_of_part(task, end - start, weight.num_rows),
         )
 
     def _cut_bias(self, bias: Ref, start: int, end: int) -> Ref:

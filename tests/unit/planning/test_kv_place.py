@@ -40,14 +40,15 @@ def simulated(
     ("least", "times", "planned", "chosen", "told"),
     [
         ([1000, 1500], [1200, 1600], [0], 0, 1500),  # its bound rules the other one out
-        ([1000, 1190], [1200, 1190], [0], 0, 1190),  # a gain below 2% is not looked for
+        ([1000, 1199], [1200, 1199], [0], 0, 1199),  # a gain below 0.1% is not looked for
+        ([1000, 1190], [1200, 1190], [0, 1], 1, 1200),
         ([1000, 1000], [1200, 1100], [0, 1], 1, 1200),
         ([1000, 1000], [1200, 1200], [0, 1], 0, 1200),  # equal plans: the first
         ([1000, 500], [1200, 600], [1], 1, 1000),  # the smaller bound is planned first
         ([1000, 500], [1200, 1100], [1, 0], 1, 1200),
         ([1000, 500], [1100, 1200], [1, 0], 0, 1200),
         ([1000, 500], [1000, 1000], [1, 0], 0, 1000),  # the first may still be as fast
-        ([1000, 990], [1010, 995], [0], 0, 990),  # bounds this near say nothing
+        ([10000, 9995], [10001, 9996], [0], 0, 9995),  # bounds this near say nothing
         ([1000, 500], [1200, None], [1, 0], 0, None),
         ([1000, 1000], [None, 1200], [0, 1], 1, None),
     ],

@@ -138,6 +138,6 @@ def test_two_ranks_reload_twice_as_fast() -> None:
     problem = Problem(uneven(), 2560, 64, PLAIN)
     search = _Search(problem)
     search.offer(plan_finepage(problem))
-    ((_, fastest_ns, _),) = search._front
+    ((_, fastest_ns, _),) = search._front.plans
     assert search._may_win(2 * fastest_ns, 0)  # PLAIN copies a byte in a nanosecond
     assert not search._may_win(3 * fastest_ns, 0)

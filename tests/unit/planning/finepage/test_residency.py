@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
+from tests.unit.planning.finepage.test_packed_weights import layers
 from tests.unit.planning.sketches import chain, sketch
 
 UNIT = 64
@@ -181,6 +183,15 @@ def test_weights_that_can_be_cut_keep_the_same_share_of_their_rows(percent: int)
         assert share - quantum <= missing <= share + quantum
     kept = total - sum(p.nbytes for p in parts)
     assert total * percent // 100 - 32 * 512 * 4 <= kept <= total * percent // 100
+
+
+def test_no_more_rows_stream_than_a_weight_has() -> None:
+    graph = layers(6)  # the extents of its packed weights are longer than their rows
+    problem = Problem(graph, 0, UNIT, dataclasses.replace(SLOW_COPIES, launch_ns=100))
+    weights = WeightClasses.of(problem, may_split=True)
+    ring = RingShape(83520, 41760, grain_bytes=20880)
+    found = Chooser(weights).select(weights.fixed_bytes + ring.nbytes, ring)
+    assert found is not None and set(found.kept_rows.values()) == {0}
 
 
 def test_a_table_that_did_not_give_way_to_its_rows_is_kept() -> None:

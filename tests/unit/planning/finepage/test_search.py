@@ -18,9 +18,11 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.finepage import forecast
 from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage.forecast import Plan
 from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.search import _Search, plan_finepage
+from ds_finepage.planning.finepage.search import _Front, _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
 from ds_finepage.planning.liveness import (
     ample_arena_bytes,
@@ -75,8 +77,12 @@ def test_plans_are_compared_as_if_no_reload_warmed_a_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = set()
-    for name in ("predicted_ns", "least_time_ns"):
-        original = getattr(finepage_search, name)
+    for module, name in (
+        (finepage_search, "predicted_ns"),
+        (finepage_search, "least_time_ns"),
+        (forecast, "Costs"),
+    ):
+        original = getattr(module, name)
 
         def noted(
             *args: Any, original: Any = original, knows_warm: bool = True, **settings: Any
@@ -84,9 +90,11 @@ def test_plans_are_compared_as_if_no_reload_warmed_a_weight(
             asked.add((original, knows_warm))
             return original(*args, knows_warm=knows_warm, **settings)
 
-        monkeypatch.setattr(finepage_search, name, noted)
-    planned(chain(8), 40, machine(h2d=1e9))
-    assert sorted(warm for _, warm in asked) == [False, False]
+        monkeypatch.setattr(module, name, noted)
+    fast = machine(h2d=1e9)
+    planned(chain(8), 40, fast)
+    planned(chain(8), 40, dataclasses.replace(fast, op_slowdown=1.1))  # has no forecasts
+    assert sorted(warm for _, warm in asked) == [False] * 3
 
 
 @pytest.mark.parametrize("graph", [chain(9), MIXED], ids=["chain", "mixed"])
@@ -286,15 +294,18 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
 
 def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
     tight, roomy = tight_and_roomy()
-    options = FinepageOptions(equal_times=1.005)
-    tried = _Search(Problem(chain(16), ARENA, UNIT), options)
-    tried._compare(1000, 50, tight)
-    tried._compare(1004, 40, roomy)
-    assert tried.best is roomy
-    tried._compare(1008, 30, tight)
-    assert tried.best is roomy
-    tried._compare(996, 60, roomy)  # too fast for the second plan, not for the first
-    assert tried.best is tight
+    tried = _Front(equal_times=1.005)
+
+    def best() -> Plan:
+        return tried.plans[0][-1]
+
+    tried.add(50, 1000, tight)
+    tried.add(40, 1004, roomy)
+    assert best() is roomy
+    tried.add(30, 1008, tight)
+    assert best() is roomy
+    tried.add(60, 996, roomy)  # too fast for the second plan, not for the first
+    assert best() is tight
 
 
 def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.planning.finepage.forecast import written
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
@@ -33,7 +34,7 @@ def problem(percent: int, latency_ns: int) -> Problem:
 
 def plans(at: Problem, **options: Any) -> list[MemGraph]:
     found = streaming_plans(at, may_split=True, options=FinepageOptions(**options))
-    return [plan for plan in found if plan is not None]
+    return [written(plan) for plan in found if plan is not None]
 
 
 def num_copies(plan: MemGraph) -> int:
@@ -94,8 +95,9 @@ def test_the_ring_takes_the_room_that_whole_weights_leave() -> None:
     room = unit * 64 // 10 // UNIT * UNIT
     at = dataclasses.replace(problem(50, 0), arena_bytes=top_of(activations) + room)
     options = FinepageOptions(ring_weights=(1.5,), large_rings=())
-    (plan,) = streaming_plans(at, may_split=False, options=options)
-    assert plan is not None
+    (found,) = streaming_plans(at, may_split=False, options=options)
+    assert found is not None
+    plan = written(found)
     reloads = [node.extent for node in plan.nodes if node.kind is NodeKind.RELOAD]
     streamed = [extent for extent in reloads if extent is not None and extent.nbytes == unit]
     assert len(streamed) == 8  # 4 are kept, which leaves 2.4 for a ring of 1.5
