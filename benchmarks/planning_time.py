@@ -1,6 +1,6 @@
 """How long plans take to make, model by model and budget by budget.
 
-    python benchmarks/planning_time.py --out benchmarks/planning_time_2026-11-23
+    python benchmarks/planning_time.py --out benchmarks/planning_time_2026-11-25
 
 Passes of batch 1 and 1,024 tokens, with ``split``, for the profile of an A100. Seconds are those of
 planning alone, without the capture, on a machine that does nothing else. Budgets are shares of all
