@@ -24,9 +24,9 @@ from ds_finepage.planning.pipeline import (
 )
 from ds_finepage.planning.time_bound import least_time_ns
 
-MIN_GAIN = 0.001
+MIN_GAIN = 0.005
 """The share of a pass's time that a later place must save at least, by its bound, to be planned.
-An earlier place needs fewer copies, and times this near are equal to policy ``finepage`` too."""
+An earlier place needs fewer copies, and policy ``finepage`` pays for traffic with no less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -264,8 +264,8 @@ PLANNING = (
     mutant(
         "a-plan-is-good-for-the-tasks-that-it-adds",
         "planning/finepage/search.py",
-        "if not self._problem.shared:\n                bound_ns",
-        "if bound_ns == 0:\n                bound_ns",
+        "alone_ns if self._problem.shared else self._bound_ns",
+        "alone_ns",
         FINEPAGE,
     ),
     mutant(

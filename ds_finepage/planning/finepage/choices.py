@@ -51,17 +51,6 @@ class Chooser:
         """Choose among the weights of one pass."""
         self._weights = weights
 
-    def choose(self, room: int, ring: RingShape) -> Choice | None:
-        """Choose the weights to keep, and cut the others; see :meth:`select`."""
-        selection = self.select(room, ring)
-        return None if selection is None else self.cut(selection)
-
-    def cut(self, selection: Selection) -> Choice:
-        """Cut the weights of a selection."""
-        return Choice(
-            *Slicer(self._weights).cut(selection.starts, selection.kept_rows, selection.kept)
-        )
-
     def select(self, room: int, ring: RingShape) -> Selection | None:
         """Choose the weights to keep.
 
@@ -97,6 +86,12 @@ class Chooser:
             else:
                 left = self._spread(group, left, kept, kept_rows)
         return Selection(kept, kept_rows, Slicer(weights).starts(kept_rows, kept, ring))
+
+    def cut(self, selection: Selection) -> Choice:
+        """Cut the weights of a selection."""
+        return Choice(
+            *Slicer(self._weights).cut(selection.starts, selection.kept_rows, selection.kept)
+        )
 
     def _exceeds(self, buffer: int, ring_bytes: int) -> bool:
         """Tell whether a weight can go through the ring neither whole nor cut."""

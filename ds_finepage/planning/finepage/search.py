@@ -114,6 +114,10 @@ class _Front:
     def fastest_ns(self) -> int:
         return min(total_ns for _, total_ns, _ in self.plans)
 
+    @property
+    def fewest_bytes(self) -> int:
+        return self.plans[0][0]
+
     def add(self, moved: int, total_ns: int, plan: Plan) -> None:
         """Compare by time; times that are nearly the least are equal, and fewer bytes decide."""
         tried = sorted([*self.plans, (moved, total_ns, plan)], key=lambda t: t[:2])
@@ -147,7 +151,7 @@ class _Search:
 
     def moves_nothing(self) -> bool:
         """Tell whether the best plan moves nothing, and waits for no copy of a task's results."""
-        if not self.has_plan or self._front.plans[0][0] > 0:
+        if not self.has_plan or self._front.fewest_bytes > 0:
             return False
         return self.has_fastest or not copies_to_host(self._problem.graph)
 
@@ -207,14 +211,12 @@ class _Search:
             total_ns, is_good = 0, moved == 0
             self.has_fastest = self.has_fastest or is_good
         else:
-            bound_ns = 0
             if isinstance(plan, Forecast):
-                total_ns = plan.total_ns
+                total_ns, bound_ns = plan.total_ns, self._bound_ns
             else:
-                total_ns, bound_ns = predicted_ns(plan, profile, knows_warm=KNOWS_WARM)
-            # Beside shared residents no plan comes near the bound of a pass that is alone.
-            if not self._problem.shared:
-                bound_ns = self._bound_ns
+                total_ns, alone_ns = predicted_ns(plan, profile, knows_warm=KNOWS_WARM)
+                # Beside shared residents no plan comes near the bound of a pass that is alone.
+                bound_ns = alone_ns if self._problem.shared else self._bound_ns
             is_good = total_ns <= self._options.good_enough * bound_ns
             if total_ns <= self._options.fast_enough * bound_ns:
                 self.has_fastest = True
@@ -288,7 +290,7 @@ class _Search:
         before, after = (
             top_of(place_activations(self._problem.of(g))) for g in (self._problem.graph, graph)
         )
-        return before - after <= (self._options.fast_enough - 1) * self._front.plans[0][0]
+        return before - after <= (self._options.fast_enough - 1) * self._front.fewest_bytes
 
     # The candidates.
 

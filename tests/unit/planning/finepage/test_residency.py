@@ -9,7 +9,8 @@ import pytest
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage.choices import Choice, Chooser
+from ds_finepage.planning.finepage import choices
+from ds_finepage.planning.finepage.choices import Choice
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.problem import Problem
@@ -33,6 +34,14 @@ SLOW_COPIES = HardwareProfile(
     flops_per_s={"default": 1e12},
     transfer_latency_ns=100_000,
 )
+
+
+class Chooser(choices.Chooser):
+    """Cuts the weights that it has chosen to stream."""
+
+    def choose(self, room: int, ring: RingShape) -> Choice | None:
+        selection = self.select(room, ring)
+        return None if selection is None else self.cut(selection)
 
 
 def classes(graph: TaskGraph, *, may_split: bool = False) -> WeightClasses:

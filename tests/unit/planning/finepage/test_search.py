@@ -20,9 +20,8 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import forecast
 from ds_finepage.planning.finepage import search as finepage_search
-from ds_finepage.planning.finepage.forecast import Plan
 from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.search import _Front, _Search, plan_finepage
+from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
 from ds_finepage.planning.liveness import (
     ample_arena_bytes,
@@ -294,18 +293,15 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
 
 def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
     tight, roomy = tight_and_roomy()
-    tried = _Front(equal_times=1.005)
-
-    def best() -> Plan:
-        return tried.plans[0][-1]
-
-    tried.add(50, 1000, tight)
-    tried.add(40, 1004, roomy)
-    assert best() is roomy
-    tried.add(30, 1008, tight)
-    assert best() is roomy
-    tried.add(60, 996, roomy)  # too fast for the second plan, not for the first
-    assert best() is tight
+    options = FinepageOptions(equal_times=1.005)
+    tried = _Search(Problem(chain(16), ARENA, UNIT), options)
+    tried._front.add(50, 1000, tight)
+    tried._front.add(40, 1004, roomy)
+    assert tried.best is roomy
+    tried._front.add(30, 1008, tight)
+    assert tried.best is roomy
+    tried._front.add(60, 996, roomy)  # too fast for the second plan, not for the first
+    assert tried.best is tight
 
 
 def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves() -> None:
