@@ -47,10 +47,12 @@ from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
 from tests.mutations.slices import SLICES
+from tests.mutations.smaller_arenas import SMALLER_ARENAS
 
 MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
     *FORECASTING,
+    *SMALLER_ARENAS,
     *PREDICTING,
     *MEASURING,
     *REPORTING,

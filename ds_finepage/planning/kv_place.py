@@ -24,7 +24,7 @@ from ds_finepage.planning.pipeline import (
 )
 from ds_finepage.planning.time_bound import least_time_ns
 
-MIN_GAIN = 0.005
+MIN_GAIN = 0.001
 """The share of a pass's time that a later place must save at least, by its bound, to be planned.
 An earlier place needs fewer copies, and policy ``finepage`` pays for traffic with no less."""
 

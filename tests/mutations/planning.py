@@ -193,9 +193,9 @@ PLANNING = (
     # Which plan is taken.
     mutant(
         "bytes-do-not-decide-between-equal-times",
-        "planning/finepage/search.py",
-        "key=lambda t: t[:2]",
-        "key=lambda t: (t[1], t[0])",
+        "planning/finepage/best_plans.py",
+        "key=lambda found: found[:2]",
+        "key=lambda found: (found[1], found[0])",
         FINEPAGE,
     ),
     mutant(
@@ -207,9 +207,9 @@ PLANNING = (
     ),
     mutant(
         "a-little-time-is-worth-any-bytes",
-        "planning/finepage/search.py",
-        "total_ns = int(total_ns * self._options.fast_enough)",
-        "pass",
+        "planning/finepage/best_plans.py",
+        "return fewest if is_clear else equal",
+        "return equal",
         FINEPAGE,
     ),
     mutant(
@@ -243,28 +243,28 @@ PLANNING = (
     mutant(
         "many-bytes-end-a-list",
         "planning/finepage/search.py",
-        "return moved <= self._few_bytes",
-        "return True",
+        "return is_fast and best.moved_bytes <= self._bounds.few_bytes",
+        "return is_fast",
         FINEPAGE,
     ),
     mutant(
         "a-slow-plan-ends-a-list",
         "planning/finepage/search.py",
-        "if total_ns > self._options.equal_times * self._bound_ns:",
-        "if False:",
+        "return is_fast and best.moved_bytes",
+        "return best.moved_bytes",
         FINEPAGE,
     ),
     mutant(
         "the-last-plan-is-taken",
-        "planning/finepage/search.py",
-        "if candidate[1] <= most_ns and",
+        "planning/finepage/best_plans.py",
+        "if found.total_ns <= most_ns and",
         "if",
         FINEPAGE,
     ),
     mutant(
         "a-plan-is-good-for-the-tasks-that-it-adds",
         "planning/finepage/search.py",
-        "alone_ns if self._problem.shared else self._bound_ns",
+        "alone_ns if self._problem.shared else self._bounds.least_ns",
         "alone_ns",
         FINEPAGE,
     ),

@@ -156,8 +156,8 @@ PREDICTING = (
     ),
     mutant(
         "tables-are-tried-where-rows-take-no-time",
-        "planning/finepage/search.py",
-        "if rows_ns > (self._options.fast_enough - 1) * self._front.fastest_ns:",
+        "planning/finepage/tables.py",
+        "if rows_ns > worth_ns:",
         "if True:",
         f"{UNIT}/finepage/test_search.py",
     ),

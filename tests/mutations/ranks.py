@@ -115,9 +115,9 @@ OF_RANKS = (
     ),
     mutant(
         "the-bytes-of-all-ranks-are-few-for-one",
-        "planning/finepage/search.py",
-        "self._bound.nbytes / self._problem.graph.num_ranks",
-        "self._bound.nbytes",
+        "planning/finepage/best_plans.py",
+        "self.lower.nbytes / self._problem.graph.num_ranks",
+        "self.lower.nbytes",
         RANK_LINK,
     ),
     mutant(

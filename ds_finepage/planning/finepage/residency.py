@@ -217,7 +217,7 @@ class WeightClasses:
         missing = self.missing_bytes(room)
         if self.latency_bytes == 0 or missing <= 0:
             return
-        is_short = len(self.problem.graph.tasks) <= self.options.max_tasks_for_horizon
+        is_short = len(self.problem.graph.tasks) <= self.options.most_tasks_of_short
         if not self.divisible:
             # In a long pass a copy costs little beside the pass, and a plan takes longer to make.
             streamable = sum(self.sizes[b] for b in self.order)

@@ -19,33 +19,42 @@ again instead of holding them (``recompute``).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.bounds import LowerBound, lower_bound
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.budget import non_arena_bytes
+from ds_finepage.planning.finepage.best_plans import BestPlans, SearchBounds
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
-from ds_finepage.planning.finepage.forecast import KNOWS_WARM, Forecast, Plan, moved_bytes, written
+from ds_finepage.planning.finepage.forecast import (
+    KNOWS_WARM,
+    Forecast,
+    Plan,
+    in_arena,
+    moved_bytes,
+    written,
+)
 from ds_finepage.planning.finepage.held_rows import copies_to_host, lengths_of_holding
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.small_arena import (
     keeping_plans,
-    settled_plan,
+    settling_plans,
     shared_keeping_plans,
 )
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
+from ds_finepage.planning.finepage.tables import tables_to_keep
 from ds_finepage.planning.layout import top_of
-from ds_finepage.planning.liveness import min_arena_bytes
+from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.embeddings import gather_rows, looked_up_bytes
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.exact_slices import slices_that_fit, smallest_slices
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import predicted_ns
-from ds_finepage.planning.time_bound import least_time_ns
 
 
 def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
@@ -71,6 +80,17 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
         if (found := beside.best) is not None:
             return found
         problem = dataclasses.replace(problem, shared=())
+    search = _searched(problem, options)
+    for smaller in _smaller_arenas(problem, options):
+        if search.beats(smaller) or not search.try_smaller(smaller):
+            break
+    best = search.best
+    assert best is not None, "keeping nothing is always possible"
+    return best
+
+
+def _searched(problem: Problem, options: FinepageOptions) -> _Search:
+    """Try the plans of a pass that is alone in its arena."""
     search = _Search(problem, options)
     has_room = problem.split and search.try_both_graphs(search.try_cutting)
     if not search.has_plan:
@@ -81,9 +101,22 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
         rows = problem.of(gather_rows(problem.graph)) if problem.split else problem
         if not search.has_plan or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
-    best = search.best
-    assert best is not None, "keeping nothing is always possible"
-    return best
+    return search
+
+
+def _smaller_arenas(problem: Problem, options: FinepageOptions) -> Iterator[Problem]:
+    """Yield a short pass in smaller arenas.
+
+    More room changes every candidate, and some take more time with it.
+    """
+    if problem.profile is None or not _is_short(problem.graph, options):
+        return
+    graph, alignment = problem.graph, problem.alignment
+    kv_bytes = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.HOST)
+    needed_bytes = needed_arena_bytes(graph, alignment) + non_arena_bytes(graph, alignment)
+    for share in options.smaller_arenas:
+        arena_bytes = problem.arena_bytes - int(share * (needed_bytes + kv_bytes))
+        yield dataclasses.replace(problem, arena_bytes=arena_bytes)
 
 
 def _in_exact_slices(problem: Problem) -> Problem:
@@ -99,35 +132,6 @@ def _in_exact_slices(problem: Problem) -> Problem:
     return problem.of(slices_that_fit(rows, problem.arena_bytes, problem.alignment))
 
 
-class _Front:
-    """The fastest plans. Each moves fewer bytes than every faster one.
-
-    Attributes:
-        plans: Moved bytes, time and plan; fewest bytes first.
-    """
-
-    def __init__(self, equal_times: float) -> None:
-        self.plans: list[tuple[int, int, Plan]] = []
-        self._equal_times = equal_times
-
-    @property
-    def fastest_ns(self) -> int:
-        return min(total_ns for _, total_ns, _ in self.plans)
-
-    @property
-    def fewest_bytes(self) -> int:
-        return self.plans[0][0]
-
-    def add(self, moved: int, total_ns: int, plan: Plan) -> None:
-        """Compare by time; times that are nearly the least are equal, and fewer bytes decide."""
-        tried = sorted([*self.plans, (moved, total_ns, plan)], key=lambda t: t[:2])
-        most_ns = self._equal_times * min(t[1] for t in tried)
-        self.plans = []
-        for candidate in tried:
-            if candidate[1] <= most_ns and (not self.plans or candidate[1] < self.plans[-1][1]):
-                self.plans.append(candidate)
-
-
 class _Search:
     """Tries plans and remembers the best.
 
@@ -137,46 +141,34 @@ class _Search:
     """
 
     def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
+        if _is_short(problem.graph, options):
+            options = options.of_short_passes()
         self._problem, self._options = problem, options
-        self._front = _Front(options.equal_times)
+        self._bounds, self._plans = SearchBounds(problem, options), BestPlans(options)
+        self._simulated_ns: float = math.inf  # the least time of a plan by simulation
+        self._offered_ns, self._has_tried_smaller = 0, False
         self.has_good = self.has_fastest = self._left_out = False
 
     @property
     def has_plan(self) -> bool:
-        return bool(self._front.plans)
+        return bool(self._plans.tried)
 
     @property
     def best(self) -> MemGraph | None:
-        return written(self._front.plans[0][-1]) if self.has_plan else None
+        return written(self._plans.best.plan) if self.has_plan else None
 
     def moves_nothing(self) -> bool:
         """Tell whether the best plan moves nothing, and waits for no copy of a task's results."""
-        if not self.has_plan or self._front.fewest_bytes > 0:
+        if not self.has_plan or self._plans.best.moved_bytes > 0:
             return False
         return self.has_fastest or not copies_to_host(self._problem.graph)
 
+    def beats(self, smaller: Problem) -> bool:
+        """Tell whether no plan for a smaller arena can be faster than the best one."""
+        bound_ns = SearchBounds(smaller, self._options).least_ns
+        return self._plans.fastest_ns <= self._options.equal_times * bound_ns
+
     # The score.
-
-    @cached_property
-    def _bound(self) -> LowerBound:
-        problem = self._problem
-        return lower_bound(
-            problem.graph, problem.arena_bytes, problem.alignment, may_cut=problem.split
-        )
-
-    @property
-    def _few_bytes(self) -> float:
-        """As many bytes are few for a rank to move; each reloads its part of a weight."""
-        return self._options.few_bytes * self._bound.nbytes / self._problem.graph.num_ranks
-
-    @cached_property
-    def _bound_ns(self) -> int:
-        """The time of the tasks alone, or of the fewest bytes if that is longer."""
-        problem = self._problem
-        assert problem.profile is not None
-        return least_time_ns(
-            self._bound, problem.profile, problem.arena_bytes, knows_warm=KNOWS_WARM
-        )
 
     @property
     def _is_done(self) -> bool:
@@ -186,10 +178,9 @@ class _Search:
         """
         if self._problem.profile is None or self._problem.shared:
             return True
-        moved, total_ns, _ = self._front.plans[0]
-        if total_ns > self._options.equal_times * self._bound_ns:
-            return False
-        return moved <= self._few_bytes
+        best = self._plans.best
+        is_fast = best.total_ns <= self._options.equal_times * self._bounds.least_ns
+        return is_fast and best.moved_bytes <= self._bounds.few_bytes
 
     def offer(self, plan: Plan | None) -> bool:
         """Take a plan, or the same plan with delayed experts, if it is the best so far.
@@ -212,18 +203,16 @@ class _Search:
             self.has_fastest = self.has_fastest or is_good
         else:
             if isinstance(plan, Forecast):
-                total_ns, bound_ns = plan.total_ns, self._bound_ns
+                total_ns, bound_ns = plan.total_ns, self._bounds.least_ns
             else:
                 total_ns, alone_ns = predicted_ns(plan, profile, knows_warm=KNOWS_WARM)
                 # Beside shared residents no plan comes near the bound of a pass that is alone.
-                bound_ns = alone_ns if self._problem.shared else self._bound_ns
+                bound_ns = alone_ns if self._problem.shared else self._bounds.least_ns
             is_good = total_ns <= self._options.good_enough * bound_ns
             if total_ns <= self._options.fast_enough * bound_ns:
                 self.has_fastest = True
-            if not self._problem.shared and moved > self._few_bytes:
-                # A little time is not worth that much traffic.
-                total_ns = int(total_ns * self._options.fast_enough)
-        self._front.add(moved, total_ns, plan)
+        self._offered_ns = total_ns
+        self._plans.add(moved, total_ns, plan)
         self.has_good = self.has_good or is_good
         return is_good
 
@@ -237,7 +226,7 @@ class _Search:
         profile = self._problem.profile
         if profile is None or not self.has_plan:
             return True
-        limit_ns = self._options.equal_times * self._front.fastest_ns
+        limit_ns = self._options.equal_times * self._plans.fastest_ns
         latencies_ns = num_copies * profile.transfer_latency_ns
         rate = profile.h2d_bytes_per_s * self._problem.graph.num_ranks
         if moved * 10**9 <= (limit_ns - latencies_ns) * rate:
@@ -274,6 +263,8 @@ class _Search:
         has_room = attempt(problem)
         if self.moves_nothing() or self.has_good or not self._options.recomputes:
             return has_room
+        if self.has_plan and not self._options.recomputes_for_time:
+            return has_room
         # If activations leave no room for a ring, room counts more than time.
         again = recompute(
             problem.graph,
@@ -281,16 +272,12 @@ class _Search:
             problem.profile if has_room else None,
             tiny_share=self._options.fixed_share,
         )
-        if again is not problem.graph and not (has_room and self._hardly_helps(again)):
+        if again is problem.graph:
+            return has_room
+        share = self._options.fast_enough - 1  # less room hardly changes the time
+        if not has_room or _gained_bytes(problem, again) > share * self._plans.best.moved_bytes:
             attempt(problem.of(again))
         return has_room
-
-    def _hardly_helps(self, graph: TaskGraph) -> bool:
-        """Tell whether the room that another graph gains is too small to change the time."""
-        before, after = (
-            top_of(place_activations(self._problem.of(g))) for g in (self._problem.graph, graph)
-        )
-        return before - after <= (self._options.fast_enough - 1) * self._front.fewest_bytes
 
     # The candidates.
 
@@ -304,46 +291,71 @@ class _Search:
 
     def try_whole(self, problem: Problem) -> bool:
         """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
-        captured = problem
-        if problem.split:
-            # Where no whole table fits beside its task, all tables give way to their rows.
-            problem = problem.of(gather_rows(problem.graph, whole_tables=problem.is_feasible))
+        captured, problem = problem, _of_whole_weights(problem)
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
         self._try_tables(captured)
-        is_short = self._is_short(problem.graph)
-        if not self.has_plan or (is_short and not is_good and not self.moves_nothing()):
-            for plan in keeping_plans(problem, self._options):
-                self.offer(plan)
-                if self.moves_nothing():
-                    break
-            if is_short and not self.moves_nothing():
-                self.offer(settled_plan(problem, self._options))
+        is_short = _is_short(problem.graph, self._options)
+        if not self.has_plan or (is_short and not is_good):
+            self._try_simulation(problem)
         if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
             self.offer(plan_exact(problem))
         return has_room
 
+    def _try_simulation(self, problem: Problem) -> None:
+        """Offer plans of whole weights by the two-horizon simulation."""
+        if self._options.tries_sets or not self.has_plan:
+            self._try_simulated(keeping_plans(problem, self._options))
+        if self._options.settles and _is_short(problem.graph, self._options):
+            self._try_simulated(settling_plans(problem, self._options))
+
+    def _try_simulated(self, plans: Iterator[MemGraph | None]) -> None:
+        """Offer plans until one moves nothing, and note the least time."""
+        if self.moves_nothing():
+            return
+        for plan in plans:
+            if plan is not None:
+                self.offer(plan)
+                self._simulated_ns = min(self._simulated_ns, self._offered_ns)
+            if self.moves_nothing():
+                return
+
+    def try_smaller(self, smaller: Problem) -> bool:
+        """Offer plans of a smaller arena: with a ring, and by the published algorithm.
+
+        Returns:
+            Whether those of still smaller arenas may be of use. They are if a plan by simulation is
+            nearly the fastest, for such plans change most with the room.
+        """
+        try:
+            if not self._has_tried_smaller:
+                self._has_tried_smaller = True
+                self._offer_best_of(_searched(smaller, self._options.of_smaller_arenas()))
+            if self._simulated_ns > self._options.nearly_fastest * self._plans.fastest_ns:
+                return False
+            other = _Search(smaller, self._options)
+            whole = _of_whole_weights(smaller)
+            other._try_simulated(settling_plans(whole, self._options))
+            self._offer_best_of(other)
+        except PlanInfeasibleError:
+            return False
+        return True
+
+    def _offer_best_of(self, other: _Search) -> None:
+        """Take the best plan of a search in a smaller arena, if it is the best so far."""
+        self._simulated_ns = min(self._simulated_ns, other._simulated_ns)
+        if other.has_plan:
+            self._offer(in_arena(other._plans.best.plan, self._problem.arena_bytes))
+
     def _try_tables(self, problem: Problem) -> None:
         """Offer plans of whole weights that keep embedding tables: no task waits for their rows."""
-        for kept in self._tables_to_keep(problem):
+        if not self.has_plan or not _is_short(problem.graph, self._options):
+            return
+        if self._bounds.lower.nbytes > self._options.nearly_full * problem.graph.weight_bytes:
+            return
+        worth_ns = (self._options.fast_enough - 1) * self._plans.fastest_ns
+        for kept in tables_to_keep(problem, worth_ns):
             graph = gather_rows(problem.graph, kept=kept)
             self.try_plans(self._streaming_plans(problem.of(graph), may_split=False))
-
-    def _tables_to_keep(self, problem: Problem) -> Iterator[frozenset[int]]:
-        """Yield sets of tables, if copies of their rows take a share of a short pass that counts.
-
-        To keep a table costs more bytes, and in a long pass more time to plan.
-        """
-        profile, rows = problem.profile, looked_up_bytes(problem.graph)
-        if profile is None or not (rows and self.has_plan and self._is_short(problem.graph)):
-            return
-        if self._bound.nbytes > self._options.nearly_full * problem.graph.weight_bytes:
-            return
-        largest = max(rows, key=problem.size)
-        for kept in (frozenset(rows), frozenset(rows) - {largest}):
-            rows_ns = len(kept) * profile.transfer_latency_ns
-            rows_ns += sum(rows[b] for b in kept) * 10**9 // int(profile.h2d_bytes_per_s)
-            if rows_ns > (self._options.fast_enough - 1) * self._front.fastest_ns:
-                yield kept
 
     def try_shared(self, problem: Problem) -> bool:
         """Offer plans that keep shared residents, and nothing else."""
@@ -351,14 +363,14 @@ class _Search:
         if split:
             problem = problem.of(gather_rows(problem.graph))
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=split))
-        if not (is_good or split) and self._is_short(problem.graph):
+        if not (is_good or split) and _is_short(problem.graph, self._options):
             for plan in shared_keeping_plans(problem, self._options):
                 self.offer(plan)
         return has_room
 
     def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[Plan | None]:
         lengths = self._options.held_copies
-        if not self._is_short(problem.graph):  # its plans take long to make
+        if not _is_short(problem.graph, self._options):
             lengths = lengths[-1:]
         for held in lengths_of_holding(problem, lengths):
             yield from streaming_plans(
@@ -371,8 +383,24 @@ class _Search:
             if self.has_good:
                 return
 
-    def _is_short(self, graph: TaskGraph) -> bool:
-        return len(graph.tasks) <= self._options.max_tasks_for_horizon
+
+def _gained_bytes(problem: Problem, graph: TaskGraph) -> int:
+    """Return the room for weights that another graph of a pass gains."""
+    before, after = (top_of(place_activations(problem.of(g))) for g in (problem.graph, graph))
+    return before - after
+
+
+def _of_whole_weights(problem: Problem) -> Problem:
+    """Return the pass as plans of whole weights take it."""
+    if not problem.split:
+        return problem
+    # Where no whole table fits beside its task, all tables give way to their rows.
+    return problem.of(gather_rows(problem.graph, whole_tables=problem.is_feasible))
+
+
+def _is_short(graph: TaskGraph, options: FinepageOptions) -> bool:
+    """Tell whether plans of a pass take little time to make."""
+    return len(graph.tasks) <= options.most_tasks_of_short
 
 
 def min_split_arena_bytes(

@@ -17,7 +17,7 @@ from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.settling import is_settled, settle
+from ds_finepage.planning.settling import is_settled
 
 
 def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[int]:
@@ -41,25 +41,36 @@ def keeping_plans(
     problem: Problem, options: FinepageOptions = DEFAULTS
 ) -> Iterator[MemGraph | None]:
     """Yield plans that keep sets of whole weights; None for a set that leaves too little room."""
-    weights = weights_by_first_use(problem.graph)
-    sizes = problem.sizes(weights)
     for chosen in sets_to_keep(problem, options):
-        order = spread_order([b for b in weights if b in chosen])
-        yield plan_keeping(problem, stack_down(order, sizes, problem.top))
+        yield _plan_stacked(problem, chosen)
 
 
-def settled_plan(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph | None:
-    """Plan by the published algorithm, which keeps whatever the last pass has left.
+def settling_plans(
+    problem: Problem, options: FinepageOptions = DEFAULTS
+) -> Iterator[MemGraph | None]:
+    """Yield plans by the published algorithm, which keeps whatever the last pass has left.
 
-    Returns:
-        None if a pass leaves something else than it finds, round after round.
+    The last one is a pass that leaves what it finds. Passes before it differ at their ends in some
+    weights. The others stay in place from pass to pass, so plans that keep just these come first.
+    They are all there is if no pass settles.
     """
+    at = problem
+    for _ in range(options.settling_rounds + 1):
+        found = HorizonPlanner(at, policy="finepage").plan_working_set()
+        if is_settled(found):
+            yield found
+            return
+        stays = {r.buffer: r.extent for r in set(found.entry) & set(found.exit)}
+        if stays:
+            yield plan_keeping(problem, stays) or _plan_stacked(problem, stays.keys())
+        at = dataclasses.replace(problem, entry=found.exit)
 
-    def plan(at: Problem) -> MemGraph:
-        return HorizonPlanner(at, policy="finepage").plan_working_set()
 
-    found = settle(plan, problem, options.settling_rounds)
-    return found if is_settled(found) else None
+def _plan_stacked(problem: Problem, kept: Set[int]) -> MemGraph | None:
+    """Plan with some weights kept at the upper end, evenly spread; None if they have no room."""
+    weights = weights_by_first_use(problem.graph)
+    order = spread_order([b for b in weights if b in kept])
+    return plan_keeping(problem, stack_down(order, problem.sizes(weights), problem.top))
 
 
 def shared_keeping_plans(

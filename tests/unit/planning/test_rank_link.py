@@ -131,13 +131,13 @@ def test_no_plan_beats_the_bound_of_its_collects(num_parted: int) -> None:
 def test_few_bytes_are_those_of_one_rank() -> None:
     problem = Problem(uneven(), 2560, 64, PLAIN)
     alone = replace(problem, graph=replace(problem.graph, parted=(), num_ranks=1))
-    assert _Search(problem)._few_bytes == _Search(alone)._few_bytes / 2 > 0
+    assert _Search(problem)._bounds.few_bytes == _Search(alone)._bounds.few_bytes / 2 > 0
 
 
 def test_two_ranks_reload_twice_as_fast() -> None:
     problem = Problem(uneven(), 2560, 64, PLAIN)
     search = _Search(problem)
     search.offer(plan_finepage(problem))
-    ((_, fastest_ns, _),) = search._front.plans
+    ((_, fastest_ns, _),) = search._plans.tried
     assert search._may_win(2 * fastest_ns, 0)  # PLAIN copies a byte in a nanosecond
     assert not search._may_win(3 * fastest_ns, 0)

@@ -175,7 +175,8 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
         (0.0, 250, 6, [4, 3, 0]),
         (0.0, 250, 5, [4, 0]),  # plans of a long pass take long to make
         (0.0, 8000, 6, [5, 0]),
-        (1.02, 8000, 6, [5]),  # 1.0125 times the bound
+        (1.02, 8000, 6, [5, 0]),  # 1.0125 times the bound
+        (1.02, 8000, 5, [5]),
     ],
 )
 def test_a_search_tries_lengths_until_a_plan_is_good(
@@ -195,7 +196,8 @@ def test_a_search_tries_lengths_until_a_plan_is_good(
     options = FinepageOptions(
         held_copies=(0.5, math.inf),
         good_enough=good_enough,
-        max_tasks_for_horizon=most_tasks,
+        most_tasks_of_short=most_tasks,
+        smaller_arenas=(),
         recomputes=False,
     )
     plan_finepage(rows(copy_ns=copy_ns), options)

@@ -118,7 +118,7 @@ def test_a_short_pass_gets_shorter_and_longer_rings_too() -> None:
     problem = Problem(graph, 0, UNIT, SLOW_COPIES, split=True)
 
     def lengths(most_tasks: int) -> list[int]:
-        options = FinepageOptions(max_tasks_for_horizon=most_tasks)
+        options = FinepageOptions(most_tasks_of_short=most_tasks)
         weights = WeightClasses.of(problem, may_split=True, options=options)
         return [found.nbytes for found in weights.grained_rings(graph.weight_bytes * 2 // 3)]
 
@@ -221,7 +221,7 @@ def test_few_large_weights_stream_where_copies_take_long_to_start() -> None:
         assert {ring.grain_bytes for ring in rings} == grains
         assert not list(weights.grained_rings(whole * 4 // 10))  # bytes count more there
         assert all(ring.keeps_small and ring.nbytes >= ring.grain_bytes for ring in rings)
-    options = FinepageOptions(max_tasks_for_horizon=len(graph.tasks) - 1)
+    options = FinepageOptions(most_tasks_of_short=len(graph.tasks) - 1)
     weights = WeightClasses.of(
         Problem(graph, 0, UNIT, SLOW_COPIES), may_split=False, options=options
     )

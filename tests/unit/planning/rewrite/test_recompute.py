@@ -399,7 +399,7 @@ def test_what_is_freed_keeps_weights(split: bool, h2d: float | None) -> None:
     )
     arena_bytes = 20 * 1024
     problem = Problem(graph, arena_bytes, UNIT, profile=profile, split=split)
-    options = FinepageOptions(max_tasks_for_horizon=0)
+    options = FinepageOptions(most_tasks_of_short=0)
     with_it = check(plan_finepage(problem, options))
     without = check(plan_finepage(problem, dataclasses.replace(options, recomputes=False)))
     assert len(without.graph.tasks) == len(graph.tasks)

@@ -1,0 +1,96 @@
+"""Faults of the search in smaller arenas, and of passes that do not settle."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutant
+
+UNIT = "unit/planning"
+FINEPAGE = f"{UNIT}/finepage/test_search.py"
+SMALLER = f"{UNIT}/finepage/test_smaller_arenas.py"
+
+SMALLER_ARENAS = (
+    mutant(
+        "a-little-time-is-not-worth-any-bytes-in-a-short-pass",
+        "planning/finepage/options.py",
+        "fast_enough=min(self.fast_enough, self.equal_times),",
+        "",
+        FINEPAGE,
+    ),
+    mutant(
+        "a-short-pass-is-done-with-a-good-plan",
+        "planning/finepage/options.py",
+        "good_enough=min(self.good_enough, self.equal_times),",
+        "",
+        FINEPAGE,
+    ),
+    mutant(
+        "plans-of-smaller-arenas-are-not-taken",
+        "planning/finepage/search.py",
+        "if other.has_plan:",
+        "if False:",
+        SMALLER,
+    ),
+    mutant(
+        "plans-of-smaller-arenas-stay-there",
+        "planning/finepage/search.py",
+        "in_arena(other._plans.best.plan, self._problem.arena_bytes)",
+        "other._plans.best.plan",
+        SMALLER,
+    ),
+    mutant(
+        "smaller-arenas-are-tried-whatever-their-bound",
+        "planning/finepage/search.py",
+        "if search.beats(smaller) or not search.try_smaller(smaller):",
+        "if not search.try_smaller(smaller):",
+        SMALLER,
+    ),
+    mutant(
+        "all-smaller-arenas-are-tried",
+        "planning/finepage/search.py",
+        "                return False\n            other = _Search",
+        "                return True\n            other = _Search",
+        SMALLER,
+    ),
+    mutant(
+        "plans-with-a-ring-are-tried-in-every-smaller-arena",
+        "planning/finepage/search.py",
+        "            if not self._has_tried_smaller:\n",
+        "            if True:\n",
+        SMALLER,
+    ),
+    mutant(
+        "smaller-arenas-are-searched-like-the-arena-itself",
+        "planning/finepage/search.py",
+        "_searched(smaller, self._options.of_smaller_arenas())",
+        "_searched(smaller, self._options)",
+        SMALLER,
+    ),
+    mutant(
+        "the-published-algorithm-is-not-asked-in-smaller-arenas",
+        "planning/finepage/search.py",
+        "            other._try_simulated(settling_plans(whole, self._options))\n",
+        "",
+        SMALLER,
+    ),
+    mutant(
+        "a-long-pass-is-planned-in-smaller-arenas",
+        "planning/finepage/search.py",
+        "if problem.profile is None or not _is_short(problem.graph, options):",
+        "if problem.profile is None:",
+        SMALLER,
+    ),
+    mutant(
+        "no-plan-keeps-what-stays-in-place",
+        "planning/finepage/small_arena.py",
+        "        if stays:\n",
+        "        if False:\n",
+        f"{UNIT}/finepage/test_small_arena.py",
+    ),
+    mutant(
+        "what-stays-in-the-way-is-not-moved",
+        "planning/finepage/small_arena.py",
+        " or _plan_stacked(problem, stays.keys())",
+        "",
+        f"{UNIT}/finepage/test_small_arena.py",
+    ),
+)

@@ -1,0 +1,142 @@
+"""The plans that a search takes from smaller arenas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+
+from ds_finepage.checker.checker import check
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.planning.budget import non_arena_bytes
+from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
+from ds_finepage.planning.finepage.search import _Search, plan_finepage
+from ds_finepage.planning.liveness import needed_arena_bytes
+from ds_finepage.planning.problem import Problem
+from tests.unit.planning.finepage.test_search import UNIT, machine, planned
+from tests.unit.planning.sketches import chain
+
+GRAPH = chain(16)
+
+Tried = list[tuple[str, int]]
+"""How an arena is searched, and its units."""
+
+
+@functools.cache
+def plans_by_units() -> dict[int, MemGraph]:
+    return {units: planned(GRAPH, units) for units in range(4, 15)}
+
+
+def in_rooms(
+    monkeypatch: pytest.MonkeyPatch,
+    searched_ns: dict[int, int],
+    settled_ns: dict[int, int] | None = None,
+    *,
+    most_tasks: int = 16,
+) -> tuple[int, Tried]:
+    """Plan a pass of 16 tasks of 100 ns in 20 units, with searches that find given plans.
+
+    Args:
+        monkeypatch: Replaces the searches.
+        searched_ns: The time of the plan in an arena of so many units; no room in others.
+        settled_ns: The same of the plan by the published algorithm.
+        most_tasks: The tasks of a short pass.
+
+    Returns:
+        The bytes that the plan takes, and the arenas that are searched.
+    """
+    settled_ns, tried, times_ns = settled_ns or {}, [], {}
+    plans = plans_by_units()
+
+    def plan(units: int, arena_bytes: int, total_ns: int) -> MemGraph:
+        found = dataclasses.replace(plans[units], arena_bytes=arena_bytes)
+        times_ns[found.peak_bytes] = total_ns
+        return found
+
+    def search(problem: Problem, options: FinepageOptions) -> _Search:
+        units = problem.arena_bytes // UNIT
+        tried.append(("all" if options.settles else "rings", units))
+        if units not in searched_ns:
+            raise PlanInfeasibleError("no room")
+        found = _Search(problem, options)
+        found.offer(plan(units - 6, problem.arena_bytes, searched_ns[units]))
+        found._simulated_ns = settled_ns.get(units, math.inf)
+        return found
+
+    def settle(problem: Problem, options: FinepageOptions) -> list[MemGraph | None]:
+        units = problem.arena_bytes // UNIT
+        tried.append(("settling", units))
+        if units not in settled_ns:
+            return [None]
+        return [plan(units - 12, problem.arena_bytes, settled_ns[units])]
+
+    monkeypatch.setattr(finepage_search, "_searched", search)
+    monkeypatch.setattr(finepage_search, "settling_plans", settle)
+    monkeypatch.setattr(
+        finepage_search, "predicted_ns", lambda plan, *_, **__: (times_ns[plan.peak_bytes], 0)
+    )
+    all_bytes = needed_arena_bytes(GRAPH, UNIT) + non_arena_bytes(GRAPH, UNIT)
+    steps = tuple(step * (UNIT + 0.1) / all_bytes for step in (1, 2, 3, 4))
+    options = FinepageOptions(smaller_arenas=steps, most_tasks_of_short=most_tasks)
+    found = plan_finepage(Problem(GRAPH, 20 * UNIT, UNIT, machine(h2d=1e15)), options)
+    assert check(found).arena_bytes == 20 * UNIT
+    return found.peak_bytes // UNIT, tried
+
+
+@pytest.mark.parametrize(
+    ("searched_ns", "taken", "tried"),
+    [
+        ({20: 2000, 19: 1900, 18: 1800}, 13, [("all", 20), ("rings", 19)]),
+        ({20: 2000, 19: 2100}, 14, [("all", 20), ("rings", 19)]),
+        ({20: 2000}, 14, [("all", 20), ("rings", 19)]),
+        ({20: 1601, 19: 1600}, 14, [("all", 20)]),  # the tasks alone take 1,600
+    ],
+)
+def test_a_plan_of_a_smaller_arena_is_taken_if_it_is_faster(
+    searched_ns: dict[int, int], taken: int, tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_rooms(monkeypatch, searched_ns) == (taken, tried)
+
+
+def settling(*units: int) -> Tried:
+    return [("settling", at) for at in units]
+
+
+BEGIN = [("all", 20), ("rings", 19)]
+
+
+@pytest.mark.parametrize(
+    ("searched_ns", "settled_ns", "taken", "tried"),
+    [
+        ({20: 2000, 19: 2100}, {20: 2000, 18: 1900}, 6, [*BEGIN, *settling(19, 18, 17, 16)]),
+        ({20: 2000, 19: 1900}, {20: 2000, 18: 1800}, 13, BEGIN),  # far behind the rings
+        ({20: 2000, 19: 2000}, {20: 2000, 18: 1601}, 6, [*BEGIN, *settling(19, 18)]),
+    ],
+)
+def test_more_arenas_are_tried_where_the_published_algorithm_finds_good_plans(
+    searched_ns: dict[int, int],
+    settled_ns: dict[int, int],
+    taken: int,
+    tried: Tried,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert in_rooms(monkeypatch, searched_ns, settled_ns) == (taken, tried)
+
+
+def test_a_long_pass_is_planned_in_its_arena_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_rooms(monkeypatch, {20: 2000, 19: 1900}, most_tasks=15) == (14, BEGIN[:1])
+
+
+def test_without_a_machine_a_pass_is_planned_in_its_arena_alone() -> None:
+    problem = Problem(GRAPH, 20 * UNIT, UNIT)
+    assert list(finepage_search._smaller_arenas(problem, DEFAULTS)) == []
+
+
+def test_a_search_ends_where_an_arena_is_too_small() -> None:
+    problem = Problem(GRAPH, 2 * UNIT, UNIT, machine(h2d=1e6))
+    options = FinepageOptions(smaller_arenas=(UNIT / 2**17, UNIT / 2**16))
+    assert check(plan_finepage(problem, options)).peak_bytes == 2 * UNIT
