@@ -84,8 +84,8 @@ FORECASTING = (
     mutant(
         "a-profile-of-slowed-lanes-has-a-forecast",
         "planning/finepage/forecast.py",
-        "if is_slowed or ",
-        "if ",
+        "return max(profile.op_slowdown, profile.copy_slowdown) <= 1",
+        "return True",
         "unit/planning/finepage/test_forecast.py",
     ),
     mutant(

@@ -19,7 +19,7 @@ SMALLER_ARENAS = (
     mutant(
         "a-short-pass-is-done-with-a-good-plan",
         "planning/finepage/options.py",
-        "good_enough=min(self.good_enough, self.equal_times),",
+        "ends_search=min(self.ends_search, self.equal_times),",
         "",
         FINEPAGE,
     ),
@@ -47,8 +47,8 @@ SMALLER_ARENAS = (
     mutant(
         "all-smaller-arenas-are-tried",
         "planning/finepage/search.py",
-        "                return False\n            other = _Search",
-        "                return True\n            other = _Search",
+        " or self._simulated_ns > most * fastest_ns:",
+        ":",
         SMALLER,
     ),
     mutant(
@@ -68,15 +68,15 @@ SMALLER_ARENAS = (
     mutant(
         "the-published-algorithm-is-not-asked-in-smaller-arenas",
         "planning/finepage/search.py",
-        "            other._try_simulated(settling_plans(whole, self._options))\n",
+        "            other._try_simulated(whole, settling_plans)\n",
         "",
         SMALLER,
     ),
     mutant(
         "a-long-pass-is-planned-in-smaller-arenas",
         "planning/finepage/search.py",
-        "if problem.profile is None or not _is_short(problem.graph, options):",
-        "if problem.profile is None:",
+        "    return _is_short(problem.graph, options)\n\n\ndef _is_short",
+        "    return True\n\n\ndef _is_short",
         SMALLER,
     ),
     mutant(

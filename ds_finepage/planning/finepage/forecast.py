@@ -424,11 +424,8 @@ class _Copies:
 
 def can_forecast(weights: WeightClasses) -> bool:
     """Tell whether plans of a pass can be predicted before they are written."""
-    problem, profile = weights.problem, weights.problem.profile
-    if profile is None or problem.shared or weights.routed:
-        return False
-    is_slowed = max(profile.op_slowdown, profile.copy_slowdown) > 1
-    if is_slowed or profile.one_lane_below_bytes:
+    problem = weights.problem
+    if problem.shared or weights.routed or not can_forecast_on(problem.profile):
         return False
     graph = problem.graph
     copied = [task for task in graph.tasks if task.op == TO_HOST]
@@ -438,3 +435,10 @@ def can_forecast(weights: WeightClasses) -> bool:
         and not graph.experts
         and kinds <= {BufferKind.ACTIVATION, BufferKind.HOST}
     )
+
+
+def can_forecast_on(profile: HardwareProfile | None) -> bool:
+    """Tell whether a machine has forecasts: none of its lanes slows another one down."""
+    if profile is None or profile.one_lane_below_bytes:
+        return False
+    return max(profile.op_slowdown, profile.copy_slowdown) <= 1

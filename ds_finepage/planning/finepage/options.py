@@ -51,12 +51,15 @@ class FinepageOptions:
         held_copies: Longest times to hold rows that are copied to host memory, in units of the time
             of their copy, ascending. A long pass tries the last one alone.
         fixed_share: Weights up to this share of the largest one (norms, biases) are always kept.
-        good_enough: A plan within this factor of the lower bound of time ends the search for better
-            graphs: with cheap tasks run again, or with sets of kept weights. It also ends that for
-            shorter times to hold rows. In a short pass, ``equal_times`` is the most that does.
+        good_enough: A plan of whole weights within this factor of the lower bound of time makes the
+            two-horizon simulation needless, with sets of kept weights or without. So does a plan
+            that is faster by this factor than all plans by simulation, in smaller arenas.
+        ends_search: A plan within this factor of that bound ends the search for better graphs, with
+            cheap tasks run again, and for shorter times to hold rows. In a thorough search,
+            ``equal_times`` is the most that does.
         fast_enough: A plan within this factor of that bound makes whole weights needless. A plan
-            within this factor of the fastest may be taken for its few bytes. In a short pass, this
-            is at most ``equal_times`` too.
+            within this factor of the fastest may be taken for its few bytes. In a thorough search,
+            this is at most ``equal_times`` too.
         equal_times: Times within this factor of the least are equal, and fewer bytes decide. A plan
             within this factor of the bound, and with few bytes, ends a list of candidates.
         few_bytes: As many bytes are few, in units of the lower bound of bytes. A plan moves clearly
@@ -65,15 +68,13 @@ class FinepageOptions:
             the two-horizon simulation, which then takes seconds, only if there is no other plan.
         settling_rounds: Passes to plan again by the published algorithm until one leaves what it
             finds.
-        smaller_arenas: Try the plans of a short pass in smaller arenas too, by these shares of all
-            that it needs with its KV cache on the device: in the first one, and in the others if
-            the two-horizon simulation finds plans that are nearly the fastest.
-        nearly_fastest: A plan within this factor of the fastest is nearly that.
+        smaller_arenas: In a thorough search, try smaller arenas too, by these shares of all that
+            the pass needs with its KV cache on the device: plans with a ring in the first one, and
+            the published algorithm in all of them, as far as ``good_enough`` says.
         tries_sets: Try sets of whole weights to keep in short passes.
         settles: Try plans by the published algorithm in short passes.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
         recomputes: Try the pass in which cheap tasks run again.
-        recomputes_for_time: Try it also where the pass as it is has a plan.
         delays_experts: Try reloads of experts after their router.
         tries_exact: Plan tiny passes by dynamic programming.
     """
@@ -107,34 +108,31 @@ class FinepageOptions:
     held_copies: tuple[float, ...] = (1.0, math.inf)
     fixed_share: float = 0.001
     good_enough: float = 1.02
+    ends_search: float = 1.02
     fast_enough: float = 1.005
     equal_times: float = 1.001
     few_bytes: float = 1.05
     most_tasks_of_short: int = 800
     settling_rounds: int = 3
     smaller_arenas: tuple[float, ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
-    nearly_fastest: float = 1.02
     tries_sets: bool = True
     settles: bool = True
     tries_whole: bool = True
     recomputes: bool = True
-    recomputes_for_time: bool = True
     delays_experts: bool = True
     tries_exact: bool = True
 
-    def of_short_passes(self) -> FinepageOptions:
-        """Return the options of passes whose plans take little time to make: look for the best."""
+    def of_thorough_searches(self) -> FinepageOptions:
+        """Return the options of a search that looks for the last thousandth of the time."""
         return replace(
             self,
-            good_enough=min(self.good_enough, self.equal_times),
+            ends_search=min(self.ends_search, self.equal_times),
             fast_enough=min(self.fast_enough, self.equal_times),
         )
 
     def of_smaller_arenas(self) -> FinepageOptions:
-        """Return the options of smaller arenas: streaming is enough if it finds a plan."""
-        return replace(
-            self, tries_sets=False, settles=False, recomputes_for_time=False, tries_exact=False
-        )
+        """Return the options of smaller arenas: a ring is enough if it has room."""
+        return replace(self, tries_sets=False, settles=False, tries_exact=False)
 
 
 DEFAULTS = FinepageOptions()

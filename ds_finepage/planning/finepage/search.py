@@ -32,6 +32,7 @@ from ds_finepage.planning.finepage.forecast import (
     KNOWS_WARM,
     Forecast,
     Plan,
+    can_forecast_on,
     in_arena,
     moved_bytes,
     written,
@@ -55,6 +56,8 @@ from ds_finepage.planning.rewrite.exact_slices import slices_that_fit, smallest_
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import predicted_ns
+
+PlansOf = Callable[[Problem, FinepageOptions], Iterator[MemGraph | None]]
 
 
 def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
@@ -105,11 +108,11 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
 
 
 def _smaller_arenas(problem: Problem, options: FinepageOptions) -> Iterator[Problem]:
-    """Yield a short pass in smaller arenas.
+    """Yield a pass in smaller arenas, if its search is thorough.
 
     More room changes every candidate, and some take more time with it.
     """
-    if problem.profile is None or not _is_short(problem.graph, options):
+    if not _is_thorough(problem, options):
         return
     graph, alignment = problem.graph, problem.alignment
     kv_bytes = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.HOST)
@@ -141,11 +144,12 @@ class _Search:
     """
 
     def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
-        if _is_short(problem.graph, options):
-            options = options.of_short_passes()
+        if _is_thorough(problem, options):
+            options = options.of_thorough_searches()
         self._problem, self._options = problem, options
         self._bounds, self._plans = SearchBounds(problem, options), BestPlans(options)
         self._simulated_ns: float = math.inf  # the least time of a plan by simulation
+        self._simulated = problem  # the pass of that plan
         self._offered_ns, self._has_tried_smaller = 0, False
         self.has_good = self.has_fastest = self._left_out = False
 
@@ -200,7 +204,7 @@ class _Search:
         moved, profile = moved_bytes(plan), self._problem.profile
         if profile is None:
             total_ns, is_good = 0, moved == 0
-            self.has_fastest = self.has_fastest or is_good
+            self.has_good = self.has_fastest = self.has_fastest or is_good
         else:
             if isinstance(plan, Forecast):
                 total_ns, bound_ns = plan.total_ns, self._bounds.least_ns
@@ -211,9 +215,10 @@ class _Search:
             is_good = total_ns <= self._options.good_enough * bound_ns
             if total_ns <= self._options.fast_enough * bound_ns:
                 self.has_fastest = True
+            if total_ns <= self._options.ends_search * bound_ns:
+                self.has_good = True
         self._offered_ns = total_ns
         self._plans.add(moved, total_ns, plan)
-        self.has_good = self.has_good or is_good
         return is_good
 
     def _may_win(self, moved: int, num_copies: int) -> bool:
@@ -263,8 +268,6 @@ class _Search:
         has_room = attempt(problem)
         if self.moves_nothing() or self.has_good or not self._options.recomputes:
             return has_room
-        if self.has_plan and not self._options.recomputes_for_time:
-            return has_room
         # If activations leave no room for a ring, room counts more than time.
         again = recompute(
             problem.graph,
@@ -294,8 +297,7 @@ class _Search:
         captured, problem = problem, _of_whole_weights(problem)
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
         self._try_tables(captured)
-        is_short = _is_short(problem.graph, self._options)
-        if not self.has_plan or (is_short and not is_good):
+        if not self.has_plan or (_is_short(problem.graph, self._options) and not is_good):
             self._try_simulation(problem)
         if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
             self.offer(plan_exact(problem))
@@ -304,18 +306,19 @@ class _Search:
     def _try_simulation(self, problem: Problem) -> None:
         """Offer plans of whole weights by the two-horizon simulation."""
         if self._options.tries_sets or not self.has_plan:
-            self._try_simulated(keeping_plans(problem, self._options))
+            self._try_simulated(problem, keeping_plans)
         if self._options.settles and _is_short(problem.graph, self._options):
-            self._try_simulated(settling_plans(problem, self._options))
+            self._try_simulated(problem, settling_plans)
 
-    def _try_simulated(self, plans: Iterator[MemGraph | None]) -> None:
-        """Offer plans until one moves nothing, and note the least time."""
+    def _try_simulated(self, problem: Problem, plans: PlansOf) -> None:
+        """Offer plans until one moves nothing, and note the fastest one and its pass."""
         if self.moves_nothing():
             return
-        for plan in plans:
+        for plan in plans(problem, self._options):
             if plan is not None:
                 self.offer(plan)
-                self._simulated_ns = min(self._simulated_ns, self._offered_ns)
+                if self._offered_ns < self._simulated_ns:
+                    self._simulated_ns, self._simulated = self._offered_ns, problem
             if self.moves_nothing():
                 return
 
@@ -323,18 +326,18 @@ class _Search:
         """Offer plans of a smaller arena: with a ring, and by the published algorithm.
 
         Returns:
-            Whether those of still smaller arenas may be of use. They are if a plan by simulation is
-            nearly the fastest, for such plans change most with the room.
+            Whether those of still smaller arenas may be of use. They are if the best plan is not
+            good, and one by simulation is nearly as fast: such plans change most with the room.
         """
         try:
             if not self._has_tried_smaller:
                 self._has_tried_smaller = True
                 self._offer_best_of(_searched(smaller, self._options.of_smaller_arenas()))
-            if self._simulated_ns > self._options.nearly_fastest * self._plans.fastest_ns:
+            most, fastest_ns = self._options.good_enough, self._plans.fastest_ns
+            if fastest_ns <= most * self._bounds.least_ns or self._simulated_ns > most * fastest_ns:
                 return False
-            other = _Search(smaller, self._options)
-            whole = _of_whole_weights(smaller)
-            other._try_simulated(settling_plans(whole, self._options))
+            other, whole = _Search(smaller, self._options), smaller.of(self._simulated.graph)
+            other._try_simulated(whole, settling_plans)
             self._offer_best_of(other)
         except PlanInfeasibleError:
             return False
@@ -396,6 +399,13 @@ def _of_whole_weights(problem: Problem) -> Problem:
         return problem
     # Where no whole table fits beside its task, all tables give way to their rows.
     return problem.of(gather_rows(problem.graph, whole_tables=problem.is_feasible))
+
+
+def _is_thorough(problem: Problem, options: FinepageOptions) -> bool:
+    """Tell whether a search looks for the last thousandth: its plans take little time to make."""
+    if problem.shared or not can_forecast_on(problem.profile):
+        return False
+    return _is_short(problem.graph, options)
 
 
 def _is_short(graph: TaskGraph, options: FinepageOptions) -> bool:

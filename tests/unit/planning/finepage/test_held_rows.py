@@ -170,7 +170,7 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("good_enough", "copy_ns", "most_tasks", "ends"),
+    ("ends_search", "copy_ns", "most_tasks", "ends"),
     [
         (0.0, 250, 6, [4, 3, 0]),
         (0.0, 250, 5, [4, 0]),  # plans of a long pass take long to make
@@ -180,7 +180,7 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
     ],
 )
 def test_a_search_tries_lengths_until_a_plan_is_good(
-    good_enough: float,
+    ends_search: float,
     copy_ns: int,
     most_tasks: int,
     ends: list[int],
@@ -195,7 +195,8 @@ def test_a_search_tries_lengths_until_a_plan_is_good(
     monkeypatch.setattr(search, "streaming_plans", noted)
     options = FinepageOptions(
         held_copies=(0.5, math.inf),
-        good_enough=good_enough,
+        good_enough=ends_search,
+        ends_search=ends_search,
         most_tasks_of_short=most_tasks,
         smaller_arenas=(),
         recomputes=False,
