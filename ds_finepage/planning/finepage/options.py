@@ -69,8 +69,9 @@ class FinepageOptions:
         settling_rounds: Passes to plan again by the published algorithm until one leaves what it
             finds.
         smaller_arenas: In a thorough search, try smaller arenas too, by these shares of all that
-            the pass needs with its KV cache on the device: plans with a ring in the first one, and
-            the published algorithm in all of them, as far as ``good_enough`` says.
+            the pass needs with its KV cache on the device. The published algorithm is tried in all
+            of them, as far as ``good_enough`` says.
+        smaller_with_ring: Try plans with a ring in so many of them.
         tries_sets: Try sets of whole weights to keep in short passes.
         settles: Try plans by the published algorithm in short passes.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
@@ -115,6 +116,7 @@ class FinepageOptions:
     most_tasks_of_short: int = 800
     settling_rounds: int = 3
     smaller_arenas: tuple[float, ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
+    smaller_with_ring: int = 2
     tries_sets: bool = True
     settles: bool = True
     tries_whole: bool = True

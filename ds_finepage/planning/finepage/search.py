@@ -59,6 +59,9 @@ from ds_finepage.planning.simulator import predicted_ns
 
 PlansOf = Callable[[Problem, FinepageOptions], Iterator[MemGraph | None]]
 
+CLEARLY = 1.05
+"""With cheap tasks run again, a pass is simulated in smaller arenas if it is so much faster."""
+
 
 def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
     """Plan a cyclic pass: the fastest plan, and among equally fast ones the one with fewest bytes.
@@ -84,9 +87,7 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
             return found
         problem = dataclasses.replace(problem, shared=())
     search = _searched(problem, options)
-    for smaller in _smaller_arenas(problem, options):
-        if search.beats(smaller) or not search.try_smaller(smaller):
-            break
+    _try_smaller_arenas(search, problem, options)
     best = search.best
     assert best is not None, "keeping nothing is always possible"
     return best
@@ -105,6 +106,21 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
         if not search.has_plan or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
     return search
+
+
+def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOptions) -> None:
+    """Offer plans of smaller arenas: with a ring, and by the published algorithm."""
+    for num_tried, smaller in enumerate(_smaller_arenas(problem, options)):
+        has_ring = num_tried < options.smaller_with_ring
+        if search.beats(smaller) or not (has_ring or search.may_gain_by_simulation):
+            return
+        try:
+            if has_ring:
+                search.offer_best_of(_searched(smaller, options.of_smaller_arenas()))
+            if search.may_gain_by_simulation:
+                search.offer_best_of(search.simulated_in(smaller))
+        except PlanInfeasibleError:
+            return
 
 
 def _smaller_arenas(problem: Problem, options: FinepageOptions) -> Iterator[Problem]:
@@ -149,8 +165,8 @@ class _Search:
         self._problem, self._options = problem, options
         self._bounds, self._plans = SearchBounds(problem, options), BestPlans(options)
         self._simulated_ns: float = math.inf  # the least time of a plan by simulation
-        self._simulated = problem  # the pass of that plan
-        self._offered_ns, self._has_tried_smaller = 0, False
+        self._simulated = problem  # the pass to simulate in smaller arenas
+        self._offered_ns = 0  # the time of the last plan
         self.has_good = self.has_fastest = self._left_out = False
 
     @property
@@ -311,39 +327,34 @@ class _Search:
             self._try_simulated(problem, settling_plans)
 
     def _try_simulated(self, problem: Problem, plans: PlansOf) -> None:
-        """Offer plans until one moves nothing, and note the fastest one and its pass."""
+        """Offer plans until one moves nothing; note the least time, and the pass to go on with."""
         if self.moves_nothing():
             return
         for plan in plans(problem, self._options):
             if plan is not None:
                 self.offer(plan)
-                if self._offered_ns < self._simulated_ns:
-                    self._simulated_ns, self._simulated = self._offered_ns, problem
+                if self._offered_ns * CLEARLY < self._simulated_ns:
+                    self._simulated = problem
+                self._simulated_ns = min(self._simulated_ns, self._offered_ns)
             if self.moves_nothing():
                 return
 
-    def try_smaller(self, smaller: Problem) -> bool:
-        """Offer plans of a smaller arena: with a ring, and by the published algorithm.
+    @property
+    def may_gain_by_simulation(self) -> bool:
+        """Tell whether no plan is good, and one by simulation is nearly the fastest.
 
-        Returns:
-            Whether those of still smaller arenas may be of use. They are if the best plan is not
-            good, and one by simulation is nearly as fast: such plans change most with the room.
+        Such plans change most with the room.
         """
-        try:
-            if not self._has_tried_smaller:
-                self._has_tried_smaller = True
-                self._offer_best_of(_searched(smaller, self._options.of_smaller_arenas()))
-            most, fastest_ns = self._options.good_enough, self._plans.fastest_ns
-            if fastest_ns <= most * self._bounds.least_ns or self._simulated_ns > most * fastest_ns:
-                return False
-            other, whole = _Search(smaller, self._options), smaller.of(self._simulated.graph)
-            other._try_simulated(whole, settling_plans)
-            self._offer_best_of(other)
-        except PlanInfeasibleError:
-            return False
-        return True
+        most, fastest_ns = self._options.good_enough, self._plans.fastest_ns
+        return fastest_ns > most * self._bounds.least_ns and self._simulated_ns <= most * fastest_ns
 
-    def _offer_best_of(self, other: _Search) -> None:
+    def simulated_in(self, smaller: Problem) -> _Search:
+        """Return a search that has tried the published algorithm in a smaller arena."""
+        found = _Search(smaller, self._options)
+        found._try_simulated(smaller.of(self._simulated.graph), settling_plans)
+        return found
+
+    def offer_best_of(self, other: _Search) -> None:
         """Take the best plan of a search in a smaller arena, if it is the best so far."""
         self._simulated_ns = min(self._simulated_ns, other._simulated_ns)
         if other.has_plan:

@@ -90,10 +90,12 @@ def in_rooms(
 @pytest.mark.parametrize(
     ("searched_ns", "taken", "tried"),
     [
-        ({20: 2000, 19: 1900, 18: 1800}, 13, [("all", 20), ("rings", 19)]),
-        ({20: 2000, 19: 2100}, 14, [("all", 20), ("rings", 19)]),
-        ({20: 2000}, 14, [("all", 20), ("rings", 19)]),
+        ({20: 2000, 19: 1900, 18: 1950, 17: 1800}, 13, [("all", 20), ("rings", 19), ("rings", 18)]),
+        ({20: 2000, 19: 1950, 18: 1900, 17: 1800}, 12, [("all", 20), ("rings", 19), ("rings", 18)]),
+        ({20: 2000, 19: 2100, 18: 2001}, 14, [("all", 20), ("rings", 19), ("rings", 18)]),
+        ({20: 2000}, 14, [("all", 20), ("rings", 19)]),  # no room
         ({20: 1601, 19: 1600}, 14, [("all", 20)]),  # the tasks alone take 1,600
+        ({20: 2000, 19: 1601, 18: 1600}, 13, [("all", 20), ("rings", 19)]),
     ],
 )
 def test_a_plan_of_a_smaller_arena_is_taken_if_it_is_faster(
@@ -102,19 +104,18 @@ def test_a_plan_of_a_smaller_arena_is_taken_if_it_is_faster(
     assert in_rooms(monkeypatch, searched_ns) == (taken, tried)
 
 
-def settling(*units: int) -> Tried:
-    return [("settling", at) for at in units]
-
-
-BEGIN = [("all", 20), ("rings", 19)]
+ROOMS = {20: 2000, 19: 2100, 18: 2100}
+FIRST = [("all", 20), ("rings", 19), ("settling", 19), ("rings", 18), ("settling", 18)]
 
 
 @pytest.mark.parametrize(
     ("searched_ns", "settled_ns", "taken", "tried"),
     [
-        ({20: 2000, 19: 2100}, {20: 2000, 18: 1900}, 6, [*BEGIN, *settling(19, 18, 17, 16)]),
-        ({20: 2000, 19: 1900}, {20: 2000, 18: 1800}, 13, BEGIN),  # far behind the rings
-        ({20: 2000, 19: 2000}, {20: 2000, 18: 1601}, 6, [*BEGIN, *settling(19, 18)]),
+        (ROOMS, {20: 2000, 17: 1900}, 5, [*FIRST, ("settling", 17), ("settling", 16)]),
+        (ROOMS, {20: 2000, 18: 1601}, 6, FIRST),
+        (ROOMS, {20: 2000, 18: 1630}, 6, FIRST),  # this plan is good
+        (ROOMS, {20: 2050, 17: 1900}, 14, [("all", 20), ("rings", 19), ("rings", 18)]),
+        ({20: 2000, 19: 1900}, {20: 2000}, 13, [("all", 20), ("rings", 19), ("rings", 18)]),
     ],
 )
 def test_more_arenas_are_tried_where_the_published_algorithm_finds_good_plans(
@@ -128,7 +129,8 @@ def test_more_arenas_are_tried_where_the_published_algorithm_finds_good_plans(
 
 
 def test_a_long_pass_is_planned_in_its_arena_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert in_rooms(monkeypatch, {20: 2000, 19: 1900}, most_tasks=15) == (14, BEGIN[:1])
+    times_ns = {20: 2000, 19: 1900}
+    assert in_rooms(monkeypatch, times_ns, most_tasks=15) == (14, [("all", 20)])
 
 
 def test_without_a_machine_a_pass_is_planned_in_its_arena_alone() -> None:
@@ -140,3 +142,17 @@ def test_a_search_ends_where_an_arena_is_too_small() -> None:
     problem = Problem(GRAPH, 2 * UNIT, UNIT, machine(h2d=1e6))
     options = FinepageOptions(smaller_arenas=(UNIT / 2**17, UNIT / 2**16))
     assert check(plan_finepage(problem, options)).peak_bytes == 2 * UNIT
+
+
+@pytest.mark.parametrize(("again_ns", "goes_on"), [(1950, False), (1800, True)])
+def test_cheap_tasks_run_again_in_smaller_arenas_if_that_is_clearly_faster(
+    again_ns: int, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = Problem(GRAPH, 20 * UNIT, UNIT, machine(h2d=1e15))
+    again = captured.of(dataclasses.replace(GRAPH, name="again"))
+    times_ns = iter([2000, again_ns])
+    monkeypatch.setattr(finepage_search, "predicted_ns", lambda *_, **__: (next(times_ns), 0))
+    search = _Search(captured)
+    for problem in (captured, again):
+        search._try_simulated(problem, lambda *_: iter([None, plans_by_units()[10]]))
+    assert (search._simulated is again) == goes_on
