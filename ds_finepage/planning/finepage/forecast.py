@@ -21,12 +21,14 @@ from typing import Any
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph
+from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import JOIN, TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.finepage.choices import Selection
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import Ring
 from ds_finepage.planning.layout import Tenancy, top_of
 from ds_finepage.planning.overlap import start_ns
+from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import Divisible, costs_of_part
 from ds_finepage.planning.simulator import Costs
 
@@ -422,12 +424,11 @@ class _Copies:
             contents[buffer].read_ns = max(contents[buffer].read_ns, done_ns)
 
 
-def can_forecast(weights: WeightClasses) -> bool:
+def can_forecast(problem: Problem) -> bool:
     """Tell whether plans of a pass can be predicted before they are written."""
-    problem = weights.problem
-    if problem.shared or weights.routed or not can_forecast_on(problem.profile):
-        return False
     graph = problem.graph
+    if problem.shared or routes(graph) or not can_forecast_on(problem.profile):
+        return False
     copied = [task for task in graph.tasks if task.op == TO_HOST]
     kinds = {graph.buffers[b].kind for task in copied for b in task.buffers}
     return (

@@ -68,10 +68,11 @@ class FinepageOptions:
             the two-horizon simulation, which then takes seconds, only if there is no other plan.
         settling_rounds: Passes to plan again by the published algorithm until one leaves what it
             finds.
-        smaller_arenas: In a thorough search, try smaller arenas too, by these shares of all that
-            the pass needs with its KV cache on the device. The published algorithm is tried in all
-            of them, as far as ``good_enough`` says.
-        smaller_with_ring: Try plans with a ring in so many of them.
+        smaller_arenas: Try smaller arenas too, by these shares of all that the pass needs with its
+            KV cache on the device. In a thorough search, the published algorithm is tried in all of
+            them, as far as ``good_enough`` says.
+        smaller_with_ring: A thorough search tries plans with a ring in so many of them.
+        smaller_of_long: So does the search of a long pass whose plans can be predicted.
         tries_sets: Try sets of whole weights to keep in short passes.
         settles: Try plans by the published algorithm in short passes.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
@@ -117,6 +118,7 @@ class FinepageOptions:
     settling_rounds: int = 3
     smaller_arenas: tuple[float, ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
     smaller_with_ring: int = 2
+    smaller_of_long: int = 1
     tries_sets: bool = True
     settles: bool = True
     tries_whole: bool = True
@@ -132,9 +134,20 @@ class FinepageOptions:
             fast_enough=min(self.fast_enough, self.equal_times),
         )
 
-    def of_smaller_arenas(self) -> FinepageOptions:
-        """Return the options of smaller arenas: a ring is enough if it has room."""
-        return replace(self, tries_sets=False, settles=False, tries_exact=False)
+    def of_smaller_arenas(self, *, is_thorough: bool) -> FinepageOptions:
+        """Return the options of smaller arenas: a ring is enough if it has room.
+
+        Args:
+            is_thorough: The search is thorough. Others leave out what takes most time.
+        """
+        return replace(
+            self,
+            tries_sets=False,
+            settles=False,
+            tries_exact=False,
+            tries_whole=self.tries_whole and is_thorough,
+            recomputes=self.recomputes and is_thorough,
+        )
 
 
 DEFAULTS = FinepageOptions()

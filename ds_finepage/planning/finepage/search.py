@@ -32,6 +32,7 @@ from ds_finepage.planning.finepage.forecast import (
     KNOWS_WARM,
     Forecast,
     Plan,
+    can_forecast,
     can_forecast_on,
     in_arena,
     moved_bytes,
@@ -109,27 +110,30 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
 
 
 def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOptions) -> None:
-    """Offer plans of smaller arenas: with a ring, and by the published algorithm."""
+    """Offer plans of smaller arenas: with a ring, and by the published algorithm.
+
+    More room changes every candidate, and some take more time with it.
+    """
+    is_thorough = _is_thorough(problem, options)
+    if not (is_thorough or can_forecast(problem)):
+        return
+    num_with_ring = options.smaller_with_ring if is_thorough else options.smaller_of_long
     for num_tried, smaller in enumerate(_smaller_arenas(problem, options)):
-        has_ring = num_tried < options.smaller_with_ring
-        if search.beats(smaller) or not (has_ring or search.may_gain_by_simulation):
+        has_ring = num_tried < num_with_ring
+        simulates = is_thorough and search.may_gain_by_simulation
+        if search.beats(smaller) or not (has_ring or simulates):
             return
         try:
             if has_ring:
-                search.offer_best_of(_searched(smaller, options.of_smaller_arenas()))
-            if search.may_gain_by_simulation:
+                others = options.of_smaller_arenas(is_thorough=is_thorough)
+                search.offer_best_of(_searched(smaller, others))
+            if simulates and search.may_gain_by_simulation:
                 search.offer_best_of(search.simulated_in(smaller))
         except PlanInfeasibleError:
             return
 
 
 def _smaller_arenas(problem: Problem, options: FinepageOptions) -> Iterator[Problem]:
-    """Yield a pass in smaller arenas, if its search is thorough.
-
-    More room changes every candidate, and some take more time with it.
-    """
-    if not _is_thorough(problem, options):
-        return
     graph, alignment = problem.graph, problem.alignment
     kv_bytes = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.HOST)
     needed_bytes = needed_arena_bytes(graph, alignment) + non_arena_bytes(graph, alignment)

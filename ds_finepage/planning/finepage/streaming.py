@@ -91,7 +91,7 @@ class RingPlanner:
         self._weights, self._placed, self._held = weights, placed, held
         self.room = weights.problem.arena_bytes - top_of(placed)
         self._chooser = Chooser(weights)
-        self._forecaster = Forecaster(weights, placed) if can_forecast(weights) else None
+        self._forecaster = Forecaster(weights, placed) if can_forecast(weights.problem) else None
 
     def choose(self, ring: RingShape) -> Choice | Selection | None:
         """Choose what to keep beside a ring; None if there is too little room."""

@@ -12,7 +12,6 @@ from ds_finepage.graph.taskgraph import TO_HOST, ExpertMatrices, TaskGraph
 from ds_finepage.planning.finepage import streaming
 from ds_finepage.planning.finepage.forecast import can_forecast
 from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.stacking import residents_of
 from ds_finepage.planning.problem import Problem
@@ -25,7 +24,7 @@ FAST = machine(h2d=1e9)
 
 def has_forecast(graph: TaskGraph, profile: HardwareProfile | None = FAST, **fields: Any) -> bool:
     problem = Problem(graph, 8 * UNIT, UNIT, profile, **fields)
-    return can_forecast(WeightClasses.of(problem, may_split=False))
+    return can_forecast(problem)
 
 
 def test_passes_that_need_more_of_the_simulator_have_no_forecast() -> None:

@@ -128,14 +128,33 @@ def test_more_arenas_are_tried_where_the_published_algorithm_finds_good_plans(
     assert in_rooms(monkeypatch, searched_ns, settled_ns) == (taken, tried)
 
 
-def test_a_long_pass_is_planned_in_its_arena_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    times_ns = {20: 2000, 19: 1900}
-    assert in_rooms(monkeypatch, times_ns, most_tasks=15) == (14, [("all", 20)])
+def test_a_long_pass_is_tried_with_a_ring_in_one_smaller_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms = {20: 2000, 19: 1900, 18: 1800}
+    settled = dict.fromkeys(rooms, 1900)  # such plans of a long pass take long to make
+    tried = [("all", 20), ("rings", 19)]
+    assert in_rooms(monkeypatch, rooms, settled, most_tasks=15) == (13, tried)
 
 
-def test_without_a_machine_a_pass_is_planned_in_its_arena_alone() -> None:
-    problem = Problem(GRAPH, 20 * UNIT, UNIT)
-    assert list(finepage_search._smaller_arenas(problem, DEFAULTS)) == []
+@pytest.mark.parametrize("most_tasks", [15, 16])
+def test_without_forecasts_a_pass_is_planned_in_its_arena_alone(
+    most_tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finepage_search, "_smaller_arenas", None)
+    options = FinepageOptions(most_tasks_of_short=most_tasks)
+    slowed = dataclasses.replace(machine(h2d=1e6), op_slowdown=1.5)
+    for profile in (None, slowed):
+        problem = Problem(GRAPH, 10 * UNIT, UNIT, profile)
+        assert check(plan_finepage(problem, options)).reloaded_bytes > 0
+
+
+def test_a_search_in_a_smaller_arena_leaves_out_what_takes_time() -> None:
+    thorough = DEFAULTS.of_smaller_arenas(is_thorough=True)
+    long = DEFAULTS.of_smaller_arenas(is_thorough=False)
+    assert not any((thorough.tries_sets, thorough.settles, thorough.tries_exact))
+    assert thorough.tries_whole and thorough.recomputes
+    assert not (long.tries_whole or long.recomputes)
 
 
 def test_a_search_ends_where_an_arena_is_too_small() -> None:
