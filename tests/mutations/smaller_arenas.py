@@ -26,8 +26,15 @@ SMALLER_ARENAS = (
     mutant(
         "plans-of-smaller-arenas-are-not-taken",
         "planning/finepage/search.py",
-        "if other.has_plan:",
-        "if False:",
+        "if other.has_plan and other",
+        "if False and other",
+        SMALLER,
+    ),
+    mutant(
+        "a-long-pass-takes-more-bytes-for-any-time",
+        "planning/finepage/search.py",
+        "gain = 0 if is_thorough else options.equal_times",
+        "gain = 0",
         SMALLER,
     ),
     mutant(
@@ -68,8 +75,8 @@ SMALLER_ARENAS = (
     mutant(
         "smaller-arenas-are-searched-like-the-arena-itself",
         "planning/finepage/search.py",
-        "_searched(smaller, others)",
-        "_searched(smaller, options)",
+        "_searched(smaller, others), gain",
+        "_searched(smaller, options), gain",
         SMALLER,
     ),
     mutant(

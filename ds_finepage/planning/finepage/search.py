@@ -126,7 +126,9 @@ def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOpti
         try:
             if has_ring:
                 others = options.of_smaller_arenas(is_thorough=is_thorough)
-                search.offer_best_of(_searched(smaller, others))
+                # In a long pass, more bytes have to save more than a thousandth.
+                gain = 0 if is_thorough else options.equal_times
+                search.offer_best_of(_searched(smaller, others), gain)
             if simulates and search.may_gain_by_simulation:
                 search.offer_best_of(search.simulated_in(smaller))
         except PlanInfeasibleError:
@@ -358,10 +360,10 @@ class _Search:
         found._try_simulated(smaller.of(self._simulated.graph), settling_plans)
         return found
 
-    def offer_best_of(self, other: _Search) -> None:
-        """Take the best plan of a search in a smaller arena, if it is the best so far."""
+    def offer_best_of(self, other: _Search, gain: float = 0) -> None:
+        """Take the best plan of a search in a smaller arena, if it is the fastest by a factor."""
         self._simulated_ns = min(self._simulated_ns, other._simulated_ns)
-        if other.has_plan:
+        if other.has_plan and other._plans.best.total_ns * gain <= self._plans.fastest_ns:
             self._offer(in_arena(other._plans.best.plan, self._problem.arena_bytes))
 
     def _try_tables(self, problem: Problem) -> None:

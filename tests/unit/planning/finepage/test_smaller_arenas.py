@@ -13,11 +13,12 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage.forecast import Forecast
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.problem import Problem
-from tests.unit.planning.finepage.test_search import UNIT, machine, planned
+from tests.unit.planning.finepage.test_search import LONG, UNIT, machine, planned
 from tests.unit.planning.sketches import chain
 
 GRAPH = chain(16)
@@ -135,6 +136,27 @@ def test_a_long_pass_is_tried_with_a_ring_in_one_smaller_arena(
     settled = dict.fromkeys(rooms, 1900)  # such plans of a long pass take long to make
     tried = [("all", 20), ("rings", 19)]
     assert in_rooms(monkeypatch, rooms, settled, most_tasks=15) == (13, tried)
+
+
+@pytest.mark.parametrize(("gain", "moved_bytes"), [(1.001, 7778), (0, 7980)])
+def test_more_bytes_of_a_smaller_arena_may_have_to_save_time(gain: float, moved_bytes: int) -> None:
+    """Without that, this plan is as fast as the fastest, and has no clearly more bytes than one."""
+    problem, options = Problem(GRAPH, 20 * UNIT, UNIT, machine(h2d=1e6)), LONG
+    mine, other = _Search(problem, options), _Search(problem, options)
+    for search, moved, total_ns in ((mine, 8400, 885_742), (mine, 7778, 887_765)):
+        search.offer(Forecast(total_ns, moved, plans_by_units().__len__))  # type: ignore[arg-type]
+    assert mine._plans.best.moved_bytes == 7778
+    other.offer(Forecast(886_256, 7980, plans_by_units().__len__))  # type: ignore[arg-type]
+    mine.offer_best_of(other, gain)
+    assert mine._plans.best.moved_bytes == moved_bytes
+
+
+def test_the_search_of_a_long_pass_asks_for_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(_Search, "offer_best_of", lambda *args: asked.append(args[2]))
+    for most_tasks in (15, 16):
+        in_rooms(monkeypatch, {20: 2000, 19: 1900}, most_tasks=most_tasks)
+    assert asked == [1.001, 0]
 
 
 @pytest.mark.parametrize("most_tasks", [15, 16])
