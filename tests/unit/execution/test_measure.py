@@ -382,12 +382,30 @@ def packed_product(
     return draft
 
 
+def plain_product_bytes(*, num_rows: int, num_columns: int) -> int:
+    """Measure the workspace of a product of rows of 128 in bfloat16."""
+    draft = Draft()
+    x, w, y = (
+        draft.tensor(kind, *shape, dtype="bfloat16")
+        for kind, shape in (
+            (INPUT, (num_rows, 128)),
+            (WEIGHT, (128, num_columns)),
+            (ACTIVATION, (num_rows, num_columns)),
+        )
+    )
+    draft.task("aten.mm.default", x, w, out=(y,))
+    (task,) = measured(draft)
+    return task.workspace_bytes
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_product_in_bfloat16_takes_no_more_than_was_estimated(bits: int) -> None:
     draft = packed_product(bits, dtype="bfloat16")
     (estimated,), (task,) = estimated_on_cpu(draft.graph()).tasks, measured(draft)
     slice_bytes, piece = SLICE_ROWS * 128 * 2, WIDE_ROWS * 128 * 4
-    assert slice_bytes + piece < task.workspace_bytes <= estimated.workspace_bytes + 16
+    # On some processors PyTorch's own product of a slice in bfloat16 takes a workspace.
+    own = plain_product_bytes(num_rows=2, num_columns=SLICE_ROWS)
+    assert slice_bytes + piece < task.workspace_bytes <= estimated.workspace_bytes + own + 16
     assert estimated.workspace_bytes <= 1.4 * slice_bytes
 
 
