@@ -14,6 +14,9 @@ large pieces (``grains``), and whole weights beside cut ones.
 
 If not all weights fit, the search also tries the pass in which cheap tasks make masks and the like
 again instead of holding them (``recompute``).
+
+More room changes every candidate, and some take more time with it. So the search also tries plans
+of slightly smaller arenas.
 """
 
 from __future__ import annotations
@@ -110,10 +113,7 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
 
 
 def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOptions) -> None:
-    """Offer plans of smaller arenas: with a ring, and by the published algorithm.
-
-    More room changes every candidate, and some take more time with it.
-    """
+    """Offer plans of smaller arenas: with a ring, and by the published algorithm."""
     is_thorough = _is_thorough(problem, options)
     if not (is_thorough or can_forecast(problem)):
         return
@@ -126,7 +126,7 @@ def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOpti
         try:
             if has_ring:
                 others = options.of_smaller_arenas(is_thorough=is_thorough)
-                # In a long pass, more bytes have to save more than a thousandth.
+                # A long pass may prefer few bytes to time, so more bytes have to be worth it.
                 gain = 0 if is_thorough else options.equal_times
                 search.offer_best_of(_searched(smaller, others), gain)
             if simulates and search.may_gain_by_simulation:
@@ -136,6 +136,7 @@ def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOpti
 
 
 def _smaller_arenas(problem: Problem, options: FinepageOptions) -> Iterator[Problem]:
+    """Yield a pass in smaller arenas, the largest first."""
     graph, alignment = problem.graph, problem.alignment
     kv_bytes = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.HOST)
     needed_bytes = needed_arena_bytes(graph, alignment) + non_arena_bytes(graph, alignment)
@@ -361,7 +362,12 @@ class _Search:
         return found
 
     def offer_best_of(self, other: _Search, gain: float = 0) -> None:
-        """Take the best plan of a search in a smaller arena, if it is the fastest by a factor."""
+        """Take the best plan of a search in a smaller arena.
+
+        Args:
+            other: The search.
+            gain: The plan has to be faster than all plans so far by this factor; 0: it need not.
+        """
         self._simulated_ns = min(self._simulated_ns, other._simulated_ns)
         if other.has_plan and other._plans.best.total_ns * gain <= self._plans.fastest_ns:
             self._offer(in_arena(other._plans.best.plan, self._problem.arena_bytes))

@@ -382,7 +382,7 @@ def packed_product(
     return draft
 
 
-def plain_product_bytes(*, num_rows: int, num_columns: int) -> int:
+def plain_product_bytes(num_rows: int, num_columns: int) -> int:
     """Measure the workspace of a product of rows of 128 in bfloat16."""
     draft = Draft()
     x, w, y = (
@@ -403,9 +403,10 @@ def test_a_product_in_bfloat16_takes_no_more_than_was_estimated(bits: int) -> No
     draft = packed_product(bits, dtype="bfloat16")
     (estimated,), (task,) = estimated_on_cpu(draft.graph()).tasks, measured(draft)
     slice_bytes, piece = SLICE_ROWS * 128 * 2, WIDE_ROWS * 128 * 4
-    # On some processors PyTorch's own product of a slice in bfloat16 takes a workspace.
-    own = plain_product_bytes(num_rows=2, num_columns=SLICE_ROWS)
-    assert slice_bytes + piece < task.workspace_bytes <= estimated.workspace_bytes + own + 16
+    most_bytes = estimated.workspace_bytes + 16
+    # With AVX-512 for bfloat16, the product of a slice takes a workspace, and more than unpacking.
+    most_bytes = max(most_bytes, slice_bytes + plain_product_bytes(2, SLICE_ROWS))
+    assert slice_bytes + piece < task.workspace_bytes <= most_bytes
     assert estimated.workspace_bytes <= 1.4 * slice_bytes
 
 

@@ -332,8 +332,7 @@ def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     late = planned(chain(3, nbytes=6400), 201)
     timeline = simulate(late, machine(h2d=64e9))
     assert timeline.total_ns > 1.02 * timeline.lower_bound_ns
-    problem = Problem(late.graph, 201 * UNIT, UNIT, machine(h2d=64e9))
-    assert not _Search(problem, LONG).offer(late)
+    assert not _Search(Problem(late.graph, 201 * UNIT, UNIT, machine(h2d=64e9))).offer(late)
     assert not search().offer(tight)
     assert search().offer(planned(chain(16), 17))
     assert search(slow).offer(planned(chain(16), 17))
@@ -351,9 +350,7 @@ def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> No
     def tried(equal_times: float = 1.02, few_bytes: float = 1.5) -> list[MemGraph | None]:
         """List the plans that the search takes from its candidates."""
         plans = iter([tight, roomy, None])
-        options = FinepageOptions(
-            equal_times=equal_times, few_bytes=few_bytes, most_tasks_of_short=0
-        )
+        options = FinepageOptions(equal_times=equal_times, few_bytes=few_bytes)
         assert _Search(problem, options).try_plans(plans) == (True, True)
         return [tight, roomy, None][: 3 - len(list(plans))]
 
@@ -384,6 +381,7 @@ def test_a_plan_that_moves_clearly_more_has_to_be_clearly_faster_in_a_long_pass(
 
     assert best(100_000) is roomy
     assert best(100_000, few_bytes=1.8) is tight
+    assert best(100_000, few_bytes=10) is tight
     assert best(99_000) is tight
     assert best(100_000, most_tasks=16) is tight  # a short pass: time alone
     assert best(100_350, most_tasks=16) is roomy  # as fast

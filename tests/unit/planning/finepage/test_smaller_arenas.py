@@ -141,12 +141,15 @@ def test_a_long_pass_is_tried_with_a_ring_in_one_smaller_arena(
 @pytest.mark.parametrize(("gain", "moved_bytes"), [(1.001, 7778), (0, 7980)])
 def test_more_bytes_of_a_smaller_arena_may_have_to_save_time(gain: float, moved_bytes: int) -> None:
     """Without that, this plan is as fast as the fastest, and has no clearly more bytes than one."""
-    problem, options = Problem(GRAPH, 20 * UNIT, UNIT, machine(h2d=1e6)), LONG
-    mine, other = _Search(problem, options), _Search(problem, options)
-    for search, moved, total_ns in ((mine, 8400, 885_742), (mine, 7778, 887_765)):
-        search.offer(Forecast(total_ns, moved, plans_by_units().__len__))  # type: ignore[arg-type]
+    problem = Problem(GRAPH, 20 * UNIT, UNIT, machine(h2d=1e6))
+    mine, other = _Search(problem, LONG), _Search(problem, LONG)
+    for search, moved, total_ns in (
+        (mine, 8400, 885_742),
+        (mine, 7778, 887_765),
+        (other, 7980, 886_256),
+    ):
+        search.offer(Forecast(total_ns, moved, lambda: plans_by_units()[10]))
     assert mine._plans.best.moved_bytes == 7778
-    other.offer(Forecast(886_256, 7980, plans_by_units().__len__))  # type: ignore[arg-type]
     mine.offer_best_of(other, gain)
     assert mine._plans.best.moved_bytes == moved_bytes
 
