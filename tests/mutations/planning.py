@@ -206,10 +206,10 @@ PLANNING = (
         FINEPAGE,
     ),
     mutant(
-        "a-little-time-is-worth-any-bytes",
+        "a-little-time-is-worth-fewer-bytes",
         "planning/finepage/best_plans.py",
-        "return fewest if is_clear else equal",
-        "return equal",
+        "most_ns = self._options.equal_times *",
+        "most_ns = self._options.fast_enough *",
         FINEPAGE,
     ),
     mutant(

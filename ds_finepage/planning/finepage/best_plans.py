@@ -21,7 +21,7 @@ class Candidate(NamedTuple):
 
 
 class BestPlans:
-    """The fastest plans. Each moves fewer bytes than every faster one.
+    """The plans that are as fast as the fastest. Each moves fewer bytes than every faster one.
 
     Attributes:
         tried: The plans, fewest bytes first.
@@ -39,22 +39,15 @@ class BestPlans:
 
     @property
     def best(self) -> Candidate:
-        """The plan with the fewest bytes among those that are as fast as the fastest.
-
-        A plan that moves clearly fewer bytes may take a little longer, up to ``fast_enough``.
-        """
-        most_ns = self._options.equal_times * self.fastest_ns
-        equal = next(plan for plan in self.tried if plan.total_ns <= most_ns)
-        fewest = self.tried[0]
-        is_clear = fewest.moved_bytes * self._options.few_bytes < equal.moved_bytes
-        return fewest if is_clear else equal
+        """The plan with the fewest bytes."""
+        return self.tried[0]
 
     def add(self, moved_bytes: int, total_ns: int, plan: Plan) -> None:
-        """Take a plan, unless another one is as good or it is much slower than the fastest."""
+        """Take a plan, unless another one is as good or clearly faster."""
         tried = sorted(
             [*self.tried, Candidate(moved_bytes, total_ns, plan)], key=lambda found: found[:2]
         )
-        most_ns = self._options.fast_enough * min(found.total_ns for found in tried)
+        most_ns = self._options.equal_times * min(found.total_ns for found in tried)
         self.tried = []
         for found in tried:
             if found.total_ns <= most_ns and not (self.tried and self.fastest_ns <= found.total_ns):

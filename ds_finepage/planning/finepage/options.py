@@ -57,13 +57,11 @@ class FinepageOptions:
         ends_search: A plan within this factor of that bound ends the search for better graphs, with
             cheap tasks run again, and for shorter times to hold rows. In a thorough search,
             ``equal_times`` is the most that does.
-        fast_enough: A plan within this factor of that bound makes whole weights needless. A plan
-            within this factor of the fastest may be taken for its few bytes. In a thorough search,
-            this is at most ``equal_times`` too.
+        fast_enough: A plan within this factor of that bound makes whole weights needless. In a
+            thorough search, this is at most ``equal_times`` too.
         equal_times: Times within this factor of the least are equal, and fewer bytes decide. A plan
             within this factor of the bound, and with few bytes, ends a list of candidates.
-        few_bytes: As many bytes are few, in units of the lower bound of bytes. A plan moves clearly
-            more than another if the factor between them is larger than this.
+        few_bytes: As many bytes are few, in units of the lower bound of bytes.
         most_tasks_of_short: A pass with more tasks is long: its plans take long to make. It uses
             the two-horizon simulation, which then takes seconds, only if there is no other plan.
         settling_rounds: Passes to plan again by the published algorithm until one leaves what it
@@ -93,6 +91,8 @@ class FinepageOptions:
         GrainedRing(0.6, 3, 1),
         GrainedRing(0.85, 4, 1),
         GrainedRing(2, 2, 1),
+        GrainedRing(1.5, 4, 1),
+        GrainedRing(4, 2, 1),
     )
     rings_of_short_passes: tuple[GrainedRing, ...] = (
         GrainedRing(0.5, 2, 1, keeps_small=True),

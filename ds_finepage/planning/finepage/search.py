@@ -126,9 +126,7 @@ def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOpti
         try:
             if has_ring:
                 others = options.of_smaller_arenas(is_thorough=is_thorough)
-                # A long pass may prefer few bytes to time, so more bytes have to be worth it.
-                gain = 0 if is_thorough else options.equal_times
-                search.offer_best_of(_searched(smaller, others), gain)
+                search.offer_best_of(_searched(smaller, others))
             if simulates and search.may_gain_by_simulation:
                 search.offer_best_of(search.simulated_in(smaller))
         except PlanInfeasibleError:
@@ -361,15 +359,10 @@ class _Search:
         found._try_simulated(smaller.of(self._simulated.graph), settling_plans)
         return found
 
-    def offer_best_of(self, other: _Search, gain: float = 0) -> None:
-        """Take the best plan of a search in a smaller arena.
-
-        Args:
-            other: The search.
-            gain: The plan has to be faster than all plans so far by this factor; 0: it need not.
-        """
+    def offer_best_of(self, other: _Search) -> None:
+        """Take the best plan of a search in a smaller arena."""
         self._simulated_ns = min(self._simulated_ns, other._simulated_ns)
-        if other.has_plan and other._plans.best.total_ns * gain <= self._plans.fastest_ns:
+        if other.has_plan:
             self._offer(in_arena(other._plans.best.plan, self._problem.arena_bytes))
 
     def _try_tables(self, problem: Problem) -> None:
