@@ -24,6 +24,7 @@ from ds_finepage.runtime.interception import (
     entries,
     moved_buffers,
 )
+from ds_finepage.runtime.kept_traces import KeptTraces, open_traces
 
 COMPILED_ONLY = ("use_associative_scan",)
 """Attributes by which modules of transformers take another algorithm where they are compiled. Its
@@ -109,6 +110,7 @@ class Attachment:
         self._device = device
         self._undo: list[Callable[[], None]] = []
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
+        self._kept: list[KeptTraces] = []
         self.tree = ModuleTree(module, weights)
         try:
             self.install()
@@ -150,19 +152,32 @@ class Attachment:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        self._compiled = {}
+        self._forget_traces()
+
+    def _forget_traces(self) -> None:
+        for kept in self._kept:
+            kept.remove()
+        self._kept, self._compiled = [], {}
 
     def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return the call of the root, or of a part of it, as Dynamo compiles it."""
         if self._own_hooks.changed():
-            self._compiled = {}
+            self._forget_traces()
         found = self._compiled.get(id(module))
         if found is None:
-            tracing = QuickTracing(self._own_hooks)
-            backend = tracing.wrap_backend(weak_backend(self._calls))
-            compiled = torch.compile(captured_call(module, self._weights), backend=backend)
-            found = eager_where_refused(
-                tracing.wrap(compiled), module, lambda: self._calls.num_graph_runs
-            )
-            self._compiled[id(module)] = found
+            found = self._compiled[id(module)] = self._compile(module)
         return found
+
+    def _compile(self, module: torch.nn.Module) -> Callable[..., Any]:
+        captured = captured_call(module, self._weights)
+        tracing, backend = QuickTracing(self._own_hooks), weak_backend(self._calls)
+        kept = open_traces(captured, module, self._calls, self._device)
+        if kept is None:
+            compiled = torch.compile(captured, backend=tracing.wrap_backend(backend))
+        else:
+            compiled = kept.compile(backend, tracing.wrap_backend)
+            self._kept.append(kept)
+        found = eager_where_refused(
+            tracing.wrap(compiled), module, lambda: self._calls.num_graph_runs
+        )
+        return found if kept is None else kept.before(found)
