@@ -66,7 +66,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.compiler.reset()
     yield folder
     gc.collect()
-    assert not any(kept_traces._installed.values())
+    assert kept_traces._installed == {}
 
 
 @pytest.fixture
@@ -256,6 +256,27 @@ def test_a_trace_waits_for_its_call(
         handle.detach()
 
     assert num_traced(two_others_first) == number
+
+
+def test_after_many_calls_no_trace_is_looked_for(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_traces, "MAX_CALLS", 2)
+    model = source.Outer()
+    for shift in (0.0, 1.0):
+        assert num_traced(planned(model, torch.ones(2, 64), shift=shift)) == 1
+
+    def then(num_calls: int) -> int:
+        def run() -> None:
+            handle = attach(model, device_budget="256KiB", device="cpu")
+            with torch.no_grad():
+                for shift in (*[0.0] * num_calls, 1.0):
+                    model(torch.ones(2, 64), shift=shift)
+            handle.detach()
+
+        return num_traced(run)
+
+    assert (then(1), then(2)) == (0, 1)
 
 
 def test_the_collector_is_off_while_a_trace_is_looked_for(

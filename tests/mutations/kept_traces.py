@@ -130,8 +130,17 @@ OF_KEPT_TRACES = (
         "            pass",
         KEPT,
     ),
+    mutant(
+        "kept-traces-are-looked-for-for-ever",
+        SERVING,
+        "            self._waiting.clear()",
+        "            pass",
+        KEPT,
+    ),
     mutant("the-collector-runs-meanwhile", SERVING, "    gc.disable()", "    pass", KEPT),
-    mutant("the-collector-stays-off", SERVING, "        gc.enable()", "        pass", KEPT),
+    mutant(
+        "the-collector-stays-off-after-a-call", SERVING, "        gc.enable()", "        pass", KEPT
+    ),
     mutant(
         "all-weights-have-one-folder",
         SERVING,

@@ -154,7 +154,8 @@ def test_several_ranks_are_those_of_the_tensor_parallel_group(
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda group=None: 1 if group else 2)
     monkeypatch.setattr(rank_channel, "RankChannel", lambda group: ["channel of", group])
     group = SimpleNamespace(group_name="seven")
-    monkeypatch.setattr(groups, "get_tensor_model_parallel_group", lambda: group)
+    # DeepSpeed 0.16 has no such group, and cuts no models.
+    monkeypatch.setattr(groups, "get_tensor_model_parallel_group", lambda: group, raising=False)
     found: Any = ranks.ranks_of_model(partitioned(group))
     assert found._channel == ["channel of", "seven"] and not found.collects_weights
 
