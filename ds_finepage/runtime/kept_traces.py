@@ -53,7 +53,7 @@ MAX_TRIES = 4
 """Calls that a kept trace may fail to serve before it is left alone."""
 
 MAX_CALLS = 256
-"""Calls after which kept traces are left alone. To look whether one is needed costs 0.1 ms a call."""
+"""Calls after which kept traces are left alone. Each look costs a call about 0.1 ms."""
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
