@@ -26,7 +26,6 @@ from tests.integration.families import make_model, token_ids
 if not CAN_KEEP_TRACES:
     pytest.skip("traces are kept in other releases of torch", allow_module_level=True)
 
-from ds_finepage.capture import traces
 from ds_finepage.runtime import kept_traces
 
 SERIALIZE_GUARDS = CheckFunctionManager.serialize_guards
@@ -485,19 +484,3 @@ def test_names_of_dynamo_do_not_get_into_the_way(source: Any, cache: Path) -> No
         assert counters["frames"]["ok"] == 1
     handle.detach()
     assert handle.stats.unplanned_reasons == ()
-
-
-def test_a_name_that_is_taken_is_left_alone(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = traces.Trace(b"", None, {"__import_torch": ("module", "torch")}, "", b"", {})
-    assert traces._install_named(trace, {"__import_torch": torch})
-    assert not traces._install_named(trace, {"__import_torch": gc})
-    globals_: dict[str, Any] = {}
-    assert traces._install_named(trace, globals_) and globals_ == {"__import_torch": torch}
-
-
-def test_a_global_has_to_be_where_it_says() -> None:
-    assert traces._name(torch) == ("module", "torch")
-    assert traces._name(torch.nn.Linear) == ("object", "torch.nn.modules.linear", "Linear")
-    assert traces._resolve(traces._name(Path.glob)) is Path.glob
-    with pytest.raises(traces.NotKeptError, match="is not found in"):
-        traces._name(lambda: None)

@@ -57,7 +57,7 @@ OF_KEPT_TRACES = (
         "    if any(globals_.get(name, value) is not value for name, value in values.items()):\n"
         "        return False\n",
         "",
-        KEPT,
+        TAKEN,
     ),
     mutant(
         "a-kept-trace-serves-calls-of-other-models",

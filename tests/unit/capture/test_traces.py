@@ -183,3 +183,19 @@ def test_the_names_that_guards_have_of_python_are_made_once() -> None:
     assert not traces._install_builtins(state, globals_)
     state.name_of_builtins_dict_key_in_fglobals = "another"
     assert not traces._install_builtins(state, globals_)
+
+
+def test_a_name_that_is_taken_is_left_alone() -> None:
+    trace = Trace(b"", None, {"__import_torch": ("module", "torch")}, "", b"", {})
+    assert traces._install_named(trace, {"__import_torch": torch})
+    assert not traces._install_named(trace, {"__import_torch": math})
+    globals_: dict[str, Any] = {}
+    assert traces._install_named(trace, globals_) and globals_ == {"__import_torch": torch}
+
+
+def test_a_global_has_to_be_where_it_says() -> None:
+    assert traces._name(torch) == ("module", "torch")
+    assert traces._name(torch.nn.Linear) == ("object", "torch.nn.modules.linear", "Linear")
+    assert traces._resolve(traces._name(Path.glob)) is Path.glob
+    with pytest.raises(NotKeptError, match="is not found in"):
+        traces._name(lambda: None)
