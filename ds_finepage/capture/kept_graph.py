@@ -13,8 +13,6 @@ import torch
 from torch.fx import GraphModule
 
 from ds_finepage._compat.torch import (
-    ConstantSource,
-    DimDynamic,
     FakeTensorMode,
     PythonReferenceAnalysis,
     ShapeEnv,
@@ -23,6 +21,7 @@ from ds_finepage._compat.torch import (
 )
 from ds_finepage._compat.traces import GraphPickler, Options
 from ds_finepage.capture.identities import NotKeptError
+from ds_finepage.capture.symbolic_sizes import new_size
 
 ARGUMENT, MODULE, NUMBER = "argument", "module", "number"
 """The metadata of nodes that are kept."""
@@ -88,18 +87,7 @@ class _Sizes:
 
     def add(self, name: str, ranges: Any) -> None:
         """Make a symbol; ``ranges`` are the values that it can have."""
-        source = ConstantSource(f"kept_{name}")
-        symbol = self.env.create_symbol(
-            HINT,
-            source,
-            dynamic_dim=DimDynamic.DYNAMIC,
-            constraint_dim=None,
-            positive=None,
-            do_not_specialize_zero_one=True,
-        )
-        self.env.var_to_range[symbol] = ranges or ValueRanges.unknown_int()
-        made = self.env.create_symintnode(symbol, hint=HINT, source=source)
-        assert isinstance(made, torch.SymInt)
+        made = new_size(self.env, f"kept_{name}", HINT, ranges or ValueRanges.unknown_int())
         self._known[sympy.Symbol(name, integer=True)] = made
 
     def of(self, text: int | str) -> Any:

@@ -22,6 +22,30 @@ MAX_ANSWERS = 4096
 """Sizes for which it is remembered whether a recording holds."""
 
 
+def new_size(env: ShapeEnv, name: str, value: int, ranges: Any) -> torch.SymInt:
+    """Make a size that varies.
+
+    Args:
+        env: Gets a symbol for it.
+        name: Of the size; one name, one symbol.
+        value: A value of it.
+        ranges: The values that it can have.
+    """
+    source = ConstantSource(name)
+    symbol = env.create_symbol(
+        value,
+        source,
+        dynamic_dim=DimDynamic.DYNAMIC,
+        constraint_dim=None,
+        positive=None,
+        do_not_specialize_zero_one=True,
+    )
+    env.var_to_range[symbol] = ranges
+    found = env.create_symintnode(symbol, hint=value, source=source)
+    assert isinstance(found, torch.SymInt)
+    return found
+
+
 class SymbolicSizes:
     """The symbols of one call of a Dynamo graph.
 
@@ -48,23 +72,12 @@ class SymbolicSizes:
                 self._nodes[symbol] = self._make(example, args[position], position)
 
     def _make(self, example: torch.SymInt, value: int, position: int) -> torch.SymInt:
-        source = ConstantSource(f"call_{position}")
         theirs = example.node.shape_env.var_to_range.get(
             example.node.expr, ValueRanges.unknown_int()
         )
-        symbol = self.env.create_symbol(
-            value,
-            source,
-            dynamic_dim=DimDynamic.DYNAMIC,
-            constraint_dim=None,
-            positive=None,
-            do_not_specialize_zero_one=True,
-        )
-        self.env.var_to_range[symbol] = theirs
-        self.positions[str(symbol)] = position
-        self.values[str(symbol)] = value
-        found = self.env.create_symintnode(symbol, hint=value, source=source)
-        assert isinstance(found, torch.SymInt)
+        found = new_size(self.env, f"call_{position}", value, theirs)
+        self.positions[str(found.node.expr)] = position
+        self.values[str(found.node.expr)] = value
         return found
 
     def __bool__(self) -> bool:

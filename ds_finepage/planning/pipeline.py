@@ -184,7 +184,7 @@ def plan_checked(
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Stop Python's collector: a plan makes many objects and no cycles, and it would walk all."""
+    """Stop Python's collector where many objects are made: it would walk all, again and again."""
     if not gc.isenabled():
         yield
         return

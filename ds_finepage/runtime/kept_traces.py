@@ -6,15 +6,13 @@ that cannot be used costs a trace and nothing else.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import os
 import pickle
 import stat
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -32,6 +30,7 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.execution.disk_cache import open_folder
 from ds_finepage.execution.fallback import RunningCall
 from ds_finepage.files import write_file
+from ds_finepage.planning.pipeline import collector_off
 
 if CAN_KEEP_TRACES:
     from ds_finepage._compat.traces import (
@@ -189,7 +188,7 @@ class KeptTraces:
             locals_ = self._unserved(args, kwargs) if self._waiting else None
             if locals_ is None:
                 return call(*args, **kwargs)
-            with _collector_off():
+            with collector_off():
                 self._prepare(locals_)
                 return call(*args, **kwargs)
 
@@ -280,19 +279,6 @@ class _KeptGraph:
         if self._run is None:
             self._run = self._backend(self._module, args)
         return self._run(*args)
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Keep Python's collector from walking all of torch again and again: much is made here."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _is_running(calls: weakref.ref[RunsCalls], _: object) -> bool:

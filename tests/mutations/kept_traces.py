@@ -137,10 +137,7 @@ OF_KEPT_TRACES = (
         "if False:",
         KEPT,
     ),
-    mutant("the-collector-runs-meanwhile", SERVING, "    gc.disable()", "    pass", KEPT),
-    mutant(
-        "the-collector-stays-off-after-a-call", SERVING, "        gc.enable()", "        pass", KEPT
-    ),
+    mutant("the-collector-runs-meanwhile", SERVING, "with collector_off():", "if True:", KEPT),
     mutant(
         "all-weights-have-one-folder",
         SERVING,
