@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutant
 
 UNIT = "unit/planning"
 FINEPAGE = f"{UNIT}/finepage/test_search.py"
+PROBLEM = f"{UNIT}/test_problem.py"
 SMALLER = f"{UNIT}/finepage/test_smaller_arenas.py"
 
 SMALLER_ARENAS = (
@@ -61,7 +62,7 @@ SMALLER_ARENAS = (
     mutant(
         "plans-with-a-ring-are-tried-in-every-smaller-arena",
         "planning/finepage/search.py",
-        "has_ring = num_tried < num_with_ring",
+        "has_ring = num_tried < options.smaller_with_ring",
         "has_ring = True",
         SMALLER,
     ),
@@ -112,6 +113,55 @@ SMALLER_ARENAS = (
         "planning/finepage/options.py",
         "recomputes=self.recomputes and is_thorough,",
         "",
+        SMALLER,
+    ),
+    mutant(
+        "derived-results-ignore-the-pass",
+        "planning/problem.py",
+        "known = (id(self.graph), key)",
+        "known = key",
+        PROBLEM,
+    ),
+    mutant(
+        "derived-results-ignore-their-key",
+        "planning/problem.py",
+        "known = (id(self.graph), key)",
+        "known = id(self.graph)",
+        PROBLEM,
+    ),
+    mutant(
+        "a-pass-is-not-kept-with-what-is-derived-from-it",
+        "planning/problem.py",
+        "self.derived[known] = self.graph, make(self.graph)",
+        "self.derived[known] = None, make(self.graph)",
+        PROBLEM,
+    ),
+    mutant(
+        "kept-tables-are-not-part-of-a-key",
+        "planning/finepage/search.py",
+        "frozenset(kept))\n    rows",
+        "frozenset())\n    rows",
+        SMALLER,
+    ),
+    mutant(
+        "whole-tables-are-not-part-of-a-key",
+        "planning/finepage/search.py",
+        '("rows", whole_tables, ',
+        '("rows", ',
+        SMALLER,
+    ),
+    mutant(
+        "held-rows-are-not-part-of-a-key",
+        "planning/finepage/ring.py",
+        ", *held.ends.items())",
+        ")",
+        f"{UNIT}/finepage/test_held_rows.py",
+    ),
+    mutant(
+        "the-room-for-a-ring-is-not-part-of-a-key",
+        "planning/finepage/search.py",
+        '("recompute", has_room),',
+        '("recompute",),',
         SMALLER,
     ),
     mutant(

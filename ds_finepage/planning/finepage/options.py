@@ -69,8 +69,8 @@ class FinepageOptions:
         smaller_arenas: Try smaller arenas too, by these shares of all that the pass needs with its
             KV cache on the device. In a thorough search, the published algorithm is tried in all of
             them, as far as ``good_enough`` says.
-        smaller_with_ring: A thorough search tries plans with a ring in so many of them.
-        smaller_of_long: So does the search of a long pass whose plans can be predicted.
+        smaller_with_ring: A thorough search, and that of a long pass whose plans can be predicted,
+            tries plans with a ring in so many of them.
         tries_sets: Try sets of whole weights to keep in short passes.
         settles: Try plans by the published algorithm in short passes.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
@@ -118,7 +118,6 @@ class FinepageOptions:
     settling_rounds: int = 3
     smaller_arenas: tuple[float, ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
     smaller_with_ring: int = 2
-    smaller_of_long: int = 1
     tries_sets: bool = True
     settles: bool = True
     tries_whole: bool = True
@@ -138,14 +137,13 @@ class FinepageOptions:
         """Return the options of smaller arenas: a ring is enough if it has room.
 
         Args:
-            is_thorough: The search is thorough. Others leave out what takes most time.
+            is_thorough: The search is thorough. Others do not run cheap tasks again.
         """
         return replace(
             self,
             tries_sets=False,
             settles=False,
             tries_exact=False,
-            tries_whole=self.tries_whole and is_thorough,
             recomputes=self.recomputes and is_thorough,
         )
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
-from ds_finepage.graph.taskgraph import BufferKind
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows
 from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
@@ -34,7 +34,12 @@ def place_activations(problem: Problem, held: HeldRows = NOTHING_HELD) -> dict[i
     Returns:
         Buffer -> extent.
     """
-    graph, live = problem.graph, []
+    key = ("activations", problem.alignment, *held.ends.items())
+    return problem.once(key, lambda graph: _placed(problem, graph, held))
+
+
+def _placed(problem: Problem, graph: TaskGraph, held: HeldRows) -> dict[int, Extent]:
+    live = []
     for buffer, found in zip(graph.buffers, graph.uses, strict=True):
         is_gathered = buffer.gather is not None and not graph.is_handed(buffer)
         if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):

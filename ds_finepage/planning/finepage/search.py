@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import partial
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
@@ -106,7 +107,7 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
         problem.require_feasible()
         search = _Search(problem, options)
     if not (has_room and (search.has_fastest or not options.tries_whole)):
-        rows = problem.of(gather_rows(problem.graph)) if problem.split else problem
+        rows = _with_rows(problem) if problem.split else problem
         if not search.has_plan or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
     return search
@@ -117,9 +118,8 @@ def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOpti
     is_thorough = _is_thorough(problem, options)
     if not (is_thorough or can_forecast(problem)):
         return
-    num_with_ring = options.smaller_with_ring if is_thorough else options.smaller_of_long
     for num_tried, smaller in enumerate(_smaller_arenas(problem, options)):
-        has_ring = num_tried < num_with_ring
+        has_ring = num_tried < options.smaller_with_ring
         simulates = is_thorough and search.may_gain_by_simulation
         if search.beats(smaller) or not (has_ring or simulates):
             return
@@ -150,7 +150,7 @@ def _in_exact_slices(problem: Problem) -> Problem:
     """
     if not problem.split or problem.is_feasible:
         return problem
-    rows = gather_rows(problem.graph)
+    rows = _with_rows(problem).graph
     if smallest_slices(rows) is rows:
         return problem
     return problem.of(slices_that_fit(rows, problem.arena_bytes, problem.alignment))
@@ -290,11 +290,14 @@ class _Search:
         if self.moves_nothing() or self.has_good or not self._options.recomputes:
             return has_room
         # If activations leave no room for a ring, room counts more than time.
-        again = recompute(
-            problem.graph,
-            problem.alignment,
-            problem.profile if has_room else None,
-            tiny_share=self._options.fixed_share,
+        again = problem.once(
+            ("recompute", has_room),
+            partial(
+                recompute,
+                alignment=problem.alignment,
+                profile=problem.profile if has_room else None,
+                tiny_share=self._options.fixed_share,
+            ),
         )
         if again is problem.graph:
             return has_room
@@ -310,7 +313,7 @@ class _Search:
         self.try_plans(resident_plans(problem, self._options))
         if self.moves_nothing():
             return True
-        rows = problem.of(gather_rows(problem.graph))
+        rows = _with_rows(problem)
         return self.try_plans(self._streaming_plans(rows, may_split=True))[0]
 
     def try_whole(self, problem: Problem) -> bool:
@@ -373,14 +376,14 @@ class _Search:
             return
         worth_ns = (self._options.fast_enough - 1) * self._plans.fastest_ns
         for kept in tables_to_keep(problem, worth_ns):
-            graph = gather_rows(problem.graph, kept=kept)
-            self.try_plans(self._streaming_plans(problem.of(graph), may_split=False))
+            rows = _with_rows(problem, kept=kept)
+            self.try_plans(self._streaming_plans(rows, may_split=False))
 
     def try_shared(self, problem: Problem) -> bool:
         """Offer plans that keep shared residents, and nothing else."""
         split = problem.split
         if split:
-            problem = problem.of(gather_rows(problem.graph))
+            problem = _with_rows(problem)
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=split))
         if not (is_good or split) and _is_short(problem.graph, self._options):
             for plan in shared_keeping_plans(problem, self._options):
@@ -414,7 +417,16 @@ def _of_whole_weights(problem: Problem) -> Problem:
     if not problem.split:
         return problem
     # Where no whole table fits beside its task, all tables give way to their rows.
-    return problem.of(gather_rows(problem.graph, whole_tables=problem.is_feasible))
+    return _with_rows(problem, whole_tables=problem.is_feasible)
+
+
+def _with_rows(
+    problem: Problem, *, whole_tables: bool = False, kept: Set[int] = frozenset()
+) -> Problem:
+    """Return the pass in which the rows that a call looks up take the place of embedding tables."""
+    key = ("rows", whole_tables, frozenset(kept))
+    rows = problem.once(key, partial(gather_rows, whole_tables=whole_tables, kept=kept))
+    return problem.of(rows)
 
 
 def _is_thorough(problem: Problem, options: FinepageOptions) -> bool:

@@ -20,6 +20,7 @@ from ds_finepage.planning.finepage.held_rows import (
     lengths_of_holding,
 )
 from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
 from ds_finepage.planning.problem import Problem
@@ -87,6 +88,14 @@ def test_rows_stay_until_their_copy_is_done(
 def test_rows_whose_copy_takes_longer_than_the_pass_stay_to_its_end() -> None:
     first, *_ = lengths_of_holding(rows(copy_ns=5000), (math.inf,))
     assert first == HeldRows({0: 5}, {})
+
+
+def test_activations_are_placed_for_each_choice_of_held_rows() -> None:
+    problem = rows()
+    held, nothing = lengths_of_holding(problem, (math.inf,))
+    alone, beside = place_activations(problem, nothing), place_activations(problem, held)
+    assert alone != beside
+    assert place_activations(problem, nothing) is alone
 
 
 def test_copies_follow_one_another_on_their_link() -> None:

@@ -10,14 +10,17 @@ import pytest
 
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.forecast import Forecast
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
-from ds_finepage.planning.finepage.search import _Search, plan_finepage
+from ds_finepage.planning.finepage.search import _Search, _with_rows, plan_finepage
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.problem import Problem
+from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.finepage.test_search import LONG, UNIT, machine, planned
 from tests.unit.planning.sketches import chain
 
@@ -129,13 +132,13 @@ def test_more_arenas_are_tried_where_the_published_algorithm_finds_good_plans(
     assert in_rooms(monkeypatch, searched_ns, settled_ns) == (taken, tried)
 
 
-def test_a_long_pass_is_tried_with_a_ring_in_one_smaller_arena(
+def test_a_long_pass_is_tried_with_a_ring_alone_in_smaller_arenas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rooms = {20: 2000, 19: 1900, 18: 1800}
+    rooms = {20: 2000, 19: 1900, 18: 1850, 17: 1800}
     settled = dict.fromkeys(rooms, 1900)  # such plans of a long pass take long to make
-    tried = [("all", 20), ("rings", 19)]
-    assert in_rooms(monkeypatch, rooms, settled, most_tasks=15) == (13, tried)
+    tried = [("all", 20), ("rings", 19), ("rings", 18)]
+    assert in_rooms(monkeypatch, rooms, settled, most_tasks=15) == (12, tried)
 
 
 def test_more_bytes_of_a_smaller_arena_have_to_save_time() -> None:
@@ -167,8 +170,8 @@ def test_a_search_in_a_smaller_arena_leaves_out_what_takes_time() -> None:
     thorough = DEFAULTS.of_smaller_arenas(is_thorough=True)
     long = DEFAULTS.of_smaller_arenas(is_thorough=False)
     assert not any((thorough.tries_sets, thorough.settles, thorough.tries_exact))
-    assert thorough.tries_whole and thorough.recomputes
-    assert not (long.tries_whole or long.recomputes)
+    assert thorough.tries_whole and long.tries_whole
+    assert thorough.recomputes and not long.recomputes
 
 
 def test_a_search_ends_where_an_arena_is_too_small() -> None:
@@ -189,3 +192,35 @@ def test_cheap_tasks_run_again_in_smaller_arenas_if_that_is_clearly_faster(
     for problem in (captured, again):
         search._try_simulated(problem, lambda *_: iter([None, plans_by_units()[10]]))
     assert (search._simulated is again) == goes_on
+
+
+def test_every_choice_of_tables_has_its_own_pass() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    (table,) = (b.id for b in graph.buffers if b.name == "table")
+    again = dataclasses.replace(graph.tasks[0], index=len(graph.tasks))
+    problem = Problem(dataclasses.replace(graph, tasks=(*graph.tasks, again)), 1024)
+    rows = _with_rows(problem)
+    assert rows.graph != problem.graph
+    assert _with_rows(problem).graph is rows.graph
+    assert _with_rows(problem, whole_tables=True).graph is problem.graph
+    assert _with_rows(problem, kept={table}).graph is problem.graph
+
+
+def _answer(has_room: bool, problem: Problem) -> bool:
+    return has_room
+
+
+def test_cheap_tasks_run_again_for_time_or_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(graph: TaskGraph, *, profile: HardwareProfile | None, **_: float) -> TaskGraph:
+        asked.append(profile)
+        return graph
+
+    monkeypatch.setattr(finepage_search, "recompute", noted)
+    problem = Problem(GRAPH, 10 * UNIT, UNIT, machine(h2d=1e6))
+    for has_room in (True, False, True):
+        search = _Search(problem)
+        search.offer(Forecast(10**9, UNIT, lambda: plans_by_units()[10]))
+        search.try_both_graphs(functools.partial(_answer, has_room))
+    assert asked == [problem.profile, None]
