@@ -6,6 +6,7 @@ Dynamo's symbols, and the module that each op comes from. No tensor is kept.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import sympy
@@ -57,6 +58,11 @@ def dump_graph(module: GraphModule) -> bytes:
     )
     found: bytes = GraphPickler.dumps(module, options)
     return found
+
+
+def digest_of_graph(content: bytes) -> str:
+    """Return a hash of a written graph."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _describe(value: Any) -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import pickle
-import stat
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +26,10 @@ from torch.fx import GraphModule
 from ds_finepage._compat.torch import dynamo_config
 from ds_finepage._compat.traces import CAN_KEEP_TRACES
 from ds_finepage.errors import ConfigError
-from ds_finepage.execution.disk_cache import open_folder
+from ds_finepage.execution.disk_cache import open_folder, read_own_file, write_own_file
 from ds_finepage.execution.fallback import RunningCall
-from ds_finepage.files import write_file
 from ds_finepage.planning.pipeline import collector_off
+from ds_finepage.runtime.kept_taskgraphs import keep_taskgraphs
 
 if CAN_KEEP_TRACES:
     from ds_finepage._compat.traces import (
@@ -40,8 +39,15 @@ if CAN_KEEP_TRACES:
         compiled,
     )
     from ds_finepage.capture.identities import digest_of
-    from ds_finepage.capture.kept_graph import load_graph
-    from ds_finepage.capture.traces import Trace, TraceTaker, locals_of, rebuild, with_names
+    from ds_finepage.capture.kept_graph import digest_of_graph, load_graph
+    from ds_finepage.capture.traces import (
+        GRAPH_DIGEST,
+        Trace,
+        TraceTaker,
+        locals_of,
+        rebuild,
+        with_names,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +185,8 @@ class KeptTraces:
         """
         self._backend = backend
         taker = TraceTaker(self.function, partial(_keep, self.folder))
-        return compiled(self.captured, wrap(taker.wrap_backend(backend)), taker)
+        kept = taker.wrap_backend(_keeping_taskgraphs(backend, self.folder))
+        return compiled(self.captured, wrap(kept), taker)
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled call that looks for a kept trace first."""
@@ -231,6 +238,7 @@ class KeptTraces:
     def _serve(self, trace: Trace, guards: Any) -> None:
         assert self._backend is not None, "traces serve what is compiled"
         module = load_graph(trace.graph)
+        keep_taskgraphs(module, self.folder, digest_of_graph(trace.graph))
         calls = weakref.ref(self.calls)
         guards.root.add_lambda_guard(partial(_is_running, calls), ["a call of ds_finepage"], None)
         # Two models of one class may be served by one trace, each by graphs of its own.
@@ -250,6 +258,17 @@ class KeptTraces:
         for served in self._serving:
             _take_out(self.function, served)
         self._serving = []
+
+
+def _keeping_taskgraphs(backend: Backend, folder: Path) -> Backend:
+    """Return a backend whose graphs have their taskgraphs in a folder; Dynamo keeps it for long."""
+
+    def keeping(module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
+        if GRAPH_DIGEST in module.meta:
+            keep_taskgraphs(module, folder, module.meta[GRAPH_DIGEST])
+        return backend(module, example_args)
+
+    return keeping
 
 
 def _take_out(function: FunctionType, served: _Served) -> None:
@@ -296,9 +315,7 @@ def _keep(folder: Path, trace: Trace) -> None:
     """Write a new trace; the oldest one may go."""
     path = folder / f"{hashlib.sha256(trace.guards).hexdigest()[:16]}.pickle"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, pickle.dumps(trace))
-        path.chmod(0o600)
+        write_own_file(path, pickle.dumps(trace))
         for old in _files_in(folder)[MAX_TRACES:]:
             old.unlink(missing_ok=True)
     except (ConfigError, OSError) as error:
@@ -315,12 +332,10 @@ def _age(path: Path) -> float:
 def _read(path: Path) -> Trace | None:
     """Read a trace; None where the file is not one, or may be another user's."""
     try:
-        found = path.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            logger.warning("%s is not read: others can write it", path)
+        content = read_own_file(path)
+        if content is None:
             return None
-        trace = pickle.loads(path.read_bytes())
-        os.utime(path)  # the files that are used stay
+        trace = pickle.loads(content)
     # A pickle that is damaged, or of other code, raises anything.
     except Exception as error:
         logger.warning("%s cannot be used: %s", path, error)

@@ -26,7 +26,7 @@ from tests.integration.families import make_model, token_ids
 if not CAN_KEEP_TRACES:
     pytest.skip("traces are kept in other releases of torch", allow_module_level=True)
 
-from ds_finepage.runtime import kept_traces
+from ds_finepage.runtime import kept_taskgraphs, kept_traces
 
 SERIALIZE_GUARDS = CheckFunctionManager.serialize_guards
 
@@ -114,6 +114,13 @@ def test_a_second_process_traces_nothing(source: Any, cache: Path) -> None:
     assert not [name for name in vars(source) if name.startswith("__compiled_fn")]
     assert not _debug_get_precompile_entries(source.Outer.forward.__code__)
     assert CheckFunctionManager.serialize_guards is SERIALIZE_GUARDS
+
+
+def test_a_second_process_records_nothing(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = planned(source.Outer(), torch.ones(2, 64))
+    assert num_traced(run) == 1
+    monkeypatch.setattr(kept_taskgraphs, "record", None)
+    assert num_traced(run) == 0
 
 
 def test_another_process_traces_nothing(cache: Path, tmp_path: Path) -> None:
@@ -431,7 +438,7 @@ def test_a_folder_that_cannot_be_written_costs_a_trace(
     def fails(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(kept_traces, "write_file", fails)
+    monkeypatch.setattr(kept_traces, "write_own_file", fails)
     run = planned(source.Outer(), torch.ones(2, 64))
     with caplog.at_level(logging.WARNING):
         assert num_traced(run) == num_traced(run) == 1

@@ -6,7 +6,9 @@ from tests.mutations.mutant import mutant
 
 KEPT = "integration/test_kept_traces.py"
 TAKEN = "unit/capture/test_traces.py"
+TASKGRAPHS = "unit/runtime/test_kept_taskgraphs.py"
 TRACES, SERVING = "capture/traces.py", "runtime/kept_traces.py"
+RECORDED = "runtime/kept_taskgraphs.py"
 
 OF_KEPT_TRACES = (
     mutant(
@@ -110,12 +112,14 @@ OF_KEPT_TRACES = (
     ),
     mutant(
         "files-of-others-are-read",
-        SERVING,
+        "execution/disk_cache.py",
         "found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
         "False",
         KEPT,
     ),
-    mutant("others-can-read-traces", SERVING, "        path.chmod(0o600)\n", "", KEPT),
+    mutant(
+        "others-can-read-traces", "execution/disk_cache.py", "    path.chmod(0o600)\n", "", KEPT
+    ),
     mutant(
         "all-traces-are-kept",
         SERVING,
@@ -158,5 +162,82 @@ OF_KEPT_TRACES = (
         '                found.update(f"{name} {_place_of(function.__code__)}\\0".encode())',
         "                pass",
         "unit/capture/test_identities.py",
+    ),
+    mutant(
+        "a-kept-trace-is-recorded-again",
+        SERVING,
+        "        keep_taskgraphs(module, self.folder, digest_of_graph(trace.graph))\n",
+        "",
+        KEPT,
+    ),
+    mutant(
+        "a-new-trace-has-no-taskgraphs",
+        SERVING,
+        "if GRAPH_DIGEST in module.meta:",
+        "if False:",
+        KEPT,
+    ),
+    mutant(
+        "calls-of-other-sizes-share-a-taskgraph",
+        RECORDED,
+        "tuple(arg.shape), arg.stride()",
+        "arg.stride()",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "calls-of-other-weights-share-a-taskgraph",
+        RECORDED,
+        "return weight, kind,",
+        "return kind,",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "other-settings-share-a-taskgraph",
+        RECORDED,
+        "repr((described, _settings()))",
+        "repr(described)",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "other-kernels-of-attention-share-a-taskgraph",
+        RECORDED,
+        "return attention, others,",
+        "return others,",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "other-graphs-share-a-taskgraph",
+        RECORDED,
+        'f"{start.name}-{_digest_of_call(graph, args)}.json"',
+        'f"{_digest_of_call(graph, args)}.json"',
+        TASKGRAPHS,
+    ),
+    mutant(
+        "numbers-do-not-tell-taskgraphs-apart",
+        RECORDED,
+        " or position in graph.key_positions",
+        "",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "a-kept-taskgraph-has-another-name",
+        RECORDED,
+        "dataclasses.replace(kept, name=graph.name)",
+        "kept",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "arguments-in-one-block-have-a-kept-taskgraph",
+        RECORDED,
+        "if start is None or graph.sharing_of(args):",
+        "if start is None:",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "all-taskgraphs-are-kept",
+        RECORDED,
+        ") < MAX_TASKGRAPHS:",
+        ") >= 0:",
+        TASKGRAPHS,
     ),
 )
