@@ -16,6 +16,10 @@ from typing import Any
 import torch
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+OPS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
+OF_RELEASES = frozenset({"aten", "prims", "transformers"})
+"""Namespaces of ops that belong to a release, which the cache folder is for."""
+
 OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 OF_VALUES = frozenset(
@@ -95,6 +99,8 @@ def identity_of(value: Any) -> Any:
         return kind, value.__module__, value.__qualname__, digest_of(value.__code__)
     if isinstance(value, BuiltinFunctionType):
         return kind, value.__module__, value.__qualname__
+    if isinstance(value, OPS) and str(value).partition(".")[0] in OF_RELEASES:
+        return kind, str(value)
     if isinstance(value, type):
         return kind, value.__module__, value.__qualname__, _methods_of(value)
     raise NotKeptError(f"a {kind} says nothing in another process")

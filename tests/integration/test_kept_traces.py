@@ -144,8 +144,9 @@ def test_another_process_traces_nothing(cache: Path, tmp_path: Path) -> None:
         assert done.stdout.decode().split()[-2:] == ["traced", str(number)]
 
 
-def test_a_growing_cache_needs_no_trace(cache: Path) -> None:
-    model = make_model("llama", torch.float32)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_growing_cache_needs_no_trace(family: str, cache: Path) -> None:
+    model = make_model(family, torch.float32)
     settings = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
 
     def run() -> None:

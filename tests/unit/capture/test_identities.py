@@ -62,6 +62,7 @@ SAME = [
     (Plain().method, Plain().method),
     (torch.device("cpu"), torch.device("cpu")),
     (float("nan"), float("nan")),
+    (torch.ops.aten.mm, torch.ops.aten.mm),
 ]
 
 DIFFERENT = [
@@ -74,6 +75,8 @@ DIFFERENT = [
     (Colour.RED, 1),
     (math, types),
     (len, sum),
+    (torch.ops.aten.mm, torch.ops.aten.bmm),
+    (torch.ops.aten.mm, torch.ops.aten.mm.default),
     (Plain, Other),
     (torch.float16, torch.bfloat16),
     (made("def f(x): return x + 1"), made("def f(x): return x + 2")),
@@ -93,7 +96,10 @@ def test_other_values_have_another_one(left: Any, right: Any) -> None:
     assert identity_of(left) != identity_of(right)
 
 
-@pytest.mark.parametrize("value", [object(), partial(print), torch.zeros(1), [object()]])
+@pytest.mark.parametrize(
+    "value",
+    [object(), partial(print), torch.zeros(1), [object()], torch.ops.quantized.add],
+)
 def test_what_says_nothing_elsewhere_is_refused(value: Any) -> None:
     with pytest.raises(NotKeptError, match="says nothing in another process"):
         identity_of(value)
