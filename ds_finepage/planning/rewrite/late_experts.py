@@ -125,8 +125,11 @@ def _renumbered(
 ) -> MemGraph:
     """Return a plan with these of its nodes, in this order, and with these edges."""
     new_id = {old: new for new, old in enumerate(order)}
+    # Most nodes keep their ids, and tuples are sorted faster than edges.
+    found = [memgraph.nodes[n] for n in order]
+    renumbered = sorted((new_id[b], new_id[a], kind) for (b, a), kind in edges.items())
     return dataclasses.replace(
         memgraph,
-        nodes=tuple(dataclasses.replace(memgraph.nodes[n], id=new_id[n]) for n in order),
-        edges=tuple(sorted(Edge(new_id[b], new_id[a], k) for (b, a), k in edges.items())),
+        nodes=tuple(n if n.id == i else dataclasses.replace(n, id=i) for i, n in enumerate(found)),
+        edges=tuple(Edge(*edge) for edge in renumbered),
     )
