@@ -62,7 +62,7 @@ SMALLER_ARENAS = (
     mutant(
         "plans-with-a-ring-are-tried-in-every-smaller-arena",
         "planning/finepage/search.py",
-        "has_ring = num_tried < options.smaller_with_ring",
+        "has_ring = num_tried < num_with_ring",
         "has_ring = True",
         SMALLER,
     ),
@@ -104,7 +104,7 @@ SMALLER_ARENAS = (
     mutant(
         "smaller-arenas-are-tried-without-forecasts",
         "planning/finepage/search.py",
-        "if not (is_thorough or can_forecast(problem)):",
+        "if not (is_thorough or can_forecast_on(problem.profile)):",
         "if False:",
         SMALLER,
     ),
@@ -114,6 +114,27 @@ SMALLER_ARENAS = (
         "recomputes=self.recomputes and is_thorough,",
         "",
         SMALLER,
+    ),
+    mutant(
+        "many-plans-are-written-in-smaller-arenas",
+        "planning/finepage/search.py",
+        "options.smaller_with_ring if is_thorough or has_forecasts else 1",
+        "options.smaller_with_ring",
+        SMALLER,
+    ),
+    mutant(
+        "all-rings-are-written-in-smaller-arenas",
+        "planning/finepage/options.py",
+        "        if is_thorough or has_forecasts:\n",
+        "        if True:\n",
+        SMALLER,
+    ),
+    mutant(
+        "plans-that-cannot-win-are-simulated",
+        "planning/finepage/search.py",
+        "(self._may_win(moved_bytes(plan), 0) and self._offer(plan))",
+        "self._offer(plan)",
+        FINEPAGE,
     ),
     mutant(
         "derived-results-ignore-the-pass",

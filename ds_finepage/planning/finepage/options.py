@@ -70,7 +70,7 @@ class FinepageOptions:
             KV cache on the device. In a thorough search, the published algorithm is tried in all of
             them, as far as ``good_enough`` says.
         smaller_with_ring: A thorough search, and that of a long pass whose plans can be predicted,
-            tries plans with a ring in so many of them.
+            tries plans with a ring in so many of them. Other long passes are tried in one.
         tries_sets: Try sets of whole weights to keep in short passes.
         settles: Try plans by the published algorithm in short passes.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
@@ -133,19 +133,23 @@ class FinepageOptions:
             fast_enough=min(self.fast_enough, self.equal_times),
         )
 
-    def of_smaller_arenas(self, *, is_thorough: bool) -> FinepageOptions:
+    def of_smaller_arenas(self, *, is_thorough: bool, has_forecasts: bool) -> FinepageOptions:
         """Return the options of smaller arenas: a ring is enough if it has room.
 
         Args:
             is_thorough: The search is thorough. Others do not run cheap tasks again.
+            has_forecasts: Plans can be predicted. Others take long to make, so few are tried.
         """
-        return replace(
+        found = replace(
             self,
             tries_sets=False,
             settles=False,
             tries_exact=False,
             recomputes=self.recomputes and is_thorough,
         )
+        if is_thorough or has_forecasts:
+            return found
+        return replace(found, grained_rings=(), ring_weights=self.ring_weights[:2])
 
 
 DEFAULTS = FinepageOptions()

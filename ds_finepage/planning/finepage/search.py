@@ -116,16 +116,20 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
 def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOptions) -> None:
     """Offer plans of smaller arenas: with a ring, and by the published algorithm."""
     is_thorough = _is_thorough(problem, options)
-    if not (is_thorough or can_forecast(problem)):
+    if not (is_thorough or can_forecast_on(problem.profile)):
         return
+    has_forecasts = can_forecast(problem)
+    num_with_ring = options.smaller_with_ring if is_thorough or has_forecasts else 1
     for num_tried, smaller in enumerate(_smaller_arenas(problem, options)):
-        has_ring = num_tried < options.smaller_with_ring
+        has_ring = num_tried < num_with_ring
         simulates = is_thorough and search.may_gain_by_simulation
         if search.beats(smaller) or not (has_ring or simulates):
             return
         try:
             if has_ring:
-                others = options.of_smaller_arenas(is_thorough=is_thorough)
+                others = options.of_smaller_arenas(
+                    is_thorough=is_thorough, has_forecasts=has_forecasts
+                )
                 search.offer_best_of(_searched(smaller, others))
             if simulates and search.may_gain_by_simulation:
                 search.offer_best_of(search.simulated_in(smaller))
@@ -219,7 +223,8 @@ class _Search:
             return self._offer(plan)
         late = wait_for_routes(plan)
         is_good = late is not plan and self._offer(late)
-        return self._offer(plan) or is_good
+        # Reloads ahead of the router copy all experts, which alone may take longer.
+        return (self._may_win(moved_bytes(plan), 0) and self._offer(plan)) or is_good
 
     def _offer(self, plan: Plan) -> bool:
         moved, profile = moved_bytes(plan), self._problem.profile

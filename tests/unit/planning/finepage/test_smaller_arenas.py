@@ -141,6 +141,15 @@ def test_a_long_pass_is_tried_with_a_ring_alone_in_smaller_arenas(
     assert in_rooms(monkeypatch, rooms, settled, most_tasks=15) == (12, tried)
 
 
+def test_a_long_pass_without_forecasts_is_tried_in_one_smaller_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finepage_search, "can_forecast", lambda _: False)
+    rooms = {20: 2000, 19: 1900, 18: 1850}
+    tried = [("all", 20), ("rings", 19)]
+    assert in_rooms(monkeypatch, rooms, most_tasks=15) == (13, tried)
+
+
 def test_more_bytes_of_a_smaller_arena_have_to_save_time() -> None:
     problem = Problem(GRAPH, 20 * UNIT, UNIT, machine(h2d=1e6))
 
@@ -167,11 +176,20 @@ def test_without_forecasts_a_pass_is_planned_in_its_arena_alone(
 
 
 def test_a_search_in_a_smaller_arena_leaves_out_what_takes_time() -> None:
-    thorough = DEFAULTS.of_smaller_arenas(is_thorough=True)
-    long = DEFAULTS.of_smaller_arenas(is_thorough=False)
+    def others(is_thorough: bool, has_forecasts: bool) -> FinepageOptions:
+        return DEFAULTS.of_smaller_arenas(is_thorough=is_thorough, has_forecasts=has_forecasts)
+
+    thorough, long = others(True, False), others(False, True)
     assert not any((thorough.tries_sets, thorough.settles, thorough.tries_exact))
     assert thorough.tries_whole and long.tries_whole
     assert thorough.recomputes and not long.recomputes
+    for same in (thorough, long):
+        assert (same.grained_rings, same.ring_weights) == (
+            DEFAULTS.grained_rings,
+            DEFAULTS.ring_weights,
+        )
+    slow = others(False, False)
+    assert slow.grained_rings == () and len(slow.ring_weights) == 2
 
 
 def test_a_search_ends_where_an_arena_is_too_small() -> None:

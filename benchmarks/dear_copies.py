@@ -1,0 +1,131 @@
+"""How plans bear copies that cost more than their profile says.
+
+    python benchmarks/dear_copies.py --out benchmarks/dear_copies_2026-11-25
+
+Policy ``finepage`` plans each pass with the latency of the profile. The plan is then simulated with
+10 us for the latency of each copy, and with 10 us more than the profile has. Another plan is made
+for the latter: it tells how much the number of copies costs. Nothing here depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planned_page import table
+from planner_everywhere import CONFIGS, models
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.memgraph import Lane, MemGraph
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.finepage.forecast import KNOWS_WARM
+from ds_finepage.planning.simulator import predicted_ns
+from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
+
+DEAR_NS = 10_000
+PERCENTS = (5, 10, 25, 50, 75, 90, 95)
+Line = dict[str, Any]
+
+
+def with_latency(profile: HardwareProfile, latency_ns: int) -> HardwareProfile:
+    """Return a machine whose copies to the device cost so much beside their bytes."""
+    return replace(profile, transfer_latency_ns=latency_ns)
+
+
+def time_ns(plan: MemGraph, profile: HardwareProfile) -> int:
+    """Return the predicted time of a plan."""
+    return predicted_ns(plan, profile, knows_warm=KNOWS_WARM)[0]
+
+
+def line_of(captured: CapturedModel, percent: int, profile: HardwareProfile) -> Line:
+    """Plan a pass under a budget, for both latencies; without figures if it cannot run."""
+    dear = with_latency(profile, profile.transfer_latency_ns + DEAR_NS)
+    budget_bytes = captured.needs.needed_budget_bytes * percent // 100
+    try:
+        mine, theirs = (
+            plan_captured(captured, budget_bytes=budget_bytes, profile=each).memgraph
+            for each in (profile, dear)
+        )
+    except PlanInfeasibleError:
+        return {}
+    predicted = time_ns(mine, profile)
+    return {
+        "predicted_ns": predicted,
+        "copies": sum(mine.lane_of(node) is Lane.H2D for node in mine.nodes),
+        "at_10_us": round(time_ns(mine, with_latency(profile, DEAR_NS)) / predicted, 4),
+        "with_10_us_more": round(time_ns(mine, dear) / predicted, 4),
+        "over_plan_for_more": round(time_ns(mine, dear) / time_ns(theirs, dear), 4),
+    }
+
+
+def lines_of(arguments: argparse.Namespace) -> Iterator[Line]:
+    """Plan all passes."""
+    profile = load_profile(arguments.hardware)
+    for model, where, tokens in models(arguments.models.split(",")):
+        for phase in arguments.phases.split(","):
+            for batch in map(int, arguments.batch.split(",")):
+                captured = capture_model(
+                    where, phase=phase, batch=batch, seq=tokens, profile=profile
+                )
+                for percent in PERCENTS:
+                    key = {"model": model, "phase": phase, "batch": batch, "percent": percent}
+                    yield {**key, **line_of(captured, percent, profile)}
+
+
+def rows_of(lines: list[Line]) -> list[tuple[str, ...]]:
+    """Return a row of the table for each pass: the largest figures, and their budgets."""
+    passes: dict[tuple[str, str, int], list[Line]] = {}
+    for line in lines:
+        if "predicted_ns" in line:
+            passes.setdefault((line["model"], line["phase"], line["batch"]), []).append(line)
+    rows = []
+    for (model, phase, batch), each in passes.items():
+        worst = [
+            max(each, key=lambda line: line[name])
+            for name in ("copies", "at_10_us", "with_10_us_more", "over_plan_for_more")
+        ]
+        most, *factors = worst
+        names = ("at_10_us", "with_10_us_more", "over_plan_for_more")
+        told = (
+            f"{line[name]:.3f} ({line['percent']}%, {line['copies']})"
+            for line, name in zip(factors, names, strict=True)
+        )
+        rows.append((model, phase, str(batch), f"{most['copies']} ({most['percent']}%)", *told))
+    return rows
+
+
+def main() -> int:
+    """Make the plans, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join([*CONFIGS, "llama-7b"]))
+    parser.add_argument("--phases", default="prefill,decode")
+    parser.add_argument("--batch", default="1,16")
+    parser.add_argument("--hardware", default="a100-80gb")
+    parser.add_argument("--out", type=Path, required=True, help="files without their endings")
+    arguments = parser.parse_args()
+    lines: list[Line] = []
+    with arguments.out.with_suffix(".jsonl").open("w", encoding="utf-8") as file:
+        for line in lines_of(arguments):
+            lines.append(line)
+            print(json.dumps(line), file=file, flush=True)
+    heads = (
+        "model",
+        "phase",
+        "batch",
+        "most copies",
+        "at 10 us a copy / predicted",
+        "with 10 us more / predicted",
+        "with 10 us more / plan made for that",
+    )
+    print(*table(heads, rows_of(lines)), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
