@@ -134,7 +134,7 @@ SMALLER_ARENAS = (
         "planning/finepage/search.py",
         "(self._may_win(moved_bytes(plan), 0) and self._offer(plan))",
         "self._offer(plan)",
-        FINEPAGE,
+        f"{UNIT}/finepage/test_options.py",
     ),
     mutant(
         "derived-results-ignore-the-pass",

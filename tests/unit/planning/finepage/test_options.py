@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import pytest
+
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import JOIN, TaskGraph
+from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.search import plan_finepage
@@ -18,7 +21,7 @@ from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.brute_force import tiny_graph
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
-from tests.unit.planning.finepage.test_search import machine
+from tests.unit.planning.finepage.test_search import machine, search, tight_and_roomy
 from tests.unit.planning.sketches import chain, sketch
 
 UNIT = 64
@@ -33,6 +36,25 @@ def test_reloads_of_experts_are_delayed_only_if_that_is_on() -> None:
     graph = layers_of_experts()
     assert planned(graph).routed
     assert not planned(graph, delays_experts=False).routed
+
+
+@pytest.mark.parametrize(("h2d", "number"), [(1e6, 1), (1e15, 2)])
+def test_a_plan_whose_bytes_alone_take_longer_is_not_simulated(
+    h2d: float, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight, roomy = tight_and_roomy()
+    simulated = []
+
+    def predicted(plan: MemGraph, *_: object, **__: object) -> tuple[int, int]:
+        simulated.append(plan)
+        return 1000 + len(simulated), 0
+
+    monkeypatch.setattr(finepage_search, "predicted_ns", predicted)
+    monkeypatch.setattr(finepage_search, "wait_for_routes", lambda _: roomy)
+    tried = search(machine(h2d=h2d))
+    tried.offer(tight)
+    assert simulated == [roomy, tight][:number]
+    assert tried.best is roomy
 
 
 def test_tiny_passes_move_fewer_bytes_with_the_exact_search() -> None:

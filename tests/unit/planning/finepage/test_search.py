@@ -338,25 +338,6 @@ def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     assert search(slow).offer(planned(chain(16), 17))
 
 
-@pytest.mark.parametrize(("h2d", "number"), [(1e6, 1), (1e15, 2)])
-def test_a_plan_whose_bytes_alone_take_longer_is_not_simulated(
-    h2d: float, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tight, roomy = tight_and_roomy()
-    simulated = []
-
-    def predicted(plan: MemGraph, *_: object, **__: object) -> tuple[int, int]:
-        simulated.append(plan)
-        return 1000 + len(simulated), 0
-
-    monkeypatch.setattr(finepage_search, "predicted_ns", predicted)
-    monkeypatch.setattr(finepage_search, "wait_for_routes", lambda _: roomy)
-    tried = search(machine(h2d=h2d))
-    tried.offer(tight)
-    assert simulated == [roomy, tight][:number]
-    assert tried.best is roomy
-
-
 def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> None:
     """All these plans are good: the search would not look for another graph."""
     tight, roomy = tight_and_roomy()
