@@ -222,7 +222,9 @@ class _Search:
         if isinstance(plan, Forecast) or not self._options.delays_experts:
             return self._offer(plan)
         late = wait_for_routes(plan)
-        is_good = late is not plan and self._offer(late)
+        if late is plan:
+            return self._offer(plan)
+        is_good = self._offer(late)
         # Reloads ahead of the router copy all experts, which alone may take longer.
         return (self._may_win(moved_bytes(plan), 0) and self._offer(plan)) or is_good
 
