@@ -313,8 +313,8 @@ PLANNING = (
     mutant(
         "experts-never-wait-for-their-router",
         "planning/finepage/search.py",
-        "late = wait_for_routes(plan)",
-        "late = plan",
+        "if (late := wait_for_routes(plan)) is plan:",
+        "if (late := plan) is plan:",
         f"{UNIT}/rewrite/test_late_experts.py",
     ),
     mutant(

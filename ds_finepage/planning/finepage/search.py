@@ -221,8 +221,7 @@ class _Search:
             return False
         if isinstance(plan, Forecast) or not self._options.delays_experts:
             return self._offer(plan)
-        late = wait_for_routes(plan)
-        if late is plan:
+        if (late := wait_for_routes(plan)) is plan:
             return self._offer(plan)
         is_good = self._offer(late)
         # Reloads ahead of the router copy all experts, which alone may take longer.
