@@ -28,9 +28,9 @@ def _free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cache_gets_its_share_of_the_budget() -> None:
     assert within_budget(None, FREE // 4).max_memory_percent == CACHE_SHARE / 4
-    chosen = ContinuousBatchingConfig(max_memory_percent=0.8, page_size=16)
+    chosen = ContinuousBatchingConfig(max_memory_percent=0.8, max_batch_tokens=16)
     found = within_budget(chosen, FREE // 4)
-    assert (found.max_memory_percent, found.page_size) == (0.8 / 4, 16)
+    assert (found.max_memory_percent, found.max_batch_tokens) == (0.8 / 4, 16)
     assert chosen.max_memory_percent == 0.8
     assert within_budget(chosen, 4 * FREE).max_memory_percent == 1
 
@@ -68,18 +68,18 @@ def test_the_configuration_is_found_wherever_the_caller_gives_it() -> None:
     assert start.__doc__ == "Theirs."
     _, config = start()
     assert config.max_memory_percent == CACHE_SHARE / 2
-    given = ContinuousBatchingConfig(page_size=32)
+    given = ContinuousBatchingConfig(max_batch_tokens=32)
     for found in (start(None, given), start(continuous_batching_config=given)):
-        assert found[1].page_size == 32
+        assert found[1].max_batch_tokens == 32
 
     class Generation:
         continuous_batching_config = given
 
     generation = Generation()
     assert start(generation)[0] is generation
-    assert start(generation)[1].page_size == 32
+    assert start(generation)[1].max_batch_tokens == 32
     model.generation_config = generation
-    assert start()[1].page_size == 32
+    assert start()[1].max_batch_tokens == 32
 
 
 def test_a_copy_of_a_model_batches_by_itself() -> None:
