@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def _digest_of_call(graph: DynamoGraph, args: Sequence[Any]) -> str:
         for position, arg in enumerate(args)
         if isinstance(arg, torch.Tensor) or position in graph.key_positions
     ]
-    return hashlib.sha256(repr((described, _settings())).encode()).hexdigest()[:16]
+    kinds = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
+    found = described, _settings(), _dtypes({"cpu", *kinds})
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def _described(arg: Any, weight: str | None) -> tuple[Any, ...]:
@@ -100,6 +102,15 @@ def _settings() -> tuple[Any, ...]:
     others = cuda.cudnn_sdp_enabled(), torch.backends.cudnn.enabled, mkldnn.is_available()
     enabled = _get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     return attention, others, enabled, torch.are_deterministic_algorithms_enabled()
+
+
+def _dtypes(kinds: Set[str]) -> tuple[Any, ...]:
+    """Return the dtypes that ops take by themselves, and the device of new tensors."""
+    casts = [
+        (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
+        for kind in sorted(kinds)
+    ]
+    return casts, str(torch.get_default_dtype()), str(torch.get_default_device())
 
 
 def _read(path: Path) -> TaskGraph | None:

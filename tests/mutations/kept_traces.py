@@ -194,8 +194,8 @@ OF_KEPT_TRACES = (
     mutant(
         "other-settings-share-a-taskgraph",
         RECORDED,
-        "repr((described, _settings()))",
-        "repr(described)",
+        "found = described, _settings(), ",
+        "found = described, ",
         TASKGRAPHS,
     ),
     mutant(
@@ -246,5 +246,19 @@ OF_KEPT_TRACES = (
         ' and str(value).partition(".")[0] in OF_RELEASES',
         "",
         "unit/capture/test_identities.py",
+    ),
+    mutant(
+        "casts-by-themselves-share-a-taskgraph",
+        RECORDED,
+        "    return casts, ",
+        "    return ",
+        TASKGRAPHS,
+    ),
+    mutant(
+        "tensors-of-other-devices-share-a-taskgraph",
+        RECORDED,
+        ", str(torch.get_default_device())",
+        "",
+        TASKGRAPHS,
     ),
 )

@@ -161,6 +161,15 @@ def without_mkldnn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
 def without_fast_paths() -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(not before)
@@ -177,7 +186,10 @@ def without_fast_paths() -> Iterator[None]:
         without_mkldnn,
         lambda: torch.backends.cudnn.flags(enabled=False),
         deterministic,
+        double_by_default,
         without_fast_paths,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("meta"),
     ],
 )
 def test_other_settings_of_torch_are_recorded(
