@@ -109,15 +109,25 @@ def report(lines: Sequence[Line]) -> tuple[list[str], int]:
     return table(heads, rows), num_rises
 
 
-def main() -> int:
-    """Make the plans and tell about them; exit status 1 if a time rises."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options_of_passes(description: str, batch: str) -> argparse.Namespace:
+    """Read the options of a benchmark that plans many passes.
+
+    Args:
+        description: Of the benchmark.
+        batch: The default of the batches.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--models", default=",".join([*CONFIGS, "llama-7b"]))
     parser.add_argument("--phases", default="prefill,decode")
-    parser.add_argument("--batch", default="1,4,16")
+    parser.add_argument("--batch", default=batch)
     parser.add_argument("--hardware", default="a100-80gb")
     parser.add_argument("--out", type=Path, required=True, help="files without their endings")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Make the plans and tell about them; exit status 1 if a time rises."""
+    arguments = options_of_passes(__doc__.splitlines()[0], "1,4,16")
     path = arguments.out.with_suffix(".jsonl")
     lines: list[Line] = []
     if path.exists():

@@ -14,11 +14,11 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from operator import itemgetter
 
+from budget_steps import Line, Pass, options_of_passes, pass_of
 from planned_page import table
-from planner_everywhere import CONFIGS, models
+from planner_everywhere import models
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
@@ -30,7 +30,6 @@ from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
 
 DEAR_NS = 10_000
 PERCENTS = (5, 10, 25, 50, 75, 90, 95)
-Line = dict[str, Any]
 
 
 def with_latency(profile: HardwareProfile, latency_ns: int) -> HardwareProfile:
@@ -80,35 +79,24 @@ def lines_of(arguments: argparse.Namespace) -> Iterator[Line]:
 
 def rows_of(lines: list[Line]) -> list[tuple[str, ...]]:
     """Return a row of the table for each pass: the largest figures, and their budgets."""
-    passes: dict[tuple[str, str, int], list[Line]] = {}
+    passes: dict[Pass, list[Line]] = {}
     for line in lines:
         if "predicted_ns" in line:
-            passes.setdefault((line["model"], line["phase"], line["batch"]), []).append(line)
+            passes.setdefault(pass_of(line), []).append(line)
     rows = []
     for (model, phase, batch), each in passes.items():
-        worst = [
-            max(each, key=lambda line: line[name])
-            for name in ("copies", "at_10_us", "with_10_us_more", "over_plan_for_more")
-        ]
-        most, *factors = worst
-        names = ("at_10_us", "with_10_us_more", "over_plan_for_more")
-        told = (
-            f"{line[name]:.3f} ({line['percent']}%, {line['copies']})"
-            for line, name in zip(factors, names, strict=True)
-        )
+        most = max(each, key=itemgetter("copies"))
+        told = []
+        for name in ("at_10_us", "with_10_us_more", "over_plan_for_more"):
+            worst = max(each, key=itemgetter(name))
+            told.append(f"{worst[name]:.3f} ({worst['percent']}%, {worst['copies']})")
         rows.append((model, phase, str(batch), f"{most['copies']} ({most['percent']}%)", *told))
     return rows
 
 
 def main() -> int:
     """Make the plans, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join([*CONFIGS, "llama-7b"]))
-    parser.add_argument("--phases", default="prefill,decode")
-    parser.add_argument("--batch", default="1,16")
-    parser.add_argument("--hardware", default="a100-80gb")
-    parser.add_argument("--out", type=Path, required=True, help="files without their endings")
-    arguments = parser.parse_args()
+    arguments = options_of_passes(__doc__.splitlines()[0], "1,16")
     lines: list[Line] = []
     with arguments.out.with_suffix(".jsonl").open("w", encoding="utf-8") as file:
         for line in lines_of(arguments):

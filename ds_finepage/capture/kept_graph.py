@@ -29,6 +29,9 @@ ARGUMENT, MODULE, NUMBER = "argument", "module", "number"
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
+DIGEST = "ds_finepage_digest"
+"""The metadata of a graph that was written or read: the hash of its bytes."""
+
 HINT = 4
 """The size that a symbol of a kept graph stands for, where torch wants one."""
 
@@ -37,7 +40,7 @@ def dump_graph(module: GraphModule) -> bytes:
     """Write a graph.
 
     Args:
-        module: What Dynamo hands to its backend. Its nodes get metadata.
+        module: What Dynamo hands to its backend. It gets metadata, and so do its nodes.
 
     Raises:
         NotKeptError: The graph holds tensors or graphs.
@@ -57,11 +60,11 @@ def dump_graph(module: GraphModule) -> bytes:
         ops_filter=None, node_metadata_key_filter=lambda key: key in (ARGUMENT, MODULE, NUMBER)
     )
     found: bytes = GraphPickler.dumps(module, options)
+    module.meta[DIGEST] = _digest_of(found)
     return found
 
 
-def digest_of_graph(content: bytes) -> str:
-    """Return a hash of a written graph."""
+def _digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -124,6 +127,7 @@ def load_graph(content: bytes) -> GraphModule:
             node.meta["example_value"] = 0
         if MODULE in node.meta:
             node.meta["nn_module_stack"] = {"": (node.meta[MODULE], None)}
+    module.meta[DIGEST] = _digest_of(content)
     module.recompile()
     return module
 

@@ -48,7 +48,7 @@ from ds_finepage.capture.identities import (
     identity_for,
     identity_of,
 )
-from ds_finepage.capture.kept_graph import digest_of_graph, dump_graph
+from ds_finepage.capture.kept_graph import dump_graph
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,6 @@ _BACKEND = re.compile("__compiled_fn_.*")
 _BUILTINS = re.compile(r"__builtins_dict___(\d+)")
 _ADDRESS = re.compile(r"_\d{6,}_c\d+")
 _OWN_PREFIX = "__ds_finepage_"
-
-GRAPH_DIGEST = "ds_finepage_digest"
-"""The metadata of a graph that is kept: its hash."""
 
 Named = tuple[str, ...]
 """A global that Dynamo made: ``("module", name)``, or ``("object", module, qualified name)``."""
@@ -129,7 +126,6 @@ class TraceTaker:
             with self._refusing() as draft:
                 if draft is not None:
                     draft.graphs.append(dump_graph(module))
-                    module.meta[GRAPH_DIGEST] = digest_of_graph(draft.graphs[-1])
             return backend(module, example_args)
 
         return keeping

@@ -79,7 +79,7 @@ def _digest_of_call(graph: DynamoGraph, args: Sequence[Any]) -> str:
         if isinstance(arg, torch.Tensor) or position in graph.key_positions
     ]
     kinds = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
-    found = described, _settings(), _dtypes({"cpu", *kinds})
+    found = described, _state_of_torch({"cpu", *kinds})
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
@@ -95,22 +95,26 @@ def _described(arg: Any, weight: str | None) -> tuple[Any, ...]:
     return weight, kind, tuple(arg.shape), arg.stride(), nbytes, place
 
 
-def _settings() -> tuple[Any, ...]:
-    """Return the settings of torch that decide into which ops a call falls."""
-    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
-    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-    others = cuda.cudnn_sdp_enabled(), torch.backends.cudnn.enabled, mkldnn.is_available()
-    enabled = _get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
-    return attention, others, enabled, torch.are_deterministic_algorithms_enabled()
+def _state_of_torch(kinds: Set[str]) -> tuple[Any, ...]:
+    """Return what decides into which ops a call falls, and which tensors they make.
 
-
-def _dtypes(kinds: Set[str]) -> tuple[Any, ...]:
-    """Return the dtypes that ops take by themselves, and the device of new tensors."""
-    casts = [
-        (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
-        for kind in sorted(kinds)
-    ]
-    return casts, str(torch.get_default_dtype()), str(torch.get_default_device())
+    Args:
+        kinds: Types of devices.
+    """
+    backends = torch.backends
+    return (
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+        backends.cudnn.enabled,
+        _get_mkldnn_enabled(),
+        backends.mha.get_fastpath_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)],
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+    )
 
 
 def _read(path: Path) -> TaskGraph | None:

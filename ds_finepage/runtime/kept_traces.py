@@ -39,15 +39,8 @@ if CAN_KEEP_TRACES:
         compiled,
     )
     from ds_finepage.capture.identities import digest_of
-    from ds_finepage.capture.kept_graph import digest_of_graph, load_graph
-    from ds_finepage.capture.traces import (
-        GRAPH_DIGEST,
-        Trace,
-        TraceTaker,
-        locals_of,
-        rebuild,
-        with_names,
-    )
+    from ds_finepage.capture.kept_graph import DIGEST, load_graph
+    from ds_finepage.capture.traces import Trace, TraceTaker, locals_of, rebuild, with_names
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +176,9 @@ class KeptTraces:
             backend: Runs graphs; those of kept traces too.
             wrap: Wraps the backend of new traces.
         """
-        self._backend = backend
+        self._backend = _keeping_taskgraphs(backend, self.folder)
         taker = TraceTaker(self.function, partial(_keep, self.folder))
-        kept = taker.wrap_backend(_keeping_taskgraphs(backend, self.folder))
-        return compiled(self.captured, wrap(kept), taker)
+        return compiled(self.captured, wrap(taker.wrap_backend(self._backend)), taker)
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled call that looks for a kept trace first."""
@@ -238,7 +230,6 @@ class KeptTraces:
     def _serve(self, trace: Trace, guards: Any) -> None:
         assert self._backend is not None, "traces serve what is compiled"
         module = load_graph(trace.graph)
-        keep_taskgraphs(module, self.folder, digest_of_graph(trace.graph))
         calls = weakref.ref(self.calls)
         guards.root.add_lambda_guard(partial(_is_running, calls), ["a call of ds_finepage"], None)
         # Two models of one class may be served by one trace, each by graphs of its own.
@@ -264,8 +255,8 @@ def _keeping_taskgraphs(backend: Backend, folder: Path) -> Backend:
     """Return a backend whose graphs have their taskgraphs in a folder; Dynamo keeps it for long."""
 
     def keeping(module: GraphModule, example_args: Sequence[Any]) -> Callable[..., Any]:
-        if GRAPH_DIGEST in module.meta:
-            keep_taskgraphs(module, folder, module.meta[GRAPH_DIGEST])
+        if DIGEST in module.meta:
+            keep_taskgraphs(module, folder, module.meta[DIGEST])
         return backend(module, example_args)
 
     return keeping

@@ -22,8 +22,9 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-PAGE = {"page_size", "block_size"}.intersection(f.name for f in fields(ContinuousBatchingConfig))
-"""transformers 5.17 calls the rows of a page by another name than 5.24, which knows both."""
+NAMES = {f.name for f in fields(ContinuousBatchingConfig)}
+PAGE_SIZE = "page_size" if "page_size" in NAMES else "block_size"
+"""The setting has the second name in transformers 5.17."""
 LENGTHS = (5, 40, 17, 3, 60, 33)
 
 
@@ -47,7 +48,7 @@ def outputs_of(model: Any, **settings: Any) -> list[Any]:
             max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
         continuous_batching_config=ContinuousBatchingConfig(
-            max_batch_tokens=64, max_requests_per_batch=4, **{max(PAGE): 16}, **settings
+            max_batch_tokens=64, max_requests_per_batch=4, **{PAGE_SIZE: 16}, **settings
         ),
         progress_bar=False,
     )

@@ -166,15 +166,15 @@ OF_KEPT_TRACES = (
     mutant(
         "a-kept-trace-is-recorded-again",
         SERVING,
-        "        keep_taskgraphs(module, self.folder, digest_of_graph(trace.graph))\n",
-        "",
+        "self._backend = _keeping_taskgraphs(backend, self.folder)",
+        "self._backend = backend",
         KEPT,
     ),
     mutant(
         "a-new-trace-has-no-taskgraphs",
-        SERVING,
-        "if GRAPH_DIGEST in module.meta:",
-        "if False:",
+        "capture/kept_graph.py",
+        "    module.meta[DIGEST] = _digest_of(found)\n",
+        "",
         KEPT,
     ),
     mutant(
@@ -194,15 +194,15 @@ OF_KEPT_TRACES = (
     mutant(
         "other-settings-share-a-taskgraph",
         RECORDED,
-        "found = described, _settings(), ",
-        "found = described, ",
+        'found = described, _state_of_torch({"cpu", *kinds})',
+        "found = described",
         TASKGRAPHS,
     ),
     mutant(
         "other-kernels-of-attention-share-a-taskgraph",
         RECORDED,
-        "return attention, others,",
-        "return others,",
+        "        backends.cuda.flash_sdp_enabled(),\n",
+        "",
         TASKGRAPHS,
     ),
     mutant(
@@ -250,14 +250,14 @@ OF_KEPT_TRACES = (
     mutant(
         "casts-by-themselves-share-a-taskgraph",
         RECORDED,
-        "    return casts, ",
-        "    return ",
+        "[(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]",
+        "None",
         TASKGRAPHS,
     ),
     mutant(
         "tensors-of-other-devices-share-a-taskgraph",
         RECORDED,
-        ", str(torch.get_default_device())",
+        "        torch.get_default_device(),\n",
         "",
         TASKGRAPHS,
     ),
