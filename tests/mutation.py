@@ -43,6 +43,7 @@ from tests.mutations.planning import PLANNING
 from tests.mutations.predicting import PREDICTING
 from tests.mutations.rank_commands import OF_RANK_COMMANDS
 from tests.mutations.ranks import OF_RANKS
+from tests.mutations.recompiling import OF_RECOMPILING
 from tests.mutations.replaying import REPLAYING
 from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
@@ -61,6 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *RUNNING,
     *RUNTIME,
     *OF_KEPT_TRACES,
+    *OF_RECOMPILING,
     *OF_KV_PLACES,
     *OF_RANKS,
     *OF_RANK_COMMANDS,

@@ -14,12 +14,23 @@ from torch._C import (
 )
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import (
+    get_eval_frame_callback,
+    reset_code,
+    set_code_exec_strategy,
+)
 from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import graph_break, maybe_mark_dynamic, trace_rules
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.eval_frame import (
+    OptimizedModule,
+    _debug_get_cache_entry_list,
+    skip_code,
+)
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.source import ConstantSource
@@ -61,6 +72,8 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "FrameAction",
+    "FrameExecStrategy",
     "FunctionalTensorMode",
     "OptimizedModule",
     "ProxyTorchDispatchMode",
@@ -73,6 +86,7 @@ __all__ = [
     "TorchDynamoException",
     "ValueRanges",
     "_construct_storage_from_data_pointer",
+    "_debug_get_cache_entry_list",
     "_disable_current_modes",
     "_disabled_torch_function_impl",
     "_enable_record_function",
@@ -95,6 +109,9 @@ __all__ = [
     "is_traceable_wrapper_subclass_type",
     "maybe_mark_dynamic",
     "peek_interpreter_stack",
+    "register_bytecode_hook",
+    "reset_code",
+    "set_code_exec_strategy",
     "skip_code",
     "sympy_interp",
     "trace_rules",

@@ -24,13 +24,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ds_finepage._compat.torch import callback_handler, dynamo_config, maybe_mark_dynamic
+from ds_finepage._compat.torch import (
+    callback_handler,
+    dynamo_config,
+    maybe_mark_dynamic,
+    register_bytecode_hook,
+)
 from ds_finepage.capture.paged_cache import open_paged_caches
 from ds_finepage.capture.progress import Progress
 
@@ -140,9 +145,15 @@ class QuickTracing:
     Dynamo takes all numbers as constants meanwhile.
     """
 
-    def __init__(self, hooks: OwnHooks) -> None:
-        """Take the hooks to hide."""
+    def __init__(self, hooks: OwnHooks, take_code: Callable[[CodeType], None]) -> None:
+        """Make no trace yet.
+
+        Args:
+            hooks: The hooks to hide.
+            take_code: Takes each code object that Dynamo makes a graph of.
+        """
         self._hooks = hooks
+        self._take_code = take_code
         self._thread: int | None = None
         self._given: Arguments = ((), {})
         self._has_traced = self._stopped_collector = False
@@ -228,9 +239,14 @@ class QuickTracing:
         # input that the ops read, and no plan can know it.
         settings = {"run_gc_after_compile": False, "specialize_float": True}
         self._settings.enter_context(dynamo_config.patch(settings))
+        self._settings.callback(register_bytecode_hook(self._take).remove)
         if gc.isenabled():
             self._stopped_collector = True
             gc.disable()
+
+    def _take(self, code: CodeType, new_code: CodeType) -> None:
+        if get_ident() == self._thread:
+            self._take_code(code)
 
     def _restore_compiler(self) -> None:
         if self._has_traced:

@@ -17,14 +17,14 @@ from ds_finepage.integrations.transformers.preflight import WatchedGenerate, Wat
 from ds_finepage.runtime.interception import (
     ModuleTree,
     PlannedCall,
-    allow_recompiles,
     attribute_restorer,
     captured_call,
     eager_where_refused,
     entries,
     moved_buffers,
 )
-from ds_finepage.runtime.kept_traces import KeptTraces, open_traces
+from ds_finepage.runtime.kept_traces import KeptTraces, open_traces, traced_function
+from ds_finepage.runtime.recompiles import CodeClaim
 
 COMPILED_ONLY = ("use_associative_scan",)
 """Attributes by which modules of transformers take another algorithm where they are compiled. Its
@@ -133,7 +133,8 @@ class Attachment:
                 if getattr(part, name, None) is True:
                     self._undo.append(attribute_restorer(part, name))
                     setattr(part, name, False)
-        self._undo.append(allow_recompiles())
+        self._claim = CodeClaim(calls)
+        self._undo.append(self._claim.close)
         generation = getattr(module, "generation_config", None)
         if generation is not None:  # transformers would compile a compiled call once more
             self._undo.append(attribute_restorer(generation, "disable_compile"))
@@ -149,10 +150,10 @@ class Attachment:
 
     def remove(self) -> None:
         """Remove it; the module is as it was."""
+        self._forget_traces()
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        self._forget_traces()
 
     def _forget_traces(self) -> None:
         for kept in self._kept:
@@ -170,7 +171,11 @@ class Attachment:
 
     def _compile(self, module: torch.nn.Module) -> Callable[..., Any]:
         captured = captured_call(module, self._weights)
-        tracing, backend = QuickTracing(self._own_hooks), weak_backend(self._calls)
+        first = traced_function(captured, module)
+        if (code := getattr(first, "__code__", None)) is not None:
+            self._claim.add(code)
+        tracing = QuickTracing(self._own_hooks, self._claim.add)
+        backend = weak_backend(self._calls)
         kept = open_traces(captured, module, self._calls, self._device)
         if kept is None:
             compiled = torch.compile(captured, backend=tracing.wrap_backend(backend))

@@ -16,7 +16,6 @@ import torch
 from ds_finepage._compat.torch import (
     OptimizedModule,
     TorchDynamoException,
-    dynamo_config,
     get_eval_frame_callback,
     skip_code,
     trace_rules,
@@ -26,9 +25,6 @@ from ds_finepage.execution.fallback import RunningCall, is_traced
 from ds_finepage.execution.stores import WeightTable, own_weights
 
 logger = logging.getLogger(__name__)
-
-MIN_RECOMPILES = 64
-"""Dynamo's own limit of 8 graphs a function is too low where each layer has a graph break."""
 
 _PARAMETERS = attrgetter("_parameters")
 _CHILDREN = attrgetter("_modules")
@@ -234,17 +230,3 @@ def eager_where_refused(
         return torch.compiler.disable(module._call_impl)(*args, **kwargs)
 
     return call
-
-
-def allow_recompiles() -> Callable[[], None]:
-    """Raise Dynamo's recompile limit; return a function that restores it."""
-    config = dynamo_config
-    before = config.recompile_limit
-    if before >= MIN_RECOMPILES:
-        return lambda: None
-    config.recompile_limit = MIN_RECOMPILES
-
-    def restore() -> None:
-        config.recompile_limit = before
-
-    return restore

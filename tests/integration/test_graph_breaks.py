@@ -312,6 +312,34 @@ def test_behind_the_recompile_limit_a_model_still_runs() -> None:
     handle.detach()
 
 
+def test_any_number_of_models_of_a_class_run_by_plan_one_after_another() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 16)
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for _ in range(4):
+            model = Broken("graph_break").eval()
+            plain = model(x)
+            handle = attach(model, device_budget="1MiB", device="cpu")
+            assert torch.equal(model(x), plain)
+            assert handle.stats.num_unplanned_modules == 0
+            handle.detach()
+        assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__)
+
+
+def test_a_model_runs_by_plan_after_others_were_compiled_up_to_the_limit() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 16)
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for _ in range(4):
+            torch.compile(Broken(""), backend=lambda graph, _: graph.forward)(x)
+        model = Broken("").eval()
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        assert torch.equal(model(x), plain)
+        assert handle.stats.num_unplanned_modules == 0 and handle.stats.num_captures == 1
+        handle.detach()
+
+
 @pytest.mark.parametrize(
     "function",
     (

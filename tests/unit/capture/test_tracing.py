@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.convert_frame import _bytecode_hooks
 
 from ds_finepage.capture.progress import Progress
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing, mark_growing
@@ -60,7 +62,7 @@ def model() -> Pair:
 
 
 def compiled(model: Pair, hooks: OwnHooks, seen: list[tuple[list[int], bool]]) -> Any:
-    tracing = QuickTracing(hooks)
+    tracing = QuickTracing(hooks, ignore)
 
     def see(_: Any) -> None:
         seen.append((num_hooks(model), gc.isenabled()))
@@ -160,7 +162,7 @@ def test_hooks_that_come_and_go_are_noticed_once(model: Pair) -> None:
 
 def test_a_trace_that_fails_leaves_all_as_it_was(model: Pair) -> None:
     hooks = hooked(model)
-    tracing = QuickTracing(hooks)
+    tracing = QuickTracing(hooks, ignore)
 
     def fail(*_: Any) -> Any:
         tracing._begin(None)
@@ -172,7 +174,7 @@ def test_a_trace_that_fails_leaves_all_as_it_was(model: Pair) -> None:
 
 
 def test_the_compiler_of_another_thread_hides_nothing(model: Pair) -> None:
-    tracing = QuickTracing(hooked(model))
+    tracing = QuickTracing(hooked(model), ignore)
     tracing._begin(None)  # nobody in this thread has called
     assert num_hooks(model) == [1] * 6 and gc.isenabled()
 
@@ -187,7 +189,7 @@ def test_a_collector_that_was_off_stays_off(model: Pair) -> None:
 
 
 def test_cycles_that_tracing_leaves_are_gone_after_the_call(model: Pair) -> None:
-    tracing = QuickTracing(hooked(model))
+    tracing = QuickTracing(hooked(model), ignore)
     left: list[weakref.ref[Any]] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -257,3 +259,20 @@ def test_rows_with_room_are_marked_and_so_is_their_room() -> None:
     for room in (RoomLayer.key_room, RoomLayer.value_room):
         assert room._dynamo_weak_dynamic_indices == {2}  # type: ignore[attr-defined]
     assert mask._dynamo_weak_dynamic_indices == {1}  # type: ignore[attr-defined]
+
+
+def test_all_code_that_dynamo_makes_graphs_of_is_told(model: Pair) -> None:
+    taken: list[str] = []
+    tracing = QuickTracing(hooked(model), lambda code: taken.append(code.co_name))
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        other = threading.Thread(target=tracing._take, args=[Pair.__init__.__code__] * 2)
+        other.start()
+        other.join()  # what another thread compiles is not for this model
+        return graph.forward
+
+    model.breaks = True
+    before = len(_bytecode_hooks)
+    tracing.wrap(torch.compile(model._call_impl, backend=backend))(torch.ones(2, 4))
+    assert taken[0] == "forward" and len(taken) == 2  # and what follows the graph break
+    assert len(_bytecode_hooks) == before

@@ -1,0 +1,90 @@
+"""Keeps Dynamo's limits away from attached models, and takes their graphs back out of its code.
+
+Dynamo counts the graphs of a code object, whoever they are for. At a limit it gives that code up:
+it makes no graph any more, and calls of a model run without a plan. All models of a class share the
+code of ``forward``, and those of transformers share that of the decorator around it. Their graphs
+stay in it when they are detached.
+
+So there is no limit while a model is attached. When it is detached, the code that it had graphs of
+is as before Dynamo saw it. Whoever else has graphs there, and is not attached, has them made again.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import CodeType
+
+from ds_finepage._compat.torch import (
+    FrameAction,
+    FrameExecStrategy,
+    _debug_get_cache_entry_list,
+    dynamo_config,
+    reset_code,
+    set_code_exec_strategy,
+)
+
+LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+"""Settings of Dynamo: graphs of a code object, and graphs that it was ever compiled to."""
+
+NO_LIMIT = 2**31 - 1
+
+_lock = threading.RLock()  # the garbage collector may close a claim while another one is made
+_claims: list[set[CodeType]] = []  # the code objects of each attached model
+_left: set[CodeType] = set()  # the code objects of models that were forgotten while attached
+_before: dict[str, int] = {}  # Dynamo's limits while no model is attached
+
+
+class CodeClaim:
+    """The code objects that one attached model has graphs of."""
+
+    def __init__(self, owner: object) -> None:
+        """Lift the limits.
+
+        Args:
+            owner: The claim ends with it, at the latest.
+        """
+        self._codes: set[CodeType] = set()
+        with _lock:
+            if not _claims:
+                _before.update((name, getattr(dynamo_config, name)) for name in LIMITS)
+                for name in LIMITS:
+                    setattr(dynamo_config, name, NO_LIMIT)
+            _claims.append(self._codes)
+        # The garbage collector may run while Dynamo is at work in that code, so code stays then.
+        self._forget = weakref.finalize(owner, _end, self._codes)
+        self._forget.atexit = False
+
+    def add(self, code: CodeType) -> None:
+        """Add a code object; if Dynamo has given it up, it makes graphs of it again."""
+        if code in self._codes:
+            return
+        self._codes.add(code)
+        if len(_debug_get_cache_entry_list(code)) >= _before["recompile_limit"]:
+            makes_graphs = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+            set_code_exec_strategy(code, makes_graphs)
+
+    def close(self) -> None:
+        """Take all graphs out of the code that no other attached model has graphs of.
+
+        The last claim restores the limits.
+        """
+        with _lock:
+            if self._forget() is None:
+                return  # it has ended before
+            for code in _left - set().union(*_claims):
+                _left.remove(code)
+                reset_code(code)
+
+
+def _end(codes: set[CodeType]) -> set[CodeType]:
+    """End a claim; its code stays as it is."""
+    with _lock:
+        at = next(i for i, claimed in enumerate(_claims) if claimed is codes)
+        del _claims[at]
+        _left.update(codes)
+        if not _claims:
+            for name, limit in _before.items():
+                if getattr(dynamo_config, name) == NO_LIMIT:
+                    setattr(dynamo_config, name, limit)
+    return codes

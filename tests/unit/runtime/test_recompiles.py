@@ -1,0 +1,136 @@
+"""Dynamo's limits while models are attached, and the graphs that are left in shared code."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from types import CodeType
+
+import pytest
+import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list as graphs_of
+
+from ds_finepage._compat.torch import dynamo_config
+from ds_finepage.runtime import recompiles
+from ds_finepage.runtime.recompiles import LIMITS, NO_LIMIT, CodeClaim
+
+X = torch.ones(2)
+
+
+class Owner:
+    """Stands for what receives the calls of an attached model."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no model of another test count, and restore Dynamo's limits."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(recompiles, "_claims", [])
+    monkeypatch.setattr(recompiles, "_left", set())
+    with dynamo_config.patch(recompile_limit=2, accumulated_recompile_limit=100):
+        yield
+
+
+def limits() -> list[int]:
+    return [getattr(dynamo_config, name) for name in LIMITS]
+
+
+def function() -> Callable[[torch.Tensor, int], torch.Tensor]:
+    def add(x: torch.Tensor, number: int) -> torch.Tensor:
+        return x + number
+
+    add.__code__ = add.__code__.replace(co_name="another")  # a code object of its own
+    return add
+
+
+def code_of(call: Callable[..., object]) -> CodeType:
+    found: CodeType = call.__code__  # type: ignore[attr-defined]
+    return found
+
+
+def compiled(call: Callable[..., torch.Tensor], times: int) -> list[int]:
+    """Compile a function for several models; return the numbers of the graphs that were made."""
+    made: list[int] = []
+
+    def compiled_for(number: int) -> None:
+        def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+            made.append(number)
+            return graph.forward
+
+        assert torch.equal(torch.compile(call, backend=backend)(X, 1), X + 1)
+
+    for number in range(times):
+        compiled_for(number)
+    return made
+
+
+def test_there_is_no_limit_while_a_model_is_attached() -> None:
+    owners = [Owner() for _ in range(2)]
+    claims = [CodeClaim(owner) for owner in owners]
+    assert limits() == [NO_LIMIT] * 2
+    claims[0].close()
+    claims[0].close()
+    assert limits() == [NO_LIMIT] * 2  # the other one is still attached
+    claims[1].close()
+    assert limits() == [2, 100]
+
+
+def test_a_limit_that_is_set_meanwhile_stays() -> None:
+    owner = Owner()
+    claim = CodeClaim(owner)
+    dynamo_config.recompile_limit = 7
+    claim.close()
+    assert limits() == [7, 100]
+
+
+def test_graphs_go_with_the_last_model_that_has_some() -> None:
+    add, owners = function(), [Owner() for _ in range(2)]
+    claims = [CodeClaim(owner) for owner in owners]
+    for claim in claims:
+        claim.add(code_of(add))
+    assert compiled(add, 3) == [0, 1, 2]
+    claims[0].close()
+    assert len(graphs_of(code_of(add))) == 3
+    claims[1].close()
+    assert graphs_of(code_of(add)) == []
+
+
+def test_code_without_a_claim_keeps_its_graphs() -> None:
+    add, owner = function(), Owner()
+    claim = CodeClaim(owner)
+    compiled(add, 1)
+    claim.close()
+    assert len(graphs_of(code_of(add))) == 1
+
+
+def test_code_that_dynamo_gave_up_makes_graphs_again() -> None:
+    add, owner = function(), Owner()
+    assert compiled(add, 4) == [0, 1]
+    claim = CodeClaim(owner)
+    assert compiled(add, 1) == []
+    claim.add(code_of(add))
+    assert compiled(add, 1) == [0]
+    claim.close()
+
+
+def test_code_that_is_to_be_skipped_stays_so() -> None:
+    add, owner = function(), Owner()
+    torch._dynamo.eval_frame.skip_code(code_of(add))
+    claim = CodeClaim(owner)
+    claim.add(code_of(add))
+    assert compiled(add, 1) == []
+    claim.close()
+
+
+def test_a_model_that_is_forgotten_leaves_no_limit_lifted() -> None:
+    """Its graphs go later: the collector may run while Dynamo is at work in that code."""
+    add, owner = function(), Owner()
+    CodeClaim(owner).add(code_of(add))
+    compiled(add, 1)
+    del owner
+    gc.collect()
+    assert limits() == [2, 100]
+    assert len(graphs_of(code_of(add))) == 1
+    other = Owner()
+    CodeClaim(other).close()
+    assert graphs_of(code_of(add)) == []
