@@ -247,7 +247,8 @@ def report(lines: Iterable[Line]) -> tuple[str, int]:
                 f"{sum(bool(misses(c)) for c in each)} of {len(each)}",
             )
         )
-    headings = ("model", "phase", "batch", "budgets", "time / bound: median", "worst (at)")
+    headings: tuple[str, ...] = ("model", "phase", "batch", "budgets")
+    headings += ("time / bound: median", "worst (at)")
     headings += ("over the best other policy: worst", "nodes a task", "plan s", "cases that miss")
     beyond = [case for case in cases if misses(case)]
     listed = (

@@ -40,8 +40,9 @@ class FinepageOptions:
         large_sizes: As many sizes count as the largest, one after another.
         grained_rings: Rings for few large slices to try.
         rings_of_short_passes: More of them. A short one leaves room to keep weights in a small
-            arena. Long ones help where weights are small beside the activations: some stretches of
-            a pass use many weights in a short time.
+            arena. One that holds a single slice needs the fewest copies, and the next copy waits
+            for the slice's task. Long ones help where weights are small beside the activations:
+            some stretches of a pass use many weights in a short time.
         slices_a_task: Most slices to stream, in units of the tasks, where a longer ring has room.
         always_slices: As many slices are always fine.
         most_short_lengths: Plans with more slices to try where no longer ring has room.
@@ -95,8 +96,12 @@ class FinepageOptions:
         GrainedRing(4, 2, 1),
     )
     rings_of_short_passes: tuple[GrainedRing, ...] = (
+        GrainedRing(1, 1, 1, keeps_small=True),
+        GrainedRing(1.4, 1, 1),
         GrainedRing(0.5, 2, 1, keeps_small=True),
+        GrainedRing(1.4, 2, 1, keeps_small=True),
         GrainedRing(1.5, 2, 1, keeps_small=True),
+        GrainedRing(0.7, 2, 0.5, keeps_small=True),
         GrainedRing(1.5, 2, 0.5),
         GrainedRing(3, 2, 0.5),
         GrainedRing(4, 4, 0.5),

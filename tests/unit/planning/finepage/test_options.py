@@ -93,5 +93,6 @@ def test_whole_weights_are_tried_beside_cut_ones_only_if_that_is_on() -> None:
     arena_bytes = needed_arena_bytes(graph, UNIT) * 95 // 100
     problem = Problem(graph, arena_bytes, UNIT, profile, split=True)
     for tries_whole in (True, False):
-        plan = check(plan_finepage(problem, FinepageOptions(tries_whole=tries_whole)))
+        options = FinepageOptions(tries_whole=tries_whole, rings_of_short_passes=())
+        plan = check(plan_finepage(problem, options))
         assert any(task.op == JOIN for task in plan.graph.tasks) is not tries_whole

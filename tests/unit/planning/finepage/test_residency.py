@@ -11,7 +11,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage import choices
 from ds_finepage.planning.finepage.choices import Choice
-from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -123,7 +123,7 @@ def test_a_short_pass_gets_shorter_and_longer_rings_too() -> None:
         return [found.nbytes for found in weights.grained_rings(graph.weight_bytes * 2 // 3)]
 
     short, long = lengths(len(graph.tasks)), lengths(len(graph.tasks) - 1)
-    assert len(short) == len(long) + 6
+    assert len(short) == len(long) + len(DEFAULTS.rings_of_short_passes)
     assert max(short) > 2 * max(long) and 1.1 * min(short) < min(long)
 
 

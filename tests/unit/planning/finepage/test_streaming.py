@@ -10,7 +10,7 @@ import pytest
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.planning.finepage.forecast import written
-from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.options import FinepageOptions, GrainedRing
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.streaming import streaming_plans
@@ -48,6 +48,15 @@ def largest_copy(plan: MemGraph) -> int:
 def test_a_latency_brings_plans_of_fewer_copies() -> None:
     fewest = min(map(num_copies, plans(problem(90, 0))))
     assert min(map(num_copies, plans(problem(90, 20_000)))) < fewest
+
+
+def test_a_ring_of_one_slice_needs_the_fewest_copies() -> None:
+    def fewest(num_slices: int) -> int:
+        only = (GrainedRing(1.4, num_slices, 1),)
+        found = plans(problem(75, 20_000), grained_rings=only, rings_of_short_passes=())
+        return min(map(num_copies, found))
+
+    assert fewest(1) < fewest(2) < fewest(4)
 
 
 def test_short_slices_serve_only_where_no_longer_ring_has_room() -> None:
