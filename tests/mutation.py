@@ -50,6 +50,7 @@ from tests.mutations.running import RUNNING
 from tests.mutations.runtime import RUNTIME
 from tests.mutations.slices import SLICES
 from tests.mutations.smaller_arenas import SMALLER_ARENAS
+from tests.mutations.unguarded import OF_UNGUARDED
 
 MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
@@ -63,6 +64,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *RUNTIME,
     *OF_KEPT_TRACES,
     *OF_RECOMPILING,
+    *OF_UNGUARDED,
     *OF_KV_PLACES,
     *OF_RANKS,
     *OF_RANK_COMMANDS,

@@ -51,6 +51,7 @@ from torch.fx.experimental.symbolic_shapes import (
     has_free_unbacked_symbols,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -66,6 +67,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
+    "GLOBAL_HOOKS",
     "ConstantSource",
     "DataDependentOutputException",
     "DimDynamic",
@@ -120,6 +122,9 @@ __all__ = [
     "tree_map_only",
     "wrap_inline",
 ]
+
+GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks)
+"""The hooks around every module of the process, by number."""
 
 
 def group_named(name: str) -> ProcessGroup:

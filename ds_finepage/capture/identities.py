@@ -165,6 +165,11 @@ def _methods_of(owner: type) -> str:
     return found.hexdigest()[:32]
 
 
+def forget_classes() -> None:
+    """Look at the methods of classes again: they may be other ones now."""
+    _methods_of.cache_clear()
+
+
 def _place_of(code: CodeType) -> str:
     """Return where some code is written, which is fast; a trace keeps hashes of the files."""
     if code.co_filename.startswith("<"):

@@ -76,20 +76,6 @@ class OwnHooks:
         dicts = ([getattr(part, name) for name in HOOK_DICTS] for part in module.modules())
         self._modules = [d for d in dicts if any(self._own.intersection(hooks) for hooks in d)]
         self._hidden: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._dicts = list(chain.from_iterable(self._modules))
-        self._counts = self._count()
-
-    def _count(self) -> list[int]:
-        return list(map(len, self._dicts))  # fast: every call of the model counts
-
-    def changed(self) -> bool:
-        """Tell whether hooks of others came or went since the last look.
-
-        Dynamo has no guard on a dictionary that was empty while it traced, so the graphs that it
-        has made may lack a hook.
-        """
-        before, self._counts = self._counts, self._count()
-        return before != self._counts
 
     def hide(self) -> None:
         """Empty the dictionaries of each module that has nothing but own hooks.
@@ -145,15 +131,21 @@ class QuickTracing:
     Dynamo takes all numbers as constants meanwhile.
     """
 
-    def __init__(self, hooks: OwnHooks, take_code: Callable[[CodeType], None]) -> None:
+    def __init__(
+        self,
+        hooks: OwnHooks,
+        take_code: Callable[[CodeType], None],
+        after_trace: Callable[[], None],
+    ) -> None:
         """Make no trace yet.
 
         Args:
             hooks: The hooks to hide.
             take_code: Takes each code object that Dynamo makes a graph of.
+            after_trace: Called at the end of each call that Dynamo has traced.
         """
         self._hooks = hooks
-        self._take_code = take_code
+        self._take_code, self._after_trace = take_code, after_trace
         self._thread: int | None = None
         self._given: Arguments = ((), {})
         self._has_traced = self._stopped_collector = False
@@ -252,6 +244,7 @@ class QuickTracing:
         if self._has_traced:
             self._has_traced = False
             self._settings.close()
+            self._after_trace()
             # Dynamo leaves cycles behind that hold the call's tensors. They are young, because
             # nothing was collected since: no need to walk all of torch and transformers.
             gc.collect(1)

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing
+from ds_finepage.capture.unguarded import Unguarded
 from ds_finepage.execution.fallback import RunningCall, hook_modules
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.batching import BATCHING, BudgetedBatching
@@ -147,6 +148,7 @@ class Attachment:
             self._undo.append(attribute_restorer(module, BATCHING))
             setattr(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
         self.tree.see()
+        self._unguarded = Unguarded(module)
 
     def remove(self) -> None:
         """Remove it; the module is as it was."""
@@ -162,7 +164,7 @@ class Attachment:
 
     def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return the call of the root, or of a part of it, as Dynamo compiles it."""
-        if self._own_hooks.changed():
+        if self._unguarded.changed():
             self._forget_traces()
         found = self._compiled.get(id(module))
         if found is None:
@@ -174,7 +176,8 @@ class Attachment:
         first = traced_function(captured, module)
         if (code := getattr(first, "__code__", None)) is not None:
             self._claim.add(code)
-        tracing = QuickTracing(self._own_hooks, self._claim.add)
+        # A forward may install hooks of its own; they are in the graph that is made then.
+        tracing = QuickTracing(self._own_hooks, self._claim.add, self._unguarded.see)
         backend = weak_backend(self._calls)
         kept = open_traces(captured, module, self._calls, self._device)
         if kept is None:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
 from ds_finepage.capture.paged_cache import has_paged_cache
+from ds_finepage.capture.unguarded import kernel_settings
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.fallback import RunningCall
@@ -149,7 +150,8 @@ class CallTaker:
         """Run one of Dynamo's graphs.
 
         Weights are arguments of a graph. Where a graph is the forward of one module, Dynamo runs
-        it for other modules of the same class too. Each choice of weights is a graph of ours.
+        it for other modules of the same class too. Each choice of weights is a graph of ours, and
+        so are other settings of torch's kernels.
 
         Args:
             module: The graph.
@@ -167,7 +169,7 @@ class CallTaker:
                     raise
 
     def _run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
-        chosen = (id(module), *(id(args[i]) for i in positions))
+        chosen = (id(module), *(id(args[i]) for i in positions), kernel_settings())
         if chosen not in self._graphs:
             name = f"graph {self._num_graphs}"
             self._graphs[chosen] = DynamoGraph(module, args, self._weights.names, name)

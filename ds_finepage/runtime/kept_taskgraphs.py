@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ds_finepage._compat.torch import _get_mkldnn_enabled
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.layouts import StridesOf
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.capture.recording import record
+from ds_finepage.capture.unguarded import kernel_settings
 from ds_finepage.errors import ConfigError, InvalidPlanError
 from ds_finepage.execution.disk_cache import read_own_file, write_own_file
 from ds_finepage.graph.codec import dumps, loads
@@ -101,15 +101,8 @@ def _state_of_torch(kinds: Set[str]) -> tuple[Any, ...]:
     Args:
         kinds: Types of devices.
     """
-    backends = torch.backends
     return (
-        backends.cuda.flash_sdp_enabled(),
-        backends.cuda.mem_efficient_sdp_enabled(),
-        backends.cuda.math_sdp_enabled(),
-        backends.cuda.cudnn_sdp_enabled(),
-        backends.cudnn.enabled,
-        _get_mkldnn_enabled(),
-        backends.mha.get_fastpath_enabled(),
+        *kernel_settings(),
         torch.are_deterministic_algorithms_enabled(),
         [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)],
         torch.get_default_dtype(),

@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 
 from ds_finepage._compat.torch import dynamo_config
 from ds_finepage._compat.traces import CAN_KEEP_TRACES
+from ds_finepage.capture.unguarded import has_global_hooks
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.disk_cache import open_folder, read_own_file, write_own_file
 from ds_finepage.execution.fallback import RunningCall
@@ -38,7 +39,7 @@ if CAN_KEEP_TRACES:
         _reset_precompile_entries,
         compiled,
     )
-    from ds_finepage.capture.identities import digest_of
+    from ds_finepage.capture.identities import digest_of, forget_classes
     from ds_finepage.capture.kept_graph import DIGEST, load_graph
     from ds_finepage.capture.traces import Trace, TraceTaker, locals_of, rebuild, with_names
 
@@ -85,12 +86,15 @@ def open_traces(
 
     Returns:
         None where traces are not kept: in other releases of torch, without a cache folder, where
-        the user has Dynamo keep its own or do nothing, and where several ranks run, because a graph
-        may name their groups.
+        the user has Dynamo keep its own or do nothing, where several ranks run, because a graph
+        may name their groups, and where hooks are called around all modules, which no guard tells.
     """
     is_off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
     if not CAN_KEEP_TRACES or dynamo_config.caching_precompile or is_off or _has_ranks():
         return None
+    if has_global_hooks():
+        return None
+    forget_classes()
     method, folder = traced_function(captured, module), open_folder(device)
     function = getattr(method, "__func__", method)
     if not isinstance(function, FunctionType) or folder is None:

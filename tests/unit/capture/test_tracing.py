@@ -62,7 +62,7 @@ def model() -> Pair:
 
 
 def compiled(model: Pair, hooks: OwnHooks, seen: list[tuple[list[int], bool]]) -> Any:
-    tracing = QuickTracing(hooks, ignore)
+    tracing = QuickTracing(hooks, ignore, ignore)
 
     def see(_: Any) -> None:
         seen.append((num_hooks(model), gc.isenabled()))
@@ -151,18 +151,9 @@ def test_nothing_is_hidden_where_dynamo_guards_on_empty_dictionaries(model: Pair
     assert num_hooks(model) == [1] * 6
 
 
-def test_hooks_that_come_and_go_are_noticed_once(model: Pair) -> None:
-    hooks = hooked(model)
-    assert not hooks.changed()
-    handle = model.first.register_forward_hook(ignore)
-    assert hooks.changed() and not hooks.changed()
-    handle.remove()
-    assert hooks.changed()
-
-
 def test_a_trace_that_fails_leaves_all_as_it_was(model: Pair) -> None:
     hooks = hooked(model)
-    tracing = QuickTracing(hooks, ignore)
+    tracing = QuickTracing(hooks, ignore, ignore)
 
     def fail(*_: Any) -> Any:
         tracing._begin(None)
@@ -174,7 +165,7 @@ def test_a_trace_that_fails_leaves_all_as_it_was(model: Pair) -> None:
 
 
 def test_the_compiler_of_another_thread_hides_nothing(model: Pair) -> None:
-    tracing = QuickTracing(hooked(model), ignore)
+    tracing = QuickTracing(hooked(model), ignore, ignore)
     tracing._begin(None)  # nobody in this thread has called
     assert num_hooks(model) == [1] * 6 and gc.isenabled()
 
@@ -189,7 +180,7 @@ def test_a_collector_that_was_off_stays_off(model: Pair) -> None:
 
 
 def test_cycles_that_tracing_leaves_are_gone_after_the_call(model: Pair) -> None:
-    tracing = QuickTracing(hooked(model), ignore)
+    tracing = QuickTracing(hooked(model), ignore, ignore)
     left: list[weakref.ref[Any]] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -263,7 +254,7 @@ def test_rows_with_room_are_marked_and_so_is_their_room() -> None:
 
 def test_all_code_that_dynamo_makes_graphs_of_is_told(model: Pair) -> None:
     taken: list[str] = []
-    tracing = QuickTracing(hooked(model), lambda code: taken.append(code.co_name))
+    tracing = QuickTracing(hooked(model), lambda code: taken.append(code.co_name), ignore)
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         other = threading.Thread(target=tracing._take, args=[Pair.__init__.__code__] * 2)
@@ -276,3 +267,12 @@ def test_all_code_that_dynamo_makes_graphs_of_is_told(model: Pair) -> None:
     tracing.wrap(torch.compile(model._call_impl, backend=backend))(torch.ones(2, 4))
     assert taken[0] == "forward" and len(taken) == 2  # and what follows the graph break
     assert len(_bytecode_hooks) == before
+
+
+def test_the_end_of_each_call_that_is_traced_is_told(model: Pair) -> None:
+    told: list[list[int]] = []
+    tracing = QuickTracing(hooked(model), ignore, lambda: told.append(num_hooks(model)))
+    call = tracing.wrap(torch.compile(model._call_impl, backend=lambda graph, _: graph.forward))
+    for _ in range(2):
+        call(torch.ones(2, 4))
+    assert told == [[1] * 6]  # the hooks are back by then

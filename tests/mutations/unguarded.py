@@ -1,0 +1,98 @@
+"""Faults in what is noticed of changes on which Dynamo has no guard."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutant
+
+NOTICED = "unit/capture/test_unguarded.py"
+CHANGES = "integration/test_unguarded.py"
+KEPT = "integration/test_kept_traces_unguarded.py"
+LOOK, SERVING = "capture/unguarded.py", "runtime/kept_traces.py"
+
+OF_UNGUARDED = (
+    mutant(
+        "hooks-that-come-are-not-noticed",
+        LOOK,
+        "        is_same = self._num_hooks == list(map(len, self._hooks))\n",
+        "        is_same = True\n",
+        NOTICED,
+    ),
+    mutant(
+        "a-hook-in-the-place-of-another-is-not-noticed",
+        LOOK,
+        "            is_same = self._keys == list(map(tuple, self._hooks))\n",
+        "",
+        NOTICED,
+    ),
+    mutant(
+        "hooks-around-all-modules-are-not-noticed",
+        LOOK,
+        "for hooks in _hooks_of(part)] + [*GLOBAL_HOOKS]",
+        "for hooks in _hooks_of(part)]",
+        NOTICED,
+        CHANGES,
+    ),
+    mutant(
+        "inherited-methods-are-not-looked-at",
+        LOOK,
+        "for base in type(part).__mro__)",
+        "for base in [type(part)])",
+        NOTICED,
+    ),
+    mutant(
+        "a-method-that-is-added-is-not-noticed",
+        LOOK,
+        "return found, list(map(len, self._attributes))",
+        "return found, []",
+        NOTICED,
+    ),
+    mutant(
+        "a-change-is-noticed-again-and-again",
+        LOOK,
+        "        self.see()\n        return True",
+        "        return True",
+        NOTICED,
+    ),
+    mutant(
+        "graphs-outlive-a-change",
+        "runtime/attachment.py",
+        "        if self._unguarded.changed():\n",
+        "        if False:\n",
+        CHANGES,
+    ),
+    mutant(
+        "hooks-of-the-forward-itself-cost-a-trace",
+        "runtime/attachment.py",
+        "QuickTracing(self._own_hooks, self._claim.add, self._unguarded.see)",
+        "QuickTracing(self._own_hooks, self._claim.add, lambda: None)",
+        CHANGES,
+    ),
+    mutant(
+        "the-end-of-a-trace-is-not-told",
+        "capture/tracing.py",
+        "            self._after_trace()\n",
+        "",
+        "unit/capture/test_tracing.py",
+    ),
+    mutant(
+        "a-graph-serves-with-other-kernels",
+        "runtime/calls.py",
+        "for i in positions), kernel_settings())",
+        "for i in positions))",
+        CHANGES,
+    ),
+    mutant(
+        "a-kept-trace-serves-within-hooks-around-all-modules",
+        SERVING,
+        "    if has_global_hooks():\n        return None\n",
+        "",
+        KEPT,
+    ),
+    mutant(
+        "methods-of-classes-are-looked-at-once",
+        SERVING,
+        "    forget_classes()\n",
+        "",
+        KEPT,
+    ),
+)
