@@ -1,6 +1,6 @@
 """Looks for budgets under which a plan takes longer than one for less.
 
-    python benchmarks/budget_steps.py --out benchmarks/budget_steps_2026-11-25
+    python benchmarks/budget_steps.py --out benchmarks/budget_steps_2026-11-26
 
 Policy ``finepage`` plans each pass in steps of 1% of all that it needs. A rise is a predicted time
 of more than 1.001 times the least one at any smaller budget. Each plan is appended to the JSONL

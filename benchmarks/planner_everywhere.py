@@ -1,6 +1,6 @@
 """Holds policy finepage against every other policy: other families, least and full budgets.
 
-    python benchmarks/planner_everywhere.py --out benchmarks/planner_everywhere_2026-11-25.jsonl
+    python benchmarks/planner_everywhere.py --out benchmarks/planner_everywhere_2026-11-26.jsonl
 
 A case is a model, a phase, a batch and a budget. Each policy that can run plans it, finepage also
 without cutting weights. Each plan is appended to the file as one line, and a plan that the file has
