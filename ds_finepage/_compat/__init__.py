@@ -81,6 +81,8 @@ ATTRIBUTES = {
     "_convert_to_deepspeed_param": "deepspeed.runtime.zero.partition_parameters.Init",
     "_convert_to_zero_parameters": "deepspeed.runtime.zero.partition_parameters.Init",
     "_config": "deepspeed.runtime.engine.DeepSpeedEngine",
+    "_forward_hooks": "torch.nn.Module",
+    "_forward_pre_hooks": "torch.nn.Module",
     "_getframe": "sys",
     "_keep_in_fp32_modules": "transformers.PreTrainedModel",
     "_make_wrapper_subclass": "torch.Tensor",

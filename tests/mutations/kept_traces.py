@@ -200,7 +200,7 @@ OF_KEPT_TRACES = (
     ),
     mutant(
         "other-kernels-of-attention-share-a-taskgraph",
-        RECORDED,
+        "capture/unguarded.py",
         "        backends.cuda.flash_sdp_enabled(),\n",
         "",
         TASKGRAPHS,

@@ -388,13 +388,6 @@ RUNTIME = (
         TRACING,
     ),
     mutant(
-        "new-hooks-are-not-noticed",
-        "capture/tracing.py",
-        "return before != self._counts",
-        "return False",
-        TRACING,
-    ),
-    mutant(
         "progress-stays-on-the-screen",
         "capture/tracing.py",
         "        self._progress.stop()\n",
