@@ -1,12 +1,12 @@
 """Keeps Dynamo's limits away from attached models, and takes their graphs back out of its code.
 
-Dynamo counts the graphs of a code object, whoever they are for. At a limit it gives that code up:
-it makes no graph any more, and calls of a model run without a plan. All models of a class share the
-code of ``forward``, and those of transformers share that of the decorator around it. Their graphs
-stay in it when they are detached.
+Dynamo counts the graphs of a code object, for all models together. At a limit it gives that code
+up: it makes no graph any more, and calls of a model run without a plan. All models of a class share
+the code of ``forward``, and those of transformers share that of the decorator around it. Their
+graphs stay in it when they are detached.
 
 So there is no limit while a model is attached. When it is detached, the code that it had graphs of
-is as before Dynamo saw it. Whoever else has graphs there, and is not attached, has them made again.
+is as before Dynamo saw it. A model that is not attached, and has graphs there, gets new ones.
 """
 
 from __future__ import annotations
