@@ -36,6 +36,9 @@ from ds_finepage.runtime.stats import Counters, Stats
 
 logger = logging.getLogger(__name__)
 
+MAX_WARNINGS = 5
+"""Reasons for running without a plan that are logged."""
+
 
 class PlanRunner:
     """Runs graph calls under one :class:`RunSettings` at a time.
@@ -138,10 +141,16 @@ class PlanRunner:
     def warn_unplanned(self, reason: str) -> None:
         """Log and count that something runs without a plan.
 
+        A model that Dynamo does not capture at all has a reason for each of its modules.
+
         Args:
             reason: Why, in words.
         """
-        logger.warning("running without a plan: %s", reason)
+        num_before = len(self.counters.unplanned_reasons)
+        if num_before < MAX_WARNINGS:
+            logger.warning("running without a plan: %s", reason)
+        elif num_before == MAX_WARNINGS:
+            logger.warning("running without a plan: more; stats.unplanned_reasons has all")
         self.counters.unplanned_reasons.append(reason)
 
     def call(self, call: CapturedCall) -> Any:

@@ -138,6 +138,19 @@ def test_a_call_without_a_pass_runs_unplanned(rig: Rig) -> None:
     assert rig.runner.counters.num_unplanned_graphs == 1
 
 
+def test_a_model_without_any_plan_warns_a_few_times(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    reasons = [f"module {n} is called outside any graph" for n in range(9)]
+    for reason in reasons:
+        rig.runner.warn_unplanned(reason)
+    assert [r.getMessage() for r in caplog.records] == [
+        *(f"running without a plan: {reason}" for reason in reasons[:5]),
+        "running without a plan: more; stats.unplanned_reasons has all",
+    ]
+    assert rig.runner.counters.unplanned_reasons == reasons
+
+
 def test_a_model_that_has_room_stays_on_the_device(rig: Rig) -> None:
     small, large = pass_named("small", resident_bytes=0), pass_named("large")
     assert rig.run(small) == rig.run(small) == ["resident"]
