@@ -34,6 +34,7 @@ from torch._dynamo.eval_frame import (
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -86,6 +87,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "TorchDynamoException",
+    "TracingContext",
     "ValueRanges",
     "_construct_storage_from_data_pointer",
     "_debug_get_cache_entry_list",

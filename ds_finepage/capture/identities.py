@@ -160,7 +160,7 @@ def _methods_of(owner: type) -> str:
         if base.__module__.split(".")[0] in ("builtins", "torch"):
             continue
         for name, value in vars(base).items():
-            for function in _functions_in(value):
+            for function in functions_in(value):
                 found.update(f"{name} {_place_of(function.__code__)}\0".encode())
     return found.hexdigest()[:32]
 
@@ -177,7 +177,8 @@ def _place_of(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _functions_in(value: Any) -> Iterator[FunctionType]:
+def functions_in(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions of an attribute of a class, with those that decorators have around."""
     parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
     for part in parts:
         part = getattr(part, "__func__", part)  # of a static method or one of the class

@@ -31,6 +31,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ds_finepage._compat.torch import (
+    TracingContext,
     callback_handler,
     dynamo_config,
     maybe_mark_dynamic,
@@ -38,6 +39,7 @@ from ds_finepage._compat.torch import (
 )
 from ds_finepage.capture.paged_cache import open_paged_caches
 from ds_finepage.capture.progress import Progress
+from ds_finepage.capture.unguarded import Unguarded
 
 _TORCH = Path(torch.__file__).parent
 COMPILER_FILES = (
@@ -134,18 +136,19 @@ class QuickTracing:
     def __init__(
         self,
         hooks: OwnHooks,
+        unguarded: Unguarded,
         take_code: Callable[[CodeType], None],
-        after_trace: Callable[[], None],
     ) -> None:
         """Make no trace yet.
 
         Args:
             hooks: The hooks to hide.
+            unguarded: Takes the code that Dynamo traces, and looks again at the end of each call
+                with a trace: a forward may install hooks of its own.
             take_code: Takes each code object that Dynamo makes a graph of.
-            after_trace: Called at the end of each call that Dynamo has traced.
         """
-        self._hooks = hooks
-        self._take_code, self._after_trace = take_code, after_trace
+        self._hooks, self._unguarded = hooks, unguarded
+        self._take_code = take_code
         self._thread: int | None = None
         self._given: Arguments = ((), {})
         self._has_traced = self._stopped_collector = False
@@ -178,6 +181,7 @@ class QuickTracing:
             tracing = reference()
             assert tracing is not None, "the call that is traced keeps it alive"
             tracing._end()
+            tracing._unguarded.take(TracingContext.get_traced_code() or ())
             return backend(*args, **kwargs)
 
         return ending
@@ -244,7 +248,7 @@ class QuickTracing:
         if self._has_traced:
             self._has_traced = False
             self._settings.close()
-            self._after_trace()
+            self._unguarded.see()
             # Dynamo leaves cycles behind that hold the call's tensors. They are young, because
             # nothing was collected since: no need to walk all of torch and transformers.
             gc.collect(1)

@@ -7,18 +7,16 @@ a method that is replaced. And into which ops a graph falls, settings of torch d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
-from types import FunctionType
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ds_finepage._compat.torch import GLOBAL_HOOKS, _get_mkldnn_enabled
-
-_CODE = (FunctionType, staticmethod, classmethod, property)
-_Functions = tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]
+from ds_finepage.capture.identities import functions_in
 
 
 def has_global_hooks() -> bool:
@@ -27,7 +25,7 @@ def has_global_hooks() -> bool:
 
 
 class Unguarded:
-    """The hooks of a model's modules and the functions of their classes, as of the last look."""
+    """The hooks of a model's modules and the methods that were traced, as of the last look."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         """Look at them now.
@@ -37,16 +35,23 @@ class Unguarded:
         """
         parts = list(module.modules())
         self._hooks = [hooks for part in parts for hooks in _hooks_of(part)] + [*GLOBAL_HOOKS]
-        owners = dict.fromkeys(base for part in parts for base in type(part).__mro__)
-        self._attributes = [vars(owner) for owner in owners if owner is not torch.nn.Module]
+        self._classes = list(dict.fromkeys(map(type, parts)))
+        self._traced: set[CodeType] = set()
         self.see()
+
+    def take(self, codes: Iterable[CodeType]) -> None:
+        """Take code that Dynamo has traced; methods that have it are looked at from then on.
+
+        Before that, and where a trace of another process serves, these are the ``forward`` alone.
+        """
+        self._traced.update(codes)
 
     def see(self) -> None:
         """Treat what there is now as unchanged."""
         self._num_made = RemovableHandle.next_id
         self._num_hooks = list(map(len, self._hooks))
         self._keys = list(map(tuple, self._hooks))
-        self._functions = list(_functions_in(self._attributes))
+        self._methods = [(get, c) for c in self._classes for get in self._methods_of(c)]
         self._code = self._look_at_code()
 
     def changed(self) -> bool:
@@ -64,23 +69,25 @@ class Unguarded:
         self.see()
         return True
 
-    def _look_at_code(self) -> tuple[Any, ...]:
+    def _look_at_code(self) -> list[Any]:
         try:
-            found = [get(attributes) for get, attributes in self._functions]
-        except KeyError:  # one was deleted
-            found = []
-        return found, list(map(len, self._attributes))
+            return [get(owner) for get, owner in self._methods]
+        except AttributeError:  # one was deleted
+            return []
+
+    def _methods_of(self, owner: type) -> list[attrgetter[Any]]:
+        names = {"forward"}
+        for base in owner.__mro__:
+            if base not in (torch.nn.Module, object):
+                names |= {n for n, value in vars(base).items() if self._is_traced(value)}
+        return [attrgetter(name) for name in sorted(names)]
+
+    def _is_traced(self, value: Any) -> bool:
+        return any(function.__code__ in self._traced for function in functions_in(value))
 
 
 def _hooks_of(part: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
     return part._forward_pre_hooks, part._forward_hooks
-
-
-def _functions_in(attributes: Sequence[Mapping[str, Any]]) -> Iterator[_Functions]:
-    """Yield how to get the functions among the attributes of each class, and these attributes."""
-    for each in attributes:
-        if names := [name for name, value in each.items() if isinstance(value, _CODE)]:
-            yield itemgetter(*names), each
 
 
 def kernel_settings() -> tuple[object, ...]:

@@ -176,8 +176,7 @@ class Attachment:
         first = traced_function(captured, module)
         if (code := getattr(first, "__code__", None)) is not None:
             self._claim.add(code)
-        # A forward may install hooks of its own; they are in the graph that is made then.
-        tracing = QuickTracing(self._own_hooks, self._claim.add, self._unguarded.see)
+        tracing = QuickTracing(self._own_hooks, self._unguarded, self._claim.add)
         backend = weak_backend(self._calls)
         kept = open_traces(captured, module, self._calls, self._device)
         if kept is None:

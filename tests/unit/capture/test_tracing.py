@@ -15,6 +15,7 @@ from torch._dynamo.convert_frame import _bytecode_hooks
 
 from ds_finepage.capture.progress import Progress
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing, mark_growing
+from ds_finepage.capture.unguarded import Unguarded
 
 
 def ignore(*_: Any) -> None:
@@ -32,7 +33,10 @@ class Pair(torch.nn.Module):
         x = self.first(x)
         if self.breaks:
             torch._dynamo.graph_break()
-        return self.second(x)
+        return self.second(self.kept(x))
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def hooked(model: Pair) -> OwnHooks:
@@ -62,7 +66,7 @@ def model() -> Pair:
 
 
 def compiled(model: Pair, hooks: OwnHooks, seen: list[tuple[list[int], bool]]) -> Any:
-    tracing = QuickTracing(hooks, ignore, ignore)
+    tracing = QuickTracing(hooks, Unguarded(model), ignore)
 
     def see(_: Any) -> None:
         seen.append((num_hooks(model), gc.isenabled()))
@@ -153,7 +157,7 @@ def test_nothing_is_hidden_where_dynamo_guards_on_empty_dictionaries(model: Pair
 
 def test_a_trace_that_fails_leaves_all_as_it_was(model: Pair) -> None:
     hooks = hooked(model)
-    tracing = QuickTracing(hooks, ignore, ignore)
+    tracing = QuickTracing(hooks, Unguarded(model), ignore)
 
     def fail(*_: Any) -> Any:
         tracing._begin(None)
@@ -165,7 +169,7 @@ def test_a_trace_that_fails_leaves_all_as_it_was(model: Pair) -> None:
 
 
 def test_the_compiler_of_another_thread_hides_nothing(model: Pair) -> None:
-    tracing = QuickTracing(hooked(model), ignore, ignore)
+    tracing = QuickTracing(hooked(model), Unguarded(model), ignore)
     tracing._begin(None)  # nobody in this thread has called
     assert num_hooks(model) == [1] * 6 and gc.isenabled()
 
@@ -180,7 +184,7 @@ def test_a_collector_that_was_off_stays_off(model: Pair) -> None:
 
 
 def test_cycles_that_tracing_leaves_are_gone_after_the_call(model: Pair) -> None:
-    tracing = QuickTracing(hooked(model), ignore, ignore)
+    tracing = QuickTracing(hooked(model), Unguarded(model), ignore)
     left: list[weakref.ref[Any]] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -254,7 +258,8 @@ def test_rows_with_room_are_marked_and_so_is_their_room() -> None:
 
 def test_all_code_that_dynamo_makes_graphs_of_is_told(model: Pair) -> None:
     taken: list[str] = []
-    tracing = QuickTracing(hooked(model), lambda code: taken.append(code.co_name), ignore)
+    hooks, unguarded = hooked(model), Unguarded(model)
+    tracing = QuickTracing(hooks, unguarded, lambda code: taken.append(code.co_name))
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         other = threading.Thread(target=tracing._take, args=[Pair.__init__.__code__] * 2)
@@ -269,10 +274,17 @@ def test_all_code_that_dynamo_makes_graphs_of_is_told(model: Pair) -> None:
     assert len(_bytecode_hooks) == before
 
 
-def test_the_end_of_each_call_that_is_traced_is_told(model: Pair) -> None:
-    told: list[list[int]] = []
-    tracing = QuickTracing(hooked(model), ignore, lambda: told.append(num_hooks(model)))
-    call = tracing.wrap(torch.compile(model._call_impl, backend=lambda graph, _: graph.forward))
-    for _ in range(2):
-        call(torch.ones(2, 4))
-    assert told == [[1] * 6]  # the hooks are back by then
+def test_what_is_traced_is_looked_at_and_hooks_of_the_forward_are_seen(model: Pair) -> None:
+    hooks, unguarded = hooked(model), Unguarded(model)
+    tracing = QuickTracing(hooks, unguarded, ignore)
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        model.second.register_forward_hook(ignore)
+        return graph.forward
+
+    call = torch.compile(model._call_impl, backend=tracing.wrap_backend(backend))
+    tracing.wrap(call)(torch.ones(2, 4))
+    assert not unguarded.changed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pair, "kept", lambda self, x: x / 2)
+        assert unguarded.changed()

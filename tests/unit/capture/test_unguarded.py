@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,21 @@ from torch.nn.modules import module as of_all
 from ds_finepage.capture.unguarded import Unguarded, has_global_hooks, kernel_settings
 
 
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
 class Base(nn.Module):
+    @decorated
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
+
+    def untraced(self) -> None:
+        pass
 
     @staticmethod
     def offset() -> int:
@@ -25,8 +38,6 @@ class Base(nn.Module):
 
 class Inner(Base):
     """It inherits ``scaled``, and has no weights."""
-
-    num_calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(x) + self.offset()
@@ -82,6 +93,14 @@ def test_hooks_around_all_modules_are_noticed(
     assert not has_global_hooks() and seen.changed() and not seen.changed()
 
 
+def traced(model: nn.Sequential) -> Unguarded:
+    """Return what has seen a trace of all methods of ``Inner``."""
+    seen = Unguarded(model)
+    seen.take(f.__code__ for f in (Inner.forward, Inner.offset, vars(Base)["scaled"].__wrapped__))
+    seen.see()
+    return seen
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     (
@@ -92,22 +111,41 @@ def test_hooks_around_all_modules_are_noticed(
         (Base, "offset"),
     ),
 )
-def test_another_function_in_a_class_is_noticed(
+def test_another_method_in_the_place_of_a_traced_one_is_noticed(
     model: nn.Sequential, owner: type, name: str
 ) -> None:
-    seen = Unguarded(model)
+    seen = traced(model)
+    assert not seen.changed()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, ignore)
+        patch.setattr(owner, name, ignore, raising=False)
         assert seen.changed() and not seen.changed()
+        seen.take([ignore.__code__])  # it is traced now
+        seen.see()
     assert seen.changed() and not seen.changed()
 
 
-def test_a_function_that_is_deleted_is_noticed(model: nn.Sequential) -> None:
-    seen = Unguarded(model)
+def test_a_method_that_is_deleted_is_noticed(model: nn.Sequential) -> None:
+    seen = traced(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(Base, "scaled")
         assert seen.changed() and not seen.changed()
-    assert seen.changed() and not seen.changed()
+
+
+def test_without_a_trace_the_forward_counts_alone(model: nn.Sequential) -> None:
+    seen = Unguarded(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Base, "scaled", ignore)
+        assert not seen.changed()
+        patch.setattr(Inner, "forward", ignore)
+        assert seen.changed()
+
+
+def test_a_method_that_is_not_traced_does_not_count(model: nn.Sequential) -> None:
+    seen = traced(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Base, "untraced", ignore)
+        patch.setattr(Inner, "__call__", ignore, raising=False)
+        assert not seen.changed()
 
 
 def test_what_is_seen_is_no_change(model: nn.Sequential) -> None:
@@ -115,13 +153,6 @@ def test_what_is_seen_is_no_change(model: nn.Sequential) -> None:
     model[1].register_forward_hook(ignore)
     seen.see()
     assert not seen.changed()
-
-
-def test_values_of_a_class_do_not_count(model: nn.Sequential) -> None:
-    seen = Unguarded(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Inner, "num_calls", 1)
-        assert not seen.changed()
 
 
 def test_settings_of_kernels_are_told_apart() -> None:
