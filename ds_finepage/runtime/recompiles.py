@@ -5,8 +5,9 @@ up: it makes no graph any more, and calls of a model run without a plan. All mod
 the code of ``forward``, and those of transformers share that of the decorator around it. Their
 graphs stay in it when they are detached.
 
-So there is no limit while a model is attached. When it is detached, the code that it had graphs of
-is as before Dynamo saw it. A model that is not attached, and has graphs there, gets new ones.
+So each attached model may have as many graphs of a code object as it needs, beside those that are
+there already. When it is detached, the code is as before Dynamo saw it. A model that is not
+attached, and has graphs there, gets new ones.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from ds_finepage._compat.torch import (
     set_code_exec_strategy,
 )
 
-LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+LIMIT, TOTAL_LIMIT = "recompile_limit", "accumulated_recompile_limit"
 """Settings of Dynamo: graphs of a code object, and graphs that it was ever compiled to."""
+
+MOST_GRAPHS = 64
+"""Graphs of one code object that an attached model may have. Dynamo's own limit of 8 is too low
+where each layer has a graph break. A model that is traced in each call ends there."""
 
 NO_LIMIT = 2**31 - 1
 
@@ -33,13 +38,14 @@ _lock = threading.RLock()  # the garbage collector may close a claim while anoth
 _claims: list[set[CodeType]] = []  # the code objects of each attached model
 _left: set[CodeType] = set()  # the code objects of models that were forgotten while attached
 _before: dict[str, int] = {}  # Dynamo's limits while no model is attached
+_raised: dict[str, int] = {}  # the limits of now
 
 
 class CodeClaim:
     """The code objects that one attached model has graphs of."""
 
     def __init__(self, owner: object) -> None:
-        """Lift the limits.
+        """Raise the limits.
 
         Args:
             owner: The claim ends with it, at the latest.
@@ -47,9 +53,9 @@ class CodeClaim:
         self._codes: set[CodeType] = set()
         with _lock:
             if not _claims:
-                _before.update((name, getattr(dynamo_config, name)) for name in LIMITS)
-                for name in LIMITS:
-                    setattr(dynamo_config, name, NO_LIMIT)
+                _before.update((n, getattr(dynamo_config, n)) for n in (LIMIT, TOTAL_LIMIT))
+                _raise(LIMIT, MOST_GRAPHS)
+                _raise(TOTAL_LIMIT, NO_LIMIT)
             _claims.append(self._codes)
         # The garbage collector may run while Dynamo is at work in that code, so code stays then.
         self._forget = weakref.finalize(owner, _end, self._codes)
@@ -60,7 +66,10 @@ class CodeClaim:
         if code in self._codes:
             return
         self._codes.add(code)
-        if len(_debug_get_cache_entry_list(code)) >= _before["recompile_limit"]:
+        num_graphs = len(_debug_get_cache_entry_list(code))
+        if getattr(dynamo_config, LIMIT) == _raised.get(LIMIT):  # else the user has set another
+            _raise(LIMIT, num_graphs + MOST_GRAPHS)
+        if num_graphs >= _before[LIMIT]:
             makes_graphs = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
             set_code_exec_strategy(code, makes_graphs)
 
@@ -77,6 +86,11 @@ class CodeClaim:
                 reset_code(code)
 
 
+def _raise(name: str, limit: int) -> None:
+    _raised[name] = max(limit, getattr(dynamo_config, name))
+    setattr(dynamo_config, name, _raised[name])
+
+
 def _end(codes: set[CodeType]) -> set[CodeType]:
     """End a claim; its code stays as it is."""
     with _lock:
@@ -85,6 +99,6 @@ def _end(codes: set[CodeType]) -> set[CodeType]:
         _left.update(codes)
         if not _claims:
             for name, limit in _before.items():
-                if getattr(dynamo_config, name) == NO_LIMIT:
+                if getattr(dynamo_config, name) == _raised[name]:
                     setattr(dynamo_config, name, limit)
     return codes

@@ -13,10 +13,24 @@ OF_RECOMPILING = (
     mutant(
         "an-attached-model-has-a-limit-of-graphs",
         RECOMPILES,
-        "setattr(dynamo_config, name, NO_LIMIT)",
-        "pass",
+        "    setattr(dynamo_config, name, _raised[name])\n",
+        "    pass\n",
         CLAIMS,
         BREAKS,
+    ),
+    mutant(
+        "a-limit-that-the-user-sets-is-raised",
+        RECOMPILES,
+        "if getattr(dynamo_config, LIMIT) == _raised.get(LIMIT):",
+        "if True:",
+        CLAIMS,
+    ),
+    mutant(
+        "graphs-of-other-models-count",
+        RECOMPILES,
+        "_raise(LIMIT, num_graphs + MOST_GRAPHS)",
+        "_raise(LIMIT, MOST_GRAPHS)",
+        CLAIMS,
     ),
     mutant(
         "limits-return-while-a-model-is-attached",
@@ -28,7 +42,7 @@ OF_RECOMPILING = (
     mutant(
         "a-limit-that-the-user-sets-is-lost",
         RECOMPILES,
-        "if getattr(dynamo_config, name) == NO_LIMIT:",
+        "if getattr(dynamo_config, name) == _raised[name]:",
         "if True:",
         CLAIMS,
     ),
@@ -65,7 +79,7 @@ OF_RECOMPILING = (
     mutant(
         "code-that-is-to-be-skipped-is-compiled",
         RECOMPILES,
-        'if len(_debug_get_cache_entry_list(code)) >= _before["recompile_limit"]:',
+        "if num_graphs >= _before[LIMIT]:",
         "if True:",
         CLAIMS,
     ),

@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list as graphs_of
 
 from ds_finepage._compat.torch import dynamo_config
 from ds_finepage.runtime import recompiles
-from ds_finepage.runtime.recompiles import LIMITS, NO_LIMIT, CodeClaim
+from ds_finepage.runtime.recompiles import LIMIT, MOST_GRAPHS, NO_LIMIT, TOTAL_LIMIT, CodeClaim
 
 X = torch.ones(2)
 
@@ -32,7 +32,7 @@ def nothing_attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def limits() -> list[int]:
-    return [getattr(dynamo_config, name) for name in LIMITS]
+    return [getattr(dynamo_config, name) for name in (LIMIT, TOTAL_LIMIT)]
 
 
 def function() -> Callable[[torch.Tensor, int], torch.Tensor]:
@@ -64,13 +64,13 @@ def compiled(call: Callable[..., torch.Tensor], times: int) -> list[int]:
     return made
 
 
-def test_there_is_no_limit_while_a_model_is_attached() -> None:
+def test_limits_are_high_while_a_model_is_attached() -> None:
     owners = [Owner() for _ in range(2)]
     claims = [CodeClaim(owner) for owner in owners]
-    assert limits() == [NO_LIMIT] * 2
+    assert limits() == [MOST_GRAPHS, NO_LIMIT]
     claims[0].close()
     claims[0].close()
-    assert limits() == [NO_LIMIT] * 2  # the other one is still attached
+    assert limits() == [MOST_GRAPHS, NO_LIMIT]  # the other one is still attached
     claims[1].close()
     assert limits() == [2, 100]
 
@@ -79,8 +79,24 @@ def test_a_limit_that_is_set_meanwhile_stays() -> None:
     owner = Owner()
     claim = CodeClaim(owner)
     dynamo_config.recompile_limit = 7
+    claim.add(code_of(function()))
     claim.close()
     assert limits() == [7, 100]
+
+
+def test_each_model_may_have_a_number_of_graphs_beside_those_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recompiles, "MOST_GRAPHS", 3)
+    add, owners = function(), [Owner() for _ in range(3)]
+    claims = []
+    for owner in owners:
+        claims.append(CodeClaim(owner))
+        claims[-1].add(code_of(add))
+        assert compiled(add, 5) == [0, 1, 2]
+    for claim in claims:
+        claim.close()
+    assert limits() == [2, 100]
 
 
 def test_graphs_go_with_the_last_model_that_has_some() -> None:
