@@ -40,6 +40,17 @@ MAX_WARNINGS = 5
 """Reasons for running without a plan that are logged."""
 
 
+def log_unplanned(reason: str, num_before: int) -> None:
+    """Log a reason for running without a plan, if few were logged before.
+
+    A model that Dynamo does not capture at all has a reason for each of its modules.
+    """
+    if num_before < MAX_WARNINGS:
+        logger.warning("running without a plan: %s", reason)
+    elif num_before == MAX_WARNINGS:
+        logger.warning("running without a plan: more; stats.unplanned_reasons has all")
+
+
 class PlanRunner:
     """Runs graph calls under one :class:`RunSettings` at a time.
 
@@ -141,16 +152,10 @@ class PlanRunner:
     def warn_unplanned(self, reason: str) -> None:
         """Log and count that something runs without a plan.
 
-        A model that Dynamo does not capture at all has a reason for each of its modules.
-
         Args:
             reason: Why, in words.
         """
-        num_before = len(self.counters.unplanned_reasons)
-        if num_before < MAX_WARNINGS:
-            logger.warning("running without a plan: %s", reason)
-        elif num_before == MAX_WARNINGS:
-            logger.warning("running without a plan: more; stats.unplanned_reasons has all")
+        log_unplanned(reason, len(self.counters.unplanned_reasons))
         self.counters.unplanned_reasons.append(reason)
 
     def call(self, call: CapturedCall) -> Any:
