@@ -54,8 +54,8 @@ class CodeClaim:
         with _lock:
             if not _claims:
                 _before.update((n, getattr(dynamo_config, n)) for n in (LIMIT, TOTAL_LIMIT))
-                _raise(LIMIT, MOST_GRAPHS)
-                _raise(TOTAL_LIMIT, NO_LIMIT)
+                _lift(LIMIT, MOST_GRAPHS)
+                _lift(TOTAL_LIMIT, NO_LIMIT)
             _claims.append(self._codes)
         # The garbage collector may run while Dynamo is at work in that code, so code stays then.
         self._forget = weakref.finalize(owner, _end, self._codes)
@@ -68,7 +68,7 @@ class CodeClaim:
         self._codes.add(code)
         num_graphs = len(_debug_get_cache_entry_list(code))
         if getattr(dynamo_config, LIMIT) == _raised.get(LIMIT):  # else the user has set another
-            _raise(LIMIT, num_graphs + MOST_GRAPHS)
+            _lift(LIMIT, num_graphs + MOST_GRAPHS)
         if num_graphs >= _before[LIMIT]:
             makes_graphs = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
             set_code_exec_strategy(code, makes_graphs)
@@ -86,7 +86,7 @@ class CodeClaim:
                 reset_code(code)
 
 
-def _raise(name: str, limit: int) -> None:
+def _lift(name: str, limit: int) -> None:
     _raised[name] = max(limit, getattr(dynamo_config, name))
     setattr(dynamo_config, name, _raised[name])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,6 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as of_all
 
 from ds_finepage.api import attach
+from ds_finepage.runtime.handle import Handle
+
+X = torch.linspace(-2, 2, 640).view(1, 40, 16)
 
 
 class Half(nn.Module):
@@ -71,49 +74,49 @@ CHANGES: dict[str, Callable[[Whole], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_the_first_call_counts_and_so_does_its_end(name: str) -> None:
+@pytest.fixture
+def attached() -> Iterator[tuple[Whole, Handle]]:
     torch._dynamo.reset()
-    plain, model, x = Whole().eval(), Whole().eval(), torch.randn(1, 40, 16)
+    model = Whole().eval()
+    handle = attach(model, device_budget="1MiB", device="cpu")
     with torch.no_grad():
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        before = plain(x)
-        assert torch.equal(model(x), before)
-        for _ in range(2):
-            with CHANGES[name](plain):
-                changed = plain(x)
-                assert not torch.equal(changed, before)
-            with CHANGES[name](model):
-                assert torch.equal(model(x), changed)
-                assert torch.equal(model(x), changed)
-            assert torch.equal(model(x), before)
+        yield model, handle
     assert handle.stats.num_unplanned_modules == 0
     handle.detach()
 
 
-def test_a_call_without_a_change_is_not_traced_again() -> None:
-    torch._dynamo.reset()
-    model, x = Whole().eval(), torch.randn(1, 40, 16)
-    with torch.no_grad():
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        for _ in range(3):
-            model(x)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_the_first_call_counts_and_so_does_its_end(
+    name: str, attached: tuple[Whole, Handle]
+) -> None:
+    plain, (model, _) = Whole().eval(), attached
+    before = plain(X)
+    assert torch.equal(model(X), before)
+    for _ in range(2):
+        with CHANGES[name](plain):
+            changed = plain(X)
+            assert not torch.equal(changed, before)
+        with CHANGES[name](model):
+            assert torch.equal(model(X), changed)
+            assert torch.equal(model(X), changed)
+        assert torch.equal(model(X), before)
+
+
+def test_a_call_without_a_change_is_not_traced_again(attached: tuple[Whole, Handle]) -> None:
+    model, handle = attached
+    for _ in range(3):
+        model(X)
     assert handle.stats.num_captures == 1
-    handle.detach()
 
 
-def test_other_kernels_need_a_plan_of_their_own() -> None:
+def test_other_kernels_need_a_plan_of_their_own(attached: tuple[Whole, Handle]) -> None:
     """Their workspaces differ, even where an op of the plan chooses the kernel itself."""
-    torch._dynamo.reset()
-    model, x = Whole().eval(), torch.randn(1, 40, 16)
-    with torch.no_grad():
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        for _ in range(2):
-            model(x)
-            with sdpa_kernel(SDPBackend.MATH):
-                model(x)
+    model, handle = attached
+    for _ in range(2):
+        model(X)
+        with sdpa_kernel(SDPBackend.MATH):
+            model(X)
     assert handle.stats.num_captures == 2
-    handle.detach()
 
 
 def test_hooks_that_the_forward_installs_itself_cost_no_second_trace() -> None:
@@ -128,10 +131,10 @@ def test_hooks_that_the_forward_installs_itself_cost_no_second_trace() -> None:
                 self.first.register_forward_hook(doubled)
 
     torch._dynamo.reset()
-    plain, model, x = Installs().eval(), Installs().eval(), torch.randn(1, 40, 16)
+    plain, model = Installs().eval(), Installs().eval()
     with torch.no_grad():
         handle = attach(model, device_budget="1MiB", device="cpu")
         for _ in range(3):
-            assert torch.equal(model(x), plain(x))
+            assert torch.equal(model(X), plain(X))
     assert handle.stats.num_captures == 1
     handle.detach()

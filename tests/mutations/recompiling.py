@@ -28,8 +28,8 @@ OF_RECOMPILING = (
     mutant(
         "graphs-of-other-models-count",
         RECOMPILES,
-        "_raise(LIMIT, num_graphs + MOST_GRAPHS)",
-        "_raise(LIMIT, MOST_GRAPHS)",
+        "_lift(LIMIT, num_graphs + MOST_GRAPHS)",
+        "_lift(LIMIT, MOST_GRAPHS)",
         CLAIMS,
     ),
     mutant(

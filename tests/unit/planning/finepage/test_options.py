@@ -11,6 +11,7 @@ from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import JOIN, TaskGraph
 from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage.forecast import KNOWS_WARM
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.search import plan_finepage
@@ -18,6 +19,7 @@ from ds_finepage.planning.finepage.small_arena import sets_to_keep
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.simulator import predicted_ns
 from tests.property.brute_force import tiny_graph
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
@@ -92,7 +94,13 @@ def test_whole_weights_are_tried_beside_cut_ones_only_if_that_is_on() -> None:
     profile = dataclasses.replace(machine(h2d=1e9), transfer_latency_ns=200_000)
     arena_bytes = needed_arena_bytes(graph, UNIT) * 95 // 100
     problem = Problem(graph, arena_bytes, UNIT, profile, split=True)
+
+    def time_ns(plan: MemGraph) -> int:
+        return predicted_ns(plan, profile, knows_warm=KNOWS_WARM)[0]
+
     for tries_whole in (True, False):
         options = FinepageOptions(tries_whole=tries_whole, rings_of_short_passes=())
         plan = check(plan_finepage(problem, options))
         assert any(task.op == JOIN for task in plan.graph.tasks) is not tries_whole
+        best = plan_finepage(problem, FinepageOptions(tries_whole=tries_whole))
+        assert time_ns(best) <= time_ns(plan)  # a ring of one slice does as well as whole weights
