@@ -42,8 +42,8 @@ class FinepageOptions:
         rings_of_short_passes: More of them. A short one leaves room to keep weights in a small
             arena. One that holds a single slice needs the fewest copies, and the next copy waits
             for the slice's task. Long ones help where weights are small beside the activations:
-            some stretches of a pass use many weights in a short time. Of two close lengths, whole
-            weights often fit just one.
+            some stretches of a pass use many weights in a short time. Two lengths are close: whole
+            slices fill one of them, and leave a gap in the other.
         slices_a_task: Most slices to stream, in units of the tasks, where a longer ring has room.
         always_slices: As many slices are always fine.
         most_short_lengths: Plans with more slices to try where no longer ring has room.
