@@ -44,6 +44,7 @@ from tests.mutations.predicting import PREDICTING
 from tests.mutations.rank_commands import OF_RANK_COMMANDS
 from tests.mutations.ranks import OF_RANKS
 from tests.mutations.recompiling import OF_RECOMPILING
+from tests.mutations.repeating import OF_REPEATS
 from tests.mutations.replaying import REPLAYING
 from tests.mutations.reporting import REPORTING
 from tests.mutations.running import RUNNING
@@ -64,6 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *RUNTIME,
     *OF_KEPT_TRACES,
     *OF_RECOMPILING,
+    *OF_REPEATS,
     *OF_UNGUARDED,
     *OF_KV_PLACES,
     *OF_RANKS,

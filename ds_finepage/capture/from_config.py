@@ -51,9 +51,10 @@ from ds_finepage._compat.torch import (
     _pop_mode_temporarily,
 )
 from ds_finepage._compat.transformers import cache_name
+from ds_finepage.capture.finishing import finish
 from ds_finepage.capture.models import positions_of
 from ds_finepage.capture.preparing import prepare_shapes
-from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.capture.recorder import Recorder
 from ds_finepage.capture.recording import versions
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph

@@ -12,9 +12,8 @@ being run, which is where the module names come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,72 +27,25 @@ from ds_finepage._compat.torch import (
 )
 from ds_finepage.capture.collectives import NAMESPACES
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
-from ds_finepage.capture.dynamo_graph import BufferChangedError
-from ds_finepage.capture.lengths import Evaluator, Size, size_of, sizes_of, with_known_shapes
+from ds_finepage.capture.drafts import BufferDraft, CallDraft, Formula, TaskDraft
+from ds_finepage.capture.lengths import Size, size_of, sizes_of, with_known_shapes
 from ds_finepage.capture.plain import require_plain
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import (
     TO_DEVICE,
     TO_HOST,
-    Buffer,
     BufferKind,
-    GraphInput,
     GraphOutput,
-    ModuleCall,
     Ref,
     Symbol,
-    Task,
-    TaskGraph,
     TensorView,
 )
 
+DraftLayout: TypeAlias = tuple[str, tuple[Any, ...], tuple[Any, ...], Size]
+"""The dtype, the shape, the strides and the offset of a view, as in :class:`TensorView`."""
+
 MAX_CONSTANT_BYTES = 1 << 20
 """Larger lifted constants are refused: they belong into a module buffer."""
-
-
-@dataclass(frozen=True)
-class _Formula:
-    """Stands for a size in a task's arguments that differs from call to call."""
-
-    size: Any
-
-
-@dataclass
-class _BufferDraft:
-    storage: torch.UntypedStorage  # kept alive, so that its identity is not given away again
-    kind: BufferKind
-    nbytes: Size
-    name: str = ""
-    payload: bytes | None = None
-    is_written: bool = False
-    handed: int | None = None  # tensor in host memory that it is a copy of
-    is_module_buffer: bool = False  # of a weight
-
-    def refusal(self, message: str) -> Exception:
-        """Return the error of a use that a weight does not allow."""
-        return BufferChangedError(self.name) if self.is_module_buffer else CaptureError(message)
-
-
-@dataclass
-class _TaskDraft:
-    op: str
-    label: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    results: tuple[int | None, ...]
-    reads: set[int]
-    writes: set[int]
-    flops: Size
-    moved_bytes: Size
-
-
-@dataclass
-class _CallDraft:
-    name: str
-    class_name: str
-    depth: int
-    begin: int
-    end: int
 
 
 class Recorder(TorchDispatchMode):
@@ -108,17 +60,18 @@ class Recorder(TorchDispatchMode):
         self._fix_layout = fix_layout
         self._storages: dict[int, int] = {}  # storage identity -> buffer id
         self._tensors: dict[tuple[Any, ...], int] = {}
-        self.buffers: list[_BufferDraft] = []
+        self.buffers: list[BufferDraft] = []
         self.tensors: list[TensorView] = []
-        self.tasks: list[_TaskDraft] = []
-        self.calls: list[_CallDraft] = []
+        self.tasks: list[TaskDraft] = []
+        self.calls: list[CallDraft] = []
         self.label = ""
-        self._open_calls: list[_CallDraft] = []
+        self.viewed: list[int] = []  # tensors in the order in which ops have them, with repeats
+        self._open_calls: list[CallDraft] = []
 
     def enter(self, name: str, class_name: str) -> None:
         """Note that a module is called: tasks are its own until it returns or calls another."""
         at = len(self.tasks)
-        call = _CallDraft(name, class_name, len(self._open_calls), at, at)
+        call = CallDraft(name, class_name, len(self._open_calls), at, at)
         self.calls.append(call)
         self._open_calls.append(call)
         self.label = name
@@ -139,19 +92,38 @@ class Recorder(TorchDispatchMode):
             nbytes: Its size.
             name: Of a weight or an argument.
         """
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = len(self.buffers)
-        self.buffers.append(_BufferDraft(storage, kind, nbytes, name))
+        self.buffers.append(BufferDraft(None, kind, nbytes, name))
+        self.set_storage(len(self.buffers) - 1, tensor)
         return len(self.buffers) - 1
+
+    def set_storage(self, buffer: int, tensor: torch.Tensor) -> None:
+        """Take the storage of a tensor for that of a buffer, and hold it."""
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = buffer
+        self.buffers[buffer].storage = storage
+
+    def buffer_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the buffer that a tensor lies in; None where it is not known."""
+        return self._storages.get(tensor.untyped_storage()._cdata)
 
     def tensor_id(self, tensor: torch.Tensor) -> int:
         """Return the id of a tensor, registering its view, and its buffer if it is a constant."""
         if not isinstance(tensor, FakeTensor):
             return self._constant(tensor)
-        buffer = self._storages.get(tensor.untyped_storage()._cdata)
+        buffer = self.buffer_of(tensor)
         if buffer is None:
             raise CaptureError("an op returned a tensor whose storage no op made")
-        return self._view_id(tensor, buffer)
+        return self.view_id(buffer, layout_of(tensor))
+
+    def view_id(self, buffer: int, layout: DraftLayout) -> int:
+        """Return the id of a view of a buffer, registering it."""
+        key = (buffer, *layout)
+        if key not in self._tensors:
+            self._tensors[key] = len(self.tensors)
+            self.tensors.append(TensorView(len(self.tensors), *key))
+        found = self._tensors[key]
+        self.viewed.append(found)
+        return found
 
     def outputs_of(
         self, name: str, returned: Sequence[Any], args: Sequence[Any]
@@ -186,21 +158,6 @@ class Recorder(TorchDispatchMode):
                 num_host += 1
         return tuple(outputs)
 
-    def _view_id(self, tensor: torch.Tensor, buffer: int) -> int:
-        if tensor.is_conj() or tensor.is_neg():
-            raise CaptureError("a tensor is conjugated or negated only when it is read")
-        key = (
-            buffer,
-            str(tensor.dtype).removeprefix("torch."),
-            sizes_of(tensor.shape),
-            sizes_of(tensor.stride()),
-            size_of(tensor.storage_offset()),
-        )
-        if key not in self._tensors:
-            self._tensors[key] = len(self.tensors)
-            self.tensors.append(TensorView(len(self.tensors), *key))
-        return self._tensors[key]
-
     def _constant(self, tensor: torch.Tensor) -> int:
         require_plain(tensor)
         identity = tensor.untyped_storage()._cdata
@@ -215,7 +172,7 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage().cpu())
                 self.buffers[buffer].payload = flat.numpy().tobytes()
-        return self._view_id(tensor, self._storages[identity])
+        return self.view_id(self._storages[identity], layout_of(tensor))
 
     def _encode(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -226,7 +183,7 @@ class Recorder(TorchDispatchMode):
             return value
         if isinstance(value, torch.SymInt) and not has_free_unbacked_symbols(value):
             found = size_of(value)
-            return found if isinstance(found, int) else _Formula(found)
+            return found if isinstance(found, int) else Formula(found)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise CaptureError("a size depends on data, so the op cannot be planned")
         for kind in ("dtype", "layout", "memory_format", "device"):
@@ -282,7 +239,7 @@ class Recorder(TorchDispatchMode):
         for value in _tensors(results):
             if not isinstance(value, FakeTensor):
                 self._constant(value)  # lift_fresh of a literal and the like
-            elif value.untyped_storage()._cdata not in self._storages:
+            elif self.buffer_of(value) is None:
                 nbytes = value.untyped_storage().nbytes()
                 kind = BufferKind.HOST if str(func) == TO_HOST else BufferKind.ACTIVATION
                 fresh.add(self.add_buffer(value, kind, size_of(nbytes)))
@@ -311,7 +268,7 @@ class Recorder(TorchDispatchMode):
         reads = {self._buffer_of(t) for t in given} | written
         count = FLOP_COUNTS.get(str(func.overloadpacket))
         self.tasks.append(
-            _TaskDraft(
+            TaskDraft(
                 op=str(func),
                 label=self.label,
                 args=self._encode(args),
@@ -332,6 +289,22 @@ class Recorder(TorchDispatchMode):
         return self.tensors[self.tensor_id(tensor)].buffer
 
 
+def layout_of(tensor: torch.Tensor) -> DraftLayout:
+    """Say how a tensor lies in its buffer.
+
+    Raises:
+        CaptureError: Its bytes are not its values.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise CaptureError("a tensor is conjugated or negated only when it is read")
+    return (
+        str(tensor.dtype).removeprefix("torch."),
+        sizes_of(tensor.shape),
+        sizes_of(tensor.stride()),
+        size_of(tensor.storage_offset()),
+    )
+
+
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -346,148 +319,3 @@ def _named_arguments(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]
     by_name = {a.name: a for a in declared}
     paired = list(zip(declared, args, strict=False))
     return paired + [(by_name[name], value) for name, value in kwargs.items()]
-
-
-def finish(
-    recorder: Recorder,
-    name: str,
-    inputs: tuple[GraphInput, ...],
-    outputs: tuple[GraphOutput, ...],
-    versions: tuple[tuple[str, str], ...],
-    *,
-    values: Mapping[str, int] | None = None,
-    symbols: tuple[tuple[str, int], ...] = (),
-) -> TaskGraph:
-    """Turn a recording into a taskgraph, without the tasks whose results are unused.
-
-    Args:
-        recorder: What was recorded.
-        name: Of the graph.
-        inputs: Which call argument carries which tensor.
-        outputs: What is returned.
-        versions: Of the packages that the capture depends on.
-        values: What to take the symbols of a recording for that has any.
-        symbols: Their names, and the call position that carries each.
-    """
-    size = Evaluator(values or {})
-    returned = {recorder.tensors[o.tensor].buffer for o in outputs if o.tensor is not None}
-    kept, num_kept = _kept_tasks(recorder, returned)
-    used = {b for task in kept for b in task.reads | task.writes} | returned
-    used |= {recorder.tensors[i.tensor].buffer for i in inputs}
-    order = [b for b in range(len(recorder.buffers)) if b in used]
-    renumber = {old: new for new, old in enumerate(order)}
-    tensors, tensor_ids = _kept_tensors(recorder, renumber, size)
-    return TaskGraph(
-        name=name,
-        buffers=tuple(
-            _buffer(renumber[b], recorder.buffers[b], b in returned, tensor_ids, size)
-            for b in order
-        ),
-        tensors=tensors,
-        tasks=tuple(_task(i, t, renumber, tensor_ids, size) for i, t in enumerate(kept)),
-        inputs=tuple(GraphInput(i.position, tensor_ids[i.tensor]) for i in inputs),
-        outputs=tuple(
-            o if o.tensor is None else GraphOutput(tensor=tensor_ids[o.tensor]) for o in outputs
-        ),
-        versions=versions,
-        calls=tuple(
-            ModuleCall(
-                name=c.name,
-                class_name=c.class_name,
-                depth=c.depth,
-                begin=len(kept) - num_kept[c.begin],
-                end=len(kept) - num_kept[c.end],
-            )
-            for c in recorder.calls
-        ),
-        symbols=symbols,
-    )
-
-
-def _kept_tasks(recorder: Recorder, returned: set[int]) -> tuple[list[_TaskDraft], list[int]]:
-    """Return the tasks whose results are used, and how many of them stand at or after each task."""
-    kept: list[_TaskDraft] = []
-    wanted = set(returned)
-    num_kept = [0] * (len(recorder.tasks) + 1)
-    for index, task in reversed(list(enumerate(recorder.tasks))):
-        kinds = (recorder.buffers[b].kind for b in task.writes)
-        if wanted & task.writes or any(kind is not BufferKind.ACTIVATION for kind in kinds):
-            kept.append(task)
-            wanted |= task.reads
-        num_kept[index] = len(kept)
-    kept.reverse()
-    return kept, num_kept
-
-
-def _kept_tensors(
-    recorder: Recorder, buffers: dict[int, int], size: Evaluator
-) -> tuple[tuple[TensorView, ...], dict[int, int]]:
-    """Return the views of the buffers that are kept, and the new id of each."""
-    tensors: list[TensorView] = []
-    ids: dict[int, int] = {}
-    for view in recorder.tensors:
-        if view.buffer in buffers:
-            ids[view.id] = len(tensors)
-            tensors.append(
-                TensorView(
-                    len(tensors),
-                    buffers[view.buffer],
-                    view.dtype,
-                    size.all(view.shape),
-                    size.all(view.stride),
-                    size(view.offset),
-                )
-            )
-    return tuple(tensors), ids
-
-
-def _buffer(
-    index: int, draft: _BufferDraft, is_returned: bool, tensor_ids: dict[int, int], size: Evaluator
-) -> Buffer:
-    return Buffer(
-        index,
-        _final_kind(draft, is_returned),
-        size(draft.nbytes),
-        draft.name,
-        draft.payload,
-        gather=None if draft.handed is None else tensor_ids[draft.handed],
-    )
-
-
-def _task(
-    index: int,
-    draft: _TaskDraft,
-    buffers: dict[int, int],
-    tensor_ids: dict[int, int],
-    size: Evaluator,
-) -> Task:
-    return Task(
-        index=index,
-        op=draft.op,
-        label=draft.label,
-        args=_renumber(draft.args, tensor_ids, size),
-        kwargs=tuple((k, _renumber(v, tensor_ids, size)) for k, v in draft.kwargs),
-        results=tuple(None if r is None else tensor_ids[r] for r in draft.results),
-        reads=tuple(sorted(buffers[b] for b in draft.reads)),
-        writes=tuple(sorted(buffers[b] for b in draft.writes)),
-        flops=int(size(draft.flops)),
-        moved_bytes=int(size(draft.moved_bytes)),
-    )
-
-
-def _final_kind(draft: _BufferDraft, is_returned: bool) -> BufferKind:
-    if draft.kind is BufferKind.INPUT and draft.is_written:
-        return BufferKind.STATE
-    if draft.kind is BufferKind.ACTIVATION and is_returned:
-        return BufferKind.OUTPUT
-    return draft.kind
-
-
-def _renumber(value: Any, ids: dict[int, int], size: Evaluator) -> Any:
-    if isinstance(value, Ref):
-        return Ref(ids[value.tensor])
-    if isinstance(value, tuple):
-        return tuple(_renumber(v, ids, size) for v in value)
-    if isinstance(value, _Formula):
-        return size(value.size)
-    return value

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -25,9 +25,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from ds_finepage._compat.torch import FakeTensorMode
 from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
 from ds_finepage.capture.fake_arguments import make_fakes
+from ds_finepage.capture.finishing import finish
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
 from ds_finepage.capture.lengths import Size, symbols_of
-from ds_finepage.capture.recorder import Recorder, finish
+from ds_finepage.capture.recorder import Recorder
+from ds_finepage.capture.repeats import Repeats
 from ds_finepage.capture.symbolic_sizes import SymbolicSizes
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
@@ -291,7 +293,7 @@ def _record(
     recorder = Recorder(None if strides_of is None else LayoutFixer(strides_of, sizes.values))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
     with torch.inference_mode(False), torch.no_grad(), mode:
-        labeller = _Labeller(graph.module, recorder)
+        labeller = _Labeller(graph.module, recorder, Repeats(recorder, mode))
         fakes, inputs = make_fakes(graph, args, recorder, sizes)
         try:
             with recorder:
@@ -326,14 +328,18 @@ def _require_ops_of_eager(graph: TaskGraph) -> None:
 class _Labeller(Interpreter):
     """Runs a torch-level graph and tells the recorder which module each op comes from."""
 
-    def __init__(self, module: GraphModule, recorder: Recorder) -> None:
+    def __init__(self, module: GraphModule, recorder: Recorder, repeats: Repeats) -> None:
         super().__init__(module)
-        self._recorder = recorder
+        self._recorder, self._repeats = recorder, repeats
 
     def run_node(self, n: Node) -> Any:
         stack = n.meta.get("nn_module_stack")
         self._recorder.label = qualified_name(next(reversed(stack.values()))[0]) if stack else ""
-        return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        run = partial(getattr(self, n.op), n.target)
+        if n.op in ("call_function", "call_method"):
+            return self._repeats.run(n.target, args, kwargs, run)
+        return run(self._repeats.made(args), self._repeats.made(kwargs))
 
 
 def qualified_name(path: str) -> str:

@@ -269,7 +269,7 @@ MOVING = (
     ),
     mutant(
         "a-buffer-that-a-graph-writes-stays-a-weight",
-        "capture/recorder.py",
+        "capture/drafts.py",
         "return BufferChangedError(self.name) if self.is_module_buffer else",
         "return",
         LARGE_BUFFERS,
