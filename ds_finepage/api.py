@@ -237,6 +237,12 @@ def _settled(module: object, config: object, settings: Mapping[str, Any]) -> Fin
         raise ConfigError(
             f"attach: {type(module).__name__} is no torch.nn.Module. Give it the model itself."
         )
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+            raise ConfigError(
+                f"attach: module {name or type(module).__name__} is TorchScript, and its weights "
+                f"cannot be paged. Give the model without torch.jit."
+            )
     given = {} if config is None else config
     if isinstance(given, FinepageConfig):
         given = dict(given)

@@ -52,6 +52,7 @@ from tests.mutations.runtime import RUNTIME
 from tests.mutations.slices import SLICES
 from tests.mutations.smaller_arenas import SMALLER_ARENAS
 from tests.mutations.unguarded import OF_UNGUARDED
+from tests.mutations.unusual_models import OF_UNUSUAL_MODELS
 
 MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
@@ -67,6 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *OF_RECOMPILING,
     *OF_REPEATS,
     *OF_UNGUARDED,
+    *OF_UNUSUAL_MODELS,
     *OF_KV_PLACES,
     *OF_RANKS,
     *OF_RANK_COMMANDS,

@@ -21,7 +21,11 @@ from torch._C._dynamo.eval_frame import (
     reset_code,
     set_code_exec_strategy,
 )
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import graph_break, maybe_mark_dynamic, trace_rules
 from torch._dynamo.callback import callback_handler
@@ -106,9 +110,11 @@ __all__ = [
     "dynamo_config",
     "free_symbols",
     "get_eval_frame_callback",
+    "get_unwrapped",
     "graph_break",
     "group_named",
     "has_free_unbacked_symbols",
+    "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
     "maybe_mark_dynamic",

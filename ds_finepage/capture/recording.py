@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from ds_finepage._compat.torch import FakeTensorMode
+from ds_finepage._compat.transforms import leaving_no_transform
 from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
 from ds_finepage.capture.fake_arguments import make_fakes
 from ds_finepage.capture.finishing import finish
@@ -49,6 +50,9 @@ MIN_BUCKET = 16
 
 NEAR = 2
 SMALL = 8
+
+HIGHER_ORDER = "higher_order"
+"""The namespace of torch's ops that call graphs, such as ``torch.cond``."""
 
 NOT_MODULES = {"", "_modules", "__dict__"}
 """Parts of Dynamo's source of a module that are attributes of its parent, not modules."""
@@ -296,16 +300,25 @@ def _record(
         labeller = _Labeller(graph.module, recorder, Repeats(recorder, mode))
         fakes, inputs = make_fakes(graph, args, recorder, sizes)
         try:
-            with recorder:
+            with recorder, leaving_no_transform():
                 returned = labeller.run(*fakes)
-        except (CaptureError, BufferChangedError, *OF_THE_DEVICE):
+        except OF_THE_DEVICE:
+            raise
+        except (CaptureError, BufferChangedError) as error:
+            error.args = (_without_place(error), *error.args[1:])
             raise
         except Exception as error:
-            raise CaptureError(f"{graph.name}: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {_without_place(error)}"
+            raise CaptureError(f"{graph.name}: {what}") from error
         outputs = recorder.outputs_of(graph.name, returned, fakes)
     if sum(output.host is not None for output in outputs) != graph.num_host_outputs:
         raise CaptureError(f"{graph.name} returns a number that depends on tensor data")
     return Recording(graph.name, recorder, inputs, outputs, sizes, graph.sharing_of(args))
+
+
+def _without_place(error: Exception) -> str:
+    """Return the message of an error without the node and the source, which torch appends."""
+    return str(error).partition("\n\nWhile executing ")[0]
 
 
 def _require_ops_of_eager(graph: TaskGraph) -> None:
@@ -338,7 +351,13 @@ class _Labeller(Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         run = partial(getattr(self, n.op), n.target)
         if n.op in ("call_function", "call_method"):
-            return self._repeats.run(n.target, args, kwargs, run)
+            try:
+                return self._repeats.run(n.target, args, kwargs, run)
+            except NotImplementedError as error:
+                if getattr(n.target, "namespace", "") != HIGHER_ORDER:
+                    raise
+                message = f"{n.target} is a higher-order op, which no plan can run"
+                raise CaptureError(message) from error
         return run(self._repeats.made(args), self._repeats.made(kwargs))
 
 

@@ -32,12 +32,15 @@ from ds_finepage._compat.torch import (
     _get_current_dispatch_mode_stack,
     _get_tracing_state,
     _len_torch_dispatch_stack,
+    get_unwrapped,
     graph_break,
+    is_functorch_wrapped_tensor,
     peek_interpreter_stack,
     skip_code,
     tree_leaves,
     tree_map,
 )
+from ds_finepage._compat.transforms import leaving_no_transform
 from ds_finepage.errors import FinepageError, StoreError
 from ds_finepage.execution.stores import WeightTable, own_weights
 
@@ -138,18 +141,23 @@ class _FetchingInterpreter(Interpreter):
                 f"{n.name} changes a weight, and host masters are read-only. Detach finepage for "
                 f"a model that changes its weights in forward."
             )
-        storages = [
-            t.untyped_storage()._cdata
-            for t in tree_leaves(result)
-            if isinstance(t, torch.Tensor) and t.layout is torch.strided
-        ]
-        self._viewed += [f for f in self._fetched if f[0].untyped_storage()._cdata in storages]
+        storages = set(map(_storage_of, tree_leaves(result)))
+        self._viewed += [f for f in self._fetched if _storage_of(f[0]) in storages]
         return result
+
+
+def _storage_of(value: Any) -> int | None:
+    """Return the identity of a tensor's storage; None for what has none."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    while is_functorch_wrapped_tensor(value):  # within torch.vmap
+        value = get_unwrapped(value)
+    return value.untyped_storage()._cdata if value.layout is torch.strided else None
 
 
 def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable) -> Any:
     """Run a torch-level graph without a plan; see [Note: the fallback]."""
-    with torch.no_grad():
+    with torch.no_grad(), leaving_no_transform():
         return _FetchingInterpreter(module, weights).run(*args)
 
 
@@ -174,7 +182,7 @@ def run_resident(
             # Products with weights that ask for gradients have other last bits.
             weight.requires_grad_(parameter.requires_grad)
         found[position] = weight
-    with torch.no_grad():
+    with torch.no_grad(), leaving_no_transform():
         return module(*found)
 
 

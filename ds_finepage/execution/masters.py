@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
@@ -107,11 +108,20 @@ def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[
             weights are copies, side by side.
 
     Raises:
-        StoreError: A parameter has no data (it is on the meta device, or its storage is empty), or
-            belongs to an attached model.
+        StoreError: A parameter has no data (it is on the meta device, its storage is empty, or it
+            is not initialized), is sparse, or belongs to an attached model.
     """
     for name, parameter in named.items():
         refuse_watched(name, parameter)
+        if is_lazy(parameter):
+            raise StoreError(
+                f"parameter {name} is not initialized yet. Call the model once before attaching."
+            )
+        if parameter.layout is not torch.strided:
+            raise StoreError(
+                f"parameter {name} is sparse ({parameter.layout}), and plans copy dense weights "
+                f"alone. Make it dense, or a buffer."
+            )
         if parameter.is_meta:
             raise StoreError(
                 f"parameter {name} is on the meta device and has no data; load the weights first"
@@ -162,7 +172,7 @@ def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> H
     host = _host_tensor(before)
     # On the CPU detach restores the parameter's own memory; elsewhere it gives the host copy.
     strided = dense = None
-    if before.is_cpu and not device_of(device).is_accelerator:
+    if before.is_cpu and not device_of(device).is_accelerator and not _overlaps(before):
         strided, dense = before, host
 
     def restore(weight: HostWeight) -> None:
@@ -199,6 +209,17 @@ def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> Non
     host = _host_tensor(value)
     weight.master = device_of(device).pinned(_master_of(host))
     weight.shape, weight.stride, weight.dtype = tuple(host.shape), host.stride(), host.dtype
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor may share memory, as those of an expanded one do."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent = stride * size
+    return False
 
 
 def _host_tensor(value: torch.Tensor) -> torch.Tensor:

@@ -138,11 +138,13 @@ class ModuleTree:
     def see(self) -> None:
         """Treat the present tree as unchanged."""
         self._modules = list(self._module.modules())
-        self._parents = [m for m in self._modules if m._modules]
+        # A TorchScript module has no dictionaries, and no weight: attach() refuses one that does.
+        self._plain = [m for m in self._modules if isinstance(m._parameters, dict)]
+        self._parents = [m for m in self._plain if m._modules]
         self._seen = self._look()
 
     def _look(self) -> tuple[list[int], list[int]]:
-        parameters = chain.from_iterable(map(dict.values, map(_PARAMETERS, self._modules)))
+        parameters = chain.from_iterable(map(dict.values, map(_PARAMETERS, self._plain)))
         children = chain.from_iterable(map(dict.values, map(_CHILDREN, self._parents)))
         return list(map(id, parameters)), list(map(id, children))
 

@@ -47,6 +47,26 @@ class Broken(nn.Module):
         return self.third(x)
 
 
+def test_recurrent_layers_are_planned() -> None:
+    """Dynamo leaves them out by default."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.LSTM(16, 32, num_layers=2, bidirectional=True).eval()
+    inputs = [torch.randn(n, 3, 16) for n in (5, 5, 7)]
+    with torch.no_grad():
+        plain = [model(x) for x in inputs]
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        for x in inputs:
+            model(x)
+        handle.replan(budget_bytes=handle.stats.min_budget_bytes, debug=DEBUG)
+        for x, (rows, (hidden, cell)) in zip(inputs, plain, strict=True):
+            found, (found_hidden, found_cell) = model(x)
+            assert torch.equal(found, rows)
+            assert torch.equal(found_hidden, hidden) and torch.equal(found_cell, cell)
+    assert handle.stats.unplanned_reasons == ()
+    assert handle.stats.reloaded_bytes > 0
+
+
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [r for r in caplog.records if r.name.startswith("ds_finepage")]
 

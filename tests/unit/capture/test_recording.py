@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import sympy
 import torch
+from torch._C._functorch import get_dynamic_layer_stack_depth
 
 from ds_finepage.capture import recording
-from ds_finepage.capture.recording import Recordings, SymbolicSizes, qualified_name, upper_end
+from ds_finepage.capture.recorder import Recorder
+from ds_finepage.capture.recording import (
+    Recordings,
+    SymbolicSizes,
+    qualified_name,
+    record,
+    upper_end,
+)
+from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import TaskGraph
 from tests.unit.capture.replay import by_dynamo, traced
 
@@ -121,6 +130,41 @@ def test_a_graph_of_fixed_sizes_has_no_bucket() -> None:
     recordings = Recordings(traced(lambda x: x.neg(), x))
     assert recordings.bucket_of((x,), as_torch_says) is None
     assert recordings._is_of_one_size
+
+
+def by_cond(x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(torch.sin)(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+def by_numbers(x: torch.Tensor) -> torch.Tensor:
+    return x * 1j
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (by_cond, "cond is a higher-order op, which no plan can run"),
+        (by_numbers, "argument of type complex cannot be written down"),
+    ],
+)
+def test_a_graph_without_a_plan_says_why_in_one_line(
+    function: Callable[..., Any], message: str
+) -> None:
+    ((graph, args),) = by_dynamo(function, (torch.ones(3),))
+    with pytest.raises(CaptureError) as caught:
+        record(graph, args)
+    assert str(caught.value) == message
+
+
+def test_a_capture_that_fails_ends_its_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise CaptureError("no")
+
+    ((graph, args),) = by_dynamo(torch.vmap(torch.sin), (torch.ones(3, 2),))
+    monkeypatch.setattr(Recorder, "_add_task", refuse)
+    with pytest.raises(CaptureError):
+        record(graph, args)
+    assert get_dynamic_layer_stack_depth() == 0
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])

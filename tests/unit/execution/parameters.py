@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -27,6 +29,15 @@ class Model(nn.Module):
 
 def weights_of_module(module: nn.Module, device: torch.device = CPU) -> list[HostWeight]:
     return weights_of(dict(module.named_parameters()), device)
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    """Compile a module to TorchScript, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = torch.jit.script(module)
+    assert isinstance(found, nn.Module)
+    return found
 
 
 def attached(module: nn.Module) -> WeightTable:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._functorch import get_dynamic_layer_stack_depth
 from torch._dynamo.guards import GuardBuilder
 from torch._guards import Guard, Source
 from torch.fx import GraphModule, symbolic_trace
@@ -20,6 +21,7 @@ from ds_finepage.errors import StoreError
 from ds_finepage.execution import fallback
 from ds_finepage.execution.fallback import RunningCall, hook_modules, run_resident, run_unplanned
 from ds_finepage.execution.stores import WeightTable
+from tests.unit.capture.replay import by_dynamo
 from tests.unit.execution.parameters import weights_of_module
 
 CPU = torch.device("cpu")
@@ -156,6 +158,37 @@ def test_a_change_through_a_view_of_a_weight_is_refused(what: str) -> None:
     with pytest.raises(StoreError, match="changes a weight"):
         run_unplanned(module, (x, model.a, model.b), table)
     assert torch.equal(values(table)[0], a)
+
+
+def mapped(function: Callable[..., Any]) -> tuple[GraphModule, tuple[Any, ...], Recording]:
+    """Let Dynamo trace a function of two weights, because ``vmap`` is no function of a graph."""
+    model = Two()
+    ((graph, args),) = by_dynamo(function, (model.a, model.b))
+    return graph.module, args, table_of(model)
+
+
+def test_tensors_within_vmap_pass() -> None:
+    module, args, table = mapped(lambda a, b: torch.vmap(lambda row: (row @ b).relu())(a))
+    a, b = values(table)
+    (found,) = run_unplanned(module, args, table)
+    assert torch.equal(found, torch.vmap(lambda row: (row @ b).relu())(a))
+
+
+def test_a_change_within_vmap_is_refused() -> None:
+    module, args, table = mapped(lambda a, b: torch.vmap(lambda row: row.zero_() + 1)(a))
+    a, _ = values(table)
+    with pytest.raises(StoreError, match="changes a weight"):
+        run_unplanned(module, args, table)
+    assert get_dynamic_layer_stack_depth() == 0
+    assert torch.equal(values(table)[0], a)
+
+
+def test_a_graph_that_fails_on_the_device_ends_its_transforms() -> None:
+    module, args, table = mapped(lambda a, b: torch.vmap(lambda row: row @ b)(a))
+    weights = {0: (args[0], "a")}
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run_resident(module, args, weights, {"a": torch.ones(3, 3)})
+    assert get_dynamic_layer_stack_depth() == 0
 
 
 def test_a_change_of_what_was_computed_from_a_weight_is_none_of_the_weight() -> None:

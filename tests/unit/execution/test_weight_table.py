@@ -165,6 +165,34 @@ def test_a_parameter_whose_storage_was_freed_is_refused() -> None:
         weights_of_module(model, CPU)
 
 
+def test_a_parameter_that_is_not_initialized_is_refused() -> None:
+    with pytest.raises(StoreError, match="parameter 0.weight is not initialized yet. Call the mod"):
+        weights_of_module(nn.Sequential(nn.LazyLinear(4)), CPU)
+
+
+def test_a_sparse_parameter_is_refused() -> None:
+    model = Model()
+    model.plain = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+    with pytest.raises(StoreError, match=r"parameter plain is sparse \(torch.sparse_coo\)"):
+        weights_of_module(model, CPU)
+
+
+@pytest.mark.parametrize("form", ["expanded", "windows", "strided"])
+def test_a_parameter_is_restored_whose_elements_share_memory(form: str) -> None:
+    model = Model()
+    value = {
+        "expanded": torch.randn(1, 4).expand(4, 4),
+        "windows": torch.randn(7).unfold(0, 4, 1),
+        "strided": torch.randn(4, 8)[:, ::2],
+    }[form]
+    before = value.clone()
+    model.plain = nn.Parameter(value)
+    table = attached(model)
+    table.restore()
+    assert torch.equal(model.plain, before)
+    assert (model.plain.data_ptr() == value.data_ptr()) == (form == "strided")
+
+
 def test_data_is_watched_only_while_a_table_is_installed() -> None:
     own = torch._C.TensorBase.data
     gc.collect()  # tables of other tests

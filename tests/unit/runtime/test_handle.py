@@ -19,6 +19,7 @@ from ds_finepage.config import DebugConfig, DeviceBudget, FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.handle import Handle
+from tests.unit.execution.parameters import scripted
 
 WIDTH = 64
 
@@ -173,6 +174,12 @@ def test_settings_that_cannot_be_used_are_refused_and_change_nothing(rig: Rig) -
     ("module", "config", "settings", "message"),
     [
         ("llama", None, {}, "attach: str is no torch.nn.Module. Give it the model itself."),
+        (
+            nn.Sequential(nn.ReLU(), scripted(nn.Linear(4, 4))),
+            None,
+            {},
+            "attach: module 1 is TorchScript, and its weights cannot be paged. Give the model",
+        ),
         (nn.Identity(), "6GiB", {}, "finepage: '6GiB' is not an object. Write for example"),
         (nn.Identity(), {"finepage": {"enabled": True}}, {}, "finepage: this is a whole ds_config"),
         (nn.Identity(), FinepageConfig(), {"policy": "x"}, "finepage.policy: unknown policy 'x'"),

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_finepage.runtime.interception import moved_buffers
+from ds_finepage.execution.stores import WeightTable
+from ds_finepage.runtime.interception import ModuleTree, moved_buffers
+from tests.unit.execution.parameters import CPU, scripted, weights_of_module
 
 ELSEWHERE = torch.device("meta")
 """Stands for an accelerator; a move there is a copy."""
@@ -51,6 +53,16 @@ def test_a_buffer_is_moved_once_and_comes_back_with_its_value(moves: list[torch.
     for back in undo:
         back()
     assert buffers(module) == before and module.second.shared.tolist() == [2, 2, 2]
+
+
+def test_a_module_of_torchscript_has_no_parts_to_look_at() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), scripted(nn.ReLU()), nn.Linear(2, 2))
+    tree = ModuleTree(model, WeightTable(weights_of_module(model, CPU), CPU))
+    assert not tree.has_new_parts()
+    model[0].bias = None  # this is no new part, and the script module is none either
+    assert not tree.has_new_parts()
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert tree.has_new_parts()
 
 
 def test_a_buffer_that_the_caller_has_replaced_stays() -> None:
