@@ -83,11 +83,17 @@ class _Worker:
     """A daemon thread that runs the steps of one lane, pass after pass."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
+        self._start()
+
+    def _start(self) -> None:
         self._jobs: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Action) -> None:
+        if not self._thread.is_alive():  # a process that was forked has no thread but the caller's
+            self._start()
         self._jobs.put(job)
 
     def end(self) -> None:

@@ -52,6 +52,13 @@ OF_UNUSUAL_MODELS = (
         FALLBACK,
     ),
     mutant(
+        "threads-do-not-survive-a-fork",
+        "execution/lanes.py",
+        "        if not self._thread.is_alive():",
+        "        if False:",
+        "unit/execution/test_lanes.py::test_threads_that_are_gone_start_again",
+    ),
+    mutant(
         "tensors-within-vmap-have-storages",
         "execution/fallback.py",
         "    while is_functorch_wrapped_tensor(value):",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import tempfile
 import threading
 import weakref
@@ -74,6 +76,33 @@ def write_in_another_thread(subject: Subject) -> None:
     thread = threading.Thread(target=write)
     thread.start()
     thread.join()
+    subject.same()
+
+
+@action
+def call_in_a_forked_process(subject: Subject) -> None:
+    """A server that loads a model and forks its workers then."""
+    subject.handle.replan(debug=DebugConfig(lane_delay_seed=1))  # threads make all copies
+    subject.same()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(SECONDS)
+            subject.same()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    subject.same()
+
+
+@action
+def share_memory_between_processes(subject: Subject) -> None:
+    subject.both(lambda m: m.share_memory())
+    subject.same()
+    assert all(p.is_shared() for p in subject.model.parameters())
+    subject.both(lambda m: m.up.weight.data.mul_(2))
     subject.same()
 
 
