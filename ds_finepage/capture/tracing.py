@@ -233,7 +233,7 @@ class QuickTracing:
         self._has_traced = True
         # A number that differs between two models, such as the scale of attention, would become an
         # input that the ops read, and no plan can know it.
-        settings = {"run_gc_after_compile": False, "specialize_float": True, "allow_rnn": True}
+        settings = {"run_gc_after_compile": False, "specialize_float": True}
         self._settings.enter_context(dynamo_config.patch(settings))
         self._settings.callback(register_bytecode_hook(self._take).remove)
         if gc.isenabled():

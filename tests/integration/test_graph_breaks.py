@@ -47,24 +47,19 @@ class Broken(nn.Module):
         return self.third(x)
 
 
-def test_recurrent_layers_are_planned() -> None:
-    """Dynamo leaves them out by default."""
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run_without_a_plan(kind: type[nn.RNNBase]) -> None:
+    """In a graph torch takes other kernels for them, with other last bits."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.LSTM(16, 32, num_layers=2, bidirectional=True).eval()
-    inputs = [torch.randn(n, 3, 16) for n in (5, 5, 7)]
+    model = kind(16, 32, batch_first=True, dtype=torch.float64).eval()
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
     with torch.no_grad():
-        plain = [model(x) for x in inputs]
+        plain, _ = model(x)
         handle = attach(model, device_budget="1MiB", device="cpu")
-        for x in inputs:
-            model(x)
-        handle.replan(budget_bytes=handle.stats.min_budget_bytes, debug=DEBUG)
-        for x, (rows, (hidden, cell)) in zip(inputs, plain, strict=True):
-            found, (found_hidden, found_cell) = model(x)
-            assert torch.equal(found, rows)
-            assert torch.equal(found_hidden, hidden) and torch.equal(found_cell, cell)
-    assert handle.stats.unplanned_reasons == ()
-    assert handle.stats.reloaded_bytes > 0
+        found, _ = model(x)
+    assert torch.equal(found, plain)
+    assert handle.stats.num_unplanned_modules == 1
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

@@ -434,8 +434,8 @@ RUNTIME = (
     mutant(
         "numbers-of-a-model-become-inputs",
         "capture/tracing.py",
-        '"specialize_float": True, ',
-        "",
+        ', "specialize_float": True}',
+        "}",
         "integration/test_captures.py::test_models_with_other_numbers_have_plans_too",
     ),
     # Calls.

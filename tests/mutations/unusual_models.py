@@ -10,13 +10,6 @@ WEIGHTS = "unit/execution/test_weight_table.py"
 
 OF_UNUSUAL_MODELS = (
     mutant(
-        "recurrent-layers-are-left-out",
-        "capture/tracing.py",
-        ', "allow_rnn": True}',
-        "}",
-        "integration/test_graph_breaks.py::test_recurrent_layers_are_planned",
-    ),
-    mutant(
         "a-transform-stays-after-a-failed-capture",
         "capture/recording.py",
         "            with recorder, leaving_no_transform():\n",
