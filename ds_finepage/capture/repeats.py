@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import EllipsisType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.node import map_aggregate
@@ -42,19 +42,39 @@ SETTINGS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+class Form(NamedTuple):
+    """The arguments that make a tensor; its sizes may be symbols of torch."""
+
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """Return the form of a tensor as it is now: an op may turn or resize it later."""
+        place = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+        return cls(*place, tensor.dtype, tensor.device)
+
+    def new(self) -> torch.Tensor:
+        """Make a tensor of this form in a storage of its own."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
 @dataclass(eq=False, slots=True)
 class Unmade:
     """A tensor of a repeated node, to be made as a fake tensor when an op needs it.
 
     Attributes:
         buffer: That it lies in.
-        like: A fake tensor of the same layout in another buffer.
-        layout: Of both.
+        form: To make it in.
+        layout: The same, as the taskgraph has it.
         made: The fake tensor.
     """
 
     buffer: int
-    like: torch.Tensor
+    form: Form
     layout: DraftLayout
     made: torch.Tensor | None = None
 
@@ -71,7 +91,7 @@ class _View:
     """A result that lies in one of the node's buffers."""
 
     place: int
-    like: torch.Tensor
+    form: Form
     layout: DraftLayout
 
 
@@ -86,7 +106,7 @@ class _Template:
     views: list[tuple[int, int, DraftLayout]]  # id of a tensor in the tasks, its place, its layout
     tasks: list[TaskDraft]
     written: list[int]
-    first: dict[int, torch.Tensor]  # place of a new buffer -> a fake tensor as large
+    first: dict[int, Form]  # place of a new buffer -> a tensor as large
     result: Any
 
 
@@ -96,6 +116,7 @@ class _Described:
 
     recorder: Recorder
     tensors: list[Any] = field(default_factory=list)
+    layouts: list[Any] = field(default_factory=list)  # of the tensors
     buffers: list[int] = field(default_factory=list)
 
     def describe(self, value: Any) -> Any:
@@ -106,7 +127,7 @@ class _Described:
         """
         kind = type(value)
         if kind is Unmade:
-            return self._tensor(value, value.buffer, value.layout, value.like.device, False)
+            return self._tensor(value, value.buffer, (value.layout, value.form.device, False))
         if kind is FakeTensor:
             return self._fake(value)
         if kind is float:
@@ -132,13 +153,14 @@ class _Described:
         buffer = self.recorder.buffer_of(value)
         if buffer is None:
             raise _UnlikeError
-        return self._tensor(value, buffer, layout_of(value), value.device, value.requires_grad)
+        return self._tensor(value, buffer, _described(value))
 
-    def _tensor(self, value: Any, buffer: int, *description: Any) -> Any:
+    def _tensor(self, value: Any, buffer: int, description: Any) -> Any:
         self.tensors.append(value)
+        self.layouts.append(description)
         if buffer not in self.buffers:
             self.buffers.append(buffer)
-        return (self.buffers.index(buffer), *description)
+        return (self.buffers.index(buffer), description)
 
 
 class _UnlikeError(Exception):
@@ -157,7 +179,7 @@ class Repeats:
         """
         self._recorder, self._mode = recorder, mode
         self._templates: dict[Any, _Template] = {}
-        self._first: dict[int, torch.Tensor] = {}  # unmade buffer -> a fake tensor as large
+        self._first: dict[int, Form] = {}  # unmade buffer -> a tensor as large
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def run(
@@ -207,7 +229,9 @@ class Repeats:
         made = self.made(given.tensors)
         recorder.viewed.clear()
         result = self._run(call, args, kwargs)
-        if given.kinds() == key[-1]:
+        if list(map(_described, made)) != given.layouts:
+            _follow(given.tensors)  # the node has turned or resized a tensor in place
+        elif given.kinds() == key[-1]:
             with suppress(_UnlikeError):
                 self._templates[key] = self._template(
                     [*given.buffers, *range(num_buffers, len(recorder.buffers))],
@@ -279,22 +303,18 @@ class Repeats:
             raise _UnlikeError
         if places[buffer] < num_given and (buffer, value.dtype) not in self._bases:
             raise _UnlikeError
-        return _View(places[buffer], value, layout_of(value))
+        return _View(places[buffer], Form.of(value), layout_of(value))
 
-    def _first_of(
-        self, result: Any, drafts: list[BufferDraft], num_given: int
-    ) -> dict[int, torch.Tensor]:
+    def _first_of(self, result: Any, drafts: list[BufferDraft], num_given: int) -> dict[int, Form]:
         """Return, for each new buffer that a result lies in, a result that is as large."""
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, Form] = {}
         views = [v for v in _flat(result) if isinstance(v, _View) and v.place >= num_given]
         with _disable_current_modes(), self._mode:
             for view in views:
-                nbytes = size_of(_new_like(view.like).untyped_storage().nbytes())
+                nbytes = size_of(view.form.new().untyped_storage().nbytes())
                 if view.layout[-1] == 0 and nbytes == drafts[view.place].nbytes:
-                    found.setdefault(view.place, view.like)
-        if any(found.get(v.place, v.like).dtype != v.like.dtype for v in views):
-            raise _UnlikeError
-        if any(v.place not in found for v in views):
+                    found.setdefault(view.place, view.form)
+        if any(v.place not in found or found[v.place].dtype != v.form.dtype for v in views):
             raise _UnlikeError
         return found
 
@@ -307,8 +327,7 @@ class Repeats:
         ids = {i: recorder.view_id(buffers[at], layout) for i, at, layout in template.views}
         for place in template.written:
             recorder.buffers[buffers[place]].is_written = True
-        for place, like in template.first.items():
-            self._first[buffers[place]] = like
+        self._first.update((buffers[place], form) for place, form in template.first.items())
         recorder.tasks += [
             replace(
                 task,
@@ -332,34 +351,37 @@ class Repeats:
 
     def _make(self, unmade: Unmade) -> torch.Tensor:
         if unmade.made is None:
-            like = unmade.like
             with _disable_current_modes(), self._mode:
-                base = self._base(unmade.buffer, like.dtype)
-                unmade.made = base
-                if layout_of(base) != unmade.layout:
-                    place = like.size(), like.stride(), like.storage_offset()
-                    unmade.made = base.as_strided(*place)
+                # A tensor of its own, because an op may turn it in place.
+                base = self._base(unmade.buffer, unmade.form.dtype)
+                unmade.made = base.as_strided(*unmade.form[:3])
         return unmade.made
 
     def _base(self, buffer: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a fake tensor in a buffer, and make the buffer's storage if there is none."""
         if (buffer, dtype) not in self._bases:
-            base = _new_like(self._first[buffer])
+            base = self._first[buffer].new()
             self._recorder.set_storage(buffer, base)
             self._bases[buffer, dtype] = base
         return self._bases[buffer, dtype]
 
 
-def _new_like(tensor: torch.Tensor) -> torch.Tensor:
-    size, stride = tensor.size(), tensor.stride()
-    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+def _described(tensor: torch.Tensor) -> tuple[DraftLayout, torch.device, bool]:
+    return layout_of(tensor), tensor.device, tensor.requires_grad
+
+
+def _follow(tensors: list[Any]) -> None:
+    """Describe tensors that were made, and changed since, as they are now."""
+    for tensor in tensors:
+        if type(tensor) is Unmade and tensor.made is not None:
+            tensor.form, tensor.layout = Form.of(tensor.made), layout_of(tensor.made)
 
 
 def _result(described: Any, given: list[Any], buffers: list[int]) -> Any:
     if isinstance(described, _Argument):
         return given[described.index]
     if isinstance(described, _View):
-        return Unmade(buffers[described.place], described.like, described.layout)
+        return Unmade(buffers[described.place], described.form, described.layout)
     return type(described)(_result(d, given, buffers) for d in described)
 
 

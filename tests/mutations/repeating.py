@@ -39,15 +39,15 @@ OF_REPEATS = (
     mutant(
         "shared-buffers-are-left-out",
         REPEATS,
-        "return (self.buffers.index(buffer), *description)",
+        "return (self.buffers.index(buffer), description)",
         "return description",
         ALIKE,
     ),
     mutant(
         "gradients-are-left-out",
         REPEATS,
-        "layout_of(value), value.device, value.requires_grad)",
-        "layout_of(value), value.device)",
+        "return layout_of(tensor), tensor.device, tensor.requires_grad",
+        "return layout_of(tensor), tensor.device, False",
         ALIKE,
     ),
     mutant(
@@ -100,10 +100,25 @@ OF_REPEATS = (
         ALIKE,
     ),
     mutant(
-        "views-of-unmade-tensors-are-whole",
+        "an-unmade-tensor-is-another-one",
         REPEATS,
-        "                if layout_of(base) != unmade.layout:\n",
-        "                if False:\n",
+        "                unmade.made = base.as_strided(*unmade.form[:3])\n",
+        "                same = layout_of(base) == unmade.layout\n"
+        "                unmade.made = base if same else base.as_strided(*unmade.form[:3])\n",
+        ALIKE,
+    ),
+    mutant(
+        "tensors-that-are-turned-in-place-stay-as-they-are",
+        REPEATS,
+        "        if list(map(_described, made)) != given.layouts:\n",
+        "        if False:\n",
+        ALIKE,
+    ),
+    mutant(
+        "an-unmade-tensor-that-is-turned-is-not-followed",
+        REPEATS,
+        "            _follow(given.tensors)",
+        "            pass",
         ALIKE,
     ),
     mutant(

@@ -128,6 +128,21 @@ def unmade_ones_are_changed(x: torch.Tensor, y: torch.Tensor) -> Any:
     return a, b.view(torch.int32).view(torch.float32), b
 
 
+def turned_in_place(x: torch.Tensor, y: torch.Tensor) -> Any:
+    a, b = x.exp(), y.exp()
+    a.t_()
+    b.t_()
+    a.unsqueeze_(0)
+    b.unsqueeze_(0)
+    return a.cos(), b.cos(), b.sin()
+
+
+def an_alias_is_turned(x: torch.Tensor, y: torch.Tensor) -> Any:
+    a, b = x.view(3, 4), y.view(3, 4)
+    b.t_()
+    return a.cos(), b.cos(), y.sin()
+
+
 def with_two_results(x: torch.Tensor, y: torch.Tensor) -> Any:
     a, b = torch.max(x, 1), torch.max(y, 1)
     return a[0], b[0], b[1]
@@ -142,6 +157,8 @@ def with_two_results(x: torch.Tensor, y: torch.Tensor) -> Any:
         (as_they_are, 2),
         (unmade_ones_are_read, 3),
         (unmade_ones_are_changed, 1),
+        (turned_in_place, 2),
+        (an_alias_is_turned, 1),
         (with_two_results, 1),
     ],
 )
