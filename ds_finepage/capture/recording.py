@@ -20,7 +20,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Interpreter, Node
 
 from ds_finepage._compat.torch import FakeTensorMode
 from ds_finepage._compat.transforms import leaving_no_transform
@@ -297,7 +297,7 @@ def _record(
     recorder = Recorder(None if strides_of is None else LayoutFixer(strides_of, sizes.values))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
     with torch.inference_mode(False), torch.no_grad(), mode:
-        labeller = _Labeller(graph.module, recorder, Repeats(recorder, mode))
+        labeller = _Labeller(graph, recorder, Repeats(recorder, mode))
         fakes, inputs = make_fakes(graph, args, recorder, sizes)
         try:
             with recorder, leaving_no_transform():
@@ -341,9 +341,9 @@ def _require_ops_of_eager(graph: TaskGraph) -> None:
 class _Labeller(Interpreter):
     """Runs a torch-level graph and tells the recorder which module each op comes from."""
 
-    def __init__(self, module: GraphModule, recorder: Recorder, repeats: Repeats) -> None:
-        super().__init__(module)
-        self._recorder, self._repeats = recorder, repeats
+    def __init__(self, graph: DynamoGraph, recorder: Recorder, repeats: Repeats) -> None:
+        super().__init__(graph.module)
+        self._name, self._recorder, self._repeats = graph.name, recorder, repeats
 
     def run_node(self, n: Node) -> Any:
         stack = n.meta.get("nn_module_stack")
@@ -356,8 +356,9 @@ class _Labeller(Interpreter):
             except NotImplementedError as error:
                 if getattr(n.target, "namespace", "") != HIGHER_ORDER:
                     raise
-                message = f"{n.target} is a higher-order op, which no plan can run"
-                raise CaptureError(message) from error
+                raise CaptureError(
+                    f"{self._name} calls {n.target}, a higher-order op, which no plan can run"
+                ) from error
         return run(self._repeats.made(args), self._repeats.made(kwargs))
 
 

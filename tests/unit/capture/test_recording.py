@@ -143,7 +143,7 @@ def by_numbers(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (by_cond, "cond is a higher-order op, which no plan can run"),
+        (by_cond, "graph calls cond, a higher-order op, which no plan can run"),
         (by_numbers, "argument of type complex cannot be written down"),
     ],
 )
