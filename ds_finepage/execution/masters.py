@@ -124,7 +124,8 @@ def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[
             )
         if parameter.is_meta:
             raise StoreError(
-                f"parameter {name} is on the meta device and has no data; load the weights first"
+                f"parameter {name} is on the meta device and has no data. Load the weights first, "
+                f"all of them into host memory: a device_map that offloads leaves some out."
             )
         if parameter.numel() and not parameter.untyped_storage().nbytes():
             raise StoreError(

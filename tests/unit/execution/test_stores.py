@@ -60,7 +60,8 @@ def test_a_parameter_on_the_meta_device_is_refused_by_name() -> None:
     with pytest.raises(StoreError) as caught:
         weights_of_module(nn.Sequential(nn.Linear(2, 2, device="meta")), CPU)
     assert str(caught.value) == (
-        "parameter 0.weight is on the meta device and has no data; load the weights first"
+        "parameter 0.weight is on the meta device and has no data. Load the weights first, "
+        "all of them into host memory: a device_map that offloads leaves some out."
     )
 
 
