@@ -323,6 +323,12 @@ MULTIMODAL: dict[str, Tiny] = {
             "projection_dim": HIDDEN,
         },
         16,
+        # As its processor makes them. Without these, transformers' compiled form has another mask.
+        inputs=several(
+            image_prompt(IMAGE_TOKEN, 16),
+            fixed("token_type_ids", lambda: torch.zeros(1, 22, dtype=torch.long)),
+            pixels(),
+        ),
     ),
     "qwen2_vl": seeing(
         "Qwen2VLForConditionalGeneration",
