@@ -201,12 +201,13 @@ def attach(
         The handle: counters, plans, hooks, ``detach()``.
 
     Raises:
-        ConfigError: It is no module, a setting or the device cannot be used, the budget is above
-            the device, or the model cannot be packed.
+        ConfigError: It is no module, or has weights in TorchScript; a setting or the device cannot
+            be used, the budget is above the device, or the model cannot be packed.
         StoreError: A parameter has no data, or is a subclass that cannot be taken apart.
         DeviceMemoryError: The device has no room for the budget; the module is as it was or packed.
     """
-    config = _settled(module, config, settings)
+    _require_module(module)
+    config = _settled(config, settings)
     where = default_device() if device is None else require_device(device)
     plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
     _pack(module, config, where)
@@ -231,8 +232,8 @@ def attach(
         return handle
 
 
-def _settled(module: object, config: object, settings: Mapping[str, Any]) -> FinepageConfig:
-    """Return the section with the settings that were given one by one."""
+def _require_module(module: object) -> None:
+    """Refuse what has no weights that can be paged."""
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(
             f"attach: {type(module).__name__} is no torch.nn.Module. Give it the model itself."
@@ -243,6 +244,10 @@ def _settled(module: object, config: object, settings: Mapping[str, Any]) -> Fin
                 f"attach: module {name or type(module).__name__} is TorchScript, and its weights "
                 f"cannot be paged. Give the model without torch.jit."
             )
+
+
+def _settled(config: object, settings: Mapping[str, Any]) -> FinepageConfig:
+    """Return the section with the settings that were given one by one."""
     given = {} if config is None else config
     if isinstance(given, FinepageConfig):
         given = dict(given)

@@ -80,7 +80,7 @@ class Unmade:
 
 
 @dataclass(frozen=True, slots=True)
-class _Argument:
+class _Given:
     """A result that is one of the node's tensors."""
 
     index: int
@@ -106,12 +106,12 @@ class _Template:
     views: list[tuple[int, int, DraftLayout]]  # id of a tensor in the tasks, its place, its layout
     tasks: list[TaskDraft]
     written: list[int]
-    first: dict[int, Form]  # place of a new buffer -> a tensor as large
+    whole: dict[int, Form]  # place of a new buffer -> a view of all of it
     result: Any
 
 
 @dataclass
-class _Described:
+class _Arguments:
     """The arguments of a node."""
 
     recorder: Recorder
@@ -179,7 +179,7 @@ class Repeats:
         """
         self._recorder, self._mode = recorder, mode
         self._templates: dict[Any, _Template] = {}
-        self._first: dict[int, Form] = {}  # unmade buffer -> a tensor as large
+        self._whole: dict[int, Form] = {}  # unmade buffer -> a view of all of it
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def run(
@@ -195,7 +195,7 @@ class Repeats:
         """
         if target is operator.getitem and type(args[0]) in (tuple, list):
             return args[0][args[1]]
-        given = _Described(self._recorder)
+        given = _Arguments(self._recorder)
         try:
             if not _is_of_torch(target):
                 raise _UnlikeError
@@ -222,7 +222,7 @@ class Repeats:
         return result
 
     def _learn(
-        self, key: Any, given: _Described, call: Callable[..., Any], args: Any, kwargs: Any
+        self, key: Any, given: _Arguments, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         recorder = self._recorder
         num_buffers, num_tasks = len(recorder.buffers), len(recorder.tasks)
@@ -283,7 +283,7 @@ class Repeats:
                 for place, (buffer, draft) in enumerate(zip(buffers, drafts, strict=True))
                 if draft.is_written and any(buffer in task.writes for task in tasks)
             ],
-            first=self._first_of(found, drafts, num_given),
+            whole=self._whole_of(found, drafts, num_given),
             result=found,
         )
 
@@ -295,18 +295,20 @@ class Repeats:
             return type(value)(found)
         for index, tensor in enumerate(given):
             if value is tensor:
-                return _Argument(index)
+                return _Given(index)
         if type(value) is not FakeTensor or not _is_plain(value) or value.requires_grad:
             raise _UnlikeError
         buffer = self._recorder.buffer_of(value)
         if buffer not in places or has_free_unbacked_symbols(value):
             raise _UnlikeError
-        if places[buffer] < num_given and (buffer, value.dtype) not in self._bases:
+        # Where the node is repeated, a tensor of this dtype has to be known in the buffer.
+        known = {(self._recorder.buffer_of(t), t.dtype) for t in given}
+        if places[buffer] < num_given and (buffer, value.dtype) not in known:
             raise _UnlikeError
         return _View(places[buffer], Form.of(value), layout_of(value))
 
-    def _first_of(self, result: Any, drafts: list[BufferDraft], num_given: int) -> dict[int, Form]:
-        """Return, for each new buffer that a result lies in, a result that is as large."""
+    def _whole_of(self, result: Any, drafts: list[BufferDraft], num_given: int) -> dict[int, Form]:
+        """Return, for each new buffer that a result lies in, a result that is all of it."""
         found: dict[int, Form] = {}
         views = [v for v in _flat(result) if isinstance(v, _View) and v.place >= num_given]
         with _disable_current_modes(), self._mode:
@@ -318,7 +320,7 @@ class Repeats:
             raise _UnlikeError
         return found
 
-    def _repeat(self, template: _Template, given: _Described) -> Any:
+    def _repeat(self, template: _Template, given: _Arguments) -> Any:
         """Write down a template's tasks for other arguments; return the results."""
         recorder = self._recorder
         num_buffers = len(recorder.buffers)
@@ -327,7 +329,7 @@ class Repeats:
         ids = {i: recorder.view_id(buffers[at], layout) for i, at, layout in template.views}
         for place in template.written:
             recorder.buffers[buffers[place]].is_written = True
-        self._first.update((buffers[place], form) for place, form in template.first.items())
+        self._whole.update((buffers[place], form) for place, form in template.whole.items())
         recorder.tasks += [
             replace(
                 task,
@@ -342,7 +344,7 @@ class Repeats:
         ]
         return _result(template.result, given.tensors, buffers)
 
-    def _note_bases(self, given: _Described) -> None:
+    def _note_bases(self, given: _Arguments) -> None:
         for tensor in given.tensors:
             if type(tensor) is FakeTensor:
                 buffer = self._recorder.buffer_of(tensor)
@@ -360,7 +362,7 @@ class Repeats:
     def _base(self, buffer: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a fake tensor in a buffer, and make the buffer's storage if there is none."""
         if (buffer, dtype) not in self._bases:
-            base = self._first[buffer].new()
+            base = self._whole[buffer].new()
             self._recorder.set_storage(buffer, base)
             self._bases[buffer, dtype] = base
         return self._bases[buffer, dtype]
@@ -378,7 +380,7 @@ def _follow(tensors: list[Any]) -> None:
 
 
 def _result(described: Any, given: list[Any], buffers: list[int]) -> Any:
-    if isinstance(described, _Argument):
+    if isinstance(described, _Given):
         return given[described.index]
     if isinstance(described, _View):
         return Unmade(buffers[described.place], described.form, described.layout)

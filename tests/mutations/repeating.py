@@ -100,6 +100,13 @@ OF_REPEATS = (
         ALIKE,
     ),
     mutant(
+        "a-view-in-a-dtype-that-is-not-known-is-repeated",
+        REPEATS,
+        "        if places[buffer] < num_given and (buffer, value.dtype) not in known:\n",
+        "        if False:\n",
+        ALIKE,
+    ),
+    mutant(
         "an-unmade-tensor-is-another-one",
         REPEATS,
         "                unmade.made = base.as_strided(*unmade.form[:3])\n",

@@ -143,6 +143,11 @@ def an_alias_is_turned(x: torch.Tensor, y: torch.Tensor) -> Any:
     return a.cos(), b.cos(), y.sin()
 
 
+def seen_in_another_dtype(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """The second look at x finds its bytes known as integers; those of y are not."""
+    return x.view(torch.int32) + 1, x.view(torch.int32) + 2, y.view(torch.int32).abs()
+
+
 def with_two_results(x: torch.Tensor, y: torch.Tensor) -> Any:
     a, b = torch.max(x, 1), torch.max(y, 1)
     return a[0], b[0], b[1]
@@ -158,6 +163,7 @@ def with_two_results(x: torch.Tensor, y: torch.Tensor) -> Any:
         (unmade_ones_are_read, 3),
         (unmade_ones_are_changed, 1),
         (turned_in_place, 2),
+        (seen_in_another_dtype, 0),
         (an_alias_is_turned, 1),
         (with_two_results, 1),
     ],
