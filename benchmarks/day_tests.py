@@ -5,8 +5,11 @@ python benchmarks/day_tests.py
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +28,29 @@ THIS_DAY = "test_gpu_day.py"
 class Results:
     """A plugin of pytest that reports each test when it is done."""
 
-    def __init__(self, until: float) -> None:
+    def __init__(self, until: float, passed: Collection[str]) -> None:
         """Report until a time, and then end the run.
 
         Args:
             until: The time of ``time.perf_counter`` after which no test begins.
+            passed: Names of tests that have passed before.
         """
-        self._until = until
+        self._until, self._passed = until, passed
 
     def pytest_runtest_setup(self, item: Any) -> None:
-        """End the run where no time is left."""
+        """End the run where no time is left, and pass over what has passed before."""
+        if _short(item.nodeid) in self._passed:
+            pytest.skip("passed in an earlier call")
         if time.perf_counter() > self._until:
             item.session.shouldstop = "no time is left"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Report the outcome of a test, or of a part of it that failed."""
+        name = _short(report.nodeid)
+        if name in self._passed:
+            return  # its row is there
         if report.when == "call" or report.outcome != "passed":
             text = "" if report.passed else self._reason(report)
-            name = report.nodeid.rpartition("/")[2]
             hand_over("tests", test=name, outcome=report.outcome, seconds=report.duration, why=text)
 
     @staticmethod
@@ -54,6 +62,10 @@ class Results:
 
 
 hand_over = report
+
+
+def _short(nodeid: str) -> str:
+    return nodeid.rpartition("/")[2]
 
 
 def is_marked(path: Path) -> bool:
@@ -70,7 +82,8 @@ def main() -> int:
     marked.sort(key=lambda path: ACCELERATOR in path)  # those take longest
     options = ["-m", "gpu", "-o", "addopts=", "--import-mode=importlib", "-W", "default"]
     options += ["-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    plugin = Results(time.perf_counter() + arguments.seconds)
+    passed = json.loads(os.environ.get("GPU_DAY_PASSED", "[]"))
+    plugin = Results(time.perf_counter() + arguments.seconds, passed)
     status = int(pytest.main([*options, *marked], plugins=[plugin]))
     return 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else status
 

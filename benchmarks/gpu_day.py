@@ -1,12 +1,21 @@
-"""One command for a day on a GPU: tests, sanitiser, link, both engines, enqueue time.
+"""One command for a day on a GPU: a small run, tests, sanitiser, link, both engines, enqueue time.
 
-    python benchmarks/gpu_day.py --out FOLDER
+    python benchmarks/gpu_day.py --out FOLDER --stage smoke     at most 3 minutes
+    python benchmarks/gpu_day.py --out FOLDER --stage tests     at most 5
+    python benchmarks/gpu_day.py --out FOLDER --stage figures   at most 7
     python benchmarks/gpu_day.py --out FOLDER --device cpu --tiny
+
+The smoke stage shows that the package imports, that one model gives equal tokens at 50% of its
+weights, holds its budget, and never lets the host wait inside a pass, and that the kernel of packed
+weights agrees with its reference. Without ``--stage`` all three run, one after another.
+
+A later call with the same FOLDER goes on where an earlier one ended: steps that ended well are not
+run again, and neither are tests that passed. ``--again`` runs them all.
 
 Every step is a process of its own under a time limit. A step that fails, hangs or dies never stops
 the next one. FOLDER gets three files, named by date: the report as Markdown and as JSON, and the
 output of all steps. The report is written again after each row of a step, so a kill loses nothing.
-All limits together are under nine minutes.
+All limits together are under 14 minutes.
 
 Exit status: 0 if every step ended well, 1 if one did not; a step whose tool is not installed does
 not count. 2 for an option that cannot be used.
@@ -51,32 +60,57 @@ class Step:
         words: The script beside this file, and its own options.
         before: A command that runs the script, such as a sanitiser.
         is_tiny: True for a step of rehearsals, False for one of other days, None for both.
+        stage: Of the day.
     """
 
     name: str
+    stage: str = ""
     limit_s: int
     words: tuple[str, ...]
     before: tuple[str, ...] = ()
     is_tiny: bool | None = None
 
 
+STAGES = {"smoke": 180, "tests": 300, "figures": 420}
+"""Stages of the day, and the most seconds of each: its steps, and starting them."""
+
 STEPS = (
-    Step(name="machine", limit_s=20, words=("day_machine.py",)),
-    Step(name="link", limit_s=25, words=("day_link.py",)),
-    Step(name="tests", limit_s=100, words=("day_tests.py",)),
+    Step(stage="smoke", name="machine", limit_s=20, words=("day_machine.py",)),
+    Step(stage="smoke", name="small run", limit_s=100, words=("day_small.py",)),
+    Step(stage="smoke", name="kernel", limit_s=50, words=("day_kernel.py",)),
+    Step(stage="tests", name="tests", limit_s=230, words=("day_tests.py",)),
     Step(
+        stage="tests",
         name="sanitiser",
-        limit_s=40,
+        limit_s=60,
         words=("day_small.py",),
         before=(SANITIZER, "--tool", "racecheck", "--error-exitcode", "1"),
     ),
-    Step(name="engines, tiny", limit_s=60, words=("day_engines.py",), is_tiny=True),
-    Step(name="engines, 1B", limit_s=75, words=("day_engines.py", "--model", "1B"), is_tiny=False),
-    Step(name="engines, 7B", limit_s=220, words=("day_engines.py", "--model", "7B"), is_tiny=False),
-    Step(name="enqueue", limit_s=30, words=("enqueue.py",)),
-    Step(name="enqueue, graphs", limit_s=28, words=("enqueue.py", "--graphs")),
+    Step(stage="figures", name="link", limit_s=25, words=("day_link.py",)),
+    Step(
+        stage="figures",
+        name="engines, tiny",
+        limit_s=60,
+        words=("day_engines.py",),
+        is_tiny=True,
+    ),
+    Step(
+        stage="figures",
+        name="engines, 1B",
+        limit_s=75,
+        words=("day_engines.py", "--model", "1B"),
+        is_tiny=False,
+    ),
+    Step(
+        stage="figures",
+        name="engines, 7B",
+        limit_s=220,
+        words=("day_engines.py", "--model", "7B"),
+        is_tiny=False,
+    ),
+    Step(stage="figures", name="enqueue", limit_s=30, words=("enqueue.py",)),
+    Step(stage="figures", name="enqueue, graphs", limit_s=28, words=("enqueue.py", "--graphs")),
 )
-MOST_SECONDS = 9 * 60
 REHEARSAL = 10
 """How many times longer the limits of a rehearsal are; its machine may be busy or slow."""
 
@@ -211,6 +245,7 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
         "DS_FINEPAGE_CACHE": "0",  # every day starts from nothing
         "TOKENIZERS_PARALLELISM": "false",
         "GPU_DAY_FOLDER": str(options.out.resolve()),
+        "GPU_DAY_PASSED": json.dumps(options.passed),
     }
     if not options.device.startswith(("cuda", "xpu")):
         found |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -269,7 +304,8 @@ def run_step(
         outcome.status, outcome.remark = ABSENT, f"{step.before[0]} is not installed"
         return
     start = time.monotonic()
-    outcome.status, last = "running", ""
+    outcome.status, outcome.remark, last = "running", "", ""
+    outcome.rows = [row for row in outcome.rows if row.get("outcome") == "passed"]
     report.write()
     with subprocess.Popen(
         command_of(step, options),
@@ -343,11 +379,16 @@ def run_day(
     """
     options.out.mkdir(parents=True, exist_ok=True)
     title += f" on {options.device}" + (", rehearsed in tiny sizes" if options.tiny else "")
-    outcomes = [Outcome(step.name) for step in steps]
+    earlier = {} if options.again else earlier_of(options.out, name, title)
+    outcomes = [earlier.pop(step.name, Outcome(step.name)) for step in steps]
+    options.passed = [r["test"] for o in outcomes for r in o.rows if r.get("outcome") == "passed"]
     day = datetime.date.today().isoformat()
-    report = Report(options.out, name, title, day, outcomes, judge)
-    with report.path("log").open("w") as log:
+    report = Report(options.out, name, title, day, [*earlier.values(), *outcomes], judge)
+    with report.path("log").open("a") as log:
         for step, outcome in zip(steps, outcomes, strict=True):
+            if outcome.status == OK:
+                print(f"{step.name}: it has ended well before")
+                continue
             log.write(f"\n===== {step.name}\n")
             try:
                 run_step(step, outcome, report, options, log)
@@ -356,6 +397,19 @@ def run_day(
             report.write()
             print(f"{step.name}: {outcome.status}, {outcome.seconds:.1f} s {outcome.remark}")
     return report
+
+
+def earlier_of(folder: Path, name: str, title: str) -> dict[str, Outcome]:
+    """Return the outcomes of the last earlier call, by step.
+
+    Args:
+        folder: Of the report.
+        name: The beginning of its name.
+        title: Of the report; one of another device or size is no earlier call.
+    """
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_*.json"))]
+    same = [document for document in documents if document["title"] == title]
+    return {step["name"]: Outcome(**step) for step in same[-1]["steps"]} if same else {}
 
 
 def steps_of(options: argparse.Namespace, steps: Sequence[Step] = STEPS) -> list[Step]:
@@ -371,6 +425,7 @@ def steps_of(options: argparse.Namespace, steps: Sequence[Step] = STEPS) -> list
         ValueError: There is no step of a name.
     """
     steps = [s for s in steps if s.is_tiny in (None, options.tiny)]
+    steps = [s for s in steps if getattr(options, "stage", None) in (None, s.stage)]
     if options.tiny:
         steps = [replace(s, limit_s=REHEARSAL * s.limit_s, before=()) for s in steps]
     names = [step.name for step in steps]
@@ -400,6 +455,9 @@ def parse(
         "--load", metavar="MODULE:FUNCTION", help="each step calls it first; it adds a device"
     )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a rehearsal")
+    if stages := list(dict.fromkeys(s.stage for s in steps if s.stage)):
+        parser.add_argument("--stage", choices=stages, help="run this stage alone")
+    parser.add_argument("--again", action="store_true", help="also what has ended well before")
     parser.add_argument("--only", metavar="LIST", help="names of steps, with ; in between")
     options = parser.parse_args(words)
     try:
@@ -415,7 +473,9 @@ def main(words: Sequence[str] | None = None) -> int:
     report = run_day(options, options.steps)
     print(table_of([{"step": o.name, "status": o.status} for o in report.outcomes]), end="")
     print(f"report: {report.path('md').name}, {report.path('json').name}")
-    return 0 if all(o.status in (OK, ABSENT) for o in report.outcomes) else 1
+    names = {step.name for step in options.steps}
+    wanted = [outcome.status for outcome in report.outcomes if outcome.name in names]
+    return 0 if all(status in (OK, ABSENT) for status in wanted) else 1
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def _describe(value: Any) -> tuple[Any, ...]:
         shape, stride = map(_text, value.shape), map(_text, value.stride())
         return "tensor", tuple(shape), tuple(stride), value.dtype, value.device
     if isinstance(value, torch.SymInt):
-        ranges = value.node.shape_env.var_to_range.get(value.node.expr)
-        return "size", _text(value), ranges
+        env: Any = value.node.shape_env
+        return "size", _text(value), env.var_to_range.get(value.node.expr)
     return "value", value
 
 

@@ -72,9 +72,8 @@ class SymbolicSizes:
                 self._nodes[symbol] = self._make(example, args[position], position)
 
     def _make(self, example: torch.SymInt, value: int, position: int) -> torch.SymInt:
-        theirs = example.node.shape_env.var_to_range.get(
-            example.node.expr, ValueRanges.unknown_int()
-        )
+        env: Any = example.node.shape_env
+        theirs = env.var_to_range.get(example.node.expr, ValueRanges.unknown_int())
         found = new_size(self.env, f"call_{position}", value, theirs)
         self.positions[str(found.node.expr)] = position
         self.values[str(found.node.expr)] = value

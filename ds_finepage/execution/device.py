@@ -14,6 +14,7 @@ generic functions. Four things are not generic in torch, and stand here:
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -24,6 +25,8 @@ import torch
 from ds_finepage._compat.torch import _construct_storage_from_data_pointer
 from ds_finepage.errors import ConfigError, FinepageError, StoreError
 from ds_finepage.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 CYCLES_PER_US = 1000
 """Of a delay on a stream. Clocks are faster, so delays are shorter than asked for."""
@@ -321,9 +324,18 @@ def device_of(where: torch.device | str) -> Device:
 
 
 def default_device() -> torch.device:
-    """Return the accelerator of this process if plans can run on it, else the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None or _lack(found) is not None else found
+    """Return the accelerator of this process if plans can run on it, else the CPU.
+
+    A warning says why an accelerator is not used that torch is built for.
+    """
+    found = torch.accelerator.current_accelerator()  # that this torch is built for
+    if found is None:
+        return torch.device("cpu")
+    lack = _absence(found) or _lack(found)
+    if lack is None:
+        return found
+    logger.warning("plans run on the CPU: %s cannot be used: %s", found, lack)
+    return torch.device("cpu")
 
 
 def require_device(name: torch.device | str, *, option: str = "device") -> torch.device:
@@ -366,13 +378,24 @@ def _absence(where: torch.device) -> str | None:
     """Say why torch does not see a device; None if it does."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        return "torch sees no accelerator"
+        return f"torch sees no accelerator{_reason(where)}"
     if accelerator.type != where.type:
         return f"the accelerator of this process is {accelerator.type}, and torch has only one"
     count = torch.accelerator.device_count()
     if (where.index or 0) >= count:
         return f"torch sees {count} of {where.type}"
     return None
+
+
+def _reason(where: torch.device) -> str:
+    """Say what torch says when it cannot start a device, such as a driver that is too old."""
+    start = getattr(getattr(torch, where.type, None), "init", None)
+    try:
+        if start is not None:
+            start()
+    except (AssertionError, RuntimeError) as error:
+        return f" ({str(error).partition('. ')[0].partition(chr(10))[0].rstrip('.')})"
+    return ""
 
 
 @functools.cache

@@ -46,7 +46,7 @@ class RankChannel:
         self.num_ranks = distributed.get_world_size()
         self._of_model = group
         self._store = _get_default_store()
-        self._group = distributed.new_group(backend="gloo")
+        self._group: Any = distributed.new_group(backend="gloo")
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks.

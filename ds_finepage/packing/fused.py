@@ -2,6 +2,18 @@
 
 They need Triton, and a device that it compiles for. torch brings Triton in its builds for CUDA,
 ROCm and XPU; its build for the CPU has none.
+
+[Note: bytes in flight]
+A product with one row of activations reads the weight once and does little else. So it takes as
+long as the reading, if rate x latency bytes are on their way at any time. An H200 needs
+4800 GB/s x 400 ns = 1.9 MB. A weight of 4096 rows offers 4096 x 512 bytes = 2.1 MB, because all its
+rows are read side by side, 512 bytes each. A multiprocessor of it needs 36 GB/s x 400 ns = 14.5 kB.
+A program has 8 x 512 bytes in flight, and scales and minima, 4.6 kB in int4. 128 registers a thread
+leave room for four programs of 128 threads, so 18 kB. Fewer bytes and more rows would be the same
+for a multiprocessor, but too little for a small weight.
+
+A product with several rows keeps a tile of the weight in registers. With 64 bytes at a time this
+tile took all of them, and spilled on sm_70 and sm_75, where packed bytes are not aligned.
 """
 
 from __future__ import annotations
@@ -22,11 +34,15 @@ KERNEL = "ds_finepage.packing.kernel"
 MOST_RUN_BYTES = 64
 """Packed bytes of a group that a program reads of a row together."""
 
-BYTES_AT_ONCE = {True: 256, False: 64}
-"""Packed bytes of a row of the weight that a program reads at a time: for one row of activations,
-and for several."""
+LATENCY_NS = 400
+"""Of device memory under load. Idle it is 466 to 542 cycles on an A100, H100 and RTX 4090 (Luo et
+al. 2024, Benchmarking and Dissecting the Nvidia Hopper GPU Architecture), about 300 ns."""
 
-OUTPUTS = {True: 16, False: 32}
+BYTES_AT_ONCE = {True: 512, False: 32}
+"""Packed bytes of a row of the weight that a program reads at a time: for one row of activations,
+and for several; see [Note: bytes in flight]."""
+
+OUTPUTS = {True: 8, False: 32}
 """Likewise, rows of the weight that a program takes."""
 
 
@@ -104,7 +120,8 @@ def constants_of(
         num_experts: 0 for a single matrix.
         is_alone: Each program multiplies one row of activations.
     """
-    run = min(_power_of_2(form.group * form.bits // 8), MOST_RUN_BYTES)
+    at_once = BYTES_AT_ONCE[is_alone]
+    run = min(_power_of_2(form.group * form.bits // 8), MOST_RUN_BYTES, at_once)
     return {
         "BITS": form.bits,
         "GROUP": form.group,
@@ -113,7 +130,7 @@ def constants_of(
         "EXPERTS": _power_of_2(num_experts),
         "ALONE": is_alone,
         "OUTPUTS": OUTPUTS[is_alone],
-        "RUNS": BYTES_AT_ONCE[is_alone] // run,
+        "RUNS": at_once // run,
         "RUN": run,
     }
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,10 +47,12 @@ def test_the_rehearsal_ends_and_reports_every_step(
     steps = {step["name"]: step for step in json.loads(written.read_text())["steps"]}
     text = written.with_suffix(".md").read_text()
     assert status == 0, text
-    assert {s["status"] for s in steps.values()} == {"ok"} and len(steps) == 7
-    assert steps["sanitiser"]["rows"] == [
-        {"table": "small run", "tokens_equal": True, "without_a_plan": 0}
-    ]
+    assert {s["status"] for s in steps.values()} == {"ok"} and len(steps) == 9
+    for name in ("small run", "sanitiser"):
+        (row,) = steps[name]["rows"]
+        assert row["tokens_equal"] and row["within_budget"] and row["host_waits"] == "never"
+    forms = [row for row in steps["kernel"]["rows"] if "agrees" in row]
+    assert len(forms) == 2 * 2 * 3 and all(row["agrees"] for row in forms)
     engines = [row for row in steps["engines, tiny"]["rows"] if row["table"] == "engines"]
     arms = [(row["engine"], row["budget"]) for row in engines if row.get("tokens_equal")]
     budgets = ("50%", "25%", "90%", "100%")
@@ -151,13 +154,34 @@ def test_stock_may_exceed_a_budget_that_it_cannot_keep(gpu_day: Any) -> None:
     assert not gpu_day.is_wrong({"engine": "stock ZeRO-Inference", "within_budget": False})
 
 
-def test_a_small_run_without_a_plan_fails(gpu_day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reasons", "wait", "status"), [((), "", 0), (("why",), "", 1), ((), "a wait", 1)]
+)
+def test_a_small_run_without_a_plan_or_with_a_wait_fails(
+    gpu_day: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    reasons: tuple[str, ...],
+    wait: str,
+    status: int,
+) -> None:
     small = importlib.import_module("day_small")
-    stats = SimpleNamespace(unplanned_reasons=("why",))
+    stats = SimpleNamespace(unplanned_reasons=reasons)
     handle = SimpleNamespace(stats=stats, detach=lambda: None)
     monkeypatch.setattr(small.ds_finepage, "attach", lambda *_, **__: handle)
+    monkeypatch.setattr(small, "wait_in_a_pass", lambda *_: wait)
     monkeypatch.setattr(sys, "argv", ["day_small.py", "--device", "cpu"])
-    assert small.main() == 1
+    meter = nullcontext(SimpleNamespace(peak_bytes=0))
+    monkeypatch.setattr(small, "DeviceMeter", lambda device: meter)
+    assert small.main() == status
+
+
+def test_a_kernel_that_disagrees_fails(gpu_day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = importlib.import_module("day_kernel")
+    monkeypatch.setattr(sys, "argv", ["day_kernel.py", "--device", "cpu", "--tiny"])
+    assert kernel.main() == 0
+    plain = kernel.packed_linear
+    monkeypatch.setattr(kernel, "packed_linear", lambda *a: plain(*a) * (1.1 if a[-1] else 1))
+    assert kernel.main() == 1
 
 
 def test_a_tool_that_is_not_installed_is_named(gpu_day: Any, tmp_path: Path) -> None:
@@ -167,11 +191,65 @@ def test_a_tool_that_is_not_installed_is_named(gpu_day: Any, tmp_path: Path) -> 
     assert (outcome.status, outcome.remark) == ("not installed", "no-such-tool is not installed")
 
 
-def test_the_whole_day_is_under_nine_minutes(gpu_day: Any) -> None:
+def test_every_stage_ends_within_its_limit(gpu_day: Any) -> None:
     for is_tiny in (False, True):
         steps = [step for step in gpu_day.STEPS if step.is_tiny in (None, is_tiny)]
-        assert sum(step.limit_s for step in steps) < gpu_day.MOST_SECONDS
+        for stage, most_seconds in gpu_day.STAGES.items():
+            seconds = [step.limit_s for step in steps if step.stage == stage]
+            assert 0 < sum(seconds) <= most_seconds - 2 * len(seconds)
+    assert sum(gpu_day.STAGES.values()) <= 15 * 60 and gpu_day.STAGES["smoke"] <= 3 * 60
+    assert {step.stage for step in gpu_day.STEPS} == set(gpu_day.STAGES)
     assert {step.words[0] for step in gpu_day.STEPS} <= {p.name for p in BENCHMARKS.glob("*.py")}
+
+
+@pytest.mark.parametrize("stage", ["smoke", "tests", "figures"])
+def test_a_stage_can_be_chosen(gpu_day: Any, stage: str) -> None:
+    found = gpu_day.parse(["--out", "x", "--stage", stage]).steps
+    assert found and {step.stage for step in found} == {stage}
+
+
+def test_a_later_call_goes_on_where_an_earlier_one_ended(
+    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = "row(table='t', first=time.time_ns())"
+    tests = """
+passed = json.loads(__import__("os").environ["GPU_DAY_PASSED"])
+for name in {"a", "b"} - set(passed):
+    row(table="tests", test=name, outcome="passed" if passed or name == "a" else "failed")
+sys.exit(not passed)
+"""
+    first, _ = run_scripts(gpu_day, tmp_path, monkeypatch, works=works, tests=tests)
+    assert [o.status for o in first.outcomes] == ["ok", "failed"]
+    second, _ = run_scripts(gpu_day, tmp_path, monkeypatch, works=works, tests=tests)
+    assert [o.status for o in second.outcomes] == ["ok", "ok"]
+    assert second.outcomes[0].rows == first.outcomes[0].rows
+    assert [row["test"] for row in second.outcomes[1].rows] == ["a", "b"]
+    monkeypatch.setattr(gpu_day, "earlier_of", None)  # which --again does not ask for
+    options = gpu_day.parse(["--out", str(tmp_path / "out"), "--device", "cpu", "--again"])
+    step = gpu_day.Step(name="works", limit_s=60, words=("works.py",))
+    assert gpu_day.run_day(options, [step]).outcomes[0].rows != first.outcomes[0].rows
+
+
+def test_a_report_of_another_device_is_no_earlier_call(gpu_day: Any, tmp_path: Path) -> None:
+    report = gpu_day.Report(
+        tmp_path, "gpu_day", "A day on cuda", "2026-01-01", [gpu_day.Outcome("link", "ok")], list
+    )
+    report.write()
+    assert set(gpu_day.earlier_of(tmp_path, "gpu_day", "A day on cuda")) == {"link"}
+    assert not gpu_day.earlier_of(tmp_path, "gpu_day", "A day on cpu")
+
+
+@pytest.mark.usefixtures("gpu_day")
+def test_tests_that_passed_before_are_not_run_again(tmp_path: Path) -> None:
+    tests = importlib.import_module("day_tests")
+    (tmp_path / "test_x.py").write_text("def test_a(): raise SystemExit\ndef test_b(): pass\n")
+    rows: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tests, "hand_over", lambda table, **row: rows.append(row))
+        plugin = tests.Results(float("inf"), ["test_x.py::test_a"])
+        options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
+        assert pytest.main([*options, str(tmp_path)], plugins=[plugin]) == 0
+    assert [(row["test"], row["outcome"]) for row in rows] == [("test_x.py::test_b", "passed")]
 
 
 def test_steps_can_be_chosen_by_name(gpu_day: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,4 +258,4 @@ def test_steps_can_be_chosen_by_name(gpu_day: Any, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as error:
         gpu_day.parse(["--out", "x", "--only", "lunch"])
     assert error.value.code == 2
-    assert "there is no step 'lunch'; the steps are machine; link;" in capsys.readouterr().err
+    assert "there is no step 'lunch'; the steps are machine; small run;" in capsys.readouterr().err

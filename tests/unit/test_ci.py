@@ -23,7 +23,7 @@ def test_the_readme_and_the_ci_script_hold_the_same_two_lines() -> None:
     run = [shlex.split(line)[1] for line in re.findall(r"^run .*$", SCRIPT.read_text(), re.M)]
     assert run[:2] == README_LINES
     assert "[trained]" in run[2] and "tests/integration/test_real_weights.py" in run[2]
-    assert run[3:] == ["ruff check", "ruff format --check", "mypy"]
+    assert run[3:] == ["pytest -m slow", "ruff check", "ruff format --check", "mypy"]
 
 
 @pytest.mark.parametrize("script", (SCRIPT, MATRIX), ids=lambda path: path.name)

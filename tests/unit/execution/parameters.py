@@ -34,7 +34,7 @@ def weights_of_module(module: nn.Module, device: torch.device = CPU) -> list[Hos
 def scripted(module: nn.Module) -> nn.Module:
     """Compile a module to TorchScript, which torch warns of."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         found = torch.jit.script(module)
     assert isinstance(found, nn.Module)
     return found

@@ -78,15 +78,64 @@ def test_the_accelerator_is_the_default(one_accelerator: type[FakeAccelerator]) 
     assert default_device() == CUDA
 
 
-def test_the_cpu_is_the_default_without_one(no_accelerator: None) -> None:
+def test_the_cpu_is_the_default_without_one(
+    no_accelerator: None, caplog: pytest.LogCaptureFixture
+) -> None:
     assert default_device() == torch.device("cpu")
+    assert not caplog.messages
 
 
 def test_an_accelerator_that_plans_cannot_run_on_is_not_the_default(
-    one_accelerator: type[FakeAccelerator], monkeypatch: pytest.MonkeyPatch
+    one_accelerator: type[FakeAccelerator],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(one_accelerator, "reads_pinned_memory", False)
     assert default_device() == torch.device("cpu")
+    (said,) = caplog.messages
+    assert said.startswith("plans run on the CPU: cuda cannot be used: it does not address pinned")
+
+
+@pytest.fixture
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch be built for CUDA and see no card."""
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else CUDA,
+    )
+
+
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update it.",
+    "The NVIDIA driver on your system is too old (found version 11040)",
+)
+NO_DRIVER = (
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+    "Found no NVIDIA driver on your system",
+)
+
+
+@pytest.mark.parametrize(("said", "shown"), [OLD_DRIVER, NO_DRIVER])
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_a_card_that_cannot_be_started_is_said_with_the_reason(
+    no_card: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+    said: str,
+    shown: str,
+) -> None:
+    def init() -> None:
+        raise error(said)
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    reason = f"cannot be used: torch sees no accelerator ({shown})"
+    assert default_device() == torch.device("cpu")
+    assert caplog.messages == [f"plans run on the CPU: cuda {reason}"]
+    with pytest.raises(ConfigError) as refused:
+        require_device("cuda")
+    assert str(refused.value) == f"device: 'cuda' {reason}. Write cpu."
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cpu"])
@@ -113,7 +162,7 @@ def test_a_device_that_cannot_be_used(
 
 @pytest.mark.parametrize("name", ["cuda", "xpu:3", "privateuseone"])
 def test_without_an_accelerator_only_the_cpu_can_be_used(no_accelerator: None, name: str) -> None:
-    with pytest.raises(ConfigError, match="torch sees no accelerator. Write cpu"):
+    with pytest.raises(ConfigError, match=r"torch sees no accelerator( \(.*\))?. Write cpu"):
         require_device(name)
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,17 @@ def test_another_version_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     filled()
     monkeypatch.setattr(disk_cache, "version", lambda name: "0.0")
     assert Table("numbers", CPU).get("a", number) is None
+
+
+def test_cards_of_different_kinds_have_folders_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {0: "NVIDIA A100", 1: "Tesla T4", 2: "Tesla T4"}
+    monkeypatch.setattr(
+        disk_cache, "device_of", lambda where: SimpleNamespace(name=names[where.index])
+    )
+    large, small, other = (disk_cache.environment_of(torch.device("cuda", n)) for n in names)
+    assert large != small == other
 
 
 def test_other_code_of_the_same_version_finds_nothing(

@@ -344,7 +344,7 @@ def test_measuring_leaves_the_random_generator_alone() -> None:
 def test_an_op_that_refuses_scratch_does_not_end_the_pass() -> None:
     draft = Draft()
     x, y = draft.tensor(INPUT, 4, 4), draft.tensor(ACTIVATION, 4, 4)
-    draft.task("aten.cholesky.default", x, out=(y,))  # a row is no multiple of another
+    draft.task("aten.linalg_cholesky.default", x, out=(y,))  # a row is no multiple of another
     (task,) = OpMeter(CPU).with_costs(draft.graph()).tasks
     assert task.time_ns is None and task.workspace_bytes == 4 * 4 * 4
 

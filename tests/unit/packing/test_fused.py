@@ -1,18 +1,19 @@
-"""Products that unpack in registers: Triton's kernel in its interpreter, and who chooses it.
+"""Products that unpack in registers: the kernel, interpreted and compiled, and who chooses it.
 
-The kernel needs Triton: ``pip install --target DIR triton``, and DIR in PYTHONPATH.
+The kernel needs Triton, which torch brings in its builds for CUDA, ROCm and XPU.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -21,183 +22,126 @@ import torch
 from ds_finepage.graph.packed import CUT_ROWS, FUSED_ROWS
 from ds_finepage.packing import fused, op
 from ds_finepage.packing.experts import PackedMatrices
-from ds_finepage.packing.form import Packed, PackedForm, pack, pack_each, unpack
-from ds_finepage.packing.fused import fused_product
+from ds_finepage.packing.form import Packed, PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model, set_fused
 from ds_finepage.packing.stock import StockPackedMatrices, pack_as_stock
+from tests.unit.packing.products import everywhere, packed_weight, rows_of
+
+__all__ = ["everywhere"]
 
 HAS_TRITON = find_spec("triton") is not None
+HERE = Path(__file__).parent
+REGISTERS = 65536
+"""Of each multiprocessor of each card."""
+
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDTH = {2: 14, 6: 18, 64: 192, 300: 600}
-"""Size of a group -> the width of a weight in it."""
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let Triton run its kernels in Python.
-
-    Its interpreter cuts bfloat16 off where cards round, and multiplies matrices of its bits.
-    """
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, fused.KERNEL, raising=False)
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-
-    def converted(given: Any, from_: Any, to: Any, rounding: Any) -> Any:
-        if (from_.name, to.name) != ("fp32", "bf16"):
-            return convert(given, from_, to, rounding)
-        rounded = torch.from_numpy(given.copy()).to(torch.bfloat16)
-        return rounded.view(torch.uint16).numpy().reshape(given.shape)
-
-    def dotted(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        if a.dtype.scalar.name == "bf16":
-            a, b = (
-                interpreter.TensorHandle(
-                    torch.from_numpy(each.data).view(torch.bfloat16).float().numpy(),
-                    interpreter.tl.float32,
-                )
-                for each in (a, b)
-            )
-        return dot(self, a, b, *others)
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dotted)
-    yield
-    sys.modules.pop(fused.KERNEL, None)  # it is not compiled
-
-
-@pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU have fused products."""
-    monkeypatch.setattr(op, "why_not", lambda where: None)
-
-
-def packed_weight(form: PackedForm, *shape: int, dtype: torch.dtype = torch.float32) -> Packed:
-    torch.manual_seed(0)
-    weight = torch.randn(shape, dtype=dtype)
-    return pack(weight, form) if len(shape) == 2 else pack_each(weight, form)
-
-
-def rows_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(shape, dtype=dtype)
-
-
-def product(x: torch.Tensor, packed: Packed, form: PackedForm, bias: Any = None) -> torch.Tensor:
-    found = x.new_full((len(x), len(packed.numbers)), torch.nan)
-    fused_product(x, packed, bias, form, found)
-    return found
 
 
 # --- the kernel ------------------------------------------------------------------------------
 
 
 @needs_triton
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("group", WIDTH)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_fused_product_is_the_sliced_one(
-    dtype: torch.dtype, bits: int, group: int, num_rows: int
-) -> None:
-    form, num_out = PackedForm(bits, group), 37
-    packed = packed_weight(form, num_out, WIDTH[group], dtype=dtype)
-    x, bias = rows_of(num_rows, WIDTH[group], dtype=dtype), rows_of(num_out, dtype=dtype)
-    exact = x.double() @ unpack(packed, form, dtype).double().t() + bias.double()
-    # The sums are of float32, and a result is rounded once.
-    expected = exact.float().to(dtype)
-    torch.testing.assert_close(
-        product(x, packed, form, bias), expected, rtol=torch.finfo(dtype).eps, atol=2e-5
-    )
-    sliced = op.packed_linear(x, *packed, bias, bits, group)
-    torch.testing.assert_close(product(x, packed, form, bias), sliced)
-
-
-@needs_triton
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_it_unpacks_to_the_very_numbers(dtype: torch.dtype, bits: int) -> None:
-    form, width = PackedForm(bits, 6), 18
-    packed = packed_weight(form, 5, width, dtype=dtype)
-    ones = torch.eye(width, dtype=dtype)
-    each = torch.cat([product(row, packed, form) for row in ones.split(1)])
-    assert torch.equal(each, unpack(packed, form, dtype).t())
-    several = torch.cat([product(rows, packed, form) for rows in ones.split(FUSED_ROWS)])
-    assert torch.equal(several, each)
-
-
-@needs_triton
-@pytest.mark.usefixtures("interpreted", "everywhere")
-@pytest.mark.parametrize("num_rows", [1, FUSED_ROWS])
-def test_a_cut_weight_gives_the_same_bits(num_rows: int) -> None:
-    form, num_out = PackedForm(4, 32), 2 * CUT_ROWS + 100
-    packed, x = packed_weight(form, num_out, 64), rows_of(num_rows, 64)
-    bias = rows_of(num_out)
-    whole = op.packed_linear(x, *packed, bias, 4, 32, True)
-    found = torch.full_like(whole, torch.nan)
-    for begin, end in pairwise((0, CUT_ROWS, 2 * CUT_ROWS, num_out)):
-        cut = [part[begin:end] for part in packed]
-        op.packed_linear(x, *cut, bias[begin:end], 4, 32, True, out=found[:, begin:end])
-    assert torch.equal(found, whole)
-
-
-@needs_triton
-@pytest.mark.usefixtures("interpreted", "everywhere")
-@pytest.mark.parametrize("ends", [[0, 1, 1, 3, 3], [3, 3, 3, 3, 3], [0, 0, 0, 0, 2]], ids=str)
-def test_each_row_has_its_expert(ends: list[int]) -> None:
-    form, num_rows, num_out = PackedForm(4, 6), 3, 21
-    packed, x = packed_weight(form, len(ends), num_out, 18), rows_of(num_rows, 18)
-    of_experts = torch.tensor(ends, dtype=torch.int32)
-    found = op.packed_grouped_linear(x, *packed, of_experts, 4, 6, True)
-    assert not found[ends[-1] :].any()  # behind the last end
-    sliced = op.packed_grouped_linear(x, *packed, of_experts, 4, 6)
-    torch.testing.assert_close(found, sliced)
-    for row in range(ends[-1]):
-        expert = next(e for e, end in enumerate(ends) if row < end)
-        matrix = Packed(*(part[expert] for part in packed))
-        assert torch.equal(found[row : row + 1], product(x[row : row + 1], matrix, form))
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from ds_finepage.packing import fused, kernel
-from ds_finepage.packing.form import PackedForm
-types = {"numbers": "*u8", "ends": "*i32", "num_out": "i32", "num_rows": "i32", "step": "i32"}
-for capability in (70, 75, 80, 90):
-    for num_experts, is_alone in ((0, True), (8, True), (0, False)):
-        constants = fused.constants_of(
-            PackedForm(4), num_groups=64, num_experts=num_experts, is_alone=is_alone
-        )
-        constants["HAS_BIAS"] = not num_experts
-        signature = {
-            name: "constexpr" if name in constants else types.get(name, "*fp16")
-            for name in kernel.product.arg_names
-        }
-        source = ASTSource(kernel.product, signature, constants)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        print(capability, made.asm["ptx"].count("fma.rn.f32") > 0)
-"""
-
-
-@needs_triton
-def test_it_compiles_for_cards(tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter leaves traces in Triton."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+def test_the_kernel_in_tritons_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        check=True,
+        [sys.executable, "-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q"]
+        + ["-p", "no:cacheprovider", str(HERE / "interpreted_kernel.py")],
         capture_output=True,
         text=True,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=HERE.parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
     )
-    cards = ("70", "75", "80", "90")
-    assert done.stdout.splitlines() == [f"{card} True" for card in cards for _ in range(3)]
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+CARDS = {
+    70: (900 / 80, 2048),  # V100
+    75: (616 / 68, 1024),  # RTX 2080 Ti
+    80: (2039 / 108, 2048),  # A100, 80 GB
+    86: (1008 / 84, 1536),  # RTX 3090 Ti
+    89: (272 / 24, 1536),  # RTX 4060
+    90: (4800 / 132, 2048),  # H200
+    100: (8000 / 148, 2048),  # B200
+    120: (448 / 30, 1536),  # RTX 5060
+}
+"""Compute capability -> GB/s of device memory for each multiprocessor, and its threads, of the card
+that asks most of one. From the vendor's data sheets."""
+
+TYPES = {"numbers": "*u8", "ends": "*i32", "num_out": "i32", "num_rows": "i32", "step": "i32"}
+
+
+def slow(parameter: object) -> Any:
+    """Leave a case to the slow tests."""
+    return pytest.param(parameter, marks=pytest.mark.slow)
+
+
+def resources(
+    capability: int, form: PackedForm, dtype: str, num_experts: int, is_alone: bool
+) -> tuple[dict[str, int], dict[str, Any], Any]:
+    """Compile a form of the kernel for a card.
+
+    Returns:
+        What cuobjdump finds (``REG`` of a thread, ``STACK`` and ``LOCAL`` bytes of spills), the
+        constants of the form, and what Triton knows of the compiled kernel.
+    """
+    triton: Any = importlib.import_module("triton")
+    compiler: Any = importlib.import_module("triton.compiler")
+    targets: Any = importlib.import_module("triton.backends.compiler")
+    kernel: Any = importlib.import_module(fused.KERNEL).product
+    constants = fused.constants_of(
+        form, num_groups=4096 // form.group, num_experts=num_experts, is_alone=is_alone
+    )
+    constants["HAS_BIAS"] = not num_experts
+    signature = {
+        name: "constexpr" if name in constants else TYPES.get(name, dtype)
+        for name in kernel.arg_names
+    }
+    aligned = {(kernel.arg_names.index("numbers"),): [["tt.divisibility", 16]]}
+    made = triton.compile(
+        compiler.ASTSource(kernel, signature, constants, aligned),
+        target=targets.GPUTarget("cuda", capability, 32),
+    )
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(made.asm["cubin"])
+        binary.flush()
+        shown = subprocess.run(
+            [tools / "cuobjdump", "--dump-resource-usage", binary.name],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    found = {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", shown)}
+    return found, constants, made.metadata
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, *(slow(each) for each in CARDS if each != 80)])
+def test_no_form_spills_and_one_row_keeps_the_memory_busy(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a multiprocessor has in flight; see [Note: bytes in flight]."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    bytes_a_ns, threads = CARDS[capability]
+    kinds = ((0, True), (8, True), (0, False))
+    for dtype, bits, (num_experts, is_alone) in product(("*fp16", "*bf16"), (4, 8), kinds):
+        form = PackedForm(bits)
+        found, constants, made = resources(capability, form, dtype, num_experts, is_alone)
+        assert found["STACK"] == found["LOCAL"] == 0, (dtype, form, num_experts, is_alone)
+        if not is_alone:
+            continue
+        registers = -(-found["REG"] // 8) * 8  # a warp gets them by 256
+        threads_of_program = 32 * made.num_warps
+        programs = min(REGISTERS // (registers * threads_of_program), threads // threads_of_program)
+        row_bytes = fused.BYTES_AT_ONCE[True]
+        row_bytes += 4 * row_bytes // (form.group * bits // 8)  # a scale and a minimum a group
+        in_flight = programs * constants["OUTPUTS"] * row_bytes
+        assert in_flight >= bytes_a_ns * fused.LATENCY_NS, (dtype, form, found)
+
+
+def test_all_programs_together_keep_the_memory_busy() -> None:
+    """The rows of a small weight, 4096, on the card that asks most of them, an H200."""
+    assert 4096 * fused.BYTES_AT_ONCE[True] >= 4800 * fused.LATENCY_NS
 
 
 # --- who chooses it --------------------------------------------------------------------------
