@@ -33,7 +33,6 @@ from tests.mutations.checking import CHECKING
 from tests.mutations.comparing import COMPARING
 from tests.mutations.enqueueing import ENQUEUEING
 from tests.mutations.forecasting import FORECASTING
-from tests.mutations.kept_traces import OF_KEPT_TRACES
 from tests.mutations.kv_place import OF_KV_PLACES
 from tests.mutations.measuring import MEASURING
 from tests.mutations.moving import MOVING
@@ -64,7 +63,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *CHECKING,
     *RUNNING,
     *RUNTIME,
-    *OF_KEPT_TRACES,
     *OF_RECOMPILING,
     *OF_REPEATS,
     *OF_UNGUARDED,

@@ -7,21 +7,15 @@ a method that is replaced. And into which ops a graph falls, settings of torch d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ds_finepage._compat.torch import GLOBAL_HOOKS, _get_mkldnn_enabled
-from ds_finepage.capture.identities import functions_in
-
-
-def has_global_hooks() -> bool:
-    """Tell whether a hook is called around every module of the process."""
-    return any(GLOBAL_HOOKS)
 
 
 class Unguarded:
@@ -42,7 +36,7 @@ class Unguarded:
     def take(self, codes: Iterable[CodeType]) -> None:
         """Take code that Dynamo has traced; methods that have it are looked at from then on.
 
-        Before that, and where a trace of another process serves, these are the ``forward`` alone.
+        Before that, these are the ``forward`` alone.
         """
         self._traced.update(codes)
 
@@ -84,6 +78,16 @@ class Unguarded:
 
     def _is_traced(self, value: Any) -> bool:
         return any(function.__code__ in self._traced for function in functions_in(value))
+
+
+def functions_in(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions of an attribute of a class, with those that decorators have around."""
+    parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+    for part in parts:
+        part = getattr(part, "__func__", part)  # of a static method or one of the class
+        while isinstance(part, FunctionType):
+            yield part
+            part = getattr(part, "__wrapped__", None)
 
 
 def _hooks_of(part: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import stat
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -133,32 +132,6 @@ def trim(root: Path) -> None:
             return
         path.unlink(missing_ok=True)
         total -= nbytes
-
-
-def write_own_file(path: Path, content: str | bytes) -> None:
-    """Write a file that no other user can read or write, and its folder if need be.
-
-    Raises:
-        ConfigError: It cannot be written.
-        OSError: The folder cannot be made.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, content)
-    path.chmod(0o600)
-
-
-def read_own_file(path: Path) -> bytes | None:
-    """Read a file, and note that it is used; None where another user may have written it.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    found = path.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        logger.warning("%s is not read: others can write it", path)
-        return None
-    os.utime(path)  # the files that are used stay
-    return path.read_bytes()
 
 
 class Table:

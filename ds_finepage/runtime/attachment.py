@@ -24,7 +24,6 @@ from ds_finepage.runtime.interception import (
     entries,
     moved_buffers,
 )
-from ds_finepage.runtime.kept_traces import KeptTraces, open_traces, traced_function
 from ds_finepage.runtime.recompiles import CodeClaim
 
 COMPILED_ONLY = ("use_associative_scan",)
@@ -111,7 +110,6 @@ class Attachment:
         self._device = device
         self._undo: list[Callable[[], None]] = []
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
-        self._kept: list[KeptTraces] = []
         self.tree = ModuleTree(module, weights)
         try:
             self.install()
@@ -152,20 +150,15 @@ class Attachment:
 
     def remove(self) -> None:
         """Remove it; the module is as it was."""
-        self._forget_traces()
+        self._compiled = {}
         for undo in reversed(self._undo):
             undo()
         self._undo = []
 
-    def _forget_traces(self) -> None:
-        for kept in self._kept:
-            kept.remove()
-        self._kept, self._compiled = [], {}
-
     def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return the call of the root, or of a part of it, as Dynamo compiles it."""
         if self._unguarded.changed():
-            self._forget_traces()
+            self._compiled = {}
         found = self._compiled.get(id(module))
         if found is None:
             found = self._compiled[id(module)] = self._compile(module)
@@ -173,18 +166,14 @@ class Attachment:
 
     def _compile(self, module: torch.nn.Module) -> Callable[..., Any]:
         captured = captured_call(module, self._weights)
-        first = traced_function(captured, module)
+        # Dynamo skips the call of a module itself.
+        first = module.forward if captured == module._call_impl else captured
         if (code := getattr(first, "__code__", None)) is not None:
             self._claim.add(code)
         tracing = QuickTracing(self._own_hooks, self._unguarded, self._claim.add)
-        backend = weak_backend(self._calls)
-        kept = open_traces(captured, module, self._calls, self._device)
-        if kept is None:
-            compiled = torch.compile(captured, backend=tracing.wrap_backend(backend))
-        else:
-            compiled = kept.compile(backend, tracing.wrap_backend)
-            self._kept.append(kept)
-        found = eager_where_refused(
-            tracing.wrap(compiled), module, lambda: self._calls.num_graph_runs
+        backend = tracing.wrap_backend(weak_backend(self._calls))
+        return eager_where_refused(
+            tracing.wrap(torch.compile(captured, backend=backend)),
+            module,
+            lambda: self._calls.num_graph_runs,
         )
-        return found if kept is None else kept.before(found)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
-from ds_finepage.capture.recording import Bucket, Recordings
+from ds_finepage.capture.recording import Bucket, Recordings, record
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.runtime.kept_taskgraphs import record_or_read
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
@@ -93,7 +92,7 @@ class PassTable:
             exact = (graph, graph.sharing_of(args), *(args[i] for i in graph.key_positions))
             is_new, strides_of = exact not in self._passes, self.maker.strides_of(settings)
             found = self._find(
-                exact, lambda: record_or_read(graph, args, strides_of=strides_of), settings
+                exact, lambda: record(graph, args, strides_of=strides_of), settings
             )
             self._counters.num_captures += is_new and found is not None
             yield found

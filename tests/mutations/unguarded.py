@@ -6,8 +6,7 @@ from tests.mutations.mutant import mutant
 
 NOTICED = "unit/capture/test_unguarded.py"
 CHANGES = "integration/test_unguarded.py"
-KEPT = "integration/test_kept_traces_unguarded.py"
-LOOK, SERVING = "capture/unguarded.py", "runtime/kept_traces.py"
+LOOK = "capture/unguarded.py"
 
 OF_UNGUARDED = (
     mutant(
@@ -87,19 +86,5 @@ OF_UNGUARDED = (
         "for i in positions), kernel_settings())",
         "for i in positions))",
         CHANGES,
-    ),
-    mutant(
-        "a-kept-trace-serves-within-hooks-around-all-modules",
-        SERVING,
-        "    if has_global_hooks():\n        return None\n",
-        "",
-        KEPT,
-    ),
-    mutant(
-        "methods-of-classes-are-looked-at-once",
-        SERVING,
-        "    forget_classes()\n",
-        "",
-        KEPT,
     ),
 )

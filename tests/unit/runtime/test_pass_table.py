@@ -84,7 +84,7 @@ def remembering(
 
 @pytest.fixture(autouse=True)
 def _graphs_record_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_table, "record_or_read", lambda graph, args, **_: graph.record(args))
+    monkeypatch.setattr(pass_table, "record", lambda graph, args, **_: graph.record(args))
     monkeypatch.setattr(
         recording, "record_range", lambda graph, args, **_: graph.record_range(args)
     )
