@@ -13,13 +13,33 @@ from ds_finepage.integrations.deepspeed.install import install, uninstall
 
 if TYPE_CHECKING:
     from ds_finepage.api import attach, plan
+    from ds_finepage.errors import (
+        CaptureError,
+        ConfigError,
+        FinepageError,
+        InvalidPlanError,
+        PlanInfeasibleError,
+        RankError,
+        StoreError,
+        TaskMismatchError,
+    )
+    from ds_finepage.execution.device import DeviceMemoryError
     from ds_finepage.integrations.deepspeed.engine import assert_active, handle_of, stats
     from ds_finepage.runtime.handle import Handle
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CaptureError",
+    "ConfigError",
+    "DeviceMemoryError",
+    "FinepageError",
     "Handle",
+    "InvalidPlanError",
+    "PlanInfeasibleError",
+    "RankError",
+    "StoreError",
+    "TaskMismatchError",
     "assert_active",
     "attach",
     "handle_of",
@@ -30,6 +50,15 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CaptureError": "ds_finepage.errors",
+    "ConfigError": "ds_finepage.errors",
+    "DeviceMemoryError": "ds_finepage.execution.device",
+    "FinepageError": "ds_finepage.errors",
+    "InvalidPlanError": "ds_finepage.errors",
+    "PlanInfeasibleError": "ds_finepage.errors",
+    "RankError": "ds_finepage.errors",
+    "StoreError": "ds_finepage.errors",
+    "TaskMismatchError": "ds_finepage.errors",
     "Handle": "ds_finepage.runtime.handle",
     "attach": "ds_finepage.api",
     "plan": "ds_finepage.api",

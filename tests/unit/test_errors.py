@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ds_finepage.errors import PlanInfeasibleError
+import ds_finepage
+from ds_finepage import errors
+from ds_finepage.errors import FinepageError, PlanInfeasibleError
+
+
+def test_every_error_can_be_imported_from_the_package_itself() -> None:
+    names = {n for n, v in vars(errors).items() if isinstance(v, type)} | {"DeviceMemoryError"}
+    for name in names:
+        assert name in ds_finepage.__all__
+        assert issubclass(getattr(ds_finepage, name), FinepageError)
 
 
 def test_the_need_of_a_call_takes_the_place_of_that_of_a_step() -> None:
