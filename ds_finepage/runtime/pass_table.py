@@ -91,9 +91,7 @@ class PassTable:
         if bucket is None:
             exact = (graph, graph.sharing_of(args), *(args[i] for i in graph.key_positions))
             is_new, strides_of = exact not in self._passes, self.maker.strides_of(settings)
-            found = self._find(
-                exact, lambda: record(graph, args, strides_of=strides_of), settings
-            )
+            found = self._find(exact, lambda: record(graph, args, strides_of=strides_of), settings)
             self._counters.num_captures += is_new and found is not None
             yield found
             return
