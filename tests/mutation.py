@@ -142,6 +142,7 @@ class Copy:
         environment = {**os.environ, "PYTHONPATH": str(self.folder)}
         environment.setdefault("OMP_NUM_THREADS", "1")
         command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider"]
+        command += ["-m", "slow or not slow"]
         try:
             done = subprocess.run(
                 [*command, *tests],

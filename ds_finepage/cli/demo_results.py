@@ -28,8 +28,8 @@ FOOTNOTE = """\
 Peak: a meter reads the allocator, in a run of its own, from just before deepspeed.initialize on. It
 counts all device bytes, but not the host copy of the weights. Reloads: of the last prefill and the
 last decode step. Stock has no budget; its peak follows from its default prefetch settings. Times
-are of generate alone, without the meter. ds_finepage's first call uses the traces and plans that
-the run with the meter has kept. A model that is new captures and plans then, which takes longer."""
+are of generate alone, without the meter. ds_finepage's first call uses the costs and plans that
+the run with the meter has kept. A new model is measured and planned then, which takes longer."""
 
 FOOTNOTE_RANKS = """\
 DeepSpeed's AutoTP cuts the model for both engines. Budget and bytes are those of one rank. Ranks

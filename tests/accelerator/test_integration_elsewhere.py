@@ -50,7 +50,8 @@ CHOSEN = {
 @pytest.mark.parametrize("dtype", CHOSEN)
 def test_integration_tests_pass_on_the_accelerator(device: torch.device, dtype: str) -> None:
     tests = [f"tests/integration/{test}" for test in CHOSEN[dtype]]
-    settings = ["-n", "0", "-p", "tests.accelerator.elsewhere", "--models-in", dtype]
+    settings = ["-n", "0", "-m", "slow or not slow"]
+    settings += ["-p", "tests.accelerator.elsewhere", "--models-in", dtype]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *settings, *tests],
         cwd=ROOT,

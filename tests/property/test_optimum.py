@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from ds_finepage.checker.checker import check
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
@@ -13,6 +15,7 @@ from tests.property.brute_force import can_move_fewer_bytes, fewest_moved_bytes,
 NUM_GRAPHS = 1000
 
 
+@pytest.mark.slow
 def test_the_plan_moves_as_few_bytes_as_the_best_of_all_schedules() -> None:
     equal = 0
     for seed in range(NUM_GRAPHS):

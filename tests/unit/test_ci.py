@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ds_finepage
+from tests.conftest import BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "run"
@@ -52,6 +53,12 @@ def test_the_matrix_tests_the_ends_of_the_claimed_ranges() -> None:
 def test_the_matrix_names_tests_that_exist() -> None:
     paths = re.findall(r"^ +(tests/\S+)$", MATRIX.read_text(), re.M)
     assert paths and all((ROOT / path).exists() for path in paths)
+
+
+def test_every_test_of_the_default_line_exists() -> None:
+    for name in BY_DEFAULT:
+        path, _, function = name.partition("::")
+        assert f"def {function.partition('[')[0]}" in (ROOT / "tests" / path).read_text()
 
 
 def test_an_unknown_row_is_refused() -> None:
