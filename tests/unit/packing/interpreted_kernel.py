@@ -7,6 +7,7 @@ file in a process of its own, and pytest does not find it by its name.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -59,9 +60,10 @@ def assert_sums(
 ) -> None:
     """Compare with sums in float64, as far as the order of a sum in float32 is worth.
 
-    Each product and each sum rounds by at most half a unit. So n products and a bias that are added
-    in any order differ by at most n + 1 such roundings of the sum of their sizes, to first order
-    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
+    Each rounding is at most half a unit of a partial sum. Partial sums of n products are about as
+    large as the root of the sum of their squares, and n roundings that are independent add up to
+    the root of n of them (Higham and Mary 2019, A new approach to probabilistic rounding error
+    analysis).
 
     Args:
         found: (rows, out).
@@ -70,11 +72,12 @@ def assert_sums(
         bias: (out,), or none.
     """
     exact = x.double() @ weight.double().t()
-    sizes = x.double().abs() @ weight.double().abs().t()
+    squares = x.double() ** 2 @ (weight.double() ** 2).t()
     if bias is not None:
-        exact, sizes = exact + bias.double(), sizes + bias.double().abs()
+        exact, squares = exact + bias.double(), squares + bias.double() ** 2
     unit = torch.finfo(torch.float32).eps / 2
-    slack = 1.01 * unit * (x.shape[1] + 1) * sizes + torch.finfo(found.dtype).eps * exact.abs()
+    slack = unit * math.sqrt(x.shape[1] + 1) * squares.sqrt()
+    slack += torch.finfo(found.dtype).eps * exact.abs()
     assert ((found.double() - exact).abs() <= slack).all()
 
 
@@ -88,7 +91,9 @@ def test_a_product_is_a_sum_in_float32_that_is_rounded_once(
     form, num_out = PackedForm(bits, group), 37
     packed = packed_weight(form, num_out, WIDTH[group], dtype=dtype)
     x, bias = rows_of(num_rows, WIDTH[group], dtype=dtype), rows_of(num_out, dtype=dtype)
-    assert_sums(product(x, packed, form, bias), x, unpack(packed, form, dtype), bias)
+    weight = unpack(packed, form, dtype)
+    assert_sums(product(x, packed, form, bias), x, weight, bias)
+    assert_sums(op.packed_linear(x, *packed, bias, bits, group), x, weight, bias)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
