@@ -25,9 +25,8 @@ def test_a_missing_compiler_is_the_reason(
 ) -> None:
     monkeypatch.setenv("PATH", str(empty_folder))
     assert loading.why_not() == "the test device must be compiled, and g++ is not there"
-    loading._register.cache_clear()
     with pytest.raises(loading.DeviceMissing, match="g\\+\\+ is not there"):
-        loading._register()
+        loading._register.__wrapped__()  # what the cache holds, other tests go on to use
 
 
 def test_another_device_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
