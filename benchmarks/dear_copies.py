@@ -25,7 +25,6 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.finepage.forecast import KNOWS_WARM
 from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.whatif import CapturedModel, capture_model, plan_captured
 
@@ -48,7 +47,7 @@ def with_latency(profile: HardwareProfile, latency_ns: int) -> HardwareProfile:
 
 def time_ns(plan: MemGraph, profile: HardwareProfile) -> int:
     """Return the predicted time of a plan."""
-    return predicted_ns(plan, profile, knows_warm=KNOWS_WARM)[0]
+    return predicted_ns(plan, profile)[0]
 
 
 def num_copies(plan: MemGraph) -> int:

@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -40,24 +41,18 @@ from ds_finepage.execution.ops import (
     unused_results,
 )
 from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
-from ds_finepage.execution.weight_times import (
-    CORE_BYTES,
-    LEAST_FLUSHED_BYTES,
-    MOST_FLUSHED_BYTES,
-    NUM_ROUNDS,
-    REPEAT_BELOW_NS,
-    WeightTimes,
-    call_ns,
-    is_timed_later,
-    reads_mostly_weights,
-)
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.packed import PACKED_PRODUCTS, wants_fused
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 from ds_finepage.packing.op import workspace_bytes
 
-LEAST_COLD_BYTES = 64 << 10
-"""A model with fewer weights stays in the caches."""
+MOST_FLUSHED_BYTES = 64 << 20
+"""Written on a CPU before each timed run of an op on weights: a weight was last read a pass ago, so
+an op finds it in memory. A model with fewer weights loses less."""
+
+NUM_ROUNDS = 3
+REPEAT_BELOW_NS = 2_000_000
+"""Ops faster than this are timed again on a CPU; the best of three counts."""
 
 NUM_REPEATS = 4
 """Runs that have to agree before an op is refused for giving something else in an arena."""
@@ -71,29 +66,27 @@ class OpCost:
     workspace_bytes: int
     into_place: bool = False  # seen to write its results into their extents and nowhere else
     fault: str | None = None  # what it does that no form of it can do without
-    warm_ns: int | None = None  # with weights that were just written; None: it reads few weights
 
 
 def _parse_cost(value: Any) -> OpCost:
     """Return the cost that a JSON value says.
 
     Raises:
-        TypeError: The value is not one of five fields, or a field has another type.
+        TypeError: The value is not one of four fields, or a field has another type.
         ValueError: A number is negative.
     """
-    time_ns, workspace_bytes, into_place, fault, warm_ns = value
+    time_ns, workspace_bytes, into_place, fault = value
     is_valid = (
         type(time_ns) is int
         and type(workspace_bytes) is int
         and type(into_place) is bool
         and type(fault) in (str, type(None))
-        and type(warm_ns) in (int, type(None))
     )
     if not is_valid:
         raise TypeError(f"{value!r} is not the cost of an op")
-    if min(time_ns, workspace_bytes, warm_ns or 0) < 0:
+    if min(time_ns, workspace_bytes) < 0:
         raise ValueError(f"{value!r} is negative")
-    return OpCost(time_ns, workspace_bytes, into_place, fault, warm_ns)
+    return OpCost(time_ns, workspace_bytes, into_place, fault)
 
 
 def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> TaskGraph:
@@ -214,7 +207,7 @@ class OpMeter:
                 del new[signature]
         new = self._without_kept(new)
         if new:
-            self._measure(graph, new, room_bytes)
+            self._measure(graph, new)
             no_room = [s for s in new if s not in self._costs]  # the device has less than we think
             estimated.update((s, self._estimate(graph, new.pop(s))) for s in no_room)
             self._keep(new)
@@ -228,7 +221,6 @@ class OpMeter:
                 dataclasses.replace(
                     task,
                     time_ns=cost.time_ns,
-                    warm_ns=cost.warm_ns,
                     workspace_bytes=cost.workspace_bytes,
                 )
             )
@@ -262,14 +254,14 @@ class OpMeter:
         workspace_bytes = estimate.workspace_bytes + unpacked_bytes
         return dataclasses.replace(estimate, workspace_bytes=workspace_bytes)
 
-    def _measure(self, graph: TaskGraph, tasks: dict[Any, Task], room_bytes: int | None) -> None:
+    def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Ops that draw random numbers must not draw them from the program's own sequence.
         fork = fork_rng([self._device.where])
         with torch.inference_mode(False), torch.no_grad(), fork:
             if isinstance(self._device, Accelerator):
                 self._measure_on_accelerator(self._device, graph, tasks)
             else:
-                self._measure_on_cpu(graph, tasks, room_bytes)
+                self._measure_on_cpu(graph, tasks)
 
     def _measure_on_accelerator(
         self, device: Accelerator, graph: TaskGraph, tasks: dict[Any, Task]
@@ -297,9 +289,7 @@ class OpMeter:
         del tiles
         self.library_bytes += max(0, device.live_bytes - at_start) * self._num_streams
 
-    def _measure_on_cpu(
-        self, graph: TaskGraph, tasks: dict[Any, Task], room_bytes: int | None
-    ) -> None:
+    def _measure_on_cpu(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         # Kineto announces every start and stop on stderr at lower levels.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         num_runs = 0
@@ -316,7 +306,7 @@ class OpMeter:
         tiles, unused = Tiles(self._device.where), unused_results(graph)
         with profile(use_kineto=False, profile_memory=True) as profiler:
             found = {
-                s: _try(graph, t, tiles, unused, partial(run, cold[: _cold_bytes(graph, t)]))
+                s: _try(graph, t, tiles, unused, partial(run, cold[: _flushed_bytes(graph, t)]))
                 for s, t in tasks.items()
             }
         peaks = _peaks(profiler)
@@ -325,18 +315,6 @@ class OpMeter:
                 workspace = peaks.get(cost.workspace_bytes, 0)
                 cost = dataclasses.replace(cost, workspace_bytes=workspace)
             self._costs[signature] = cost
-        again = {
-            s: (tasks[s], self._costs[s].into_place)
-            for s, cost in found.items()
-            if cost.time_ns is not None and _is_timed_later(graph, tasks[s])
-        }
-        if room_bytes is not None and again:
-            room_bytes -= max(self._costs[s].workspace_bytes for s in again)
-        timing = WeightTimes(graph, tiles, unused, cold)
-        for signature, (cold_ns, warm_ns) in timing.measure(again, room_bytes).items():
-            self._costs[signature] = dataclasses.replace(
-                self._costs[signature], time_ns=cold_ns, warm_ns=warm_ns
-            )
 
 
 def _try(
@@ -411,28 +389,30 @@ def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
 _MARK = "ds_finepage measures run "  # and no name of an op begins so
 
 
-def _is_timed_later(graph: TaskGraph, task: Task) -> bool:
-    """Tell whether an op may take longer on resident weights than on those just reloaded."""
-    return graph.weight_bytes >= LEAST_COLD_BYTES and is_timed_later(graph, task)
+def _flushed_bytes(graph: TaskGraph, task: Task) -> int:
+    """Return the bytes to write before each timed run of an op: it may read mostly weights."""
+    operands = [graph.buffers[b] for b in task.buffers]
+    weight_bytes = sum(b.nbytes for b in operands if b.kind is BufferKind.WEIGHT)
+    return MOST_FLUSHED_BYTES if 2 * weight_bytes > sum(b.nbytes for b in operands) else 0
 
 
-def _cold_bytes(graph: TaskGraph, task: Task) -> int:
-    """Return the bytes to write before each timed run of an op."""
-    if graph.weight_bytes < LEAST_COLD_BYTES or is_timed_later(graph, task):
-        return 0
-    return LEAST_FLUSHED_BYTES if reads_mostly_weights(graph, task) else CORE_BYTES
+def _call_ns(bound: BoundTask) -> int:
+    """Return the time of one call; other programs on the machine do not count."""
+    start = time.thread_time_ns()
+    bound.call(*bound.args, **bound.kwargs)
+    return time.thread_time_ns() - start
 
 
 def _time(bound: BoundTask, check: Callable[[], None], cold: torch.Tensor) -> int:
-    """Return the best time of three runs; one is enough for an op that is timed again later."""
+    """Return the best time of three runs, or that of the first one of a slow op."""
     best = None
     for _ in range(NUM_ROUNDS):
         cold.fill_(1)
-        took = call_ns(bound)
+        took = _call_ns(bound)
         if best is None:
             check()  # what it looks at lies in host memory, or in the scratch that is there anyway
         best = took if best is None else min(best, took)
-        if took > REPEAT_BELOW_NS or not len(cold):
+        if took > REPEAT_BELOW_NS:
             break
     assert best is not None
     return best
@@ -492,5 +472,5 @@ def _signature(graph: TaskGraph, task: Task, unused: frozenset[int]) -> Any:
         return (type(value).__name__, value if value == value else "nan")
 
     results = tuple(None if r is None else (describe(Ref(r)), r in unused) for r in task.results)
-    timing = _is_timed_later(graph, task), _cold_bytes(graph, task)
-    return (task.op, describe(task.args), describe(task.kwargs), results, timing)
+    operands = describe(task.args), describe(task.kwargs)
+    return (task.op, *operands, results, _flushed_bytes(graph, task))

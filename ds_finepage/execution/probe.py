@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from ds_finepage.execution.device import device_of
-from ds_finepage.execution.interplay import slowdowns, step_seconds, wait_seconds
-from ds_finepage.execution.lanes import SMALL_TRANSFER_BYTES
 from ds_finepage.graph.hardware import HardwareProfile
 
 MIB = 1 << 20
@@ -22,7 +20,7 @@ LONG_ENOUGH_S = 0.004
 """A product that takes as long shows the rate of the device."""
 
 LEAST_DETAILED_BYTES = MIB
-"""With less scratch, only the rates are measured. Plans of such a budget run in one lane."""
+"""With less scratch, only the rates are measured."""
 
 COPY_BYTES = (128 << 10, 512 << 10, 2 * MIB, 8 * MIB)
 """The sizes of copies whose rates are measured."""
@@ -64,7 +62,6 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
         transfer_latency_ns=int(latency * 1e9),
         host_op_ns=int(host_op * 1e9),
         host_copy_ns=int(host_copy * 1e9),
-        one_lane_below_bytes=0 if known.is_accelerator else SMALL_TRANSFER_BYTES,
         **links,
     )
 
@@ -81,7 +78,7 @@ def _small_copy(device: torch.device) -> Callable[[], object]:
 
 
 def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
-    """Measure the links, and what ops and copies do to each other.
+    """Measure the links.
 
     Args:
         nbytes: Scratch on the device.
@@ -107,9 +104,6 @@ def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
     if nbytes >= LEAST_DETAILED_BYTES:
         shares = (rate / max(rates) for rate in rates)
         found["copy_shares"] = tuple(zip(sizes, shares, strict=True))
-        found["op_slowdown"], found["copy_slowdown"] = slowdowns(on_device, host)
-        found["wait_ns"] = int(wait_seconds(on_device, host) * 1e9)
-        found["step_ns"] = int(step_seconds(on_device) * 1e9)
     return found
 
 

@@ -9,7 +9,6 @@ and after every buffer. It passes if nothing has changed but the results, and if
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,7 +99,6 @@ class Trial:
     Zeros are valid indices everywhere. But where they would mean that there is nothing to do, there
     is as much as there can be: masks choose everything, and of groups of rows the first has them
     all. Packed matrices are unpacked for each group that has rows, so there the rows are spread.
-    They are spread for timing, too: each group that has rows reads its own matrix.
     """
 
     def __init__(
@@ -109,8 +107,6 @@ class Trial:
         task: Task,
         tiles: Tiles,
         unused: frozenset[int] = frozenset(),
-        *,
-        is_timed: bool = False,
     ) -> None:
         """Look at a task; nothing is allocated yet.
 
@@ -119,9 +115,7 @@ class Trial:
             task: What to try.
             tiles: What to fill scratch with, and on which device.
             unused: Results that no task reads; see :func:`ds_finepage.execution.ops.bind`.
-            is_timed: Spread rows over all groups, as evenly as they allow.
         """
-        self._spreads = is_timed or task.op == PACKED_GROUPED
         self._graph, self._task, self._tiles, self._unused = graph, task, tiles, unused
         self._made = {*task.writes, *task.touches} - {*task.reads}
         self._changed = sorted({*task.writes} & {*task.reads})
@@ -169,11 +163,6 @@ class Trial:
         return bind(
             self._task, self._tensor, patches=[], unused=self._unused, into_place=into_place
         )
-
-    def write_again(self, buffers: Sequence[int]) -> None:
-        """Write buffers of a bound task once more, with the bytes that they have."""
-        for buffer in buffers:
-            _repeat(self._tile_of(buffer), self._bytes(buffer))
 
     def fault(self, wanted: list[torch.Tensor]) -> str | None:
         """Say what a bound task that has run once did wrong; None if nothing.
@@ -247,7 +236,7 @@ class Trial:
     def _ends_of(self, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
         """Return the ends of groups of rows."""
         num_rows = self._graph.tensors[groups.rows].shape[0]
-        if not self._spreads:
+        if self._task.op != PACKED_GROUPED:
             return self._tiles.all_of(num_rows, dtype)
         num_groups = self._graph.tensors[groups.ends].shape[0]
         ends = [num_rows * (group + 1) // num_groups for group in range(num_groups)]

@@ -43,7 +43,6 @@ _STRICT = ConfigDict(
     ser_json_bytes="base64",
     val_json_bytes="base64",
 )
-_SLOWDOWNS = ("op_slowdown", "copy_slowdown")
 _ADVICE = "Write the file again with this version of ds_finepage"
 
 
@@ -104,7 +103,7 @@ def _form(
 _MADE_FOR: dict[str, Any] = {"taskgraph": str, "fingerprint": str, "versions": Versions}
 _FORMS: dict[type[Encodable], _Form] = {
     TaskGraph: _form(  # without symbols: a file has one size
-        TaskGraph, "taskgraph", 3, without="symbols", sparse=("experts", "parted", "num_ranks")
+        TaskGraph, "taskgraph", 4, without="symbols", sparse=("experts", "parted", "num_ranks")
     ),
     MemGraph: _form(MemGraph, "memgraph", 3, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),
@@ -146,7 +145,7 @@ def fingerprint(graph: TaskGraph) -> str:
     these may differ from run to run.
     """
     _require_graph_positions(graph)
-    measured = {"tasks": {"__all__": {"workspace_bytes", "time_ns", "warm_ns"}}}
+    measured = {"tasks": {"__all__": {"workspace_bytes", "time_ns"}}}
     text = _text(graph, exclude={"versions": True, **measured})
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -177,7 +176,7 @@ def _task_at_fault(graph: TaskGraph) -> str:
 
 def _canonical(profile: HardwareProfile) -> HardwareProfile:
     """Return an equal profile whose rates are floats, in a fixed order."""
-    names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", *_SLOWDOWNS)
+    names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s")
     rates: dict[str, Any] = {name: float(getattr(profile, name)) for name in names}
     rates["copy_shares"] = tuple((nbytes, float(share)) for nbytes, share in profile.copy_shares)
     flops = {name: float(rate) for name, rate in sorted(profile.flops_per_s.items())}

@@ -28,11 +28,6 @@ class HardwareProfile:
     # (bytes of a copy, its share of the link's rate), by ascending bytes; linear in the logarithm
     # of the bytes between them.
     copy_shares: tuple[tuple[int, float], ...] = ()
-    op_slowdown: float = 1.0  # factor of the time of an op while a copy runs
-    copy_slowdown: float = 1.0  # factor of the time of a copy while an op runs
-    wait_ns: int = 0  # time until a lane goes on after it had to wait for another
-    step_ns: int = 0  # time of a lane between the end of a node and the begin of the next
-    one_lane_below_bytes: int = 0  # a pass runs in one lane if its mean copy is smaller
     rank_bytes_per_s: float = 0.0  # link to the next rank; 0: not known, so it takes no time
     rank_latency_ns: int = 0  # time of one step of a collective beyond that of its bytes
 
@@ -43,11 +38,6 @@ class HardwareProfile:
 
 DETAILS: dict[str, Any] = {
     "copy_shares": (),
-    "op_slowdown": 1.0,
-    "copy_slowdown": 1.0,
-    "wait_ns": 0,
-    "step_ns": 0,
-    "one_lane_below_bytes": 0,
     "rank_bytes_per_s": 0.0,
     "rank_latency_ns": 0,
 }

@@ -100,9 +100,6 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
         "launch_ns",
         "transfer_latency_ns",
         *HOST_COSTS,
-        "wait_ns",
-        "step_ns",
-        "one_lane_below_bytes",
         "rank_bytes_per_s",
         "rank_latency_ns",
     )
@@ -111,9 +108,6 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
             raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
     if not math.isfinite(profile.rank_bytes_per_s):
         raise ConfigError(f"rank_bytes_per_s is {profile.rank_bytes_per_s}; it must be finite")
-    for field in ("op_slowdown", "copy_slowdown"):
-        if not 1 <= getattr(profile, field) < math.inf:
-            raise ConfigError(f"{field} is {getattr(profile, field)}; it must be at least 1")
     sizes = [nbytes for nbytes, _ in profile.copy_shares]
     if sizes != sorted(set(sizes)) or min(sizes, default=1) < 1:
         raise ConfigError(f"copy_shares has the bytes {sizes}; they must be positive and ascend")

@@ -104,7 +104,6 @@ class Task:
     flops: NonNegativeInt = 0
     moved_bytes: NonNegativeInt = 0  # read plus written in device memory
     time_ns: NonNegativeInt | None = None  # measured; None: derive it from a hardware profile
-    warm_ns: NonNegativeInt | None = None  # the same, if all its weights have just been reloaded
 
     @property
     def buffers(self) -> tuple[int, ...]:

@@ -5,9 +5,9 @@ nodes of all lanes in that order and never waits. A node starts when the host ha
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, alloc,
 drop) take no time: they are complete when the last of their predecessors is.
 
-A profile with details (``graph/hardware.py``) adds to that: small copies get a share of the link's
-rate, a lane takes some time between two nodes and more if it had to wait, ops and copies that
-overlap slow each other down (``overlap.py``), and a pass of small copies runs in one lane.
+Where the profile says so (``graph/hardware.py``), small copies get a share of the link's rate. What
+ops and copies do to each other in the memory of the host is not known: on a CPU, a pass may take
+1.5 times as long as predicted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Lane, MemGraph, Node, NodeKind, lane_of_late
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
-from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, Task, TaskGraph
 from ds_finepage.graph.timeline import Span, Timeline
-from ds_finepage.planning.overlap import NO_WORK, Overlap, Work, start_ns
 
 _NS_PER_S = 10**9
 
@@ -48,18 +47,13 @@ class Costs:
         host_ns: Lane -> time of the host to issue a node.
     """
 
-    def __init__(self, profile: HardwareProfile, *, knows_warm: bool = True) -> None:
+    def __init__(self, profile: HardwareProfile) -> None:
         """Take the figures of a machine.
-
-        Args:
-            profile: The machine.
-            knows_warm: Tasks take less time on weights that were just reloaded.
 
         Raises:
             ConfigError: A rate or size cannot be computed with.
         """
         require_usable(profile)
-        self._knows_warm = knows_warm
         self._shares = profile.copy_shares
         self._launch_ns = profile.launch_ns
         self._latency_ns = profile.transfer_latency_ns
@@ -78,17 +72,10 @@ class Costs:
             Lane.D2H: _Rate(profile.d2h_bytes_per_s),
         }
 
-    def task_ns(self, graph: TaskGraph, task: Task, fresh: Collection[int | None] = ()) -> int:
-        """Return the time of a task on the device.
-
-        Args:
-            graph: Where the task stands.
-            task: The task.
-            fresh: Weights that were reloaded since the last task that used them. A measured task
-                takes less time for its share of them.
-        """
+    def task_ns(self, graph: TaskGraph, task: Task) -> int:
+        """Return the time of a task on the device."""
         if task.time_ns is not None:
-            return task.time_ns - (_saved_ns(graph, task, fresh) if self._knows_warm else 0)
+            return task.time_ns
         if is_collective(task):
             return self._collective_ns(graph, task)
         if task.op == TO_HOST:
@@ -126,16 +113,6 @@ class Costs:
         return self._latency_ns * num_copies + bytes_ns
 
 
-def _saved_ns(graph: TaskGraph, task: Task, fresh: Collection[int | None]) -> int:
-    """Return the time that a measured task saves on weights that were just reloaded."""
-    if task.warm_ns is None or task.time_ns is None or not fresh:
-        return 0
-    weights = [b for b in task.reads if graph.buffers[b].kind is BufferKind.WEIGHT]
-    nbytes = sum(graph.buffers[b].nbytes for b in weights)
-    fresh_bytes = sum(graph.buffers[b].nbytes for b in weights if b in fresh)
-    return (task.time_ns - task.warm_ns) * fresh_bytes // nbytes if nbytes else 0
-
-
 def share_at(shares: Sequence[tuple[int, float]], nbytes: int) -> float:
     """Return the share of a link's rate that a copy gets.
 
@@ -169,7 +146,6 @@ def simulate(
     *,
     entry_missing: Collection[int] = (),
     begin_ns: int = 0,
-    knows_warm: bool = True,
 ) -> Timeline:
     """Predict a pass. Pure, and linear in nodes and edges.
 
@@ -181,13 +157,12 @@ def simulate(
         entry_missing: Buffers of ``memgraph.entry`` that are not in the arena yet, as in the first
             pass: their resident nodes are copies on the h2d lane.
         begin_ns: When the lanes begin: the time that a call takes before its pass.
-        knows_warm: Measured tasks take less time on weights that were just reloaded.
 
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with, or
             ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
     """
-    found = _simulated(memgraph, profile, entry_missing, begin_ns, knows_warm=knows_warm)
+    found = _simulated(memgraph, profile, entry_missing, begin_ns)
     spans = [
         Span(n.id, w.lane, start, end, _span_name(memgraph.graph, n))
         for n, w, start, end in zip(
@@ -198,15 +173,12 @@ def simulate(
     return _timeline(memgraph, spans, found.complete, lower_bound_ns=found.lower_bound_ns)
 
 
-def predicted_ns(
-    memgraph: MemGraph, profile: HardwareProfile, *, knows_warm: bool = True
-) -> tuple[int, int]:
+def predicted_ns(memgraph: MemGraph, profile: HardwareProfile) -> tuple[int, int]:
     """Predict the time of a pass alone, in less time than :func:`simulate`.
 
     Args:
         memgraph: A plan that passes the checker.
         profile: The machine.
-        knows_warm: Measured tasks take less time on weights that were just reloaded.
 
     Returns:
         ``total_ns`` and ``lower_bound_ns`` of the timeline.
@@ -214,16 +186,31 @@ def predicted_ns(
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.
     """
-    found = _simulated(memgraph, profile, (), 0, knows_warm=knows_warm)
+    found = _simulated(memgraph, profile, (), 0)
     ends = (end for end, w in zip(found.complete, found.work, strict=True) if w.lane is not None)
     return max(ends, default=0), found.lower_bound_ns
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The lane of one node, its time there, and when the host has issued it.
+
+    ``lane`` is None for a node that takes no time.
+    """
+
+    lane: Lane | None
+    took_ns: int = 0
+    issued_ns: int = 0
+
+
+_NO_WORK = _Work(None)
 
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedPass:
     """A simulated pass: the work of each node, when it begins and is complete, and the bound."""
 
-    work: list[Work]
+    work: list[_Work]
     starts: list[int]
     complete: list[int]
     lower_bound_ns: int
@@ -234,14 +221,12 @@ def _simulated(
     profile: HardwareProfile,
     entry_missing: Collection[int],
     begin_ns: int,
-    *,
-    knows_warm: bool,
 ) -> _SimulatedPass:
     """Simulate a pass; :func:`simulate` describes the arguments."""
-    costs = Costs(profile, knows_warm=knows_warm)
+    costs = Costs(profile)
     work = _work(memgraph, costs, _resident(memgraph, entry_missing), begin_ns)
     copied = {Lane.H2D: 0, Lane.D2H: 0}
-    compute_ns = collect_ns = num_copies = extents_bytes = 0
+    compute_ns = collect_ns = 0
     for node, each in zip(memgraph.nodes, work, strict=True):
         if each.lane is Lane.COMPUTE:
             compute_ns += each.took_ns
@@ -249,44 +234,30 @@ def _simulated(
             collect_ns += each.took_ns
         elif each.lane is not None:
             copied[each.lane] += memgraph.bytes_at(node)
-            if node.extent is not None:
-                extents_bytes += node.extent.nbytes
-                num_copies += 1
-    in_one_lane = extents_bytes < profile.one_lane_below_bytes * num_copies
-    if not in_one_lane and max(profile.op_slowdown, profile.copy_slowdown) > 1:
-        overlap = Overlap(memgraph, work, profile, begin_ns)
-        overlap.run()
-        starts, complete = [round(t) for t in overlap.starts], [round(t) for t in overlap.ends]
-    else:
-        starts, complete = _in_order(memgraph, work, profile, begin_ns, in_one_lane=in_one_lane)
+    starts, complete = _in_order(memgraph, work, begin_ns)
     links_ns = (costs.links[lane].ns(n) for lane, n in copied.items())
     return _SimulatedPass(work, starts, complete, max(compute_ns, collect_ns, *links_ns))
 
 
-def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: int) -> list[Work]:
+def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: int) -> list[_Work]:
     """Return what each node needs; buffers in ``missing`` are copied when the pass begins."""
     graph, issued_ns = memgraph.graph, begin_ns
     found = []
-    fresh: set[int | None] = set()  # reloaded since the last task that used it
     for node in memgraph.nodes:
         loads_late = node.kind is NodeKind.RESIDENT and node.buffer in missing
         lane = lane_of_late(memgraph, node) if loads_late else memgraph.lane_of(node)
-        if lane is Lane.H2D:
-            fresh.add(node.buffer)
         if lane is None:
-            found.append(NO_WORK)
+            found.append(_NO_WORK)
             continue
         if node.task is not None:
-            task = graph.tasks[node.task]
-            took, num_calls = costs.task_ns(graph, task, fresh), 1
-            fresh.difference_update(task.reads)
+            took, num_calls = costs.task_ns(graph, graph.tasks[node.task]), 1
         elif lane is Lane.RANKS:
             took, num_calls = _collect_ns(memgraph, costs, node, loads_late=loads_late), 1
         else:
             num_calls = memgraph.copies_at(node)
             took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)
         issued_ns += costs.host_ns[lane if node.task is None else Lane.COMPUTE] * num_calls
-        found.append(Work(lane, took, issued_ns))
+        found.append(_Work(lane, took, issued_ns))
     return found
 
 
@@ -301,16 +272,10 @@ def _collect_ns(memgraph: MemGraph, costs: Costs, node: Node, *, loads_late: boo
 
 
 def _in_order(
-    memgraph: MemGraph,
-    work: Sequence[Work],
-    profile: HardwareProfile,
-    begin_ns: int,
-    *,
-    in_one_lane: bool,
+    memgraph: MemGraph, work: Sequence[_Work], begin_ns: int
 ) -> tuple[list[int], list[int]]:
-    """Return when each node begins and is complete, where no lane slows another down."""
+    """Return when each node begins and is complete."""
     starts, complete = [0] * len(work), [0] * len(work)
-    wait_ns = 0 if in_one_lane else profile.wait_ns
     lane_free = dict.fromkeys(Lane, begin_ns)
     for node, before in enumerate(memgraph.predecessors):
         ready = 0
@@ -321,12 +286,8 @@ def _in_order(
         if lane is None:
             complete[node] = ready
             continue
-        start = start_ns(ready, lane_free[lane], work[node].issued_ns, wait_ns)
-        starts[node], complete[node] = start, start + work[node].took_ns
-        if in_one_lane:
-            lane_free = dict.fromkeys(Lane, complete[node] + profile.step_ns)
-        else:
-            lane_free[lane] = complete[node] + profile.step_ns
+        starts[node] = max(ready, lane_free[lane], work[node].issued_ns)
+        complete[node] = lane_free[lane] = starts[node] + work[node].took_ns
     return starts, complete
 
 

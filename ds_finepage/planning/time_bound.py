@@ -13,9 +13,7 @@ from ds_finepage.planning.bounds import LowerBound
 from ds_finepage.planning.simulator import Costs
 
 
-def least_time_ns(
-    bound: LowerBound, profile: HardwareProfile, arena_bytes: int, *, knows_warm: bool = True
-) -> int:
+def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int) -> int:
     """Return a time that no steady pass beats: that of its tasks, its copies or its collects.
 
     It holds for one batch at a time, with the tasks in program order. New rows of a KV cache that
@@ -25,9 +23,8 @@ def least_time_ns(
         bound: The fewest bytes that a pass reloads.
         profile: The machine.
         arena_bytes: Size of the arena.
-        knows_warm: Measured tasks take less time on weights that were just reloaded.
     """
-    graph, tasks_ns = bound.graph, alone_ns(bound.graph, profile, knows_warm=knows_warm)
+    graph, tasks_ns = bound.graph, alone_ns(bound.graph, profile)
     # Each rank reloads its part of a weight over a link of its own.
     profile = replace(profile, h2d_bytes_per_s=profile.h2d_bytes_per_s * graph.num_ranks)
     written = {b for task in graph.tasks if task.op == TO_HOST for b in task.writes}
@@ -41,12 +38,10 @@ def least_time_ns(
     )
 
 
-def alone_ns(graph: TaskGraph, profile: HardwareProfile, *, knows_warm: bool = True) -> list[int]:
+def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
     """Return the least time of each task on the device; none for a copy to host memory."""
-    costs = Costs(profile, knows_warm=knows_warm)
-    return [
-        0 if task.op == TO_HOST else costs.task_ns(graph, task, task.reads) for task in graph.tasks
-    ]
+    costs = Costs(profile)
+    return [0 if task.op == TO_HOST else costs.task_ns(graph, task) for task in graph.tasks]
 
 
 def end_times_ns(tasks_ns: Sequence[int], profile: HardwareProfile) -> list[int]:

@@ -138,11 +138,9 @@ def test_a_recorded_pass_never_waits_and_has_spans_of_every_step(llama: Subject,
     llama.handle.record(False)
 
 
-def test_a_probe_measures_overlaps_on_streams(device: torch.device) -> None:
+def test_a_probe_measures_copies_of_several_sizes(device: torch.device) -> None:
     found = require_usable(probe(device, scratch_bytes=4 << 20))
     assert len(found.copy_shares) == 3
-    assert found.op_slowdown >= 1 and found.copy_slowdown >= 1
-    assert (found.wait_ns, found.step_ns, found.one_lane_below_bytes) == (0, 0, 0)
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def fixed_rates() -> Iterator[None]:
 
     def untimed(meter: OpMeter, graph: TaskGraph, **options: Any) -> TaskGraph:
         found = measured(meter, graph, **options)
-        tasks = (replace(task, time_ns=None, warm_ns=None) for task in found.tasks)
+        tasks = (replace(task, time_ns=None) for task in found.tasks)
         return replace(found, tasks=tuple(tasks))
 
     with (

@@ -49,7 +49,6 @@ FAULTS = (
         "1 if end - start == weight.num_rows else weight.num_matrices",
         "1",
     ),
-    ("lanes-go-on-without-a-step", " + took_ns + self._profile.step_ns", " + took_ns"),
     (
         "looked-up-rows-move-no-bytes",
         "moved + sum(p.nbytes for p in pieces)",
@@ -79,13 +78,6 @@ FORECASTING = (
         "planning/finepage/forecast.py",
         "graph.num_ranks == 1\n        and ",
         "",
-        "unit/planning/finepage/test_forecast.py",
-    ),
-    mutant(
-        "a-profile-of-slowed-lanes-has-a-forecast",
-        "planning/finepage/forecast.py",
-        "return max(profile.op_slowdown, profile.copy_slowdown) <= 1",
-        "return True",
         "unit/planning/finepage/test_forecast.py",
     ),
     mutant(

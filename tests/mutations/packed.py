@@ -181,8 +181,8 @@ PACKED = (
     mutant(
         "one-packed-expert-is-timed-with-all-rows",
         "execution/trial.py",
-        "self._spreads = is_timed or task.op == PACKED_GROUPED",
-        "self._spreads = is_timed",
+        "if self._task.op != PACKED_GROUPED:",
+        "if True:",
         PARTS,
     ),
     mutant(

@@ -243,8 +243,8 @@ PREDICTING = (
     mutant(
         "lanes-run-side-by-side-with-themselves",
         "planning/simulator.py",
-        "start = start_ns(ready, lane_free[lane], work[node].issued_ns, wait_ns)",
-        "start = ready",
+        "starts[node] = max(ready, lane_free[lane], work[node].issued_ns)",
+        "starts[node] = max(ready, work[node].issued_ns)",
         f"{UNIT}/test_simulator.py",
     ),
     mutant(

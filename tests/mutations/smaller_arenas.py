@@ -102,9 +102,9 @@ SMALLER_ARENAS = (
         SMALLER,
     ),
     mutant(
-        "smaller-arenas-are-tried-without-forecasts",
+        "smaller-arenas-are-tried-without-a-profile",
         "planning/finepage/search.py",
-        "if not (is_thorough or can_forecast_on(problem.profile)):",
+        "    if problem.profile is None:\n        return\n    has_forecasts",
         "if False:",
         SMALLER,
     ),

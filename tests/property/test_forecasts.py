@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import JOIN, TO_HOST, Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.choices import Chooser, Selection
-from ds_finepage.planning.finepage.forecast import KNOWS_WARM, Forecast, moved_bytes
+from ds_finepage.planning.finepage.forecast import Forecast, moved_bytes
 from ds_finepage.planning.finepage.held_rows import lengths_of_holding
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
@@ -48,8 +48,6 @@ def machine(rng: random.Random) -> HardwareProfile:
         host_op_ns=rng.choice([0, 200, 3000]),
         host_copy_ns=rng.choice([0, 300, 5000]),
         copy_shares=rng.choice([(), ((256, 0.1), (65536, 0.9))]),
-        wait_ns=rng.choice([0, 50]),
-        step_ns=rng.choice([0, 20]),
     )
 
 
@@ -103,7 +101,7 @@ def forecasts(graph: TaskGraph, rng: random.Random, profile: HardwareProfile | N
                     assert found is None
                     continue
                 assert isinstance(found, Forecast) and problem.profile is not None
-                total_ns, _ = predicted_ns(written, problem.profile, knows_warm=KNOWS_WARM)
+                total_ns, _ = predicted_ns(written, problem.profile)
                 assert (found.total_ns, found.moved_bytes) == (total_ns, moved_bytes(written))
                 assert found.plan == written
                 num_found += 1

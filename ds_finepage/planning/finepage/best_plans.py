@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ds_finepage.planning.bounds import LowerBound, lower_bound
-from ds_finepage.planning.finepage.forecast import KNOWS_WARM, Plan
+from ds_finepage.planning.finepage.forecast import Plan
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.time_bound import least_time_ns
@@ -79,6 +79,4 @@ class SearchBounds:
         """The time of the tasks alone, or of the fewest bytes if that is longer."""
         problem = self._problem
         assert problem.profile is not None
-        return least_time_ns(
-            self.lower, problem.profile, problem.arena_bytes, knows_warm=KNOWS_WARM
-        )
+        return least_time_ns(self.lower, problem.profile, problem.arena_bytes)

@@ -27,13 +27,9 @@ from ds_finepage.planning.finepage.choices import Selection
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import Ring
 from ds_finepage.planning.layout import Tenancy, top_of
-from ds_finepage.planning.overlap import start_ns
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import Divisible, costs_of_part
 from ds_finepage.planning.simulator import Costs
-
-KNOWS_WARM = False
-"""Plans are compared as if no reload warmed a weight: else a plan that copies more seems faster."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ class _Lanes:
     @property
     def end_ns(self) -> int:
         """When the last node is complete."""
-        return max(self._free_ns.values()) - self._profile.step_ns
+        return max(self._free_ns.values())
 
     def run(self, lane: Lane, ready_ns: int, took_ns: int, num_copies: int = 1) -> int:
         """Run the next node of a lane; return when it is complete.
@@ -140,9 +136,9 @@ class _Lanes:
             self._issued_ns += self._profile.host_copy_ns * num_copies
         else:  # a task, also one that copies to host memory
             self._issued_ns += self._profile.host_op_ns
-        start = start_ns(ready_ns, self._free_ns[lane], self._issued_ns, self._profile.wait_ns)
-        self._free_ns[lane] = start + took_ns + self._profile.step_ns
-        return start + took_ns
+        end_ns = max(ready_ns, self._free_ns[lane], self._issued_ns) + took_ns
+        self._free_ns[lane] = end_ns
+        return end_ns
 
 
 class Forecaster:
@@ -159,7 +155,7 @@ class Forecaster:
         assert profile is not None
         self._weights, self._graph, self._profile = weights, graph, profile
         self._lower_bytes = top_of(placed)
-        self._costs = Costs(profile, knows_warm=KNOWS_WARM)
+        self._costs = Costs(profile)
         self._tasks_ns = [self._costs.task_ns(graph, task) for task in graph.tasks]
         self._parts_ns: dict[tuple[int, int], int] = {}  # task and rows -> time
         self._cut_by = {d.task: d for d in weights.divisible.values()}
@@ -427,7 +423,7 @@ class _Copies:
 def can_forecast(problem: Problem) -> bool:
     """Tell whether plans of a pass can be predicted before they are written."""
     graph = problem.graph
-    if problem.shared or routes(graph) or not can_forecast_on(problem.profile):
+    if problem.profile is None or problem.shared or routes(graph):
         return False
     copied = [task for task in graph.tasks if task.op == TO_HOST]
     kinds = {graph.buffers[b].kind for task in copied for b in task.buffers}
@@ -436,10 +432,3 @@ def can_forecast(problem: Problem) -> bool:
         and not graph.experts
         and kinds <= {BufferKind.ACTIVATION, BufferKind.HOST}
     )
-
-
-def can_forecast_on(profile: HardwareProfile | None) -> bool:
-    """Tell whether a machine has forecasts: none of its lanes slows another one down."""
-    if profile is None or profile.one_lane_below_bytes:
-        return False
-    return max(profile.op_slowdown, profile.copy_slowdown) <= 1

@@ -33,11 +33,9 @@ from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.best_plans import BestPlans, SearchBounds
 from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.forecast import (
-    KNOWS_WARM,
     Forecast,
     Plan,
     can_forecast,
-    can_forecast_on,
     in_arena,
     moved_bytes,
     written,
@@ -116,7 +114,7 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
 def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOptions) -> None:
     """Offer plans of smaller arenas: with a ring, and by the published algorithm."""
     is_thorough = _is_thorough(problem, options)
-    if not (is_thorough or can_forecast_on(problem.profile)):
+    if problem.profile is None:
         return
     has_forecasts = can_forecast(problem)
     num_with_ring = options.smaller_with_ring if is_thorough or has_forecasts else 1
@@ -236,7 +234,7 @@ class _Search:
             if isinstance(plan, Forecast):
                 total_ns, bound_ns = plan.total_ns, self._bounds.least_ns
             else:
-                total_ns, alone_ns = predicted_ns(plan, profile, knows_warm=KNOWS_WARM)
+                total_ns, alone_ns = predicted_ns(plan, profile)
                 # Beside shared residents no plan comes near the bound of a pass that is alone.
                 bound_ns = alone_ns if self._problem.shared else self._bounds.least_ns
             is_good = total_ns <= self._options.good_enough * bound_ns
@@ -437,7 +435,7 @@ def _with_rows(
 
 def _is_thorough(problem: Problem, options: FinepageOptions) -> bool:
     """Tell whether a search looks for the last thousandth: its plans take little time to make."""
-    if problem.shared or not can_forecast_on(problem.profile):
+    if problem.shared or problem.profile is None:
         return False
     return _is_short(problem.graph, options)
 

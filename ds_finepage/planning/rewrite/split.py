@@ -279,7 +279,6 @@ def costs_of_part(task: Task, num_rows: int, of_rows: int) -> dict[str, int | No
         "flops": share(task.flops),
         "moved_bytes": share(task.moved_bytes),
         "time_ns": None if task.time_ns is None else share(task.time_ns),
-        "warm_ns": None if task.warm_ns is None else share(task.warm_ns),
     }
 
 

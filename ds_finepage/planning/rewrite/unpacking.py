@@ -175,7 +175,6 @@ def _append_slice(
         workspace_bytes=share(task.workspace_bytes),
         moved_bytes=share(task.moved_bytes),
         time_ns=None if task.time_ns is None else share(task.time_ns),
-        warm_ns=None if task.warm_ns is None else share(task.warm_ns),
     )
 
 

@@ -14,7 +14,6 @@ from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import BoundTask
 from ds_finepage.execution.trial import Trial, reach
-from ds_finepage.execution.weight_times import CORE_BYTES, LEAST_FLUSHED_BYTES
 from ds_finepage.graph.packed import FUSED_ROWS, PACKED_LINEAR, SLICE_ROWS
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.packing.form import WIDE_ROWS
@@ -125,8 +124,8 @@ def test_the_same_op_on_other_buffers_is_known() -> None:
     meter.with_costs(product().graph())
     draft = Draft()
     draft.tensor(WEIGHT, 5)
-    w, x, y = (draft.tensor(WEIGHT, 64, 64) for _ in range(3))
-    draft.task("aten.mm.default", x, w, out=(y,))
+    w, y = draft.tensor(WEIGHT, 64, 64), draft.tensor(ACTIVATION, 64, 64)
+    draft.task("aten.mm.default", draft.tensor(INPUT, 64, 64), w, out=(y,))
     assert meter.knows_all(draft.graph())
 
 
@@ -212,30 +211,15 @@ def test_caches_lose_the_operands_before_each_timed_run() -> None:
     assert seen == [[1] * 4] * 3
 
 
-def test_weights_are_colder_than_other_operands_and_small_models_lose_less() -> None:
+def test_weights_are_colder_than_other_operands() -> None:
     draft = Draft()
     x, y = draft.tensor(INPUT, 1, 1 << 12), draft.tensor(ACTIVATION, 1, 1 << 12)
-    w = draft.tensor(WEIGHT, 1 << 12, 1 << 12, name="w")  # 64 MiB
+    w = draft.tensor(WEIGHT, 1 << 12, 1 << 12, name="w")
     draft.task("aten.mm.default", x, w, out=(y,))
     draft.task("aten.neg.default", y, out=(draft.tensor(ACTIVATION, 1, 1 << 12),))
     graph = draft.graph()
-    later = [measure._is_timed_later(graph, task) for task in graph.tasks]
-    cold = [measure._cold_bytes(graph, task) for task in graph.tasks]
-    assert (later, cold) == ([True, False], [0, CORE_BYTES])
-    for n, expected in ((200, CORE_BYTES), (64, 0)):  # 160000 bytes, 16384 bytes
-        small = product(n).graph()  # no more than half of the operands are weights
-        assert [measure._is_timed_later(small, task) for task in small.tasks] == [False]
-        assert [measure._cold_bytes(small, task) for task in small.tasks] == [expected]
-
-
-def test_weights_that_no_cache_holds_are_timed_once() -> None:
-    draft = Draft()
-    x = draft.tensor(INPUT, 1, 1 << 12)
-    w = draft.tensor(WEIGHT, 1 << 12, (1 << 12) + 1, name="w")
-    draft.task("aten.mm.default", x, w, out=(draft.tensor(ACTIVATION, 1, (1 << 12) + 1),))
-    graph = draft.graph()
-    assert not measure._is_timed_later(graph, graph.tasks[0])
-    assert measure._cold_bytes(graph, graph.tasks[0]) == LEAST_FLUSHED_BYTES
+    flushed = [measure._flushed_bytes(graph, task) for task in graph.tasks]
+    assert flushed == [measure.MOST_FLUSHED_BYTES, 0]
 
 
 def test_a_copy_to_host_memory_is_measured() -> None:

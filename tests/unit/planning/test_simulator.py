@@ -273,82 +273,9 @@ def test_several_copies_of_one_node_get_the_share_of_one() -> None:
     assert costs.copy_ns(Lane.H2D, 20, num_copies=2) == 40
 
 
-def test_a_lane_goes_on_late_after_it_had_to_wait() -> None:
-    profile = dataclasses.replace(PLAIN, wait_ns=7)
-    timeline = simulate(streaming([100, 100, 100], 60, [0, 60, 0]), profile)
-    # The first task waits for its reload at 60. The last reload waits for that task, until 167; the
-    # other tasks find their weights there.
-    assert times(timeline) == {
-        1: (0, 60),
-        2: (67, 167),
-        5: (60, 120),
-        6: (167, 267),
-        9: (174, 234),
-        10: (267, 367),
-    }
-
-
-def test_a_pass_of_small_copies_runs_in_one_lane() -> None:
-    plan = streaming([100, 100, 100], 60, [0, 60, 120])
-    profile = dataclasses.replace(PLAIN, one_lane_below_bytes=61, wait_ns=7, op_slowdown=9.0)
-    assert simulate(plan, profile).total_ns == 3 * 160
-    wide = dataclasses.replace(PLAIN, one_lane_below_bytes=60)
-    assert simulate(plan, wide) == simulate(plan, PLAIN)
-
-
-@pytest.mark.parametrize(
-    ("details", "ends"),
-    [
-        # Copies begin at 0, 65 and 130; tasks at 60 and 165.
-        (
-            {},
-            {1: (0, 60), 2: (60, 160), 5: (65, 125), 6: (165, 265), 9: (130, 190), 10: (270, 370)},
-        ),
-        ({"one_lane_below_bytes": 61}, {1: (0, 60), 2: (65, 165), 5: (170, 230), 6: (235, 335)}),
-    ],
-)
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_lane_takes_time_between_two_nodes(
-    details: dict[str, int], ends: dict[int, tuple[int, int]], overlaps: bool
-) -> None:
-    """Both ways to walk agree; a slowdown of one part in a million rounds to nothing."""
-    slowdown = 1 + 1e-6 if overlaps else 1.0
-    profile = dataclasses.replace(PLAIN, step_ns=5, op_slowdown=slowdown, **details)
-    found = times(simulate(streaming([100, 100, 100], 60, [0, 60, 120]), profile))
-    assert found | ends == found
-
-
-def test_ops_and_copies_that_overlap_slow_each_other_down() -> None:
-    """An op takes twice as long while a copy runs, and a copy three times while an op does."""
-    profile = dataclasses.replace(PLAIN, op_slowdown=2.0, copy_slowdown=3.0)
-    timeline = simulate(streaming([100, 100, 100], 60, [0, 60, 120]), profile)
-    # Alone: the first copy until 60. Then the first task beside the second copy: it has done 90 of
-    # 100 when that is through, at 240 (60 + 180), and ends at 260 beside the third copy, which has
-    # 53 1/3 left by then. The second task ends beside it too; the third one is alone in the end.
-    assert times(timeline) == {
-        1: (0, 60),
-        2: (60, 260),
-        5: (60, 240),
-        6: (260, 440),
-        9: (240, 420),
-        10: (440, 540),
-    }
-    assert timeline.compute_ns == 200 + 180 + 100
-    assert timeline.lower_bound_ns == 300
-
-
-def test_copies_do_not_slow_down_copies() -> None:
-    profile = dataclasses.replace(PLAIN, op_slowdown=2.0, copy_slowdown=3.0)
-    sketch = Sketch(weights=[50], activations=(40,), flops=[])
-    sketch.place(NodeKind.RELOAD, 0, 0)
-    sketch.place(NodeKind.OFFLOAD, 1, 50)
-    assert times(simulate(sketch.memgraph(), profile)) == {0: (0, 50), 1: (0, 40)}
-
-
-@pytest.mark.parametrize("op_slowdown", (1.0, 2.0))
-def test_a_pass_begins_when_its_call_lets_it(op_slowdown: float) -> None:
+def test_a_pass_begins_when_its_call_lets_it() -> None:
     plan = streaming([100, 100], 60, [0, 60])
-    profile = dataclasses.replace(PLAIN, host_op_ns=3, op_slowdown=op_slowdown)
+    profile = dataclasses.replace(PLAIN, host_op_ns=3)
     early, late = simulate(plan, profile), simulate(plan, profile, begin_ns=1000)
     assert times(late) == {n: (s + 1000, e + 1000) for n, (s, e) in times(early).items()}
     assert late.stall_ns == early.stall_ns + 1000 and late.compute_ns == early.compute_ns
@@ -419,14 +346,7 @@ def test_unusable_profiles_are_refused() -> None:
 # --- laws ------------------------------------------------------------------------------------
 
 
-DETAILED = dataclasses.replace(
-    PLAIN,
-    copy_shares=((10, 0.2), (100, 0.9)),
-    op_slowdown=1.3,
-    copy_slowdown=1.7,
-    wait_ns=11,
-    step_ns=3,
-)
+DETAILED = dataclasses.replace(PLAIN, copy_shares=((10, 0.2), (100, 0.9)))
 
 
 def random_memgraph(seed: int, num_nodes: int = 60) -> MemGraph:

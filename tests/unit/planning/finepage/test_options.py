@@ -11,7 +11,6 @@ from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import JOIN, TaskGraph
 from ds_finepage.planning.finepage import search as finepage_search
-from ds_finepage.planning.finepage.forecast import KNOWS_WARM
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.search import plan_finepage
@@ -96,7 +95,7 @@ def test_whole_weights_are_tried_beside_cut_ones_only_if_that_is_on() -> None:
     problem = Problem(graph, arena_bytes, UNIT, profile, split=True)
 
     def time_ns(plan: MemGraph) -> int:
-        return predicted_ns(plan, profile, knows_warm=KNOWS_WARM)[0]
+        return predicted_ns(plan, profile)[0]
 
     for tries_whole in (True, False):
         options = FinepageOptions(tries_whole=tries_whole, rings_of_short_passes=())

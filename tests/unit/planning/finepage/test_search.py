@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
-from ds_finepage.planning.finepage import best_plans, forecast
 from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
@@ -71,30 +69,6 @@ MIXED = sketch(
     "w1:64 w2:640 w3:128 w4:64 w5:300 a1:64 a2:128 s:999",
     *("w1 s -> a1 s", "a1 w2 -> a2", "w3 a2 -> a2", "w4 a1 a2 -> a2", "w5 a2 ->", "w1 ->"),
 )
-
-
-def test_plans_are_compared_as_if_no_reload_warmed_a_weight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = set()
-    for module, name in (
-        (finepage_search, "predicted_ns"),
-        (best_plans, "least_time_ns"),
-        (forecast, "Costs"),
-    ):
-        original = getattr(module, name)
-
-        def noted(
-            *args: Any, original: Any = original, knows_warm: bool = True, **settings: Any
-        ) -> Any:
-            asked.add((original, knows_warm))
-            return original(*args, knows_warm=knows_warm, **settings)
-
-        monkeypatch.setattr(module, name, noted)
-    fast = machine(h2d=1e9)
-    planned(chain(8), 40, fast)
-    planned(chain(8), 40, dataclasses.replace(fast, op_slowdown=1.1))  # has no forecasts
-    assert sorted(warm for _, warm in asked) == [False] * 3
 
 
 @pytest.mark.parametrize("graph", [chain(9), MIXED], ids=["chain", "mixed"])
