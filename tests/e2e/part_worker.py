@@ -1,9 +1,9 @@
 """What one rank does in ``test_rank_parts.py``: writes what it found into a file of its own.
 
 The ranks hold each weight together, as plain ZeRO stage 3 shards it. The first argument is a mode:
-"all" for all families, budgets and faults on two ranks, "families" for
-all families and budgets alone on any number of ranks, "loaded" for a checkpoint that stock
-partitions on any number of ranks, "killed" for a rank that is gone.
+"all" for all families, budgets and faults on two ranks, "families" for some families under all
+budgets on any number of ranks, "loaded" for a checkpoint that stock partitions on any number of
+ranks, "killed" for a rank that is gone.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def run_loaded() -> dict[str, Any]:
 def run_all() -> dict[str, Any]:
     found: dict[str, Any] = {"setups": refused_setups()}
     for name in MAKERS_OF_PARTS:
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float32) if name == "llama" else (torch.float32,):
             key = f"{name} {str(dtype).removeprefix('torch.')}"
             found[key], engine, plain = run_family(name, dtype)
             if key == "llama float32":
@@ -224,9 +224,9 @@ def run_all() -> dict[str, Any]:
 
 
 def run_families() -> dict[str, Any]:
-    """Run every family in bfloat16, and one in float32 too."""
-    cases = [(name, torch.bfloat16) for name in MAKERS_OF_PARTS] + [("llama", torch.float32)]
-    return {f"{name} {dtype}": run_family(name, dtype)[0] for name, dtype in cases}
+    """Run a few families in bfloat16."""
+    names = ("odd llama", "gpt2", "mixtral")
+    return {name: run_family(name, torch.bfloat16)[0] for name in names}
 
 
 MODES = {"all": run_all, "families": run_families, "loaded": run_loaded}

@@ -86,9 +86,7 @@ FAMILIES = (
 )
 MATRIX = (
     ("opt", torch.float32),
-    ("opt", torch.bfloat16),
     ("llama", torch.bfloat16),
-    ("qwen3", torch.bfloat16),
     ("mixtral", torch.bfloat16),
 )
 

@@ -31,7 +31,7 @@ from ds_finepage.runtime.stats import PassStats
 from tests.integration.families import CACHE, logits, make_model, token_ids, tokens
 
 CPU = torch.device("cpu")
-SHARES = ("min", "25%", "50%", "100%")
+SHARES = ("min", "50%")
 POOL_BYTES = 16 << 20
 FIRST_BUDGET_BYTES = 8 << 20  # enough for everything here; an arena takes all that it may
 
@@ -121,7 +121,7 @@ class Attached:
         return self.needed[work] * int(share.rstrip("%")) // 100
 
 
-@pytest.fixture(scope="module", params=("llama", "gpt2", "mistral"))
+@pytest.fixture(scope="module", params=("llama", "mistral"))
 def attached(request: pytest.FixtureRequest) -> Iterator[Attached]:
     torch.set_num_threads(1)
     torch._dynamo.reset()

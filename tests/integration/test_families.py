@@ -15,7 +15,6 @@ from ds_finepage.config import DebugConfig
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
-    DTYPES,
     FAMILIES,
     left_padded,
     logits,
@@ -26,8 +25,11 @@ from tests.integration.families import (
 
 POLICIES = ("finepage", "horizon", "horizon-outputs")
 BUDGETS = ("min", "25%", "50%", "100%")
-NUM_SEEDS = 20  # for each family and dtype, spread over the budgets
+NUM_SEEDS = 8  # for each family and dtype, spread over the budgets
 NUM_TOKENS = 8
+HALVED = ("llama", "gpt2")
+"""Run in bfloat16 too: dtypes differ in kernels, not in graphs."""
+
 PROMPT = token_ids(7)
 PADDED = (left_padded(9, 3), left_padded(30, 1))
 
@@ -53,7 +55,7 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[(f, d) for f in FAMILIES for d in DTYPES],
+    params=[*((f, torch.float32) for f in FAMILIES), *((f, torch.bfloat16) for f in HALVED)],
     ids=lambda p: f"{p[0]}-{str(p[1]).removeprefix('torch.')}",
 )
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:

@@ -17,8 +17,6 @@ from ds_finepage.config import DebugConfig
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
     CACHE,
-    DTYPES,
-    FAMILIES,
     greedy,
     left_padded,
     make_model,
@@ -28,7 +26,7 @@ from tests.integration.families import (
 
 NUM_TOKENS = 64
 PROMPTS = (5, 40, 150)
-NUM_SEEDS = 50
+NUM_SEEDS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +41,16 @@ def budgets(handle: Handle) -> list[int]:
     return [least, max(least, needed // 2), needed]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("gpt2", torch.bfloat16),
+        ("mistral", torch.float32),
+        ("gemma", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_the_default_cache_gives_the_tokens_of_plain_transformers(
     family: str, dtype: torch.dtype
 ) -> None:
@@ -206,9 +212,9 @@ def test_memory_does_not_grow_over_many_calls() -> None:
         tokens(model, token_ids(length), 8, cache=None)
     handle.replan(budget_bytes=handle.stats.min_budget_bytes)
     process, seen = psutil.Process(), []
-    for call in range(900):  # 350 calls have every pair of a prompt and a length
-        tokens(model, token_ids(3 + call % 50), 1 + call % 7, cache=None)
-        if call in (549, 899):
+    for call in range(360):  # 140 calls have every pair of a prompt and a length
+        tokens(model, token_ids(3 + call % 20), 1 + call % 7, cache=None)
+        if call in (219, 359):
             seen.append((num_tensors(), process.memory_info().rss))
     (tensors_before, rss_before), (tensors_after, rss_after) = seen
     assert tensors_after == tensors_before

@@ -23,9 +23,9 @@ from tests.integration.families import logits, make_model, token_ids, tokens
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 300
-NUM_SEEDS = 8
+NUM_SEEDS = 4
 SHORT = ((5, 12), (9, 20), (40, 3))
-CUT = ("llama", "opt", "qwen3", "gpt2")  # of GPT-2 the head alone: the others are transposed
+CUT = ("llama", "gpt2")  # of GPT-2 the head alone: the others are transposed
 
 
 @pytest.fixture(scope="module", autouse=True)
