@@ -61,17 +61,10 @@ class PlanInfeasibleError(FinepageError):
         self.__context__ = self.__cause__ = None
         return self.with_traceback(None)
 
-    def of_whole_call(self, min_budget_bytes: int) -> PlanInfeasibleError:
-        """Return the error with the least budget of the whole call in place of that of one step."""
-        text, of_step = str(self), self.min_budget_bytes
-        text = text.replace(
-            f"which makes min_budget_bytes {of_step};",
-            f"and the call has other steps, which makes min_budget_bytes {min_budget_bytes};",
-        )
-        text = text.replace(
-            f"device_budget to >= {of_step} ", f"device_budget to >= {min_budget_bytes} "
-        )
-        return PlanInfeasibleError(text, min_budget_bytes)
+    def of_one_step(self) -> PlanInfeasibleError:
+        """Return the error of one step of a call, without its frames."""
+        text = f"{self} Other steps of the call may need more."
+        return PlanInfeasibleError(text, self.min_budget_bytes)
 
 
 class InvalidPlanError(FinepageError):

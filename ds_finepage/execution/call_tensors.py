@@ -28,7 +28,6 @@ class CallTensors:
         *,
         device: torch.device,
         pinned: bool,
-        zeros: bool = False,
     ) -> None:
         """Copy the constants to the device.
 
@@ -37,11 +36,9 @@ class CallTensors:
             sizes: The graph's tensors in the shapes of the current call.
             device: Where outputs and constants are.
             pinned: True if outputs in host memory are pinned.
-            zeros: True if outputs on the device are filled with zeros, because no op writes them.
         """
         self._graph, self._sizes = graph, sizes
         self._device, self._pinned = device, pinned
-        self._is_zeroed = zeros
         buffer_of = [graph.buffers[t.buffer] for t in graph.tensors]
         self._arguments = [
             (i.position, i.tensor)
@@ -72,7 +69,7 @@ class CallTensors:
         self._sole = {  # they can be made as they are, because nothing else names their bytes
             v.buffer: v.id
             for v in views
-            if num_views[v.buffer] == 1 and _begins_its_buffer(v) and not self._is_zeroed
+            if num_views[v.buffer] == 1 and _begins_its_buffer(v)
             if self._graph.buffers[v.buffer].kind is BufferKind.OUTPUT
         }
         self._on_device = [
@@ -102,10 +99,9 @@ class CallTensors:
             bases[view.buffer] = (arg, (arg.storage_offset() - view.offset) * arg.element_size())
             if tensor in self._as_given and _is_plain(arg):
                 tensors[tensor] = arg
-        make = torch.zeros if self._is_zeroed else torch.empty
         for buffer in self._on_device:
             nbytes = self._sizes.nbytes(buffer)
-            bases[buffer.id] = (make(nbytes, dtype=torch.uint8, device=self._device), 0)
+            bases[buffer.id] = (torch.empty(nbytes, dtype=torch.uint8, device=self._device), 0)
         for buffer in self._on_host:
             bases[buffer.id] = (host_bytes(self._sizes.nbytes(buffer), pinned=self._pinned), 0)
         with torch.inference_mode(False), torch.no_grad():

@@ -15,7 +15,6 @@ signature is that of the sizes planned for: the largest.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import os
@@ -158,19 +157,7 @@ class OpMeter:
         self._device, self._num_streams = device_of(device), num_streams
         self._costs: dict[Any, OpCost] = {}
         self._table = Table("ops", device)
-        self._is_modest = False
         self.library_bytes = 0
-
-    def modest(self, *, is_modest: bool) -> OpMeter:
-        """Return a meter that shares what was measured, for looking at other budgets.
-
-        Args:
-            is_modest: Estimate that a kernel takes nothing for itself, so that estimates are never
-                above what is measured once there is room.
-        """
-        found = copy.copy(self)
-        found._is_modest = is_modest
-        return found
 
     def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
         """Tell whether every op of a graph has been measured, except those without room."""
@@ -249,8 +236,6 @@ class OpMeter:
     def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
         unpacked_bytes = _unpacked_bytes(graph, task, on_accelerator=self._device.is_accelerator)
         estimate = _unmeasured(graph, task)
-        if self._is_modest and has_out_form(task) and not is_random(task):
-            return dataclasses.replace(estimate, workspace_bytes=unpacked_bytes)
         workspace_bytes = estimate.workspace_bytes + unpacked_bytes
         return dataclasses.replace(estimate, workspace_bytes=workspace_bytes)
 

@@ -5,9 +5,8 @@ nodes of all lanes in that order and never waits. A node starts when the host ha
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, alloc,
 drop) take no time: they are complete when the last of their predecessors is.
 
-Where the profile says so (``graph/hardware.py``), small copies get a share of the link's rate. What
-ops and copies do to each other in the memory of the host is not known: on a CPU, a pass may take
-1.5 times as long as predicted.
+A profile may say which share of the link's rate a small copy gets. On a CPU, ops and copies share
+memory, which no figure here counts: a pass may take 1.5 times as long as predicted.
 """
 
 from __future__ import annotations

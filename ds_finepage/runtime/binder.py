@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ds_finepage.checker.checker import check
-from ds_finepage.execution.executor import OpHook
+from ds_finepage.execution.executor import Executor, OpHook
 from ds_finepage.graph.parts import on_device
 from ds_finepage.planning.pipeline import Planned
-from ds_finepage.runtime.device_memory import Memory
+from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.parted_ranks import shape_of
 from ds_finepage.runtime.pass_table import PassTable
-from ds_finepage.runtime.passes import BoundPass, Pass
+from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.plan_cache import alternating_plan, plan_pass
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
@@ -31,7 +31,7 @@ class Binder:
     def __init__(
         self,
         table: PassTable,
-        memory: Memory,
+        memory: DeviceMemory,
         counters: Counters,
         hooks: Sequence[OpHook],
         ranks: Ranks = ONE_RANK,
@@ -56,7 +56,7 @@ class Binder:
         """Choose the shared arena size again."""
         self._shared_arena_bytes = None
 
-    def bind_for(self, found: Pass, args: Sequence[Any], settings: RunSettings) -> BoundPass | None:
+    def bind_for(self, found: Pass, args: Sequence[Any], settings: RunSettings) -> Executor | None:
         """Bind a pass, and prepare it for the sizes of a call.
 
         Args:
@@ -73,7 +73,7 @@ class Binder:
         executor = self.bind(found, settings)
         return executor if executor.set_sizes(args) else None
 
-    def bind(self, found: Pass, settings: RunSettings) -> BoundPass:
+    def bind(self, found: Pass, settings: RunSettings) -> Executor:
         """Bind a pass; plan it first where it has no plan for the present arena.
 
         Args:

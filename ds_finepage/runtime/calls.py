@@ -24,7 +24,6 @@ from ds_finepage.integrations.transformers.preflight import CacheUse, Preflight
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
-from ds_finepage.runtime.rehearsal import RehearsalError, Rehearser
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ class CallTaker:
         lock: Held while a call runs, and while the handle changes something.
         num_graph_runs: Runs of Dynamo's graphs so far.
         generation: Returns the context of one generation, from the use of its KV cache.
-        refused_generation: Returns the error of a generation without room.
     """
 
     def __init__(
@@ -83,9 +81,7 @@ class CallTaker:
         self._num_graphs = 0
         self._graphs: dict[Any, DynamoGraph] = {}
         self._unplanned_modules: list[torch.nn.Module] = []
-        self._rehearser = Rehearser(module, weights, runner)
         self.generation: Callable[[CacheUse], AbstractContextManager[None]] = runner.generation
-        self.refused_generation = self._rehearser.refused_generation
         self._preflight = Preflight(module)
         self._attachment = Attachment(module, weights, self, runner.settings.device)
 
@@ -105,7 +101,8 @@ class CallTaker:
             kwargs: Its named arguments.
 
         Raises:
-            PlanInfeasibleError: There is no room; the error names a budget that is enough.
+            PlanInfeasibleError: There is no room; the error names the need of the step that was
+                refused.
         """
         with self.lock:
             if has_paged_cache(args, kwargs):
@@ -135,16 +132,11 @@ class CallTaker:
         return self._runner.settings.budget_bytes
 
     def _run(self, call: CapturedCall) -> Any:
-        rehearsal = self._rehearser.current
-        if rehearsal is not None:
-            return rehearsal.call(call)
         try:
             return self._runner.call(call)
         except PlanInfeasibleError as error:
-            if self._runner.kv_offload.is_generating:
-                raise  # the whole generation is rehearsed
-            refusal = error.bare()
-        raise self._rehearser.refused_call(refusal, call)
+            refusal = error.of_one_step()
+        raise refusal
 
     def run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
         """Run one of Dynamo's graphs.
@@ -174,21 +166,14 @@ class CallTaker:
             name = f"graph {self._num_graphs}"
             self._graphs[chosen] = DynamoGraph(module, args, self._weights.names, name)
             self._num_graphs += 1
-        rehearsal = self._rehearser.current
-        runner = self._runner if rehearsal is None else rehearsal.runner
-        return runner.run(self._graphs[chosen], args)
+        return self._runner.run(self._graphs[chosen], args)
 
     def run_unplanned(self, module: torch.nn.Module) -> None:
         """Prepare for a module that is called outside any graph.
 
         Args:
             module: The module.
-
-        Raises:
-            RehearsalError: The call is only rehearsed.
         """
-        if self._rehearser.current is not None:
-            raise RehearsalError("a module is called outside any graph")
         self._weights.require_whole("a module that is called outside any graph")
         self._runner.counters.num_unplanned_modules += 1
         if module not in self._unplanned_modules:

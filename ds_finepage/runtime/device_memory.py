@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -15,7 +14,7 @@ from ds_finepage.execution.lanes import make_lanes
 from ds_finepage.execution.replay import Graphs
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.taskgraph import name_of_key
-from ds_finepage.runtime.passes import BoundPass, Pass
+from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 
 
@@ -33,39 +32,6 @@ class DeviceState(enum.Enum):
     RESIDENT = "resident"
 
 
-class Memory(Protocol):
-    """Device memory as :class:`PlanRunner` uses it; a rehearsal has one that holds nothing."""
-
-    can_be_resident: bool
-    residents: Residents
-
-    @property
-    def state(self) -> DeviceState:
-        """The present state."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the arena, or of the weights."""
-
-    def to_released(self) -> None:
-        """Free everything."""
-
-    def to_paged(self, arena_bytes: int) -> None:
-        """Hold one arena of this size."""
-
-    def to_resident(self) -> int:
-        """Hold every weight; return the bytes that were copied."""
-
-    def keeper(self, nbytes: int) -> KeepRows | None:
-        """Return what keeps up to this many bytes of rows in the arena; None without an arena."""
-
-    def reload(self, names: Sequence[str]) -> None:
-        """Take over new values of weights."""
-
-    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> BoundPass:
-        """Bind a planned pass to the arena."""
-
-
 class DeviceMemory:
     """Owns the arena, the pinned pool, the lanes and the weights on the device.
 
@@ -75,8 +41,6 @@ class DeviceMemory:
     Attributes:
         residents: Which weights are valid where in the arena; an executor updates it.
     """
-
-    can_be_resident = True
 
     def __init__(self, weights: WeightTable, settings: RunSettings) -> None:
         """Start in state RELEASED.
@@ -166,7 +130,7 @@ class DeviceMemory:
 
     # Passes.
 
-    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> BoundPass:
+    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> Executor:
         """Bind a planned pass to the arena.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import KeepRows
-from ds_finepage.integrations.transformers.handed_out import HandedOut, copied, own_layers
+from ds_finepage.integrations.transformers.handed_out import HandedOut, own_layers
 from ds_finepage.integrations.transformers.host_cache import (
     caches_among,
     host_layers,
@@ -81,11 +81,6 @@ class KVOffload:
         # Cache -> which of SIZES its rooms have; the first one for others.
         self._levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    @property
-    def is_generating(self) -> bool:
-        """True during a generation."""
-        return self._num_generations > 0
-
     @contextmanager
     def generation(self, use: CacheUse) -> Iterator[None]:
         """Give callers their own cache layers back at the end of a generation, not at each step.
@@ -107,26 +102,6 @@ class KVOffload:
                 caches = list(self._of_generation)
                 self._of_generation.clear()
                 self._hand_out(caches)
-
-    def with_own_caches(self, args: Any, kwargs: Any) -> Any:
-        """Copy the caches among the arguments of a call; the copies share the tensors.
-
-        Args:
-            args: The positional arguments.
-            kwargs: The named arguments.
-        """
-        values = (*args, *kwargs.values())
-        caches = caches_among(values, growing=True)
-        for cache in caches:
-            self._handed_out.take(cache)
-        try:
-            return copied((args, kwargs), caches_among(values))
-        finally:
-            self._hand_out(caches)
-
-    def move(self, cache: Any) -> bool:
-        """Move one cache to host memory; False where it has no layer that can move."""
-        return self._handed_out.move(cache)
 
     def bring_back(self) -> None:
         """Bring the caches in host memory back to the device, when the model is detached."""

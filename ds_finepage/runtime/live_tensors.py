@@ -22,10 +22,10 @@ from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 class LiveTensors:
     """Refers weakly to the device tensors that passes have read or returned."""
 
-    def __init__(self, other: LiveTensors | None = None) -> None:
-        """Start empty, or with the tensors that another table knows."""
-        self._latest: list[weakref.ref[torch.Tensor]] = list(other._latest) if other else []
-        self._known: dict[StorageWeakRef, int] = dict(other._known) if other else {}  # -> bytes
+    def __init__(self) -> None:
+        """Start empty."""
+        self._latest: list[weakref.ref[torch.Tensor]] = []
+        self._known: dict[StorageWeakRef, int] = {}  # -> bytes
         self._last: tuple[Pass | None, bool] = None, False  # what came to ``reserve`` last
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:

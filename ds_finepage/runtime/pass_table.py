@@ -138,7 +138,7 @@ class PassTable:
         if key not in self._passes:
             try:
                 found = self.maker.size(capture(), settings)
-                self.count_library()
+                self._count_library()
                 self._in_order.append(found)
                 self._passes[key] = found
             except CaptureError as error:
@@ -168,10 +168,10 @@ class PassTable:
             settings: The settings of now.
         """
         found = self.maker.measured(graph, settings)
-        self.count_library()
+        self._count_library()
         return found
 
-    def count_library(self) -> None:
+    def _count_library(self) -> None:
         """Count in every pass the device bytes that libraries took for good since the last time."""
         grown = self.maker.meter.library_bytes - self._library_bytes
         self._library_bytes += grown

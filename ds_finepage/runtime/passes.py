@@ -12,9 +12,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-from ds_finepage.execution.executor import PassCounters, Residents
+from ds_finepage.execution.executor import Executor, PassCounters
 from ds_finepage.graph.collectives import order_of
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
@@ -26,18 +26,6 @@ logger = logging.getLogger(__name__)
 
 IGNORED_LIVE_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
 """Live tensors of earlier passes count only above this; the slack of the budget covers less."""
-
-
-class BoundPass(Protocol):
-    """Runs one plan on device memory; :class:`Executor` is the one that computes."""
-
-    counters: PassCounters
-
-    def set_sizes(self, args: Sequence[Any]) -> bool:
-        """Prepare for the sizes of a call; False where the plan has no room for them."""
-
-    def run(self, args: Sequence[Any], host_outputs: Sequence[Any], residents: Residents) -> Any:
-        """Run the pass."""
 
 
 class Pass:
@@ -60,7 +48,7 @@ class Pass:
         self.needs = needs
         self.resident_bytes = resident_bytes
         self.memgraph: MemGraph | None = None
-        self.executor: BoundPass | None = None
+        self.executor: Executor | None = None
         self.alternating: Pass | None = None
         self.live_bytes = 0
         self._rewrite_workspace_bytes = 0  # beyond the workspace of the captured tasks
@@ -86,7 +74,7 @@ class Pass:
         assert self.memgraph is not None
         self.memgraph = replace(self.memgraph, graph=graph)
 
-    def bind(self, executor: BoundPass) -> None:
+    def bind(self, executor: Executor) -> None:
         """Take the executor of the plan."""
         assert self.memgraph is not None
         self.executor = executor

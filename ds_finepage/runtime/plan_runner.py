@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -23,13 +23,13 @@ from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.captured_call import CapturedCall
-from ds_finepage.runtime.device_memory import DeviceState, Memory
+from ds_finepage.runtime.device_memory import DeviceMemory, DeviceState
 from ds_finepage.runtime.kv_offload import KVOffload
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.observing import Observer
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
-from ds_finepage.runtime.passes import BoundPass, Pass
+from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters, Stats
@@ -71,12 +71,10 @@ class PlanRunner:
         self,
         settings: RunSettings,
         weights: WeightTable,
-        memory: Memory,
+        memory: DeviceMemory,
         meter: OpMeter,
         *,
-        live: LiveTensors | None = None,
         ranks: Ranks = ONE_RANK,
-        on_unplanned: Callable[[str], None] | None = None,
     ) -> None:
         """Start without a pass.
 
@@ -85,16 +83,13 @@ class PlanRunner:
             weights: The host masters.
             memory: The device memory.
             meter: What ops take on the device.
-            live: Device tensors that are known already.
             ranks: Runs each pass together with other ranks.
-            on_unplanned: Called with the reason where something must run without a plan; by
-                default that is logged and counted.
         """
         self.settings = settings
         self.memory = memory
         self.counters = Counters()
         self.hooks: list[OpHook] = []
-        self.live = live or LiveTensors()
+        self.live = LiveTensors()
         self.kv_offload = KVOffload(
             self.counters,
             pinned=settings.pins_memory,
@@ -108,7 +103,7 @@ class PlanRunner:
             prepare=weights.parted,
             ranks=ranks,
         )
-        self.table = PassTable(maker, self.counters, on_unplanned or self.warn_unplanned)
+        self.table = PassTable(maker, self.counters, self.warn_unplanned)
         self._weights = weights
         self.binder = Binder(self.table, memory, self.counters, self.hooks, ranks)
         self.observer = Observer(settings.device)
@@ -278,12 +273,10 @@ class PlanRunner:
                 if executor is None:
                     continue
                 self.ranks.agree(_collectives(found, executor, memory.residents), args)
-                if isinstance(executor, Executor):  # a rehearsal runs nothing
-                    self.observer.before_run(found, executor)
+                self.observer.before_run(found, executor)
                 result = executor.run(args, graph.host_outputs(args), memory.residents)
                 counted = executor.counters
-                if isinstance(executor, Executor):
-                    self.observer.after_run(found, executor)
+                self.observer.after_run(found, executor)
             self.live.note((*found.inputs(args), *found.outputs(result)))
             found.count_run(counted)
             self.counters.reloaded_bytes += counted.reloaded_bytes
@@ -295,12 +288,7 @@ class PlanRunner:
     @property
     def _keeps_weights(self) -> bool:
         """True where the whole model may stay on the device; no hook looks at single ops then."""
-        return (
-            self.memory.can_be_resident
-            and self.settings.is_cyclic
-            and not self.hooks
-            and not self.settings.shows_ops
-        )
+        return self.settings.is_cyclic and not self.hooks and not self.settings.shows_ops
 
 
 def _no_room(nbytes: int, beside: int, budget_bytes: int) -> PlanInfeasibleError:
@@ -315,8 +303,8 @@ def _no_room(nbytes: int, beside: int, budget_bytes: int) -> PlanInfeasibleError
     )
 
 
-def _collectives(found: Pass, executor: BoundPass, residents: Residents) -> str:
+def _collectives(found: Pass, executor: Executor, residents: Residents) -> str:
     """Return what stands for the collectives of a pass: those of its tasks, and its collects."""
-    if found.graph.parted and isinstance(executor, Executor):
+    if found.graph.parted:
         return f"{found.collectives} {executor.collects(residents)}"
     return found.collectives

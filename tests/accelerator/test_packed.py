@@ -118,15 +118,12 @@ def test_few_rows_take_their_experts_by_index(
 def test_the_estimate_is_what_a_product_takes(
     device: torch.device, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter, passes = OpMeter(device), (layers(num_rows=num_rows), layer(num_rows, num_rows=1200))
-    for graph in passes:
+    for graph in (layers(num_rows=num_rows), layer(num_rows, num_rows=1200)):
         for scratch_bytes in (1, 4 * CUT_ROWS * 64 * 4, op.SCRATCH_BYTES):
             monkeypatch.setattr(op, "SCRATCH_BYTES", scratch_bytes)
             measured = OpMeter(device).with_costs(graph).tasks[-1]
             known = estimate_workspaces(graph).tasks[-1]
             assert 0 <= measured.workspace_bytes - known.workspace_bytes <= 8192
-            (unmeasured,) = {meter.modest(is_modest=True).with_costs(graph, room_bytes=0).tasks[-1]}
-            assert unmeasured.workspace_bytes == known.workspace_bytes
 
 
 def test_a_device_without_triton_unpacks_slices(device: torch.device) -> None:

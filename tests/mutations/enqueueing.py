@@ -127,7 +127,7 @@ ENQUEUEING = (
     mutant(
         "outputs-lose-the-begin-of-their-buffer",
         "execution/call_tensors.py",
-        "and _begins_its_buffer(v) ",
+        " and _begins_its_buffer(v)",
         "",
         EXECUTOR,
     ),

@@ -457,8 +457,8 @@ RUNTIME = (
     mutant(
         "a-hooked-model-is-resident",
         "runtime/plan_runner.py",
-        "and not self.hooks\n",
-        "and True\n",
+        "and not self.hooks",
+        "and True",
         "integration/test_aside.py::test_a_hook_sees_the_ops_as_long_as_it_is_there",
     ),
     mutant(

@@ -49,7 +49,6 @@ EVERYDAY = [
     "probe",
     "read",
     "ref",
-    "rehearser",
     "run",
     "runner",
     "running",

@@ -8,13 +8,11 @@ has offloaded, so ``layer.prefetch()`` brings it to the device.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ds_finepage._compat.transformers import is_initialized
 from ds_finepage.integrations.transformers.host_cache import HostLayer, move_to_host
@@ -114,38 +112,6 @@ def own_layers(caches: Iterable[Cache]) -> list[OwnLayer]:
     """List the layers of caches that are those of a run."""
     layers = (layer for cache in caches for layer in cache.layers)
     return [layer for layer in layers if isinstance(layer, (HostLayer, RoomLayer))]
-
-
-def copied(values: Any, caches: Iterable[Cache]) -> Any:
-    """Copy the caches among a call's arguments.
-
-    Args:
-        values: The positional and the keyword arguments, as a pair. Everything that is no cache is
-            shared, tensors included.
-        caches: The caches whose tensors are shared.
-    """
-    memo: dict[int, Any] = {}
-
-    def keep(value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            memo[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                keep(item, depth)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and depth:
-            for item in vars(value).values():
-                keep(item, depth - 1)
-
-    owners = list(caches)
-    for cache in owners:
-        keep(cache, CACHE_DEPTH)
-    args, kwargs = values
-    own = (Cache, EncoderDecoderCache)
-
-    def copy_of(value: Any) -> Any:
-        return copy.deepcopy(value, memo) if isinstance(value, own) else value
-
-    return tuple(map(copy_of, args)), {name: copy_of(value) for name, value in kwargs.items()}
 
 
 def _is_offloaded(layer: DynamicLayer) -> bool:

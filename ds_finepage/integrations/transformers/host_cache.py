@@ -81,14 +81,6 @@ class HostRows:
             self.live = self._room[: len(before)]
             torch.index_select(before, 1, sequences, out=self.live)
 
-    def stretch(self, num_rows: int) -> None:
-        """Have this many live rows, with any contents."""
-        if self.live is not None:
-            before, self.live = self.live, None
-            self._grow(before.shape, before.dtype, num_rows)
-            assert self._room is not None
-            self.live = self._room[:num_rows]
-
     def _grow(self, shape: Sequence[int], dtype: torch.dtype, num_rows: int) -> None:
         capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length() if num_rows else 0)
         numel = capacity * math.prod(shape[1:])
@@ -189,12 +181,6 @@ class HostLayer(DynamicLayer):
         self.prepare()
         self._keys.select(sequences.to("cpu"))
         self._values.select(sequences.to("cpu"))
-        self.live_keys, self.live_values = self._keys.live, self._values.live
-
-    def stretch(self, num_rows: int) -> None:
-        """Have this many live rows, with any contents: for a rehearsal of a longer call."""
-        self._keys.stretch(num_rows)
-        self._values.stretch(num_rows)
         self.live_keys, self.live_values = self._keys.live, self._values.live
 
     def take(self, layer: DynamicLayer) -> None:

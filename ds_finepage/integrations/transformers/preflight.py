@@ -348,12 +348,9 @@ class WatchesGeneration(Protocol):
 
     Attributes:
         generation: Returns the context of one generation, from the use of its KV cache.
-        refused_generation: Returns the error of a generation without room, which names a budget
-            that is enough; called with the error of one step, ``generate`` and its arguments.
     """
 
     generation: Callable[[CacheUse], AbstractContextManager[None]]
-    refused_generation: Callable[..., PlanInfeasibleError]
 
     @property
     def shares_steps(self) -> bool:
@@ -386,13 +383,9 @@ class WatchedGenerate(ReplacedMethod):
         if self._watcher.shares_steps and kwargs.get("synced_gpus") is None:
             # transformers asks this itself, but only under HfDeepSpeedConfig.
             kwargs = {**kwargs, "synced_gpus": True}
-        try:
-            self._watcher.preflight(args, kwargs)
-            with self._watcher.generation(cache_use_of(self._module, args, kwargs)):
-                return self._original(*args, **kwargs)
-        except PlanInfeasibleError as error:
-            refusal = error.bare()
-        raise self._watcher.refused_generation(refusal, self._original, args, kwargs)
+        self._watcher.preflight(args, kwargs)
+        with self._watcher.generation(cache_use_of(self._module, args, kwargs)):
+            return self._original(*args, **kwargs)
 
 
 def _cache_bytes(cache: Any) -> int:

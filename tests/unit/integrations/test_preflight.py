@@ -215,9 +215,6 @@ class Watcher:
         yield
         self.order.append("end")
 
-    def refused_generation(self, refusal: Exception, *_: Any) -> PlanInfeasibleError:
-        return PlanInfeasibleError(f"{refusal}, whatever the budget")
-
 
 def watched(module: Generating) -> WatchedGenerate:
     return WatchedGenerate(module, Watcher(module.order))
@@ -237,11 +234,6 @@ def test_ranks_that_share_steps_go_on_until_the_last_of_them_is_done() -> None:
     generate._watcher.shares_steps = True  # type: ignore[misc]
     assert generate(1) == "(1,) {'synced_gpus': True}"
     assert generate(synced_gpus=False) == "() {'synced_gpus': False}"
-
-
-def test_a_refused_generation_says_what_it_needs() -> None:
-    with pytest.raises(PlanInfeasibleError, match="no room, whatever the budget"):
-        watched(Generating())(has_no_room=True)
 
 
 def test_a_copy_of_a_model_generates_by_itself() -> None:

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.integrations.transformers.handed_out import HandedOut, copied
+from ds_finepage.integrations.transformers.handed_out import HandedOut
 from ds_finepage.integrations.transformers.room import (
     MIN_ROWS,
     RoomLayer,
@@ -262,15 +262,6 @@ def test_a_copy_of_a_cache_goes_its_own_way(cache: DynamicCache) -> None:
         handed_out.hand_out(made)
     for made, seed in ((cache, 7), (other, 8)):
         assert has(made.layers[0], torch.cat([rows(5), rows(1, seed)], dim=2))
-
-
-def test_a_shared_copy_of_a_cache_takes_no_bytes(cache: DynamicCache) -> None:
-    handed_out = HandedOut(pinned=False)
-    handed_out.take(cache)
-    (), kwargs = copied(((), {"past_key_values": cache}), [cache])
-    inside = room_layers([kwargs["past_key_values"]])
-    assert [layer.key_room for layer in inside] == [x.key_room for x in room_layers([cache])]
-    assert inside[0] is not cache.layers[0]
 
 
 def test_other_kinds_of_layers_have_no_room() -> None:

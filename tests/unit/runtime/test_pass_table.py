@@ -173,7 +173,7 @@ def test_bytes_of_libraries_count_in_every_pass() -> None:
     first, second = made.found(OneSizeGraph(), 4, 5)
     before = [p.needs.non_arena_bytes for p in (first, second)]
     made.table.maker.meter.library_bytes += 1000
-    made.table.count_library()
+    made.table._count_library()
     assert [p.needs.non_arena_bytes for p in (first, second)] == [b + 1000 for b in before]
     (third,) = made.found(OneSizeGraph(), 6)
     assert third.needs.non_arena_bytes > 1000 + before[0] - 2 * 64
