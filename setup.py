@@ -71,7 +71,6 @@ setup(
         "wrapt>=1.16",
     ],
     extras_require={
-        "group-offload": ["diffusers>=0.33"],
         "quant": ["torchao>=0.18"],
         "report": ["jinja2", "matplotlib"],
         "test": [

@@ -5,7 +5,7 @@
 Each cell is one arm, one prompt and one budget, run by the worker of ``compare``. Making a model
 takes longer than running it, so all cells of a process share one, in host memory: plain
 transformers first, whose tokens and logits are the right ones; then ds_finepage by ``attach``; then
-the hooks of Accelerate and diffusers; and last DeepSpeed, which takes the weights into its
+the hooks of Accelerate; and last DeepSpeed, which takes the weights into its
 partitions for good. What plain transformers did is kept in the folder of the day, for the next
 process. The settings of ``zero-persistence`` are searched beside, in processes of their own.
 """
@@ -72,11 +72,9 @@ NO_BUDGET = "none"
 EVERYTHING = 100
 
 OURS = ("finepage", "finepage-horizon")
-HOOKS = ("accelerate", "group-offload", "accelerate-map")
+HOOKS = ("accelerate-map",)
 PERSISTENCE = "zero-persistence"
-ZERO = ("zero", "zero-authors", PERSISTENCE)
-LEAF = ("zero-leaf",)
-"""Last, for a module stays a leaf."""
+ZERO = ("zero", PERSISTENCE)
 
 WITH_BUDGET = (*OURS, "accelerate-map", PERSISTENCE)
 """The others do the same under any budget."""
@@ -344,7 +342,7 @@ class Bench(Runner):
         engine.handle.detach()
 
     def hooks(self) -> None:
-        """Run the hooks of Accelerate and diffusers."""
+        """Run the hooks of Accelerate."""
         with shared_model(self.model):
             self.cells_of(HOOKS)
 
@@ -355,10 +353,9 @@ class Bench(Runner):
         if where.type != self.device.type:
             report("remarks", remark=f"DeepSpeed knows no {self.device}, and ran on the {where}")
         with shared_model(self.model):
-            for arms in (ZERO, LEAF):
-                for prompt_tokens in self.prompts:
-                    for arm in arms:
-                        self.zero(arm, prompt_tokens, searches)
+            for prompt_tokens in self.prompts:
+                for arm in ZERO:
+                    self.zero(arm, prompt_tokens, searches)
         for search in searches.values():
             search.cancel()
 
@@ -370,14 +367,7 @@ class Bench(Runner):
             prompt_tokens: Tokens of the prompt.
             searches: The settings of ``zero-persistence`` for each prompt and budget.
         """
-        hidden = SHAPES[self.name]["hidden_size"]
         settings: dict[str, Any] = {}
-        if arm == "zero-authors":
-            settings = {
-                "stage3_prefetch_bucket_size": 2 * hidden * hidden,
-                "stage3_param_persistence_threshold": hidden,
-                "stage3_max_live_parameters": 2 * hidden * hidden,
-            }
         step_back = int(STEP_BACK * self.weight_bytes) // DTYPE.itemsize
         for budget, nbytes in self.budgets(arm, prompt_tokens):
             if arm == PERSISTENCE:

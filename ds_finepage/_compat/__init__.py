@@ -58,14 +58,6 @@ GATHERED_PARAMETERS = "GatheredParameters"
 ACCELERATE_SET = "set_module_tensor_to_device"
 """The function in ``accelerate.hooks`` by which its hooks fetch a weight, and free it."""
 
-GROUP_OFFLOADING = "diffusers.hooks.group_offloading"
-GROUP = "ModuleGroup"
-GROUP_FETCH, GROUP_FREE = "onload_", "offload_"
-"""The class of diffusers that is a group of modules, and the methods that move its weights."""
-
-HOOK_REGISTRY = "_diffusers_hook"
-"""The attribute of a module that holds its hooks of diffusers."""
-
 BATCHING_MEMORY = "get_device_and_memory_breakdown"
 """The function by which continuous batching of transformers sizes its KV cache."""
 

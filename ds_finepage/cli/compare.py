@@ -1,8 +1,9 @@
 """Compare every engine on one model under one device budget.
 
-Runs each arm in a process of its own, with the same weights, prompts, dtype, batch and cache:
-plain transformers, ZeRO-Inference in several settings, Accelerate, group offload, and ds_finepage.
-Names the fastest one that holds the budget, and prints the settings of those that were tuned.
+Runs each arm in a process of its own, with the same weights, prompts, dtype, batch and cache: plain
+transformers, ZeRO-Inference with its defaults and with settings searched for the budget, and
+ds_finepage. With --arms all also Accelerate, static shares and the published algorithm. Names the
+fastest one that holds the budget, and prints the settings of those that were tuned.
 With --ranks 2 DeepSpeed's engines run on two ranks of this machine, with a shard of the model each.
 
 On an accelerator the budget is enforced for every arm, and times are measured. On the CPU bytes
@@ -38,7 +39,7 @@ from ds_finepage.cli.options import (
     refuse_packed_ranks,
 )
 from ds_finepage.cli.output import add_json, show
-from ds_finepage.compare.arms import ALL, ARMS, arms_named
+from ds_finepage.compare.arms import ARMS, DEFAULT, arms_named
 from ds_finepage.compare.judge import problems_of
 from ds_finepage.compare.processes import require_ranks
 from ds_finepage.compare.tables import footnotes, remarks, tables
@@ -68,7 +69,7 @@ BUDGET = "50%weights"
 PACKING = ("weights", "weights_group")
 """Keys of the section that options set, too."""
 
-PACKAGES = ("accelerate", "deepspeed", "diffusers", "ds_finepage", "torch", "transformers")
+PACKAGES = ("accelerate", "deepspeed", "ds_finepage", "torch", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
     parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
-    parser.add_argument("--arms", default=ALL, help=f"all, or names of: {', '.join(ARMS)} (all)")
+    parser.add_argument(
+        "--arms",
+        default=",".join(DEFAULT),
+        help=f"all, or names of: {', '.join(ARMS)} ({','.join(DEFAULT)})",
+    )
     parser.add_argument("--hardware", help="the profile that times are modelled for (t4 on a CPU)")
     parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="timed calls; medians count (3)"

@@ -57,6 +57,9 @@ PLAIN = "plain"
 
 OURS = "finepage"
 
+DEFAULT = (PLAIN, "zero", "zero-persistence", OURS)
+"""The arms that run where none is named: stock, tuned stock, and ours."""
+
 ONE_RANK = "{} moves whole layers of one process, and has no ranks"
 
 ARMS: dict[str, Arm] = {
@@ -64,36 +67,18 @@ ARMS: dict[str, Arm] = {
     for arm in (
         _arm(PLAIN, "plain transformers", "plain_arm", ""),
         _arm("zero", "ZeRO-Inference, defaults", "zero_arms", "zero"),
-        _arm("zero-authors", "ZeRO-Inference, its authors' settings", "zero_arms", "zero-authors"),
         _arm(
             "zero-persistence",
             "ZeRO-Inference, settings searched",
             "zero_arms",
             "zero-persistence",
         ),
-        _arm("zero-leaf", "ZeRO-Inference, layers as leaves", "zero_arms", "zero-leaf"),
-        _arm(
-            "accelerate",
-            "Accelerate cpu_offload",
-            "accelerate_arms",
-            "accelerate",
-            why_one_rank=ONE_RANK.format("Accelerate's cpu_offload"),
-        ),
         _arm(
             "accelerate-map",
             "Accelerate device map",
-            "accelerate_arms",
+            "accelerate_arm",
             "accelerate-map",
             why_one_rank=ONE_RANK.format("Accelerate's device map"),
-        ),
-        _arm(
-            "group-offload",
-            "diffusers group offload",
-            "group_offload_arm",
-            "group-offload",
-            package="diffusers",
-            install="pip install 'ds_finepage[group-offload]'",
-            why_one_rank=ONE_RANK.format("diffusers' group offload"),
         ),
         _arm("static", "static shares", "finepage_arms", "static", observes=True),
         _arm(

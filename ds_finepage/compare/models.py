@@ -22,7 +22,7 @@ from ds_finepage.compare.modelling import Modeller
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, PlanInfeasibleError, reason_of
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.baselines.zero import ZeroSettings, authors_settings_for
+from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import CompareSettings, PhaseFigures
@@ -30,13 +30,6 @@ from ds_finepage.units import format_bytes
 
 AMPLE = "1000000%weights"
 """A budget under which everything can be modelled."""
-
-UNSEARCHED: dict[str, Callable[[int], ZeroSettings]] = {
-    "zero": lambda hidden: ZeroSettings(),
-    "zero-authors": authors_settings_for,
-    "zero-leaf": lambda hidden: ZeroSettings(),
-}
-"""Policies of DeepSpeed whose settings follow from the hidden size."""
 
 NOT_MODELLED = "not modelled"
 WHOLE_ON_ONE = f"{NOT_MODELLED}, for it runs whole on one rank, to have its tokens"
@@ -51,12 +44,10 @@ class Outline:
 
     Attributes:
         weight_bytes: Bytes of all weights.
-        hidden: The length of the embedding's rows.
         budget_bytes: The limit on all device bytes.
     """
 
     weight_bytes: int
-    hidden: int
     budget_bytes: int
 
 
@@ -99,7 +90,6 @@ def outline_of(folder: Path, settings: CompareSettings) -> Outline:
     budget = DeviceBudget.parse(settings.device_budget, name="device_budget")
     return Outline(
         weight_bytes=weight_bytes,
-        hidden=model.get_input_embeddings().weight.shape[-1],
         budget_bytes=budget_on(budget, weight_bytes, load_profile(settings.hardware)),
     )
 
@@ -136,7 +126,6 @@ class Models:
         except CaptureError as error:
             self.why_not = f"{NOT_MODELLED}, for the simulator cannot capture the model: {error}"
             sizes = outline()
-            self._hidden = sizes.hidden
         self.budget_bytes, self.weight_bytes = sizes.budget_bytes, sizes.weight_bytes
 
     def of(self, arm: Arm) -> Modelled:
@@ -163,12 +152,11 @@ class Models:
 
     def _unmodelled(self, arm: Arm) -> Modelled:
         """Return settings; see [Note: a model that the simulator cannot capture]."""
-        settings: dict[str, int] = {}
-        if _is_zero(arm):
-            if arm.policy not in UNSEARCHED:
-                return Modelled(settings={}, can_run=False, why_not=NOT_SEARCHED)
-            settings = UNSEARCHED[arm.policy](self._hidden).keys
-        return Modelled(settings=settings, why_not=self.why_not)
+        if not _is_zero(arm):
+            return Modelled(settings={}, why_not=self.why_not)
+        if arm.policy != "zero":
+            return Modelled(settings={}, can_run=False, why_not=NOT_SEARCHED)
+        return Modelled(settings=ZeroSettings().keys, why_not=self.why_not)
 
     def _modelled(self, arm: Arm, within: Modeller, settings: dict[str, int]) -> Modelled:
         refusal: PlanInfeasibleError | None = None

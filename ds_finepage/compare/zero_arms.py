@@ -1,7 +1,6 @@
 """The arms ``zero*``: stock ZeRO-Inference, each with its own settings.
 
-The settings that the request brings are keys of ``zero_optimization``. ``zero-leaf`` also makes
-each decoder layer a leaf module, which DeepSpeed fetches at once.
+The settings that the request brings are keys of ``zero_optimization``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_z3_leaf_modules
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from ds_finepage.compare.counting import FetchCounter
@@ -24,7 +22,6 @@ from ds_finepage.integrations.deepspeed.one_process import prepare_one_process
 from ds_finepage.packing.stock import pack_as_stock
 
 ZERO = "zero_optimization"
-LEAF = "zero-leaf"
 TENSOR_PARALLEL = "tensor_parallel"
 
 
@@ -148,21 +145,4 @@ def load(request: RunRequest) -> ZeroEngine:
     model = load_for_stock(request, ds_config)
     made = ZeroEngine(model, deepspeed_device(), ds_config)
     made.settings.update(request.settings)
-    if request.arm == LEAF:
-        made.settings["leaf_modules"] = ", ".join(_set_leaf_modules(model))
     return made
-
-
-def _set_leaf_modules(model: Any) -> list[str]:
-    """Make every decoder layer a leaf module; return the names of their classes."""
-    names = decoder_layers(model)
-    if names:
-        set_z3_leaf_modules(model, names)
-    return names
-
-
-def decoder_layers(model: Any) -> list[str]:
-    """Return the classes of a model's layers, as the model itself names them for placement."""
-    named = getattr(model, "_no_split_modules", None) or ()
-    present = {type(m).__name__ for m in model.modules()}
-    return sorted(present & set(named))

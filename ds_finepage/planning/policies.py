@@ -13,18 +13,11 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.accelerate import (
     MapSettings,
     map_settings,
-    plan_accelerate,
     plan_accelerate_map,
 )
-from ds_finepage.planning.baselines.group_offload import plan_group_offload
 from ds_finepage.planning.baselines.lru import plan_lru
 from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
-from ds_finepage.planning.baselines.zero import (
-    ZeroSettings,
-    authors_settings,
-    leaf_settings,
-    plan_zero_with,
-)
+from ds_finepage.planning.baselines.zero import ZeroSettings, plan_zero_with
 from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.stacking import SharedResident
@@ -98,12 +91,8 @@ POLICIES = {
         Policy(name="horizon-outputs", plan=plan_horizon_outputs, pages=True),
         Policy(name="horizon-published", plan=plan_horizon_published, pages=True),
         _zero("zero", lambda passes: ZeroSettings()),
-        _zero("zero-authors", lambda passes: authors_settings(passes[0][0].graph)),
-        _zero("zero-leaf", lambda passes: leaf_settings(passes[0][0].graph)),
         _zero("zero-persistence", best_settings),
-        Policy(name="accelerate", plan=plan_accelerate),
         Policy(name="accelerate-map", plan=plan_accelerate_map, engine_settings=map_settings),
-        Policy(name="group-offload", plan=plan_group_offload),
         Policy(name="lru", plan=plan_lru),
         Policy(name="static", plan=plan_static),
         Policy(name="static-zigzag", plan=plan_static_zigzag, is_runnable=False),

@@ -1,4 +1,4 @@
-"""Accelerate and diffusers as arms on an accelerator: real copies, streams, and the budget."""
+"""Accelerate as an arm on an accelerator: real copies, and the budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.compare import accelerate_arms
+from ds_finepage.compare import accelerate_arm
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.execution.meter import DeviceMeter
 from tests.accelerator.subjects import plain_on
@@ -17,7 +17,6 @@ from tests.integration.engines import load_arm
 from tests.integration.families import make_model, token_ids
 
 NUM_TOKENS, BATCH, PROMPT_TOKENS = 4, 2, 12
-ENGINES = ("accelerate", "accelerate-map", "group-offload")
 PINNED = {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}}}
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
@@ -53,9 +52,9 @@ def generate(model: Any, device: torch.device) -> torch.Tensor:
     return found.cpu()
 
 
-def request_of(model_dir: Path, arm: str, device: torch.device, budget_bytes: int) -> RunRequest:
+def request_of(model_dir: Path, device: torch.device, budget_bytes: int) -> RunRequest:
     return RunRequest(
-        arm=arm,
+        arm="accelerate-map",
         model_dir=str(model_dir),
         ds_config={},
         device=str(device),
@@ -73,13 +72,12 @@ def weight_bytes_of(model: Any) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("arm", ENGINES)
 def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
-    device: torch.device, plain: Any, model_dir: Path, arm: str
+    device: torch.device, plain: Any, model_dir: Path
 ) -> None:
     expected = generate(plain.to(plain_on(device)), plain_on(device))
     weight_bytes = weight_bytes_of(plain)
-    request = request_of(model_dir, arm, device, weight_bytes * 9 // 10)
+    request = request_of(model_dir, device, weight_bytes * 9 // 10)
     engine = load_arm(request)
     with DeviceMeter(device) as meter, engine.counting():
         engine.place()
@@ -89,10 +87,8 @@ def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
         h2d_bytes, d2h_bytes = engine.copied()
     assert meter.peak_bytes <= request.budget_bytes and d2h_bytes == 0
     assert torch.equal(generate(engine.model, device), expected)
-    kept_bytes = meter.live_bytes if arm == "accelerate-map" else 0
-    assert h2d_bytes is not None and (kept_bytes > 0) is (arm == "accelerate-map")
-    assert 0 < h2d_bytes <= NUM_TOKENS * weight_bytes
-    assert (h2d_bytes == NUM_TOKENS * weight_bytes) is (arm != "accelerate-map")
+    assert meter.live_bytes > 0
+    assert h2d_bytes is not None and 0 < h2d_bytes < NUM_TOKENS * weight_bytes
     engine.close()
     assert {p.device.type for p in engine.model.parameters()} == {"cpu"}
     assert generate(engine.model, torch.device("cpu")).shape == expected.shape
@@ -101,9 +97,9 @@ def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
 def test_a_map_that_takes_more_than_was_estimated_keeps_fewer_modules(
     device: torch.device, plain: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = request_of(model_dir, "accelerate-map", device, weight_bytes_of(plain) * 9 // 10)
+    request = request_of(model_dir, device, weight_bytes_of(plain) * 9 // 10)
     fitting = load_arm(request).settings["modules_on_device"]
-    monkeypatch.setattr(accelerate_arms, "modules_that_fit", lambda _: 100)
+    monkeypatch.setattr(accelerate_arm, "modules_that_fit", lambda _: 100)
     assert load_arm(request).settings["modules_on_device"] in (fitting, int(fitting) + 1)
     few = dataclasses.replace(request, budget_bytes=1)
     assert load_arm(few).settings["modules_on_device"] == 0
@@ -122,10 +118,10 @@ def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
             raise torch.OutOfMemoryError("no room")
         place(engine)
 
-    place = accelerate_arms.DeviceMapEngine.place
-    monkeypatch.setattr(accelerate_arms.DeviceMapEngine, "place", fails_once)
-    monkeypatch.setattr(accelerate_arms, "modules_that_fit", lambda _: 2)
-    engine = load_arm(request_of(model_dir, "accelerate-map", device, 1 << 40))
+    place = accelerate_arm.DeviceMapEngine.place
+    monkeypatch.setattr(accelerate_arm.DeviceMapEngine, "place", fails_once)
+    monkeypatch.setattr(accelerate_arm, "modules_that_fit", lambda _: 2)
+    engine = load_arm(request_of(model_dir, device, 1 << 40))
     assert tries == [2, 1] and engine.settings["modules_on_device"] == 1
 
 
@@ -133,7 +129,7 @@ def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
 def test_weights_are_pinned_if_the_ds_config_says_so(
     device: torch.device, model_dir: Path, pins: bool
 ) -> None:
-    request = request_of(model_dir, "accelerate", device, 1)
+    request = request_of(model_dir, device, 1)
     engine = load_arm(dataclasses.replace(request, ds_config=PINNED if pins else {}))
     assert all(p.is_pinned() is pins for p in engine.model.parameters())
     assert bool(engine.notes) is pins

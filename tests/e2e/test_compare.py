@@ -103,7 +103,7 @@ def test_an_interrupt_keeps_what_is_finished(
     """As from a terminal: the whole process group gets the signal."""
     out = tmp_path / "out"
     with subprocess.Popen(
-        command(model, out, "--arms", "plain,accelerate"),
+        command(model, out, "--arms", "plain,accelerate-map"),
         env=environment,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Accelerate and diffusers as arms: tokens, counted bytes against simulated ones, all restored."""
+"""Accelerate as an arm: tokens, counted bytes against simulated ones, all restored."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.checker.checker import check
-from ds_finepage.compare import accelerate_arms
-from ds_finepage.compare.accelerate_arms import (
+from ds_finepage.compare import accelerate_arm
+from ds_finepage.compare.accelerate_arm import (
     modules_that_fit,
     modules_to_place,
     modules_within,
@@ -28,12 +28,7 @@ from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.baselines.accelerate import (
-    map_modules,
-    plan_accelerate,
-    plan_accelerate_map_with,
-)
-from ds_finepage.planning.baselines.group_offload import plan_group_offload
+from ds_finepage.planning.baselines.accelerate import map_modules, plan_accelerate_map_with
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import load_arm
@@ -60,9 +55,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
         eos_token_id=None,
     ),
 }
-ENGINES = ("accelerate", "accelerate-map", "group-offload")
+ARM = "accelerate-map"
 every_model = pytest.mark.parametrize("model_name", CONFIGS)
-every_arm = pytest.mark.parametrize("arm", ENGINES)
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +72,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def request_of(folder: Path, arm: str, share: float = 0.6, **changes: Any) -> RunRequest:
+def request_of(folder: Path, share: float = 0.6, **changes: Any) -> RunRequest:
     """Ask for a run under a budget of a share of the weights, and something for activations."""
     weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     request = RunRequest(
-        arm=arm,
+        arm=ARM,
         model_dir=str(folder),
         ds_config={},
         device="cpu",
@@ -136,23 +130,18 @@ def captured(name: str, phase: str) -> TaskGraph:
     return capture_config(CONFIGS[name], phase=phase, batch=1, seq=seq, dtype="float32")
 
 
-def simulated(engine: Engine, arm: str, graph: TaskGraph) -> MemGraph:
+def simulated(engine: Engine, graph: TaskGraph) -> MemGraph:
     problem = Problem(graph, ample_arena_bytes(graph, 64), 64)
-    if arm == "accelerate":
-        return check(plan_accelerate(problem))
-    if arm == "accelerate-map":
-        num_modules = engine.settings["modules_on_device"]
-        assert isinstance(num_modules, int) and 0 < num_modules < len(map_modules(graph))
-        return check(plan_accelerate_map_with(problem, num_modules))
-    return check(plan_group_offload(problem))
+    num_modules = engine.settings["modules_on_device"]
+    assert isinstance(num_modules, int) and 0 < num_modules < len(map_modules(graph))
+    return check(plan_accelerate_map_with(problem, num_modules))
 
 
 @every_model
-@every_arm
 def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
-    folders: dict[str, Path], arm: str, model_name: str
+    folders: dict[str, Path], model_name: str
 ) -> None:
-    request = request_of(folders[model_name], arm)
+    request = request_of(folders[model_name])
     engine = load_arm(request)
     expected = generate(engine.model)
     with DeviceMeter(engine.device) as meter, engine.counting():
@@ -164,23 +153,20 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
     assert largest_bytes <= meter.peak_bytes <= request.budget_bytes
     prefill, *_, decode = counted
     for phase, found in (("prefill", prefill), ("decode", decode)):
-        memgraph = simulated(engine, arm, captured(model_name, phase))
+        memgraph = simulated(engine, captured(model_name, phase))
         assert found == (memgraph.reloaded_bytes, memgraph.offloaded_bytes)
     engine.close()
 
 
 @every_model
-@every_arm
-def test_everything_is_as_before_at_the_end(
-    folders: dict[str, Path], arm: str, model_name: str
-) -> None:
-    engine = load_arm(request_of(folders[model_name], arm))
+def test_everything_is_as_before_at_the_end(folders: dict[str, Path], model_name: str) -> None:
+    engine = load_arm(request_of(folders[model_name]))
     model, setter = engine.model, hooks.set_module_tensor_to_device
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     expected = generate(model)
     attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
     with engine.counting():
-        assert hooks.set_module_tensor_to_device is not setter or arm == "group-offload"
+        assert hooks.set_module_tensor_to_device is not setter
         engine.place()
         generate(model)
     assert hooks.set_module_tensor_to_device is setter
@@ -192,11 +178,10 @@ def test_everything_is_as_before_at_the_end(
     assert torch.equal(generate(model), expected)
 
 
-@every_arm
 def test_outside_of_counting_a_fetch_is_an_alias_and_counts_nothing(
-    folders: dict[str, Path], arm: str
+    folders: dict[str, Path],
 ) -> None:
-    engine = load_arm(request_of(folders["llama"], arm, settings={"modules_on_device": 0}))
+    engine = load_arm(request_of(folders["llama"], settings={"modules_on_device": 0}))
     masters = {w.data_ptr() for w in engine.model.parameters()}
     engine.place()
     used = []
@@ -221,7 +206,7 @@ def test_outside_of_counting_a_fetch_is_an_alias_and_counts_nothing(
 def test_a_device_map_may_keep_nothing_or_everything(
     folders: dict[str, Path], model_name: str, keeps_all: bool
 ) -> None:
-    request = request_of(folders[model_name], "accelerate-map", share=2)
+    request = request_of(folders[model_name], share=2)
     if not keeps_all:
         request = replace(request, settings={"modules_on_device": 0})
     engine = load_arm(request)
@@ -237,7 +222,7 @@ def test_a_device_map_may_keep_nothing_or_everything(
 
 
 def test_fewer_modules_stay_where_the_prefill_needs_more(folders: dict[str, Path]) -> None:
-    request = replace(request_of(folders["llama"], "accelerate-map", share=1.5), batch=4)
+    request = replace(request_of(folders["llama"], share=1.5), batch=4)
     found = [modules_that_fit(replace(request, prompt_tokens=n)) for n in (4, 40)]
     assert found[0] > found[1] > 0
 
@@ -252,8 +237,8 @@ def test_without_the_simulator_a_device_map_is_found_by_trying(
     graph = captured(model_name, "prefill")
     weights = [b for found in list(map_modules(graph).values())[:4] for b in found]
     exact_bytes = sum(graph.buffers[b].nbytes for b in weights)  # and none for activations
-    request = request_of(folders[model_name], "accelerate-map", budget_bytes=exact_bytes)
-    monkeypatch.setattr(accelerate_arms, "modules_that_fit", refuse)
+    request = request_of(folders[model_name], budget_bytes=exact_bytes)
+    monkeypatch.setattr(accelerate_arm, "modules_that_fit", refuse)
     engine = load_arm(request)
     chosen = engine.settings["modules_on_device"]
     assert isinstance(chosen, int)

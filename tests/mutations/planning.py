@@ -471,20 +471,6 @@ PLANNING = (
         "unit/planning/baselines/test_accelerate.py",
     ),
     mutant(
-        "group-offload-copies-far-ahead",
-        "planning/baselines/group_offload.py",
-        "steps.append(Step(Act.AWAIT_TASKS))",
-        "pass",
-        "unit/planning/baselines/test_group_offload.py",
-    ),
-    mutant(
-        "group-offload-copies-no-group-ahead",
-        "planning/baselines/group_offload.py",
-        "if index + 1 < len(visits.weights):",
-        "if index + 1 < 0:",
-        "unit/planning/baselines/test_group_offload.py",
-    ),
-    mutant(
         "a-tied-weight-has-one-module",
         "planning/baselines/visits.py",
         "if task.label == call.name:",

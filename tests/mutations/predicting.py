@@ -349,13 +349,6 @@ PREDICTING = (
         f"{UNIT}/baselines/test_zero_search.py",
     ),
     mutant(
-        "a-module-outside-all-layers-is-a-leaf",
-        "planning/baselines/zero.py",
-        "if layer_of(c.name) == c.name}",
-        "if layer_of(c.name)}",
-        f"{UNIT}/baselines/test_zero.py",
-    ),
-    mutant(
         "given-settings-of-zero-are-left-aside",
         "planning/policies.py",
         "problem.engine or choose(",

@@ -33,7 +33,7 @@ modest = settings(
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
 every_paging_policy = pytest.mark.parametrize("policy", sorted(PAGING))
 # These systems bring everything in again in every pass, whatever the room.
-KEEP_NOTHING = ("zero", "zero-authors", "zero-leaf", "accelerate", "group-offload")
+KEEP_NOTHING = ("zero",)
 every_keeping_policy = pytest.mark.parametrize(
     "policy", [p for p in sorted(POLICIES) if p not in KEEP_NOTHING]
 )

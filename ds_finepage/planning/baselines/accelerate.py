@@ -1,21 +1,18 @@
-"""Policies ``accelerate`` and ``accelerate-map``: Accelerate's hooks, module by module.
+"""Policy ``accelerate-map``: Accelerate's ``dispatch_model`` with a device map, module by module.
 
-``accelerate`` is ``cpu_offload``: each module fetches the parameters that are its own just before
-its forward and frees them just after it. Nothing is prefetched, and nothing is kept. A fetch is
-``tensor.to(device)`` on the stream that computes: it starts when all tasks before it are done, and
-the tasks behind it wait for it. A tied weight is fetched for each module that has it.
-
-``accelerate-map`` is ``dispatch_model`` with a device map: the first modules stay on the device
-for good, as many as there is room for, and the others do as above. Such a module is a layer, or a
-module outside all layers; ties go with the one that has the weight's name.
+The first modules stay on the device for good, as many as there is room for. Such a module is a
+layer, or a module outside all layers; ties go with the one that has the weight's name. Each other
+module fetches the parameters that are its own just before its forward and frees them just after it.
+Nothing is prefetched. A fetch is ``tensor.to(device)`` on the stream that computes: it starts when
+all tasks before it are done, and the tasks behind it wait for it. A tied weight is fetched for each
+module that has it.
 
 Kinder than the real thing in four ways: copies run at the rate of pinned memory, and its own are
 pageable unless the caller pins them; it empties the allocator's cache after each fetch; the host
 waits for each fetch; its hooks take time on the host.
 
-Source: ``AlignDevicesHook`` in ``hooks.py``, ``cpu_offload`` and ``dispatch_model`` in
-``big_modeling.py`` and ``set_module_tensor_to_device`` in ``utils/modeling.py`` of Accelerate
-1.15.0.
+Source: ``AlignDevicesHook`` in ``hooks.py``, ``dispatch_model`` in ``big_modeling.py`` and
+``set_module_tensor_to_device`` in ``utils/modeling.py`` of Accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -32,17 +29,7 @@ from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes,
 from ds_finepage.planning.baselines.visits import ENTER, TASK, Visits, module_visits
 from ds_finepage.planning.problem import Problem
 
-OFFLOAD, MAP = "accelerate", "accelerate-map"
-
-
-def plan_accelerate(problem: Problem) -> MemGraph:
-    """Plan ``cpu_offload``.
-
-    Raises:
-        PlanInfeasibleError: It holds more bytes at one time than the arena has.
-    """
-    visits = module_visits(problem.graph)
-    return realize(problem, _script(OFFLOAD, visits, ()))
+POLICY = "accelerate-map"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +118,13 @@ def map_module(weight: str) -> str:
 
 def _map_script(graph: TaskGraph, visits: Visits, num_modules: int) -> Script:
     chosen = list(map_modules(graph).values())[:num_modules]
-    return _script(MAP, visits, [b for weights in chosen for b in weights])
+    return _script(visits, [b for weights in chosen for b in weights])
 
 
-def _script(policy: str, visits: Visits, kept: Collection[int]) -> Script:
+def _script(visits: Visits, kept: Collection[int]) -> Script:
     """Write a pass.
 
     Args:
-        policy: Name to write into the script.
         visits: The modules of the pass.
         kept: Weights that stay on the device.
     """
@@ -159,4 +145,4 @@ def _script(policy: str, visits: Visits, kept: Collection[int]) -> Script:
         else:
             steps += [Step(Act.DROP, b) for b in fetched[index]]
             present.difference_update(fetched[index])
-    return Script(policy, tuple(kept), tuple(steps))
+    return Script(POLICY, tuple(kept), tuple(steps))

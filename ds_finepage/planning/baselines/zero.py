@@ -10,9 +10,8 @@ parameters are there, prefetched ones of the same fetch included. On entry to ea
 compute stream waits for all fetches so far. Two things are not simulated: the time of the hooks on
 the host, and bytes that the caching allocator holds back until the compute stream has used them.
 
-``zero`` has DeepSpeed's defaults, ``zero-authors`` the settings of the authors' own benchmark, and
-``zero-leaf`` fetches each layer at once. ``zero-persistence`` has the settings that suit the arena
-best; :mod:`ds_finepage.planning.baselines.zero_search` finds them.
+``zero`` has DeepSpeed's defaults. ``zero-persistence`` has the settings that suit the arena best;
+:mod:`ds_finepage.planning.baselines.zero_search` finds them.
 
 Source: ``runtime/zero/partitioned_param_coordinator.py`` and ``parameter_offload.py`` of DeepSpeed
 0.19.8; ``inference/huggingface/zero_inference/run_model.py`` of DeepSpeedExamples.
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Ref, TaskGraph
-from ds_finepage.planning.baselines.modules import layer_of, module_calls
+from ds_finepage.planning.baselines.modules import module_calls
 from ds_finepage.planning.baselines.script import Act, Script, Step, realize
 from ds_finepage.planning.problem import Problem
 
@@ -96,33 +95,12 @@ class ZeroPass:
 
 def authors_settings(graph: TaskGraph) -> ZeroSettings:
     """Return the settings of the ZeRO-Inference authors' benchmark for a pass."""
-    return authors_settings_for(_hidden_size(graph))
-
-
-def authors_settings_for(hidden: int) -> ZeroSettings:
-    """Return the settings of the ZeRO-Inference authors' benchmark.
-
-    Args:
-        hidden: The hidden size, which is the length of the embedding's rows.
-    """
+    hidden = _hidden_size(graph)
     return ZeroSettings(
         prefetch_bucket_size=2 * hidden * hidden,
         param_persistence_threshold=hidden,
         max_live_parameters=2 * hidden * hidden,
     )
-
-
-def leaf_settings(graph: TaskGraph) -> ZeroSettings:
-    """Return DeepSpeed's defaults with every layer as a leaf module.
-
-    Layers are the modules whose path ends in its first number. A class that only one of them has is
-    no repeated block.
-    """
-    layers = {c.name: c.class_name for c in graph.calls if layer_of(c.name) == c.name}
-    counts = Counter(layers.values())
-    repeated = [name for name, count in counts.items() if name and count > 1]
-    defaults = ZeroSettings()
-    return dataclasses.replace(defaults, leaf_classes=(*defaults.leaf_classes, *repeated))
 
 
 def _hidden_size(graph: TaskGraph) -> int:

@@ -20,7 +20,7 @@ from ds_finepage.whatif import CapturedModel, plan_captured, problem_of
 from tests.integration.cli.models import card, small_model
 from tests.unit.compare.runs import settings
 
-OTHERS = [p for p in POLICIES if p != "zero" and p != "zero-leaf"]
+OTHERS = [p for p in POLICIES if p != "zero"]
 SMALL = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
 
 
@@ -178,10 +178,6 @@ def test_settings_of_the_user_take_the_place_of_the_defaults(tight: Modeller) ->
         tight.figures("zero")
     for figures in tight.figures("zero", SMALL):
         assert figures.modelled_h2d_bytes == tight.weight_bytes
-    ahead = {**SMALL, "stage3_prefetch_bucket_size": 70_000}
-    leaves = tight.figures("zero-leaf", ahead)
-    assert leaves[0].modelled_h2d_bytes == tight.weight_bytes
-    assert leaves != tight.figures("zero", ahead)
 
 
 def test_the_dtype_of_a_run_can_be_named(folder: Path, tight: Modeller) -> None:

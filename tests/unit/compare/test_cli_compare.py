@@ -12,6 +12,7 @@ import pytest
 
 from ds_finepage.cli import compare as command
 from ds_finepage.cli import main
+from ds_finepage.compare.arms import ARMS
 from ds_finepage.reporting.results import RESULTS_FILE, CompareSettings, Results, save_results
 from tests.unit.compare.runs import DS_CONFIG, results, run
 
@@ -157,6 +158,17 @@ def test_json_is_all_of_the_output(compared: Compared, capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     assert found["runs"][0]["arm"] == "finepage" and found["device"] == "cpu"
     assert set(found["versions"]) >= {"torch", "deepspeed", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("words", "arms"),
+    [((), ("plain", "zero", "zero-persistence", "finepage")), (("--arms", "all"), tuple(ARMS))],
+)
+def test_stock_tuned_stock_and_ours_run_unless_more_is_asked(
+    compared: Compared, words: tuple[str, ...], arms: tuple[str, ...]
+) -> None:
+    call(*words)
+    assert compared.starts[0].settings.arms == arms
 
 
 def test_the_command_repeats_the_comparison(compared: Compared, tmp_path: Path) -> None:

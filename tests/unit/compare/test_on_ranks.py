@@ -88,7 +88,7 @@ def test_tokens_of_every_rank_count(ranks: FakeRanks, rank: int) -> None:
 
 def test_an_arm_of_one_rank_says_why(ranks: FakeRanks) -> None:
     arms = tuple(name for name, arm in ARMS.items() if arm.why_one_rank)
-    assert arms == ("accelerate", "accelerate-map", "group-offload")
+    assert arms == ("accelerate-map",)
     found = ranks.comparison(arms=(*arms, "zero"), num_ranks=2).run()
     for each in found.runs[:-1]:
         assert each.reason == ARMS[each.arm].why_one_rank

@@ -14,7 +14,6 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.accelerate import (
     map_modules,
     most_modules,
-    plan_accelerate,
     plan_accelerate_map,
     plan_accelerate_map_with,
 )
@@ -32,7 +31,7 @@ def mapped(graph: TaskGraph, num_modules: int) -> MemGraph:
 
 
 def test_a_module_fetches_just_before_it_runs_and_frees_just_after() -> None:
-    memgraph = check(plan_accelerate(problem(layered(1), units=3)))
+    memgraph = mapped(layered(1), num_modules=0)
     assert moved(memgraph, NodeKind.RELOAD, NodeKind.DROP) == [
         *("reload embed", "embed", "drop embed"),
         *("reload layers.0.lin0", "layers.0.lin0", "drop layers.0.lin0"),
@@ -43,12 +42,12 @@ def test_a_module_fetches_just_before_it_runs_and_frees_just_after() -> None:
 
 
 def test_copies_and_tasks_take_turns_whatever_the_room() -> None:
-    timeline = simulate(check(plan_accelerate(problem(layered(3, task_ns=100)))), CARD)
+    timeline = simulate(mapped(layered(3, task_ns=100), num_modules=0), CARD)
     assert timeline.total_ns == timeline.compute_ns + timeline.transfer_ns == 8 * 100 + 8 * UNIT
 
 
 def test_a_fetch_waits_for_all_tasks_so_far() -> None:
-    assert awaited(check(plan_accelerate(problem(layered(1))))) == [
+    assert awaited(mapped(layered(1), num_modules=0)) == [
         ("embed", "layers.0.lin0"),
         ("layers.0.lin0", "layers.0.lin1"),
         ("layers.0.lin1", "head"),
@@ -57,7 +56,7 @@ def test_a_fetch_waits_for_all_tasks_so_far() -> None:
 
 def test_a_tied_weight_is_fetched_for_each_module_that_has_it() -> None:
     graph = layered(2, is_tied=True)
-    memgraph = check(plan_accelerate(problem(graph)))
+    memgraph = mapped(graph, num_modules=0)
     assert memgraph.reloaded_bytes == graph.weight_bytes + UNIT == 6 * UNIT
 
 
@@ -111,8 +110,7 @@ def test_modules_stay_only_if_offsets_fit_too(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_arena_without_room_for_a_module_is_refused() -> None:
     graph = layered(1, weights_a_layer=1)
-    for plan in (plan_accelerate, plan_accelerate_map):
-        with pytest.raises(PlanInfeasibleError):
-            plan(problem(graph, units=2))
+    with pytest.raises(PlanInfeasibleError):
+        plan_accelerate_map(problem(graph, units=2))
     with pytest.raises(PlanInfeasibleError, match="policy 'accelerate-map' holds"):
         plan_accelerate_map_with(problem(graph, units=3), 3)

@@ -15,7 +15,6 @@ from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,
     ZeroSettings,
     authors_settings,
-    leaf_settings,
     plan_zero_with,
     simulate_coordinator,
 )
@@ -176,44 +175,6 @@ def test_a_coordinator_that_never_settles_is_refused(monkeypatch: pytest.MonkeyP
     settings = dataclasses.replace(BARE, param_persistence_threshold=EVERY_PARAMETER)
     with pytest.raises(PlanInfeasibleError, match="still changes .* after 1 forwards"):
         simulate_coordinator(graph, settings)
-
-
-def as_calls(block: str, name: str = "layers") -> tuple[ModuleCall, ...]:
-    """Two layers of two linear modules each, between an embedding and a head."""
-    return (
-        ModuleCall("", "Model", 0, 0, 6),
-        ModuleCall("embed", "Embedding", 1, 0, 1),
-        ModuleCall(f"{name}.0", block, 1, 1, 3),
-        ModuleCall(f"{name}.0.lin0", "Linear", 2, 1, 2),
-        ModuleCall(f"{name}.0.lin1", "Linear", 2, 2, 3),
-        ModuleCall(f"{name}.1", block, 1, 3, 5),
-        ModuleCall(f"{name}.1.lin0", "Linear", 2, 3, 4),
-        ModuleCall(f"{name}.1.lin1", "Linear", 2, 4, 5),
-        ModuleCall("head", "Linear", 1, 5, 6),
-    )
-
-
-@pytest.mark.parametrize(("block", "name"), [("Nameless", "layers"), ("DecoderLayer", "h")])
-def test_the_repeated_block_is_a_leaf_whatever_its_name(block: str, name: str) -> None:
-    graph = dataclasses.replace(layered(2), calls=as_calls(block, name))
-    settings = leaf_settings(graph)
-    assert settings.leaf_classes == (*ZeroSettings().leaf_classes, block)
-    assert dataclasses.replace(settings, leaf_classes=ZeroSettings().leaf_classes) == ZeroSettings()
-
-
-def test_the_policy_with_leaf_modules_fetches_a_layer_at_once() -> None:
-    graph = dataclasses.replace(layered(2), calls=as_calls("Block"))
-    settings = dataclasses.replace(BARE, leaf_classes=leaf_settings(graph).leaf_classes)
-    problem = Problem(graph, 100 * UNIT, UNIT, engine=settings)
-    memgraph = check(POLICIES["zero-leaf"].plan(problem))
-    assert memgraph.policy == "zero-leaf"
-    assert moved(memgraph, NodeKind.RELOAD)[2:6] == [
-        *("reload layers.0.lin0", "reload layers.0.lin1", "layers.0.lin0", "layers.0.lin1")
-    ]
-
-
-def test_a_pass_without_repeated_blocks_has_no_further_leaves() -> None:
-    assert leaf_settings(layered(2)) == ZeroSettings()
 
 
 def test_settings_are_read_from_a_ds_config_and_written_to_one() -> None:

@@ -1,4 +1,4 @@
-"""The arms ``accelerate`` and ``accelerate-map``: Accelerate's ``cpu_offload`` and device maps.
+"""The arm ``accelerate-map``: Accelerate's device map.
 
 A device map keeps the first modules on the device. Their number is the setting
 ``modules_on_device``. Without it, a simulation of both passes says how many fit the budget; an
@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from accelerate import cpu_offload, dispatch_model, hooks
+from accelerate import dispatch_model, hooks
 
 from ds_finepage import _compat
 from ds_finepage.capture.from_config import capture_config
@@ -30,7 +30,7 @@ from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.packing.model import pack_model
-from ds_finepage.planning.baselines.accelerate import MAP, map_module, most_modules
+from ds_finepage.planning.baselines.accelerate import map_module, most_modules
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.problem import Problem
 
@@ -47,50 +47,21 @@ def load(request: RunRequest) -> Engine:
     """
     model, device = load_model(request), torch.device(request.device)
     is_accelerator = device_of(device).is_accelerator
-    engine = AccelerateEngine(model, device)
-    if request.arm == MAP:
-        chosen = request.settings.get(KEPT)
-        tries = is_accelerator and chosen is None
-        try:
-            num_modules = modules_that_fit(request) if chosen is None else int(chosen)
-        except CaptureError:
-            num_modules, tries = modules_within(model, request.budget_bytes), True
-        engine = mapped = DeviceMapEngine(model, device, num_modules)
-        if tries:
-            mapped.try_out(request)
+    chosen = request.settings.get(KEPT)
+    tries = is_accelerator and chosen is None
+    try:
+        num_modules = modules_that_fit(request) if chosen is None else int(chosen)
+    except CaptureError:
+        num_modules, tries = modules_within(model, request.budget_bytes), True
+    engine = DeviceMapEngine(model, device, num_modules)
+    if tries:
+        engine.try_out(request)
     if is_accelerator and pins_weights(request.ds_config):
         engine.pin()
     return engine
 
 
-class AccelerateEngine(HookedEngine):
-    """A model under ``cpu_offload``."""
-
-    def __init__(self, model: Any, device: torch.device) -> None:
-        """Take a model whose weights are in host memory."""
-        super().__init__(model, device, AccelerateCounter())
-
-    def pin(self) -> None:
-        """Move the weights to pinned host memory."""
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.pin_memory()
-        self.notes.append("weights pinned, as offload_param.pin_memory says")
-
-    def place(self) -> None:
-        """Install Accelerate's hooks."""
-        cpu_offload(self.model, str(self.device))
-
-    def close(self) -> None:
-        """Take the hooks off; the weights are in host memory again, and tied."""
-        hooks.remove_hook_from_module(self.model, recurse=True)
-        if hasattr(self.model, "hf_device_map"):
-            del self.model.hf_device_map
-        drop_own_forwards(self.model)
-        self.model.to("cpu")
-        self.model.tie_weights()
-
-
-class DeviceMapEngine(AccelerateEngine):
+class DeviceMapEngine(HookedEngine):
     """A model under ``dispatch_model``."""
 
     def __init__(self, model: Any, device: torch.device, num_modules: int) -> None:
@@ -104,9 +75,24 @@ class DeviceMapEngine(AccelerateEngine):
         Raises:
             ConfigError: A module has weights beside those of its submodules.
         """
-        super().__init__(model, device)
+        super().__init__(model, device, AccelerateCounter())
         self._modules = map_modules_of(model)
         self.settings[KEPT] = min(num_modules, len(self._modules))
+
+    def pin(self) -> None:
+        """Move the weights to pinned host memory."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.pin_memory()
+        self.notes.append("weights pinned, as offload_param.pin_memory says")
+
+    def close(self) -> None:
+        """Take the hooks off; the weights are in host memory again, and tied."""
+        hooks.remove_hook_from_module(self.model, recurse=True)
+        if hasattr(self.model, "hf_device_map"):
+            del self.model.hf_device_map
+        drop_own_forwards(self.model)
+        self.model.to("cpu")
+        self.model.tie_weights()
 
     def place(self) -> None:
         """Dispatch the model; on the CPU, modules that stay become copies."""
