@@ -32,6 +32,8 @@ PUBLISHED_PARAMETERS = {
     "llama-65b": 65_285_660_672,
     "llama-2-7b": 6_738_415_616,
     "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
     "opt-6.7b": 6_658_473_984,
     "opt-30b": 29_974_540_288,
@@ -39,6 +41,12 @@ PUBLISHED_PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-32b": 32_762_123_264,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "gemma-2-9b": 9_241_705_984,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,  # the biases of its routers are buffers here
 }
 
 LLAMA = transformers.LlamaConfig(

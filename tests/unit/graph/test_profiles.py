@@ -20,7 +20,10 @@ from ds_finepage.graph.profiles import (
     require_usable,
 )
 
-NAMES = ("a100-80gb", "h200", "p100-16gb", "t4", "v100-16gb", "v100-32gb")
+NAMES = (
+    *("a100-80gb", "h100-80gb", "h200", "l4", "l40s", "p100-16gb"),
+    *("rtx-3090", "rtx-4060-ti-16gb", "rtx-4090", "rtx-5090", "t4", "v100-16gb", "v100-32gb"),
+)
 
 
 def test_names() -> None:
@@ -31,7 +34,8 @@ def test_names() -> None:
 def test_shipped_profile(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
-    assert "datasheet" in profile.source and "sustained" in profile.source
+    assert any(word in profile.source for word in ("datasheet", "whitepaper"))
+    assert "sustained" in profile.source
     assert profile.capacity_bytes % 2**30 == 0
     # Orders of magnitude, so that a slipped digit shows.
     assert 1e10 < profile.h2d_bytes_per_s <= profile.memory_bytes_per_s / 10
