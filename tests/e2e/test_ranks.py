@@ -91,27 +91,6 @@ def test_a_forecast_cuts_a_model_as_autotp_does(ranks: list[dict[str, Any]], fam
     assert collectives and all(each == collectives for each in found["collectives"])
 
 
-def require_one_budget(found: list[dict[str, Any]]) -> None:
-    """Check what each rank has found in the mode "one"."""
-    for each in found:
-        assert (each["unplanned"], each["num_unplanned"]) == ([], 0)
-        assert min(each["link"]) > 0
-        assert each["budgets"]["0.7"]["tokens"]
-        assert each["budgets"]["0.7"]["distance"] <= 2 * each["stock"]
-        assert each["forecast"][1] == each["collectives"][0]
-    assert found[0]["forecast"][0] == found[0]["weight_bytes"]
-
-
-def test_four_ranks_run_by_plan(tmp_path: Path, environment: dict[str, str]) -> None:
-    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
-    launch(torchrun, "one", tmp_path, environment)
-    found = [found_by(rank, tmp_path) for rank in range(4)]
-    require_one_budget(found)
-    for each in found:
-        assert each["table"] == found[0]["table"]
-        assert format_bytes(each["weight_bytes"]) in each["table"]
-
-
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Any:
     folder = tmp_path_factory.mktemp("four")
@@ -143,7 +122,16 @@ def test_two_nodes_with_a_rank_each_run_by_plan(
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(launch, node, "one", tmp_path, environment) for node in nodes]
         assert [job.result() for job in jobs] == [0, 0]
-    require_one_budget([found_by(rank, tmp_path) for rank in (0, 1)])
+    found = [found_by(rank, tmp_path) for rank in (0, 1)]
+    for each in found:
+        assert (each["unplanned"], each["num_unplanned"]) == ([], 0)
+        assert min(each["link"]) > 0
+        assert each["budgets"]["0.7"]["tokens"]
+        assert each["budgets"]["0.7"]["distance"] <= 2 * each["stock"]
+        assert each["forecast"][1] == each["collectives"][0]
+        assert each["table"] == found[0]["table"]
+        assert format_bytes(each["weight_bytes"]) in each["table"]
+    assert found[0]["forecast"][0] == found[0]["weight_bytes"]
 
 
 SETUPS = {
