@@ -27,58 +27,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutations.around import AROUND
-from tests.mutations.batching import BATCHING
-from tests.mutations.checking import CHECKING
-from tests.mutations.comparing import COMPARING
-from tests.mutations.enqueueing import ENQUEUEING
-from tests.mutations.forecasting import FORECASTING
-from tests.mutations.kv_place import OF_KV_PLACES
-from tests.mutations.measuring import MEASURING
-from tests.mutations.moving import MOVING
-from tests.mutations.mutant import ROOT, Mutant, StaleMutantError
-from tests.mutations.packed import PACKED
-from tests.mutations.planning import PLANNING
-from tests.mutations.predicting import PREDICTING
-from tests.mutations.rank_commands import OF_RANK_COMMANDS
-from tests.mutations.ranks import OF_RANKS
-from tests.mutations.recompiling import OF_RECOMPILING
-from tests.mutations.repeating import OF_REPEATS
-from tests.mutations.replaying import REPLAYING
-from tests.mutations.reporting import REPORTING
-from tests.mutations.running import RUNNING
-from tests.mutations.runtime import RUNTIME
-from tests.mutations.slices import SLICES
-from tests.mutations.smaller_arenas import SMALLER_ARENAS
-from tests.mutations.unguarded import OF_UNGUARDED
-from tests.mutations.unusual_models import OF_UNUSUAL_MODELS
+from tests.mutations.mutant import ROOT, Mutant, StaleMutantError, all_mutants
 
-MUTANTS: tuple[Mutant, ...] = (
-    *PLANNING,
-    *FORECASTING,
-    *SMALLER_ARENAS,
-    *PREDICTING,
-    *MEASURING,
-    *REPORTING,
-    *CHECKING,
-    *RUNNING,
-    *RUNTIME,
-    *OF_RECOMPILING,
-    *OF_REPEATS,
-    *OF_UNGUARDED,
-    *OF_UNUSUAL_MODELS,
-    *OF_KV_PLACES,
-    *OF_RANKS,
-    *OF_RANK_COMMANDS,
-    *AROUND,
-    *MOVING,
-    *COMPARING,
-    *PACKED,
-    *SLICES,
-    *BATCHING,
-    *ENQUEUEING,
-    *REPLAYING,
-)
+MUTANTS = all_mutants()
 
 MOST_SURVIVORS = 0.05
 """Share of all faults that may survive."""

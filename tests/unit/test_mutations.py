@@ -20,7 +20,7 @@ from tests.mutation import (
     main,
     stale,
 )
-from tests.mutations.mutant import ROOT, Mutant, StaleMutantError, mutant
+from tests.mutations.mutant import ROOT, Mutant, StaleMutantError, mutants_of
 
 
 def test_no_fault_is_stale() -> None:
@@ -33,10 +33,34 @@ def test_every_fault_has_a_name_of_its_own_and_tests_that_exist() -> None:
     assert all(m.tests and m.old != m.new for m in MUTANTS)
 
 
-def a_mutant(old: str = "1 + 1", **changes: object) -> Mutant:
-    found = mutant("sum", "units.py", old, "1 + 2", "unit/test_units.py", **changes)
-    assert found.file == "ds_finepage/units.py" and found.tests == ("tests/unit/test_units.py",)
-    return found
+def test_faults_are_read_group_by_group() -> None:
+    text = """# Faults of sums.
+
+units.py <- unit/test_a.py unit/test_b.py::test_it
+  one-is-two: "a\\n\\"1\\"" -> "2"
+  !a-sum-is-left-out: "x" -> ""
+api.py <- unit/test_c.py
+  no-call: "f()" -> "pass"
+"""
+    tests = ("tests/unit/test_a.py", "tests/unit/test_b.py::test_it")
+    assert list(mutants_of(text)) == [
+        Mutant("one-is-two", "ds_finepage/units.py", 'a\n"1"', "2", tests),
+        Mutant("a-sum-is-left-out", "ds_finepage/units.py", "x", "", tests, is_named=True),
+        Mutant("no-call", "ds_finepage/api.py", "f()", "pass", ("tests/unit/test_c.py",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ['  in-no-group: "a" -> "b"', "units.py <-", "units.py <- a\n  x: a -> b", "x"]
+)
+def test_a_line_of_another_form_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="no fault, and no group of faults"):
+        list(mutants_of(line))
+
+
+def a_mutant(old: str = "1 + 1", *, is_named: bool = False) -> Mutant:
+    tests = ("tests/unit/test_units.py",)
+    return Mutant("sum", "ds_finepage/units.py", old, "1 + 2", tests, is_named)
 
 
 def test_text_that_is_gone_or_there_twice_is_stale() -> None:
