@@ -19,9 +19,7 @@ from tests.integration.families import logits
 from tests.unit.execution.graphs import ACTIVATION, INPUT, Draft
 
 MODELS = [
-    ("llama", torch.float32),
     ("llama", torch.bfloat16),
-    ("gpt2", torch.float32),
     ("mixtral", torch.float32),
 ]
 

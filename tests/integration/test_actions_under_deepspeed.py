@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.actions import lives
-from tests.integration.actions.runner import NET_ACTIONS, run_in_a_process
+from tests.integration.actions import lives, weights
+from tests.integration.actions.runner import run_in_a_process
+
+ACTIONS = [*weights.ACTIONS, *lives.DEEPSPEED_ACTIONS, *lives.LANGUAGE_ACTIONS]
+"""Those that touch what DeepSpeed changes: the weights, and the calls of a language model."""
 
 
-@pytest.mark.parametrize("name", [*NET_ACTIONS, *lives.DEEPSPEED_ACTIONS, *lives.LANGUAGE_ACTIONS])
+@pytest.mark.parametrize("name", ACTIONS)
 def test_action(name: str) -> None:
     run_in_a_process(name, deepspeed=True)

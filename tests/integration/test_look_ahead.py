@@ -120,9 +120,8 @@ class Emitted(BaseStreamer):
         pass
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_generation_that_cannot_end_does_not_begin(attention: str) -> None:
-    model = make_model("llama", num_key_value_heads=1, attn_implementation=attention)
+def test_a_generation_that_cannot_end_does_not_begin() -> None:
+    model = make_model("llama", num_key_value_heads=1)
     ids = token_ids(6, batch=32)
     handle = attach(model, device_budget="1GiB", device="cpu")
     with torch.no_grad():

@@ -19,7 +19,7 @@ from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.rewrite import split
 from ds_finepage.runtime.stats import PassStats
-from tests.integration.families import DTYPES, SLOW_LINK, SLOWER_LINK, make_model, token_ids
+from tests.integration.families import SLOW_LINK, SLOWER_LINK, make_model, token_ids
 
 NUM_EXPERTS, SHARES = 8, (0, 0.05, 0.3, 1)
 EXPERTS = {
@@ -56,10 +56,16 @@ def packed_model(family: str, form: str, dtype: torch.dtype) -> Any:
     return model
 
 
-@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["int4", "int8"])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "form", "dtype", "is_split"),
+    [
+        ("mixtral", "int4", torch.float32, False),
+        ("mixtral", "int8", torch.bfloat16, True),
+        ("qwen3_moe", "int8", torch.float32, False),
+        ("qwen3_moe", "int4", torch.bfloat16, True),
+    ],
+    ids=str,
+)
 def test_packed_experts_are_the_same_at_every_budget(
     family: str, form: str, dtype: torch.dtype, is_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
