@@ -31,13 +31,16 @@ MOST_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama model; the default ones make 163 MB of bfloat16 weights."""
+    """Sizes of a Llama model; the default ones make 163 MB of bfloat16 weights.
 
-    hidden_size: int = 1024
-    intermediate_size: int = 2816
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 16
-    num_key_value_heads: int = 16
+    As in real models, a weight is small beside what has no room.
+    """
+
+    hidden_size: int = 576
+    intermediate_size: int = 1408
+    num_hidden_layers: int = 21
+    num_attention_heads: int = 9
+    num_key_value_heads: int = 9
     vocab_size: int = 2048
     max_position_embeddings: int = 2048
     dtype: str = "bfloat16"
