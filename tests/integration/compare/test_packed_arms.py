@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_finepage.compare.accelerate_arms import modules_that_fit
+from ds_finepage.compare.accelerate_arm import modules_that_fit
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint
 from ds_finepage.compare.engine import RunRequest

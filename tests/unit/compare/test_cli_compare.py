@@ -75,7 +75,7 @@ def call(*options: str | Path) -> int:
             ("--ds-config", "no.json"),
             "--ds-config: cannot read no.json: No such file or directory. configs/finepage_cpu",
         ),
-        (("--model", "nosuch"), "unknown model 'nosuch'. Known: llama"),
+        (("--model", "nosuch"), "unknown model 'nosuch'. Known: deepseek-v3"),
         (("--resume",), "--resume goes on in a folder. Name it by --out"),
     ],
 )
