@@ -68,16 +68,6 @@ def written(plan: Plan) -> MemGraph:
     return plan.plan if isinstance(plan, Forecast) else plan
 
 
-def in_arena(plan: Plan, arena_bytes: int) -> Plan:
-    """Return a plan in a larger arena, whose upper end it leaves alone."""
-    if isinstance(plan, Forecast):
-        write = plan.write
-        return dataclasses.replace(
-            plan, write=lambda: dataclasses.replace(write(), arena_bytes=arena_bytes)
-        )
-    return dataclasses.replace(plan, arena_bytes=arena_bytes)
-
-
 @dataclass(slots=True, eq=False)
 class _Piece:
     """A weight, or a slice of one, on its way through the ring."""

@@ -54,8 +54,7 @@ class FinepageOptions:
             of their copy, ascending. A long pass tries the last one alone.
         fixed_share: Weights up to this share of the largest one (norms, biases) are always kept.
         good_enough: A plan of whole weights within this factor of the lower bound of time makes the
-            two-horizon simulation needless, with sets of kept weights or without. So does a plan
-            that is faster by this factor than all plans by simulation, in smaller arenas.
+            two-horizon simulation needless, with sets of kept weights or without.
         ends_search: A plan within this factor of that bound ends the search for better graphs, with
             cheap tasks run again, and for shorter times to hold rows. In a thorough search,
             ``equal_times`` is the most that does.
@@ -68,17 +67,11 @@ class FinepageOptions:
             the two-horizon simulation, which then takes seconds, only if there is no other plan.
         settling_rounds: Passes to plan again by the published algorithm until one leaves what it
             finds.
-        smaller_arenas: Try smaller arenas too, by these shares of all that the pass needs with its
-            KV cache on the device. In a thorough search, the published algorithm is tried in all of
-            them, as far as ``good_enough`` says.
-        smaller_with_ring: A thorough search, and that of a long pass whose plans can be predicted,
-            tries plans with a ring in so many of them. Other long passes are tried in one.
         tries_sets: Try sets of whole weights to keep in short passes.
         settles: Try plans by the published algorithm in short passes.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
         recomputes: Try the pass in which cheap tasks run again.
         delays_experts: Try reloads of experts after their router.
-        tries_exact: Plan tiny passes by dynamic programming.
     """
 
     ring_shares: tuple[float, ...] = (0.012,)
@@ -122,14 +115,11 @@ class FinepageOptions:
     few_bytes: float = 1.05
     most_tasks_of_short: int = 800
     settling_rounds: int = 3
-    smaller_arenas: tuple[float, ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
-    smaller_with_ring: int = 2
     tries_sets: bool = True
     settles: bool = True
     tries_whole: bool = True
     recomputes: bool = True
     delays_experts: bool = True
-    tries_exact: bool = True
 
     def of_thorough_searches(self) -> FinepageOptions:
         """Return the options of a search that looks for the last thousandth of the time."""
@@ -138,24 +128,6 @@ class FinepageOptions:
             ends_search=min(self.ends_search, self.equal_times),
             fast_enough=min(self.fast_enough, self.equal_times),
         )
-
-    def of_smaller_arenas(self, *, is_thorough: bool, has_forecasts: bool) -> FinepageOptions:
-        """Return the options of smaller arenas: a ring is enough if it has room.
-
-        Args:
-            is_thorough: The search is thorough. Others do not run cheap tasks again.
-            has_forecasts: Plans can be predicted. Others take long to make, so few are tried.
-        """
-        found = replace(
-            self,
-            tries_sets=False,
-            settles=False,
-            tries_exact=False,
-            recomputes=self.recomputes and is_thorough,
-        )
-        if is_thorough or has_forecasts:
-            return found
-        return replace(found, grained_rings=(), ring_weights=self.ring_weights[:2])
 
 
 DEFAULTS = FinepageOptions()

@@ -14,29 +14,20 @@ large pieces (``grains``), and whole weights beside cut ones.
 
 If not all weights fit, the search also tries the pass in which cheap tasks make masks and the like
 again instead of holding them (``recompute``).
-
-More room changes every candidate, and some take more time with it. So the search also tries plans
-of slightly smaller arenas.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 
-from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.budget import non_arena_bytes
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.best_plans import BestPlans, SearchBounds
-from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.forecast import (
     Forecast,
     Plan,
-    can_forecast,
-    in_arena,
     moved_bytes,
     written,
 )
@@ -52,7 +43,7 @@ from ds_finepage.planning.finepage.small_arena import (
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
 from ds_finepage.planning.finepage.tables import tables_to_keep
 from ds_finepage.planning.layout import top_of
-from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
+from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.exact_slices import slices_that_fit, smallest_slices
@@ -61,9 +52,6 @@ from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import predicted_ns
 
 PlansOf = Callable[[Problem, FinepageOptions], Iterator[MemGraph | None]]
-
-CLEARLY = 1.05
-"""With cheap tasks run again, a pass is simulated in smaller arenas if it is so much faster."""
 
 
 def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
@@ -89,15 +77,6 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
         if (found := beside.best) is not None:
             return found
         problem = dataclasses.replace(problem, shared=())
-    search = _searched(problem, options)
-    _try_smaller_arenas(search, problem, options)
-    best = search.best
-    assert best is not None, "keeping nothing is always possible"
-    return best
-
-
-def _searched(problem: Problem, options: FinepageOptions) -> _Search:
-    """Try the plans of a pass that is alone in its arena."""
     search = _Search(problem, options)
     has_room = problem.split and search.try_both_graphs(search.try_cutting)
     if not search.has_plan:
@@ -108,41 +87,9 @@ def _searched(problem: Problem, options: FinepageOptions) -> _Search:
         rows = _with_rows(problem) if problem.split else problem
         if not search.has_plan or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
-    return search
-
-
-def _try_smaller_arenas(search: _Search, problem: Problem, options: FinepageOptions) -> None:
-    """Offer plans of smaller arenas: with a ring, and by the published algorithm."""
-    is_thorough = _is_thorough(problem, options)
-    if problem.profile is None:
-        return
-    has_forecasts = can_forecast(problem)
-    num_with_ring = options.smaller_with_ring if is_thorough or has_forecasts else 1
-    for num_tried, smaller in enumerate(_smaller_arenas(problem, options)):
-        has_ring = num_tried < num_with_ring
-        simulates = is_thorough and search.may_gain_by_simulation
-        if search.beats(smaller) or not (has_ring or simulates):
-            return
-        try:
-            if has_ring:
-                others = options.of_smaller_arenas(
-                    is_thorough=is_thorough, has_forecasts=has_forecasts
-                )
-                search.offer_best_of(_searched(smaller, others))
-            if simulates and search.may_gain_by_simulation:
-                search.offer_best_of(search.simulated_in(smaller))
-        except PlanInfeasibleError:
-            return
-
-
-def _smaller_arenas(problem: Problem, options: FinepageOptions) -> Iterator[Problem]:
-    """Yield a pass in smaller arenas, the largest first."""
-    graph, alignment = problem.graph, problem.alignment
-    kv_bytes = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.HOST)
-    needed_bytes = needed_arena_bytes(graph, alignment) + non_arena_bytes(graph, alignment)
-    for share in options.smaller_arenas:
-        arena_bytes = problem.arena_bytes - int(share * (needed_bytes + kv_bytes))
-        yield dataclasses.replace(problem, arena_bytes=arena_bytes)
+    best = search.best
+    assert best is not None, "keeping nothing is always possible"
+    return best
 
 
 def _in_exact_slices(problem: Problem) -> Problem:
@@ -171,9 +118,6 @@ class _Search:
             options = options.of_thorough_searches()
         self._problem, self._options = problem, options
         self._bounds, self._plans = SearchBounds(problem, options), BestPlans(options)
-        self._simulated_ns: float = math.inf  # the least time of a plan by simulation
-        self._simulated = problem  # the pass to simulate in smaller arenas
-        self._offered_ns = 0  # the time of the last plan
         self.has_good = self.has_fastest = self._left_out = False
 
     @property
@@ -189,11 +133,6 @@ class _Search:
         if not self.has_plan or self._plans.best.moved_bytes > 0:
             return False
         return self.has_fastest or not copies_to_host(self._problem.graph)
-
-    def beats(self, smaller: Problem) -> bool:
-        """Tell whether no plan for a smaller arena can be faster than the best one."""
-        bound_ns = SearchBounds(smaller, self._options).least_ns
-        return self._plans.fastest_ns <= self._options.equal_times * bound_ns
 
     # The score.
 
@@ -242,7 +181,6 @@ class _Search:
                 self.has_fastest = True
             if total_ns <= self._options.ends_search * bound_ns:
                 self.has_good = True
-        self._offered_ns = total_ns
         self._plans.add(moved, total_ns, plan)
         return is_good
 
@@ -321,14 +259,12 @@ class _Search:
         return self.try_plans(self._streaming_plans(rows, may_split=True))[0]
 
     def try_whole(self, problem: Problem) -> bool:
-        """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
+        """Offer plans of whole weights: by a ring, then by keeping sets."""
         captured, problem = problem, _of_whole_weights(problem)
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
         self._try_tables(captured)
         if not self.has_plan or (_is_short(problem.graph, self._options) and not is_good):
             self._try_simulation(problem)
-        if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
-            self.offer(plan_exact(problem))
         return has_room
 
     def _try_simulation(self, problem: Problem) -> None:
@@ -339,38 +275,11 @@ class _Search:
             self._try_simulated(problem, settling_plans)
 
     def _try_simulated(self, problem: Problem, plans: PlansOf) -> None:
-        """Offer plans until one moves nothing; note the least time, and the pass to go on with."""
-        if self.moves_nothing():
-            return
+        """Offer plans until one moves nothing."""
         for plan in plans(problem, self._options):
-            if plan is not None:
-                self.offer(plan)
-                if self._offered_ns * CLEARLY < self._simulated_ns:
-                    self._simulated = problem
-                self._simulated_ns = min(self._simulated_ns, self._offered_ns)
             if self.moves_nothing():
                 return
-
-    @property
-    def may_gain_by_simulation(self) -> bool:
-        """Tell whether no plan is good, and one by simulation is nearly the fastest.
-
-        Such plans change most with the room.
-        """
-        most, fastest_ns = self._options.good_enough, self._plans.fastest_ns
-        return fastest_ns > most * self._bounds.least_ns and self._simulated_ns <= most * fastest_ns
-
-    def simulated_in(self, smaller: Problem) -> _Search:
-        """Return a search that has tried the published algorithm in a smaller arena."""
-        found = _Search(smaller, self._options)
-        found._try_simulated(smaller.of(self._simulated.graph), settling_plans)
-        return found
-
-    def offer_best_of(self, other: _Search) -> None:
-        """Take the best plan of a search in a smaller arena."""
-        self._simulated_ns = min(self._simulated_ns, other._simulated_ns)
-        if other.has_plan:
-            self._offer(in_arena(other._plans.best.plan, self._problem.arena_bytes))
+            self.offer(plan)
 
     def _try_tables(self, problem: Problem) -> None:
         """Offer plans of whole weights that keep embedding tables: no task waits for their rows."""

@@ -207,7 +207,6 @@ def test_a_search_tries_lengths_until_a_plan_is_good(
         good_enough=ends_search,
         ends_search=ends_search,
         most_tasks_of_short=most_tasks,
-        smaller_arenas=(),
         recomputes=False,
     )
     plan_finepage(rows(copy_ns=copy_ns), options)

@@ -18,8 +18,9 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage.forecast import Forecast
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
-from ds_finepage.planning.finepage.search import _Search, plan_finepage
+from ds_finepage.planning.finepage.search import _Search, _with_rows, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
 from ds_finepage.planning.finepage.tables import tables_to_keep
 from ds_finepage.planning.liveness import (
@@ -458,3 +459,35 @@ def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(
     again = plan_finepage(dataclasses.replace(problem, entry=found.exit[:1]))
     assert again.entry == found.entry == again.exit
     assert entries and set(entries) == {()}
+
+
+def test_every_choice_of_tables_has_its_own_pass() -> None:
+    graph = matmul_chain([8, 16], num_rows=3)
+    (table,) = (b.id for b in graph.buffers if b.name == "table")
+    again = dataclasses.replace(graph.tasks[0], index=len(graph.tasks))
+    problem = Problem(dataclasses.replace(graph, tasks=(*graph.tasks, again)), 1024)
+    rows = _with_rows(problem)
+    assert rows.graph != problem.graph
+    assert _with_rows(problem).graph is rows.graph
+    assert _with_rows(problem, whole_tables=True).graph is problem.graph
+    assert _with_rows(problem, kept={table}).graph is problem.graph
+
+
+def _answer(has_room: bool, problem: Problem) -> bool:
+    return has_room
+
+
+def test_cheap_tasks_run_again_for_time_or_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(graph: TaskGraph, *, profile: HardwareProfile | None, **_: float) -> TaskGraph:
+        asked.append(profile)
+        return graph
+
+    monkeypatch.setattr(finepage_search, "recompute", noted)
+    problem = Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e6))
+    for has_room in (True, False, True):
+        search = _Search(problem)
+        search.offer(Forecast(10**9, UNIT, lambda: planned(chain(16), 10)))
+        search.try_both_graphs(functools.partial(_answer, has_room))
+    assert asked == [problem.profile, None]
