@@ -375,7 +375,7 @@ _MARK = "ds_finepage measures run "  # and no name of an op begins so
 
 
 def _flushed_bytes(graph: TaskGraph, task: Task) -> int:
-    """Return the bytes to write before each timed run of an op: it may read mostly weights."""
+    """Return the bytes to write before each timed run: 0 unless an op reads mostly weights."""
     operands = [graph.buffers[b] for b in task.buffers]
     weight_bytes = sum(b.nbytes for b in operands if b.kind is BufferKind.WEIGHT)
     return MOST_FLUSHED_BYTES if 2 * weight_bytes > sum(b.nbytes for b in operands) else 0
