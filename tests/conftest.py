@@ -27,7 +27,7 @@ FOLDERS = ("tests/integration/", "tests/accelerator/", "tests/e2e/")
 
 BY_DEFAULT = (
     "accelerator/test_on_a_card.py::test_tokens_are_equal_and_the_budget_holds_from_attach_to_detach"
-    "[dtype0-llama]",
+    "[llama",
     "e2e/test_examples.py::test_generate_with_plain_python_and_with_the_launcher",
     "e2e/test_wheel.py",
     "integration/cli/test_cli.py",

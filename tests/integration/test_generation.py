@@ -120,11 +120,8 @@ DECODINGS: dict[str, Callable[[Any], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)], ids=str
-)
-def test_any_decoding_is_that_of_plain_transformers(family: str, dtype: torch.dtype) -> None:
-    model = make_model(family, dtype)
+def test_any_decoding_is_that_of_plain_transformers() -> None:
+    model = make_model("llama")
     plain = {name: decode(model) for name, decode in DECODINGS.items()}
     handle = attach(model, device_budget="64MiB", device="cpu")
     for name, decode in DECODINGS.items():
@@ -212,9 +209,9 @@ def test_memory_does_not_grow_over_many_calls() -> None:
         tokens(model, token_ids(length), 8, cache=None)
     handle.replan(budget_bytes=handle.stats.min_budget_bytes)
     process, seen = psutil.Process(), []
-    for call in range(360):  # 140 calls have every pair of a prompt and a length
-        tokens(model, token_ids(3 + call % 20), 1 + call % 7, cache=None)
-        if call in (219, 359):
+    for call in range(900):  # 350 calls have every pair of a prompt and a length
+        tokens(model, token_ids(3 + call % 50), 1 + call % 7, cache=None)
+        if call in (549, 899):
             seen.append((num_tensors(), process.memory_info().rss))
     (tensors_before, rss_before), (tensors_after, rss_after) = seen
     assert tensors_after == tensors_before
