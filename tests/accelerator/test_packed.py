@@ -124,6 +124,10 @@ def test_the_estimate_is_what_a_product_takes(
             measured = OpMeter(device).with_costs(graph).tasks[-1]
             known = estimate_workspaces(graph).tasks[-1]
             assert 0 <= measured.workspace_bytes - known.workspace_bytes <= 8192
+            unmeasured = OpMeter(device).with_costs(graph, room_bytes=0).tasks[-1]
+            results = [graph.tensors[r] for r in unmeasured.results if r is not None]
+            result_bytes = sum(graph.buffers[view.buffer].nbytes for view in results)
+            assert unmeasured.workspace_bytes == known.workspace_bytes + result_bytes
 
 
 def test_a_device_without_triton_unpacks_slices(device: torch.device) -> None:

@@ -147,6 +147,57 @@ def test_progress_and_what_is_kept(kept: tuple[Path, subprocess.CompletedProcess
     assert len({tuple(output["tokens"]) for output in outputs}) == 1
 
 
+def test_all_engines_of_a_packed_demo_run_the_packed_model(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--json", "--tiny", "--budget", "80%weights", "--new-tokens", "4"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo", *options, "--weights", "int4", "--keep", "kept"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    linear = 4 * 128 * 128 + 3 * 128 * 256
+    others = 2 * (2 * 1024 * 128 + 3 * 128)
+    assert found["weights"] == "int4"
+    assert found["weight_bytes"] == others + linear // 2 + linear // 64 * 4
+    assert all(engine["tokens_equal"] for engine in found["engines"].values())
+    stock, ours = found["engines"].values()
+    assert ours["peak_bytes"] <= found["budget_bytes"] < found["weight_bytes"]
+    assert stock["decode_reloaded_bytes"] <= found["weight_bytes"]
+    config = json.loads((tmp_path / "kept" / "zero_inference.json").read_text())["finepage"]
+    assert (config["enabled"], config["weights"], config["weights_group"]) == (False, "int4", 64)
+
+
+def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
+    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--json", "--tiny", "--budget", "80%weights", "--new-tokens", "4", "--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo", *options],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads(done.stdout)["ranks"]
+    assert len(ranks) == 2
+    linear = 4 * 128 * 128 + 3 * 128 * 256 + 1024 * 128  # the output layer is cut, too
+    others = 1024 * 128 + 3 * 128
+    for found in ranks:
+        stock, ours = found["engines"].values()
+        assert stock["tokens_equal"] is ours["tokens_equal"] is True
+        assert found["weight_bytes"] == 4 * (linear // 2 + others)
+        assert 0 < ours["peak_bytes"] <= found["budget_bytes"] < stock["peak_bytes"]
+        assert 0 < ours["decode_reloaded_bytes"] < stock["decode_reloaded_bytes"]
+
+
 def test_a_kept_folder_is_not_overwritten(
     kept: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

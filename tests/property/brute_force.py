@@ -92,3 +92,61 @@ def tiny_graph(rng: random.Random) -> TaskGraph:
 
 
 Placed = frozenset[tuple[int, int]]  # (buffer, offset)
+
+
+def can_move_fewer_bytes(graph: TaskGraph, arena_bytes: int, limit: int) -> bool:
+    """Tell whether some steady schedule with addresses moves at most ``limit`` bytes.
+
+    Goes through every placement, in steps of 64 bytes, of everything that may be resident.
+    """
+    used = sorted(
+        {b for t in graph.tasks for b in t.reads if graph.buffers[b].kind is BufferKind.WEIGHT}
+    )
+    for chosen in subsets(frozenset(used)):
+        for entry in _placements(graph, sorted(chosen), frozenset(), arena_bytes):
+            if _reaches(graph, arena_bytes, entry, limit):
+                return True
+    return False
+
+
+def _placements(
+    graph: TaskGraph, missing: list[int], present: Placed, arena_bytes: int
+) -> Iterator[Placed]:
+    """Go over all ways to give extents to ``missing`` beside what is present."""
+    if not missing:
+        yield present
+        return
+    first, *rest = missing
+    size = graph.buffers[first].nbytes
+    for offset in range(0, arena_bytes - size + 1, 64):
+        if all(offset + size <= o or o + graph.buffers[b].nbytes <= offset for b, o in present):
+            yield from _placements(graph, rest, present | {(first, offset)}, arena_bytes)
+
+
+def _reaches(graph: TaskGraph, arena_bytes: int, entry: Placed, limit: int) -> bool:
+    last_use = {b: t.index for t in graph.tasks for b in t.buffers}
+    reached: dict[Placed, int] = {entry: 0}
+    for task in graph.tasks:
+        named = frozenset(graph.paged(task))
+        following: dict[Placed, int] = {}
+        for resident, moved in reached.items():
+            for kept in map(frozenset, _all_subsets(sorted(resident))):
+                left = {b for b, _ in resident - kept}
+                copied = {b for b in left if graph.buffers[b].kind is BufferKind.ACTIVATION}
+                missing = named - {b for b, _ in kept}
+                cost = moved + _sum(graph, copied) + _sum(graph, missing.intersection(task.reads))
+                if cost > limit:
+                    continue
+                for during in _placements(graph, sorted(missing), kept, arena_bytes):
+                    after = frozenset(
+                        (b, o)
+                        for b, o in during
+                        if graph.buffers[b].kind is BufferKind.WEIGHT or last_use[b] > task.index
+                    )
+                    following[after] = min(cost, following.get(after, cost))
+        reached = following
+    return any(resident >= entry for resident in reached)
+
+
+def _all_subsets(items: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
+    return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))

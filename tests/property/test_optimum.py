@@ -1,20 +1,22 @@
-"""On hundreds of tiny taskgraphs the plan is held against the best of all schedules."""
+"""On a thousand tiny taskgraphs the plan is held against the best of all schedules."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
+
 from ds_finepage.checker.checker import check
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
-from tests.property.brute_force import fewest_moved_bytes, tiny_graph
+from tests.property.brute_force import can_move_fewer_bytes, fewest_moved_bytes, tiny_graph
 
-NUM_GRAPHS = 400
+NUM_GRAPHS = 1000
 
 
-def test_no_plan_moves_less_than_the_best_of_all_schedules_and_most_move_as_little() -> None:
-    """The best one needs no contiguous bytes, so it may be out of reach."""
+@pytest.mark.slow
+def test_the_plan_moves_as_few_bytes_as_the_best_of_all_schedules() -> None:
     equal = 0
     for seed in range(NUM_GRAPHS):
         rng = random.Random(seed)
@@ -24,7 +26,11 @@ def test_no_plan_moves_less_than_the_best_of_all_schedules_and_most_move_as_litt
         )
         found = check(plan_finepage(Problem(graph, arena_bytes=arena_bytes, alignment=64)))
         moved = found.reloaded_bytes + found.offloaded_bytes
+        # This optimum needs no contiguous bytes, so it may be out of reach.
         fewest = fewest_moved_bytes(graph, arena_bytes)
         assert fewest is not None and moved >= fewest
         equal += moved == fewest
-    assert equal >= 0.88 * NUM_GRAPHS
+        if moved > 1.25 * fewest:
+            in_reach = can_move_fewer_bytes(graph, arena_bytes, int(moved / 1.25))
+            assert not in_reach, f"seed {seed}: {moved} bytes"
+    assert equal >= 0.95 * NUM_GRAPHS

@@ -72,6 +72,7 @@ class FinepageOptions:
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
         recomputes: Try the pass in which cheap tasks run again.
         delays_experts: Try reloads of experts after their router.
+        tries_exact: Plan tiny passes by dynamic programming.
     """
 
     ring_shares: tuple[float, ...] = (0.012,)
@@ -120,6 +121,7 @@ class FinepageOptions:
     tries_whole: bool = True
     recomputes: bool = True
     delays_experts: bool = True
+    tries_exact: bool = True
 
     def of_thorough_searches(self) -> FinepageOptions:
         """Return the options of a search that looks for the last thousandth of the time."""

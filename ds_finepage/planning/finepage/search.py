@@ -25,6 +25,7 @@ from functools import partial
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.best_plans import BestPlans, SearchBounds
+from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.forecast import (
     Forecast,
     Plan,
@@ -259,12 +260,14 @@ class _Search:
         return self.try_plans(self._streaming_plans(rows, may_split=True))[0]
 
     def try_whole(self, problem: Problem) -> bool:
-        """Offer plans of whole weights: by a ring, then by keeping sets."""
+        """Offer plans of whole weights: by a ring, then by keeping sets, then by trying all."""
         captured, problem = problem, _of_whole_weights(problem)
         has_room, is_good = self.try_plans(self._streaming_plans(problem, may_split=False))
         self._try_tables(captured)
         if not self.has_plan or (_is_short(problem.graph, self._options) and not is_good):
             self._try_simulation(problem)
+        if self._options.tries_exact and is_tiny(problem.graph) and not self.moves_nothing():
+            self.offer(plan_exact(problem))
         return has_room
 
     def _try_simulation(self, problem: Problem) -> None:

@@ -177,6 +177,29 @@ def test_a_coordinator_that_never_settles_is_refused(monkeypatch: pytest.MonkeyP
         simulate_coordinator(graph, settings)
 
 
+LAYERS = (
+    ModuleCall("", "Model", 0, 0, 6),
+    ModuleCall("embed", "Embedding", 1, 0, 1),
+    ModuleCall("layers.0", "Block", 1, 1, 3),
+    ModuleCall("layers.0.lin0", "Linear", 2, 1, 2),
+    ModuleCall("layers.0.lin1", "Linear", 2, 2, 3),
+    ModuleCall("layers.1", "Block", 1, 3, 5),
+    ModuleCall("layers.1.lin0", "Linear", 2, 3, 4),
+    ModuleCall("layers.1.lin1", "Linear", 2, 4, 5),
+    ModuleCall("head", "Linear", 1, 5, 6),
+)
+"""Two layers of two linear modules each, between an embedding and a head."""
+
+
+def test_leaf_modules_fetch_a_layer_at_once() -> None:
+    graph = dataclasses.replace(layered(2), calls=LAYERS)
+    settings = dataclasses.replace(BARE, leaf_classes=("Block",))
+    memgraph = check(plan_zero_with(Problem(graph, 100 * UNIT, UNIT), settings))
+    assert moved(memgraph, NodeKind.RELOAD)[2:6] == [
+        *("reload layers.0.lin0", "reload layers.0.lin1", "layers.0.lin0", "layers.0.lin1")
+    ]
+
+
 def test_settings_are_read_from_a_ds_config_and_written_to_one() -> None:
     keys = {"stage3_prefetch_bucket_size": 5e6, "stage3_max_live_parameters": 7, "stage": 3}
     found = ZeroSettings().with_keys(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
@@ -18,6 +19,7 @@ from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import predicted_ns
+from tests.property.brute_force import tiny_graph
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.finepage.test_search import machine, search, tight_and_roomy
@@ -54,6 +56,16 @@ def test_a_plan_whose_bytes_alone_take_longer_is_not_simulated(
     tried.offer(tight)
     assert simulated == [roomy, tight][:number]
     assert tried.best is roomy
+
+
+def test_tiny_passes_move_fewer_bytes_with_the_exact_search() -> None:
+    graphs = [tiny_graph(random.Random(seed)) for seed in range(20)]
+
+    def moved(**options: bool) -> int:
+        plans = [planned(graph, 2 * UNIT, **options) for graph in graphs]
+        return sum(p.reloaded_bytes + p.offloaded_bytes for p in plans)
+
+    assert moved() < moved(tries_exact=False)
 
 
 def test_lengths_of_the_ring_are_those_of_the_options() -> None:
