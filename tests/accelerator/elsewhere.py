@@ -32,10 +32,6 @@ from tests.device import loading
 
 OF_THE_CPU = {
     "test_measuring_ops_takes_no_more_than_the_budget": "the device's statistics see it anyway",
-    "test_the_meter_counts_blocks_from_allocation_to_release": "of the CPU's meter",
-    "test_blocks_that_were_there_before_the_meter_do_not_count_when_released": "of the CPU's meter",
-    "test_the_meter_makes_way_for_another_profiler_and_goes_on": "of the CPU's meter",
-    "test_meters_are_not_nested": "of the CPU's meter",
     "test_a_refusal_ends_when_what_was_held_is_let_go": "results go to the CPU, so nothing is held",
 }
 """Tests that are skipped, with the reasons."""

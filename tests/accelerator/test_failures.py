@@ -20,7 +20,7 @@ def _fresh() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "which"),
-    [("alloc", (2, 9, 14, 20, 31)), ("h2d", (3, 8)), ("d2h", (2, 9)), ("kernel", (5, 300, 330))],
+    [("alloc", (2, 14, 31)), ("h2d", (3, 8)), ("d2h", (2, 9)), ("kernel", (5, 330))],
 )
 def test_a_failure_of_load_or_first_pass_leaves_nothing_behind(
     device: torch.device, card: Any, kind: str, which: tuple[int, ...]
@@ -33,10 +33,10 @@ def test_a_failure_of_load_or_first_pass_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("kind", "which"),
     [
-        ("alloc", (3, 31, 60, 91, 115, 138)),
-        ("h2d", (5, 20, 41, 60)),
-        ("d2h", (1, 7, 15)),
-        ("kernel", (10, 100, 210, 333)),
+        ("alloc", (3, 60, 138)),
+        ("h2d", (5, 60)),
+        ("d2h", (1, 15)),
+        ("kernel", (10, 333)),
     ],
 )
 def test_a_failure_of_a_growing_cache_leaves_nothing_behind(

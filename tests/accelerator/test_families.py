@@ -10,9 +10,7 @@ from tests.accelerator.subjects import subject
 CASES = (
     ("llama", torch.float32),
     ("gpt2", torch.bfloat16),
-    ("qwen3", torch.bfloat16),
     ("mixtral", torch.float32),
-    ("opt", torch.float32),
 )
 
 

@@ -14,9 +14,7 @@ from ds_finepage.execution.reload_sources import ReloadSources
 from tests.accelerator.subjects import AMPLE, plain_on
 from tests.integration.families import SLOW_LINK, logits, make_model, token_ids, tokens
 
-NEW_TOKENS = 12
-FAMILIES = ("llama", "gpt2")
-DTYPES = (torch.float32, torch.bfloat16)
+NEW_TOKENS = 6
 
 
 def plain_results(model: Any, ids: torch.Tensor, device: torch.device, **options: Any) -> Any:
@@ -28,23 +26,20 @@ def plain_results(model: Any, ids: torch.Tensor, device: torch.device, **options
     return logits(plain, ids.to(where)).cpu(), found.cpu()
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)], ids=str
-)
 def test_tokens_are_equal_and_the_budget_holds_from_attach_to_detach(
-    device: torch.device, family: str, dtype: torch.dtype
+    device: torch.device,
 ) -> None:
     torch._dynamo.reset()
     ids, given = token_ids(7), token_ids(7).to(device)
-    wanted, wanted_tokens = plain_results(make_model(family, dtype), ids, device)
-    model = make_model(family, dtype)
+    wanted, wanted_tokens = plain_results(make_model("llama"), ids, device)
+    model = make_model("llama")
     handle = ds_finepage.attach(model, device_budget=AMPLE, device=device)
     logits(model, given)
     tokens(model, given, NEW_TOKENS)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
     handle.detach()
-    for budget in (least, (least + needed) // 2, needed):
-        model = make_model(family, dtype)
+    for budget in (least, (least + needed) // 2):
+        model = make_model("llama")
         torch._dynamo.reset()
         with DeviceMeter(device) as meter:
             handle = ds_finepage.attach(model, device_budget=budget, device=device)
@@ -54,9 +49,8 @@ def test_tokens_are_equal_and_the_budget_holds_from_attach_to_detach(
         assert meter.peak_bytes <= budget
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_host_never_waits_inside_a_pass(
-    device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     set_mode = torch.get_device_module(device).set_sync_debug_mode
@@ -70,7 +64,7 @@ def test_the_host_never_waits_inside_a_pass(
 
     monkeypatch.setattr(ReloadSources, "gather_rows", gather_before_the_pass)
     ids = token_ids(7).to(device)
-    model = make_model(family, torch.bfloat16)
+    model = make_model("gpt2", torch.bfloat16)
     handle = ds_finepage.attach(model, device_budget=AMPLE, device=device)
     logits(model, ids)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
@@ -84,40 +78,13 @@ def test_the_host_never_waits_inside_a_pass(
     handle.detach()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_a_cache_that_grows_and_one_in_host_memory_give_the_same_tokens(
-    device: torch.device, dtype: torch.dtype
-) -> None:
-    torch._dynamo.reset()
-    ids, layers = token_ids(100, batch=6), {"num_hidden_layers": 10}
-    _, wanted = plain_results(make_model("llama", dtype, **layers), ids, device, cache=None)
-    model = make_model("llama", dtype, **layers)
-    handle = ds_finepage.attach(model, device_budget="2GiB", device=device)
-
-    def grown() -> torch.Tensor:
-        return tokens(model, ids.to(device), NEW_TOKENS, cache=None).cpu()
-
-    assert torch.equal(grown(), wanted)
-    assert handle.stats.num_resident_runs
-    handle.register_op_hook()  # planned from here on
-    assert torch.equal(grown(), wanted)
-    held = 2 * 10 * 6 * (100 + NEW_TOKENS) * 64 * dtype.itemsize
-    overhead = handle.stats.min_budget_bytes - 2 * held  # what libraries take, among others
-    handle.replan(budget_bytes=max(held, overhead))
-    with DeviceMeter(device) as meter:
-        assert torch.equal(grown(), wanted)
-    assert meter.peak_bytes <= handle.stats.budget_bytes
-    handle.detach()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_that_are_not_chosen_are_not_brought_in(
-    device: torch.device, dtype: torch.dtype
-) -> None:
+def test_experts_that_are_not_chosen_are_not_brought_in(device: torch.device) -> None:
     torch._dynamo.reset()
     ids, some = token_ids(7), {"num_local_experts": 8}
-    _, wanted = plain_results(make_model("mixtral", dtype, **some), ids, device, cache=None)
-    model = make_model("mixtral", dtype, **some)
+    _, wanted = plain_results(
+        make_model("mixtral", torch.bfloat16, **some), ids, device, cache=None
+    )
+    model = make_model("mixtral", torch.bfloat16, **some)
     handle = ds_finepage.attach(model, device_budget="2GiB", device=device, profile=SLOW_LINK)
     tokens(model, ids.to(device), NEW_TOKENS, cache=None)
     handle.replan(budget_bytes=handle.stats.min_budget_bytes)

@@ -153,8 +153,9 @@ def assert_idle(device: torch.device) -> None:
         assert stream.query(), f"stream {number} still has work"
 
 
-@pytest.mark.parametrize("error", (ValueError, KeyboardInterrupt))
-@pytest.mark.parametrize("at", (0, 7, 20))
+@pytest.mark.parametrize(
+    ("error", "at"), [(ValueError, 0), (KeyboardInterrupt, 7), (ValueError, 20)]
+)
 def test_an_error_between_two_tasks_leaves_nothing_under_way(
     llama: Subject, card: Any, error: type[BaseException], at: int
 ) -> None:
@@ -214,7 +215,7 @@ def test_out_of_memory_at_every_allocation_is_an_error_and_leaks_nothing(
     llama.at(AMPLE)
     gc.collect()  # cycles of earlier calls may hold a tensor until it runs by itself
     before, num_failed = live_bytes(llama), 0
-    for nth in range(1, 200, 12):
+    for nth in range(1, 200, 20):
         card.fail_nth("alloc", nth)
         try:
             assert torch.equal(call(), llama.tokens)
@@ -267,7 +268,7 @@ def test_a_hook_sees_the_tensors_of_the_device(llama: Subject) -> None:
 
 
 def test_delays_on_the_device_change_nothing(llama: Subject, card: Any) -> None:
-    for seed in range(4):
+    for seed in range(2):
         debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed, max_lane_delay_us=2000)
         llama.handle.replan(budget_bytes=llama.budgets[seed % 2], debug=debug)
         llama.check()

@@ -129,14 +129,6 @@ def test_a_target_that_is_missed_is_named(
     assert {target for target, verdict in found.items() if verdict == "NO"} == missed
 
 
-def test_a_figure_that_is_missing_is_not_run(gpu_compare: Any) -> None:
-    few = [row for row in rows(link_over_probe=None) if row.get("engine") not in ("zero", "plain")]
-    found = {row["target"]: row["met"] for row in gpu_compare.targets_of(few)}
-    assert found["link rate / probe"] == found["step, speed / zero"] == "not run"
-    assert found["prefill, time / least time"] == "not run"
-    assert gpu_compare.targets_of([]) == []
-
-
 def test_targets_differ_by_budget(gpu_compare: Any) -> None:
     assert met(gpu_compare, budget="90%")["step, speed / zero"] == "NO"
     assert "step, speed / zero" not in met(gpu_compare, budget="25%")
@@ -177,13 +169,3 @@ def test_zero_that_takes_too_much_keeps_less_and_tries_again(
         ("zero-persistence", "50%", 5_000, 250),
         ("zero-persistence", "100%", 10_000, None),
     ]
-
-
-def test_a_search_that_fails_says_why(gpu_compare: Any) -> None:
-    assert gpu_compare
-    day = importlib.import_module("day_compare")
-    bench = object.__new__(day.Bench)
-    bench.until = float("inf")
-    words = [sys.executable, "-c", "raise ValueError('no such model')"]
-    with pytest.raises(RuntimeError, match="ValueError: no such model"):
-        bench.search(words)

@@ -45,7 +45,7 @@ def outputs_of(model: Any, **settings: Any) -> list[Any]:
     found = model.generate_batch(
         inputs=[token_ids(n, seed=n)[0].tolist() for n in LENGTHS],
         generation_config=GenerationConfig(
-            max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0
+            max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
         continuous_batching_config=ContinuousBatchingConfig(
             max_batch_tokens=64, max_requests_per_batch=4, **{PAGE_SIZE: 16}, **settings

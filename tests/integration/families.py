@@ -21,8 +21,6 @@ VOCAB = 256
 POSITIONS = 256
 SLIDING_WINDOW = 16
 
-DTYPES = (torch.float32, torch.bfloat16)
-
 CACHE = cache_name(hf.LlamaForCausalLM.forward)
 """The name of a KV cache, among the arguments of a model and in what it returns."""
 
@@ -57,6 +55,15 @@ _GROUPED: dict[str, Any] = {**_GATED, "num_key_value_heads": 2}
 
 LAST: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
 """A call that keeps a cache, and returns the logits of the last position."""
+
+WIDE_CACHE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+}
+"""Sizes of a Llama whose few layers have rows of more bytes than any op needs."""
 
 FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {
     "llama": lambda **k: hf.LlamaForCausalLM(hf.LlamaConfig(**{**_GROUPED, **k})),

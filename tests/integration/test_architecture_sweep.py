@@ -1,10 +1,9 @@
-"""The sweep over architectures (benchmarks/architectures.py): options, report, what is wrong."""
+"""The sweep over architectures (benchmarks/architectures.py): its list, two models, the report."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,11 +26,6 @@ def sweep() -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def cell(sweep: Any, **values: Any) -> Any:
-    about = {"family": "vit", "group": "vision", "dtype": "float32", "budget": "min"}
-    return sweep.Cell(**{**about, **values})
-
-
 def test_there_are_fifty_architectures_beyond_the_families(sweep: Any) -> None:
     families = importlib.import_module("families").FAMILIES
     assert len(set(sweep.TINY) - set(families)) >= 50
@@ -40,22 +34,6 @@ def test_there_are_fifty_architectures_beyond_the_families(sweep: Any) -> None:
         *("vision", "diffusion", "speech", "state space", "time series", "multimodal"),
         *("text", "encoder"),
     }
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--architectures", "vitt"], "--architectures: unknown 'vitt'. Did you mean 'vit'"),
-        (["--dtypes", "float16"], "--dtypes: unknown 'float16'"),
-    ],
-)
-def test_an_option_that_cannot_be_used_is_refused(
-    sweep: Any, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        sweep.parse(words)
-    assert error.value.code == 2
-    assert text in capsys.readouterr().err
 
 
 def test_a_model_is_swept_in_a_process_of_its_own_and_reported(sweep: Any, tmp_path: Path) -> None:
@@ -77,63 +55,6 @@ def test_a_model_that_generates_is_measured(sweep: Any, monkeypatch: pytest.Monk
     found = list(sweep.measure_model("granite", "bfloat16"))
     assert [c.budget for c in found] == ["ample", "min"]
     assert not any(c.fault or c.skipped or c.unplanned for c in found)
-
-
-def test_a_library_that_is_not_installed_is_named(
-    sweep: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = replace(sweep.TINY["vit"], library="no_such_library")
-    monkeypatch.setitem(sweep.TINY, "vit", tiny)
-    (found,) = sweep.measure_model("vit", "float32")
-    assert found.skipped == "no_such_library is not installed"
-
-
-@pytest.mark.parametrize(
-    ("error", "fault"),
-    [
-        (subprocess.TimeoutExpired("python", 7, output=b""), "not done after 7 s"),
-        (None, "exit status -11: gone"),
-    ],
-)
-def test_a_process_that_ends_early_is_wrong_where_it_was(
-    sweep: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, fault: str
-) -> None:
-    line = json.dumps({**sweep.asdict(cell(sweep, budget="ample")), "reasons": ["why"]})
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if error is not None:
-            raise error
-        return subprocess.CompletedProcess(args, -11, f"noise\n{line}\n", "gone")
-
-    monkeypatch.setattr(sweep.subprocess, "run", run)
-    *before, last = sweep.run_apart("vit", ["float32"], 7)
-    assert last.fault == fault
-    assert [c.reasons for c in before] == ([] if error else [("why",)])
-    assert last.budget == ("ample" if error else "min")
-
-
-def test_a_wrong_cell_is_reported_as_such(
-    sweep: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    right = cell(sweep, budget="ample", unplanned=1, reasons=("a break",))
-    skipped = cell(sweep, family="fnet", skipped="no kernel")
-    cells = [right, cell(sweep, fault="a fault"), skipped]
-    monkeypatch.setattr(sweep, "run_apart", lambda *_: cells)
-    out = tmp_path / "architectures"
-    assert sweep.main(["--architectures", "vit", "--out", str(out)]) == 1
-    text = out.with_suffix(".md").read_text()
-    printed = capsys.readouterr().out
-    for line in (
-        "- WRONG: vit float32, min: a fault",
-        "- skipped: fnet float32: no kernel",
-        "- in part without a plan: vit: a break",
-    ):
-        assert line in text and line in printed
-    assert "1 of 2 cells are right, 1 wrong" in printed
-    assert "| vit | vision | float32 | 1 | same | WRONG | - | - |" in text
 
 
 def test_differences_are_named(sweep: Any) -> None:

@@ -16,7 +16,7 @@ from ds_finepage.errors import CaptureError
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.families import CACHE, make_model, token_ids, tokens
 
-BUDGETS = (64 << 20, 700_000)
+BUDGET = 700_000
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {"cache": "dynamic"},
     "static": {"cache": "static"},
@@ -30,20 +30,17 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "static"), ("llama", "fp8"), ("mistral", "dynamic")]
 )
-def test_every_kind_of_cache_gives_its_tokens_within_the_budget(
-    family: str, kind: str, budget: int
-) -> None:
+def test_every_kind_of_cache_gives_its_tokens_within_the_budget(family: str, kind: str) -> None:
     model = make_model(family)
     ids = token_ids(24, batch=2)
     plain = tokens(model, ids, 8, **KINDS[kind])
-    handle = attach(model, device_budget=budget, device="cpu")
+    handle = attach(model, device_budget=BUDGET, device="cpu")
     with DeviceMeter(torch.device("cpu")) as meter:
         assert torch.equal(tokens(model, ids, 8, **KINDS[kind]), plain)
-    assert meter.peak_bytes <= budget
+    assert meter.peak_bytes <= BUDGET
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     handle.detach()
 
@@ -69,7 +66,7 @@ def test_a_cache_of_tensors_that_wrap_others_gives_its_tokens() -> None:
         return model.generate(token_ids(9, batch=2), max_new_tokens=6, do_sample=False, **given)
 
     plain = generate()
-    handle = attach(model, device_budget=BUDGETS[1], device="cpu")
+    handle = attach(model, device_budget=BUDGET, device="cpu")
     assert torch.equal(generate(), plain)
     assert any("TwoTensor wraps other tensors" in r for r in handle.stats.unplanned_reasons)
     handle.detach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
-from transformers.integrations import HfDeepSpeedConfig
+from transformers import PreTrainedTokenizerFast, pipeline
 
 import ds_finepage
 from ds_finepage._compat import ENGINE_CONFIGURE
@@ -141,18 +139,6 @@ def test_forward_and_generate(planned: Any, plain: dict[str, torch.Tensor]) -> N
     assert stats == ds_finepage.handle_of(planned).stats
 
 
-def test_stock_hooks_do_not_come_back(planned: Any, plain: dict[str, torch.Tensor]) -> None:
-    """Libraries that unwrap a model for generation call these to bring them back."""
-    assert planned.optimizer.finepage is not None
-    planned.optimizer._register_deepspeed_module(planned.module)
-    planned.optimizer._register_hooks_recursively(planned.module)
-    assert not any(
-        m._forward_pre_hooks and "pre_forward_module" in str(m._forward_pre_hooks)
-        for m in planned.module.modules()
-    )
-    assert torch.equal(planned(PROMPT).logits, plain["logits"])
-
-
 def test_pipeline(planned: Any, plain: dict[str, torch.Tensor]) -> None:
     generate = pipeline(
         "text-generation", model=planned.module, tokenizer=number_tokenizer(), device="cpu"
@@ -207,35 +193,7 @@ def test_gathered_parameters_are_true_and_may_be_changed(
     assert torch.equal(planned(PROMPT).logits, plain["logits"])
 
 
-def test_saved_weights_are_true(
-    planned: Any, plain: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    saved = planned._zero3_consolidated_16bit_state_dict()  # what accelerate and Trainer save
-    for name, expected in make_model("llama").state_dict().items():
-        assert torch.equal(saved[name], expected), name
-    planned.module.save_pretrained(tmp_path, state_dict=saved)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(loaded, PROMPT), plain["logits"])
-    assert torch.equal(planned(PROMPT).logits, plain["logits"])
-
-
 # Engines of their own.
-
-
-def test_a_model_that_is_loaded_into_partitions(
-    initialize: Initialize, plain: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    make_model("llama").save_pretrained(tmp_path)
-    config = planned_config()
-    keep_alive = HfDeepSpeedConfig(config)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert all(hasattr(p, "ds_tensor") for p in model.parameters())
-    engine = initialize(model, config)
-    ds_finepage.assert_active(engine)
-    del keep_alive
-    gc.collect()
-    assert torch.equal(engine(PROMPT).logits, plain["logits"])
-    assert ds_finepage.stats(engine).num_unplanned_modules == 0
 
 
 def test_detach_gives_back_stock_zero_inference(
@@ -253,15 +211,6 @@ def test_detach_gives_back_stock_zero_inference(
     assert torch.equal(engine(PROMPT).logits, plain["logits"])
     assert torch.equal(tokens(model, PROMPT, NUM_TOKENS), plain["tokens"])
     detach(engine)
-
-
-def test_destroy_frees_the_model(deepspeed: Any) -> None:
-    model = make_model("llama")
-    engine, *_ = deepspeed.initialize(model=model, config=planned_config())
-    handle = ds_finepage.handle_of(engine)
-    engine.destroy()
-    assert not handle.attached
-    assert model._compiled_call_impl is None
 
 
 def test_two_engines_side_by_side(initialize: Initialize, plain: dict[str, torch.Tensor]) -> None:
@@ -307,24 +256,8 @@ ON = {"enabled": True}
     ("config", "message"),
     [
         (ds_config(ON, zero={"stage": 2, "offload_param": None}), "stage is 2. Set it to 3, or"),
-        (ds_config(ON, zero={"stage": 0, "offload_param": None}), "stage is 0. Set it to 3, or"),
-        (
-            ds_config(ON, optimizer={"type": "Adam", "params": {"lr": 1e-3}}),
-            "an optimizer was given",
-        ),
-        (
-            ds_config(ON, zero={"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}),
-            "NVMe offload is not done yet. Set it to 'cpu', or set finepage.enabled to false",
-        ),
-        (ds_config(ON, zero={"offload_param": None}), "offload_param.device is 'none'"),
-        (ds_config(ON, zero={"zero_quantized_weights": True}), "quantized"),
         (ds_config({"enabled": True, "device_bugdet": 1}), "Did you mean 'device_budget'?"),
-        (ds_config({"enable": True}), "Did you mean 'enabled'?"),
         ({**ds_config(), "finepages": ON}, "Did you mean 'finepage'?"),
-        (ds_config({**ON, "device_budget": "40%"}), "ambiguous"),
-        (ds_config({**ON, "device_budget": "6 gigs"}), "cannot read"),
-        (ds_config({**ON, "policy": "finepag"}), "Did you mean 'finepage'?"),
-        (ds_config(["enabled"]), "is not an object"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -342,14 +275,6 @@ def test_a_budget_above_the_device_is_refused(initialize: Initialize) -> None:
 def test_an_optimizer_object_is_refused(initialize: Initialize) -> None:
     message = refused(initialize, ds_config(ON), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     assert "an optimizer was given" in message
-
-
-def test_tensor_parallelism_over_a_part_of_the_ranks_is_refused(
-    deepspeed: Any, initialize: Initialize, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda *_, **__: 4)
-    settings = ds_config(ON, tensor_parallel={"autotp_size": 2})
-    assert "there are 4, and tensor_parallel.autotp_size is 2" in refused(initialize, settings)
 
 
 def test_fp16_where_the_device_has_none_is_refused(
@@ -385,21 +310,17 @@ def test_install_and_uninstall_may_be_repeated(initialize: Initialize) -> None:
 
 
 ORDERS = {
-    "ours first": "import ds_finepage, deepspeed",
     "ours last": "import deepspeed, ds_finepage",
     "back again": (
         "import ds_finepage; ds_finepage.uninstall(); import deepspeed; ds_finepage.install()"
     ),
+    "taken out": "import ds_finepage; ds_finepage.uninstall(); import deepspeed",
 }
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_imports_does_not_matter(order: str) -> None:
-    assert imports(ORDERS[order]) == "True"
-
-
-def test_uninstalled_before_deepspeed_is_imported_nothing_happens() -> None:
-    assert imports("import ds_finepage; ds_finepage.uninstall(); import deepspeed") == "False"
+    assert imports(ORDERS[order]) == str(order != "taken out")
 
 
 def imports(code: str) -> str:

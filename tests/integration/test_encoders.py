@@ -57,8 +57,6 @@ def make(family: str, task: str) -> Any:
     ("family", "task"),
     [
         ("Bert", "feature-extraction"),
-        ("Bert", "fill-mask"),
-        ("Bert", "text-classification"),
         ("Roberta", "fill-mask"),
         ("DistilBert", "text-classification"),
     ],

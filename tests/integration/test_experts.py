@@ -12,7 +12,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.stats import PassStats
-from tests.integration.families import DTYPES, SLOW_LINK, SLOWER_LINK, make_model, token_ids, tokens
+from tests.integration.families import SLOW_LINK, SLOWER_LINK, make_model, token_ids, tokens
 
 NUM_TOKENS = 6
 EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
@@ -31,9 +31,15 @@ def expert_bytes(model: torch.nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.dim() == 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "way", "dtype"),
+    [
+        ("mixtral", "grouped_mm", torch.float32),
+        ("mixtral", "batched_mm", torch.bfloat16),
+        ("qwen3_moe", "grouped_mm", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_a_step_reloads_the_experts_that_it_uses(family: str, way: str, dtype: torch.dtype) -> None:
     model = make_model(family, dtype, **EXPERTS[family])
     model.set_experts_implementation(way)
@@ -82,9 +88,8 @@ def test_tokens_that_agree_on_experts_move_less_than_was_planned() -> None:
         handle.detach()
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-def test_a_part_of_a_layer_of_experts_stays_on_the_device(family: str) -> None:
-    model = make_model(family, torch.float32, **EXPERTS[family])
+def test_a_part_of_a_layer_of_experts_stays_on_the_device() -> None:
+    model = make_model("qwen3_moe", torch.float32, **EXPERTS["qwen3_moe"])
     model.set_experts_implementation("grouped_mm")
     expected = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
     handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOW_LINK, split=True)

@@ -57,8 +57,11 @@ MORE_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shapes", [SHAPES, MORE_SHAPES], ids=["one size", "sizes"])
+@pytest.mark.parametrize(
+    ("shapes", "dtype"),
+    [(SHAPES, torch.bfloat16), (MORE_SHAPES, torch.float32)],
+    ids=["one size", "sizes"],
+)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_results_are_laid_out_as_the_ops_do_it(
     kind: Callable[[], nn.Module],

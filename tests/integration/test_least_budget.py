@@ -68,12 +68,10 @@ MOST_REFUSALS = 12
 @pytest.mark.parametrize(
     ("name", "work", "dtype", "split"),
     [
-        ("llama", forward, torch.float32, False),
         ("llama", beams, torch.bfloat16, True),
         ("gpt2", forward, torch.bfloat16, True),
         ("mistral", generate, torch.bfloat16, False),
         ("mixtral", generate, torch.float32, False),
-        ("t5", forward, torch.float32, False),
         ("t5", generate, torch.bfloat16, True),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

@@ -164,7 +164,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", ["llama", "tied"])  # ranks load the other one
 def test_host_bytes_stay_within_a_tenth_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     num_bytes = make_large(name, tmp_path)
     config = json.dumps(ds_config(bf16={"enabled": True}))

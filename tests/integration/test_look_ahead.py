@@ -19,7 +19,6 @@ from ds_finepage.integrations.transformers.preflight import (
     Preflight,
     kv_bytes,
     longest_of,
-    require_memory,
 )
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
@@ -63,28 +62,6 @@ def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
     handle.detach()
 
 
-def test_a_layer_whose_cache_is_larger_than_the_device_is_refused_at_once() -> None:
-    model = make_model("llama")
-    handle = attach(model, device_budget="1MiB", device="cpu")
-    with pytest.raises(PlanInfeasibleError, match="of KV cache in one layer; device_budget is"):
-        model.generate(token_ids(6), max_new_tokens=2100)
-    assert handle.stats.num_captures == 0
-    handle.detach()
-
-
-def test_what_a_generation_needs_at_its_longest() -> None:
-    model = make_model("mistral")
-    ids = token_ids(6, batch=3)
-    assert longest_of(model, (ids,), {"max_new_tokens": 4}) == Longest(3, 10, 6)
-    assert longest_of(model, (), {"input_ids": ids, "max_length": 30}) == Longest(3, 30, 6)
-    many = {"inputs": ids, "max_new_tokens": 1, "num_beams": 2, "num_return_sequences": 4}
-    assert longest_of(model, (), many) == Longest(12, 7, 6)
-    assert longest_of(model, (), {"max_new_tokens": 4}) is None
-    window = kv_bytes(model.config, torch.bfloat16, Longest(3, 100, 6))
-    assert window == 2 * 2 * 16 * 3 * 64 * 2  # layers, keys and values, rows, batch, width, bytes
-    require_memory(100, 60, 60, 40, Longest(1, 1, 1))
-
-
 @pytest.mark.parametrize("change", ({"num_hidden_layers": 3}, {"num_key_value_heads": 4}))
 def test_the_cache_of_another_model_is_refused(change: dict[str, int]) -> None:
     model, other = make_model("llama"), make_model("llama", **change)
@@ -96,15 +73,6 @@ def test_the_cache_of_another_model_is_refused(change: dict[str, int]) -> None:
             model(token_ids(1), **{CACHE: cache}, **LAST)
         model(token_ids(1), use_cache=True)
     handle.detach()
-
-
-def test_generate_goes_on_after_detach() -> None:
-    model = make_model("llama")
-    plain = tokens(model, token_ids(6), 4, cache=None)
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    assert torch.equal(tokens(model, token_ids(6), 4, cache=None), plain)
-    handle.detach()
-    assert torch.equal(tokens(model, token_ids(6), 4, cache=None), plain)
 
 
 class Emitted(BaseStreamer):
@@ -191,7 +159,7 @@ def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.Monkey
     monkeypatch.setattr("ds_finepage.integrations.transformers.preflight.capture_config", capture)
     model = make_model("llama")
     handle = attach(model, device_budget="2MiB", device="cpu")
-    for length in (40, 50, 60, 45, 70, 100):
+    for length in (40, 60, 45, 70):
         tokens(model, token_ids(length), 2, cache=None)
     assert seen == [63, 127]
     handle.detach()

@@ -97,12 +97,6 @@ def wider(folder: Path, x: torch.Tensor) -> bytes:
     return path.read_bytes()
 
 
-def of_version(text: bytes, key: str, value: Any) -> bytes:
-    document = json.loads(text)
-    document[key] = value
-    return json.dumps(document).encode()
-
-
 def of_another_arena(text: bytes, folder: Path, x: torch.Tensor) -> bytes:
     other = folder.parent / "other"
     saved(tiny(), other, x, device_budget="2MiB")
@@ -121,17 +115,10 @@ BAD_PLANS: dict[str, tuple[Callable[[bytes, Path, torch.Tensor], bytes], str]] =
         lambda text, folder, x: wider(folder, x),
         "a plan file of another model or version",
     ),
-    "the form of before": (
-        lambda text, folder, x: of_version(text, "format", 1),
-        "format version 1",
-    ),
-    "another format": (lambda text, folder, x: of_version(text, "format", 99), "format version 99"),
     "another arena": (of_another_arena, "a plan for an arena of"),
     "a wrong plan": (with_a_wrong_plan, "memgraph"),
     "truncated": (lambda text, folder, x: text[: len(text) // 2], "corrupt JSON"),
-    "empty": (lambda text, folder, x: b"", "corrupt JSON"),
     "not text": (lambda text, folder, x: b"\xff\xfe\x00", "not UTF-8 text"),
-    "another kind": (lambda text, folder, x: b"{}", "not a file of ds_finepage"),
 }
 
 

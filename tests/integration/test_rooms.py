@@ -97,8 +97,7 @@ def lfm2() -> Any:
     return hf.Lfm2ForCausalLM(config)
 
 
-@pytest.mark.parametrize("make", (gemma3, lfm2))
-@pytest.mark.parametrize("settings", ({}, {"num_beams": 3}), ids=("greedy", "beams"))
+@pytest.mark.parametrize(("make", "settings"), [(gemma3, {"num_beams": 3}), (lfm2, {})])
 def test_layers_of_other_kinds_are_beside_those_with_room(
     make: Callable[[], Any], settings: dict[str, Any]
 ) -> None:

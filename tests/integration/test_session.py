@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
-from ds_finepage.errors import PlanInfeasibleError, StoreError
-from ds_finepage.graph.memgraph import NodeKind
+from ds_finepage.errors import StoreError
 from ds_finepage.graph.taskgraph import Task
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, tiny, token_ids, tokens
@@ -106,29 +105,6 @@ def test_a_model_without_data_is_refused() -> None:
     assert model._compiled_call_impl is None
 
 
-def test_a_model_is_attached_once_at_a_time() -> None:
-    model, x = tiny(), torch.randn(3, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        with pytest.raises(StoreError, match="parameter 0.weight belongs to a model .* detach it"):
-            attach(model, device_budget="1MiB", device="cpu")
-        assert torch.equal(model(x), plain)
-    handle.detach()
-
-
-def test_a_parameter_that_somebody_set_is_reloaded() -> None:
-    model, x = tiny(), torch.randn(3, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        assert torch.equal(model(x), plain)
-        model[0].weight.data = model[0].weight.detach().clone()
-        assert torch.equal(model(x), plain)
-    assert handle.stats.passes[0].last_entry_reloaded_bytes == handle.stats.weight_bytes
-    handle.detach()
-
-
 class MixedTypes(nn.Module):
     """bfloat16 products with float32 norms, as models keep them, and a column-major weight."""
 
@@ -214,30 +190,6 @@ def test_a_prefill_that_comes_again_leaves_the_decode_steps_weights_alone() -> N
         handle.detach()
 
 
-def test_a_budget_below_one_op_names_the_op_and_both_numbers_and_more_works() -> None:
-    model, x = tiny(), torch.randn(3, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget=1000, device="cpu")
-        with pytest.raises(
-            PlanInfeasibleError, match=r"task \d+ aten\.addmm\.default \(\S+\) needs"
-        ) as e:
-            model(x)
-        assert "device_budget is 1000 bytes" in str(e.value)
-        least = int(str(e.value).split("min_budget_bytes ")[1].split(";")[0])
-        with pytest.raises(PlanInfeasibleError, match="device_budget is 1000 bytes"):
-            model(x)
-        handle.replan(budget_bytes=least)
-        assert torch.equal(model(x), plain)
-        assert handle.stats.min_budget_bytes == least
-        handle.replan(budget_bytes=least - 1)
-        with pytest.raises(PlanInfeasibleError, match=f"device_budget is {least - 1} bytes"):
-            model(x)
-        handle.replan(budget_bytes=least)
-        assert torch.equal(model(x), plain)
-    handle.detach()
-
-
 class TwoShapes(nn.Module):
     """One pass needs much in the arena and little around it, the other the reverse."""
 
@@ -279,38 +231,6 @@ def test_nothing_outlives_the_arena() -> None:
 
 
 # Hooks, and what is raised in them.
-
-
-def test_op_hooks_see_every_task_until_they_are_removed(attached: Any) -> None:
-    model, plain, _, handle = attached
-    logits(model, PROMPT)
-    (forward,) = [p for p, _ in handle.plans() if p.graph.name == handle.stats.passes[0].name]
-    seen: list[tuple[str, Task]] = []
-    shapes: list[Any] = []
-
-    def before(task: Task, operands: tuple[torch.Tensor, ...]) -> None:
-        seen.append(("before", task))
-        shapes.append([tuple(t.shape) for t in operands])
-
-    def after(task: Task, results: tuple[torch.Tensor, ...]) -> None:
-        seen.append(("after", task))
-        assert [tuple(t.shape) for t in results] == [
-            forward.graph.tensors[r].shape for r in task.results if r is not None
-        ]
-
-    remove = handle.register_op_hook(before, after)
-    only_after = handle.register_op_hook(after=lambda task, results: seen.append(("2nd", task)))
-    assert torch.equal(logits(model, PROMPT), plain)
-    computed = [n.task for n in forward.nodes if n.kind is NodeKind.COMPUTE]
-    assert computed == [t.index for t in forward.graph.tasks]
-    expected = [(w, t) for t in forward.graph.tasks for w in ("before", "after", "2nd")]
-    assert seen == expected
-    assert (1, PROMPT.shape[1]) in shapes[0]
-    remove()
-    only_after()
-    seen.clear()
-    assert torch.equal(logits(model, PROMPT), plain)
-    assert seen == []
 
 
 @pytest.mark.parametrize("error", (KeyboardInterrupt, ValueError), ids=lambda e: e.__name__)
@@ -366,40 +286,6 @@ def test_an_error_leaves_nothing_that_is_taken_for_resident(attached: Any) -> No
 # Callers.
 
 
-def test_two_threads_on_one_model_take_turns(attached: Any) -> None:
-    model, plain, plain_tokens, handle = attached
-    failed: list[Any] = []
-
-    def run() -> None:
-        try:
-            torch.set_num_threads(1)
-            for _ in range(4):
-                assert torch.equal(logits(model, PROMPT), plain)
-                assert torch.equal(tokens(model, PROMPT, 6), plain_tokens)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-
-
-@pytest.mark.parametrize("mode", (torch.inference_mode, torch.no_grad, torch.enable_grad))
-def test_callers_in_every_grad_mode(attached: Any, mode: Any) -> None:
-    model, plain, plain_tokens, _ = attached
-    with mode():
-        found = model(PROMPT).logits
-        assert torch.equal(found, plain)
-        assert not found.requires_grad
-        made = model.generate(
-            PROMPT, max_new_tokens=6, do_sample=False, cache_implementation="static"
-        )
-    assert torch.equal(made, plain_tokens)
-
-
 def test_modes_do_not_spoil_each_other(attached: Any) -> None:
     model, plain, _, handle = attached
     for mode in (torch.inference_mode, torch.enable_grad, torch.no_grad) * 2:
@@ -407,22 +293,6 @@ def test_modes_do_not_spoil_each_other(attached: Any) -> None:
         with mode():
             assert torch.equal(model(PROMPT).logits, plain)
             assert torch.equal(model(PROMPT).logits, plain)
-
-
-def test_a_caller_under_autocast_gets_what_autocast_gives() -> None:
-    torch._dynamo.reset()
-    model = make_model("llama", num_hidden_layers=1)
-    plain = logits(model, PROMPT)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain_cast = logits(model, PROMPT)
-    assert plain_cast.dtype is torch.bfloat16
-    handle = attach(model, device_budget="16MiB", device="cpu")
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(logits(model, PROMPT), plain_cast)
-        assert torch.equal(logits(model, PROMPT), plain)
-        handle.replan(budget_bytes=handle.stats.min_budget_bytes, debug=DEBUG)
-    handle.detach()
 
 
 class _MasterReads(TorchDispatchMode):

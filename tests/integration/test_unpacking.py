@@ -57,8 +57,11 @@ def packed_model() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [unpacking_model, packed_model], ids=["by hand", "by the op"])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("make", "split"),
+    [(unpacking_model, False), (packed_model, True)],
+    ids=["by hand", "by the op"],
+)
 def test_tokens_are_those_of_the_same_model_within_any_budget(make: object, split: bool) -> None:
     model = make()  # type: ignore[operator]
     expected, generated = logits(model, IDS), tokens(model, IDS, 3, cache=None)

@@ -1,6 +1,6 @@
 """Runs an action in a process of its own, so that a crash is that action's.
 
-The processes are forked from one that has imported everything already.
+The processes are forked from one that has imported everything already, and has attached to a model.
 """
 
 from __future__ import annotations
@@ -57,13 +57,16 @@ def run_in_a_process(name: str, *, deepspeed: bool) -> None:
 
 
 def _act(name: str, deepspeed: bool, answer: Any) -> None:
-    language_model = name in lives.LANGUAGE_ACTIONS
+    is_language_model = name in lives.LANGUAGE_ACTIONS
     try:
-        if deepspeed:
+        if deepspeed:  # whose process group has threads, which do not outlive a fork
             with one_process_deepspeed():
-                ALL_ACTIONS[name](make_subject(deepspeed=True, language_model=language_model))
+                ALL_ACTIONS[name](make_subject(deepspeed=True, language_model=is_language_model))
         else:
-            ALL_ACTIONS[name](make_subject(deepspeed=False, language_model=language_model))
+            from tests.integration.actions.warm import SUBJECTS  # made before the fork
+
+            SUBJECTS.pop(not is_language_model).handle.detach()
+            ALL_ACTIONS[name](SUBJECTS.pop(is_language_model))
         answer.send("")
     except pytest.skip.Exception as skipped:
         answer.send(f"skipped: {skipped}")

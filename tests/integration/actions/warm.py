@@ -1,13 +1,11 @@
-"""Does once what every action begins with, so that processes forked from this one begin faster."""
+"""Makes the subjects of the actions once; each process that is forked from this one has them."""
 
 from __future__ import annotations
 
-from tests.integration.actions.subjects import Subject, make_subject
+from tests.integration.actions.subjects import make_subject
 
-
-def _warm_up() -> None:
-    subject: Subject = make_subject(deepspeed=False, language_model=False)
-    subject.handle.detach()  # which ends its threads
-
-
-_warm_up()
+SUBJECTS = {
+    is_language_model: make_subject(deepspeed=False, language_model=is_language_model)
+    for is_language_model in (False, True)
+}
+"""By whether it is a language model; their copies are made in the caller's thread, so they fork."""
