@@ -28,10 +28,6 @@ CHOSEN = {
         "test_budget.py::test_the_meter_never_reads_more_than_the_budget[short-min]",
         "test_experts.py::test_a_step_reloads_the_experts_that_it_uses"
         "[qwen3_moe-grouped_mm-torch.bfloat16]",
-        "test_families.py::test_logits_and_tokens_are_those_of_plain_transformers"
-        "[gpt2-bfloat16-50%]",
-        "test_generation.py::test_the_default_cache_gives_the_tokens_of_plain_transformers"
-        "[gpt2-torch.bfloat16]",
     ),
 }
 """Tests of tests/integration, by the dtype of models for which a test names none."""

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ds_finepage.cli import main
 from ds_finepage.cli.demo import TINY
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import make_checkpoint
-from ds_finepage.reporting.results import LOG_FILE, load_passes, load_results, run_folder
+from ds_finepage.reporting.results import LOG_FILE, load_passes, run_folder
 
 SHAPE = replace(TINY, num_hidden_layers=2)
-CODE = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
-)
+CODE = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
 OPTIONS = ("--device-budget", "90%weights", "--prompt", "8", "--new", "5", "--repeats", "1")
 
 
@@ -95,47 +89,3 @@ def test_a_finished_comparison_is_only_shown_again(
     words = command(model, out, "--arms", "all", "--json", "--resume")[3:]
     assert main(words) == 0
     assert [found["arm"] for found in json.loads(capsys.readouterr().out)["runs"]] == list(runs)
-
-
-def test_an_interrupt_keeps_what_is_finished(
-    model: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    """As from a terminal: the whole process group gets the signal."""
-    out = tmp_path / "out"
-    with subprocess.Popen(
-        command(model, out, "--arms", "plain,accelerate-map"),
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "plain transformers" in line:
-                break
-        os.killpg(process.pid, signal.SIGINT)
-        error = process.stderr.read()
-    assert process.returncode == 130
-    assert f"finished runs are in {out}; --resume goes on" in error
-    assert [found.arm for found in load_results(out).runs] == ["plain"]
-
-
-def test_no_rank_outlives_sigterm(model: Path, tmp_path: Path, environment: dict[str, str]) -> None:
-    with subprocess.Popen(
-        command(model, tmp_path / "out", "--arms", "finepage", "--ranks", "2"),
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        assert "modelling" in process.stderr.readline()
-        ranks: list[psutil.Process] = []
-        while len(ranks) < 2:  # the limit of pytest ends a wait in vain
-            assert process.poll() is None
-            os.sched_yield()
-            ranks = psutil.Process(process.pid).children()
-        process.terminate()
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert error.endswith("--resume goes on\nds-finepage: terminated\n")
-    assert not any(rank.is_running() for rank in ranks)

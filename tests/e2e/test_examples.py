@@ -67,11 +67,9 @@ def test_generate_with_plain_python_and_with_the_launcher(
 ) -> None:
     given = ["examples/generate.py", "--model", checkpoint, "--prompt", PROMPT, "--new-tokens", 8]
     deepspeed = ["--deepspeed", "--deepspeed_config"]
-    stock = ROOT / "configs" / "zero_inference_cpu.json"
     tokens = []
     for name, before, options in (
         ("plain", [sys.executable], []),
-        ("stock", [sys.executable], [*deepspeed, stock]),
         ("planned", [sys.executable], [*deepspeed, ds_config]),
         ("launched", launcher, [*deepspeed, ds_config]),
     ):
@@ -81,7 +79,7 @@ def test_generate_with_plain_python_and_with_the_launcher(
         found = json.loads(output.read_text())
         assert len(found["seconds"]) == 1
         tokens.append(found["tokens"])
-    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+    assert tokens[0] == tokens[1] == tokens[2]
     assert len(set(tokens[0][-8:])) > 1  # greedy tokens vary
 
 
