@@ -265,24 +265,6 @@ def test_a_budget_above_the_device_is_refused(device: torch.device, card: Any) -
         attached(WithBuffers(), device, device_budget="2MiB")
 
 
-def test_two_models_take_turns_and_one_is_detached_in_the_middle(device: torch.device) -> None:
-    torch._dynamo.reset()
-    ids = token_ids(5)
-    models = [make_model(family, num_hidden_layers=1) for family in ("llama", "opt")]
-    plain = [tokens(m, ids, 3, cache=None) for m in models]
-    handles = [attached(m, device) for m in models]
-    given = ids.to(device)
-    for turn in range(3):
-        for model, handle, wanted in zip(models, handles, plain, strict=True):
-            assert torch.equal(tokens(model, given, 3, cache=None).cpu(), wanted)
-            if not turn:
-                handle.replan(budget_bytes=handle.stats.min_budget_bytes)
-    handles[0].detach()  # its last pass may still run
-    assert torch.equal(tokens(models[0], ids, 3, cache=None), plain[0])
-    assert torch.equal(tokens(models[1], given, 3, cache=None).cpu(), plain[1])
-    handles[1].detach()
-
-
 class WithTables(nn.Module):
     """Reads a large buffer and changes another."""
 

@@ -20,12 +20,10 @@ from transformers import AutoModelForCausalLM, modeling_utils
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
-from ds_finepage._compat import MODEL_BUILD, MODEL_LOAD
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed import checkpoint_files, loading
 from ds_finepage.integrations.deepspeed.checkpoint_files import FileTensor
 from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
-from ds_finepage.integrations.deepspeed.patches import is_wrapped
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
 
@@ -230,17 +228,6 @@ def test_a_checkpoint_of_another_dtype_is_converted(tmp_path: Path, seen: dict[s
     assert_same(masters(model), dict(expected.to(torch.bfloat16).named_parameters()))
 
 
-def test_conversions_are_copied_one_by_one_in_every_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = make_model("mixtral")
-    expected.save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "keeps_conversions", lambda _: True)
-    model, info = load(tmp_path, output_loading_info=True)
-    assert_same(masters(model), dict(expected.named_parameters()))
-    assert not info["missing_keys"] and not info["error_msgs"]
-
-
 def test_a_base_model_fits_into_one_with_a_head(tmp_path: Path, seen: dict[str, Any]) -> None:
     """Keys of the checkpoint lack the prefix, and the head is missing."""
     make_model("llama").model.save_pretrained(tmp_path)
@@ -366,12 +353,6 @@ def assert_stock_names() -> None:
     assert modeling_utils.load_state_dict.__module__ == "transformers.modeling_utils"
 
 
-def is_installed() -> bool:
-    wrapped = [is_wrapped(hf.PreTrainedModel, name) for name in (MODEL_BUILD, MODEL_LOAD)]
-    assert len(set(wrapped)) == 1
-    return wrapped[0]
-
-
 @pytest.mark.parametrize("section", [None, {"enabled": False}])
 def test_without_finepage_loading_is_stock(
     section: Any, tmp_path: Path, seen: dict[str, Any]
@@ -419,23 +400,6 @@ def test_other_formats_are_read_as_by_stock(tmp_path: Path, seen: dict[str, Any]
     model = load(tmp_path)
     assert seen == {"types": {torch.Tensor}, "gathered": 0}
     assert_same(masters(model), dict(expected.named_parameters()))
-
-
-def test_install_and_uninstall_may_be_repeated(tmp_path: Path, seen: dict[str, Any]) -> None:
-    make_model("llama").save_pretrained(tmp_path)
-    assert is_installed()
-    wrapped = vars(hf.PreTrainedModel)[MODEL_LOAD]
-    ds_finepage.install()
-    assert vars(hf.PreTrainedModel)[MODEL_LOAD] is wrapped
-    try:
-        ds_finepage.uninstall()
-        ds_finepage.uninstall()
-        assert not is_installed()
-        load(tmp_path)
-        assert seen["types"] == {torch.Tensor}
-    finally:
-        ds_finepage.install()
-    assert is_installed()
 
 
 def test_the_seam_waits_for_transformers() -> None:

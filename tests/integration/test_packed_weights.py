@@ -12,7 +12,6 @@ import torch
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
-from ds_finepage.errors import ConfigError
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.packed import PACKED_LINEAR, SLICED_LINEAR
@@ -187,23 +186,3 @@ def test_a_product_is_one_task_that_writes_into_place() -> None:
             assert 0 <= measured.workspace_bytes - known.workspace_bytes < 16
             assert known.workspace_bytes == 32 * 16 * 4 + 32 * 8
     handle.detach()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weights": "int4"}, r"0.weight has rows of 16, which groups of 64 do not divide"),
-        ({"weights": "int5"}, "'int5' is unknown"),
-        ({"weights": "int8", "weights_group": 7}, "7 is odd"),
-    ],
-)
-def test_a_model_that_cannot_be_packed_stays_as_it_is(
-    settings: dict[str, Any], message: str
-) -> None:
-    model = tiny()
-    x = torch.ones(2, 16)
-    expected = model(x)
-    with pytest.raises(ConfigError, match=message):
-        attach(model, device="cpu", **settings)
-    assert not any(isinstance(m, PackedLinear) for m in model.modules())
-    assert torch.equal(model(x), expected)
