@@ -41,7 +41,7 @@ from ds_finepage.run import prepare_one_process
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.plan_runner import PlanRunner
 
-PERCENTS = (50, 25, 90, 100)
+PERCENTS, TINY_PERCENTS = (50, 25, 90, 100), (50, 100)
 """Budgets, the most telling one first: time may end before the list."""
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 5
@@ -88,6 +88,11 @@ class Day:
             new_tokens=NEW_TOKENS,
             made_s=time.perf_counter() - start,
         )
+
+    @property
+    def percents(self) -> tuple[int, ...]:
+        """The budgets, as parts of the weights."""
+        return TINY_PERCENTS if self.name == "tiny" else PERCENTS
 
     def budget_bytes(self, percent: int) -> int:
         """Return a budget that is a part of the weights."""
@@ -153,7 +158,7 @@ class Day:
     def attached(self) -> None:
         """Run ds_finepage by ``attach`` under every budget."""
         handle: Handle | None = None
-        for percent in PERCENTS:
+        for percent in self.percents:
             with self.arm(OURS, f"{percent}%") as cells:
                 budget_bytes = self.budget_bytes(percent)
                 if handle is None:
@@ -219,7 +224,7 @@ class Day:
         self.stock(config, fetches, where, "default", {})
         least = least_prefetch(self.model)
         least_bytes = self.stock(config, fetches, where, "least prefetch", least)
-        for percent in PERCENTS if least_bytes else ():
+        for percent in self.percents if least_bytes else ():
             room = (self.budget_bytes(percent) - least_bytes) // DTYPE.itemsize
             kept = {
                 "stage3_param_persistence_threshold": ALL_WEIGHTS,

@@ -22,8 +22,8 @@ from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 300
-NUM_SEEDS = 4
+NUM_TOKENS = 140
+NUM_SEEDS = 3
 SHORT = ((5, 12), (9, 20), (40, 3))
 CUT = ("llama", "gpt2")  # of GPT-2 the head alone: the others are transposed
 
@@ -55,8 +55,7 @@ class Attached:
 def attached(request: pytest.FixtureRequest) -> Iterator[Attached]:
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    more = {"n_positions": 512} if request.param == "gpt2" else {}
-    model = make_model(request.param, max_position_embeddings=512, **more)
+    model = make_model(request.param)
     plain = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
     plain_short = [tokens(model, token_ids(n), new, cache=None) for n, new in SHORT]
     handle = attach(model, device_budget="64MiB", device="cpu", split=True)
@@ -73,7 +72,7 @@ def attached(request: pytest.FixtureRequest) -> Iterator[Attached]:
 def test_a_long_generation_is_captured_as_often_as_a_short_one(attached: Attached) -> None:
     # A prefill and a step, a step of any length, and mistral's step once its window is full.
     assert attached.handle.stats.num_captures <= 4
-    assert attached.num_plans - 2 <= 6  # 16, 32, ... 512 rows
+    assert attached.num_plans - 2 <= 5  # 16, 32, ... 256 rows
 
 
 @pytest.mark.parametrize("share", (0, 1, 2))
@@ -146,12 +145,11 @@ def test_a_call_that_fits_only_as_it_is_needs_no_capture_of_its_own(is_known: bo
     handle.detach()
 
 
-@pytest.mark.parametrize("split", (False, True))
-def test_a_cache_that_moves_in_the_middle_makes_way(split: bool) -> None:
+def test_a_cache_that_moves_in_the_middle_makes_way() -> None:
     torch._dynamo.reset()
     model = make_model("gpt2")
     plain = tokens(model, token_ids(5), 150, cache=None)
-    handle = attach(model, device_budget="64MiB", device="cpu", split=split)
+    handle = attach(model, device_budget="64MiB", device="cpu", split=True)
     tokens(model, token_ids(5), 4, cache=None)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
     handle.replan(budget_bytes=least + (needed - least) // 8)
