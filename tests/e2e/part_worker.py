@@ -1,15 +1,12 @@
 """What one rank does in ``test_rank_parts.py``: writes what it found into a file of its own.
 
 The ranks hold each weight together, as plain ZeRO stage 3 shards it. The first argument is a mode:
-"all" for all families, budgets and faults on two ranks, "families" for some families under all
-budgets on any number of ranks, "loaded" for a checkpoint that stock partitions on any number of
-ranks, "killed" for a rank that is gone.
+"all" for families, budgets and faults on two ranks, "more" for other families under all budgets,
+and a checkpoint that stock partitions, on any number of ranks.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -172,20 +169,6 @@ def out_of_step(engine: Any) -> dict[str, Any]:
     return found
 
 
-def be_killed() -> None:
-    """Let rank 1 be gone in the middle of a generation; write what rank 0 sees."""
-    engine = engine_of(made("llama", torch.float32), ds_config(size=1))
-
-    def before(task: Any, operands: Any) -> None:
-        if RANK == 1 and task.index == 10:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the other ranks, too
-    ds_finepage.handle_of(engine).register_op_hook(before=before)
-    write({"error": error_of(lambda: generated(engine.module))})
-    raise SystemExit(3)
-
-
 def run_loaded() -> dict[str, Any]:
     """Let stock partition a checkpoint while it is loaded."""
     plain = made("odd llama", torch.float32)
@@ -206,39 +189,35 @@ def run_loaded() -> dict[str, Any]:
     return found
 
 
+FAMILIES = (("llama", torch.float32), ("gpt2", torch.float32), ("qwen3", torch.bfloat16))
+
+
 def run_all() -> dict[str, Any]:
     found: dict[str, Any] = {"setups": refused_setups()}
-    for name in MAKERS_OF_PARTS:
-        for dtype in (torch.bfloat16, torch.float32) if name == "llama" else (torch.float32,):
-            key = f"{name} {str(dtype).removeprefix('torch.')}"
-            found[key], engine, plain = run_family(name, dtype)
-            if key == "llama float32":
-                # Rank 1 stops early; plain models of both ranks do not wait for each other.
-                found["early stop"] = is_equal(engine.module, plain, NUM_NEW - 2 * RANK)
-                found["after it"] = is_equal(engine.module, plain)
-                found["share of one rank"] = share_of_one_rank(plain, ds_config(size=1))
-                found["changed"] = changed(engine.module, plain)
-                of_llama = engine
+    for name, dtype in FAMILIES:
+        found[name], engine, plain = run_family(name, dtype)
+        if name == "llama":
+            # Rank 1 stops early; plain models of both ranks do not wait for each other.
+            found["early stop"] = is_equal(engine.module, plain, NUM_NEW - 2 * RANK)
+            found["after it"] = is_equal(engine.module, plain)
+            found["share of one rank"] = share_of_one_rank(plain, ds_config(size=1))
+            found["changed"] = changed(engine.module, plain)
+            of_llama = engine
     found["out of step"] = out_of_step(of_llama)
     return found
 
 
-def run_families() -> dict[str, Any]:
-    """Run a few families in bfloat16."""
-    names = ("odd llama", "gpt2", "mixtral")
-    return {name: run_family(name, torch.bfloat16)[0] for name in names}
-
-
-MODES = {"all": run_all, "families": run_families, "loaded": run_loaded}
+def run_more() -> dict[str, Any]:
+    families = (("odd llama", torch.float32), ("mixtral", torch.bfloat16))
+    found = {name: run_family(name, dtype)[0] for name, dtype in families}
+    return {**found, "loaded": run_loaded()}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if MODE == "killed":
-        be_killed()
     deepspeed.init_distributed("gloo")
-    write(MODES[MODE]())
+    write(run_all() if MODE == "all" else run_more())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What one rank does in ``test_rank_loading.py``: loads checkpoints under tensor parallelism.
 
-The arguments are a mode and a folder. "values" makes a checkpoint of each family in the folder, and
-compares the masters of the shards with those of a model that was loaded whole, and then cut.
-"bytes" measures the host memory of a load. Writes what it found into a file of its own.
+The last argument is a folder. Measures the host memory of a load, where the folder has a large
+checkpoint. Then makes a checkpoint of each family in the folder, and compares the masters of the
+shards with those of a model that was loaded whole, and then cut. Writes what it found into a file
+of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.e2e.rank_worker import (
 )
 
 FAMILIES = ("llama", "qwen3", "opt", "mixtral")
-MODE, FOLDER = sys.argv[-2], Path(sys.argv[-1])
+FOLDER = Path(sys.argv[-1])
 
 
 def config_of(folder: Path, dtype: torch.dtype) -> Any:
@@ -115,7 +116,8 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    found: Any = measured() if MODE == "bytes" else compared_families()
+    found: dict[str, Any] = {"bytes": measured() if (FOLDER / "large").exists() else {}}
+    found["values"] = compared_families()
     (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
 
 

@@ -13,29 +13,37 @@ from tests.integration.test_loading import make_large
 WORKER = Path(__file__).with_name("shard_worker.py")
 
 
-def of_ranks(mode: str, folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
+HAS_PEAKS = Path("/proc/self/clear_refs").exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Make a large checkpoint where its load can be measured; return the folder, and its bytes."""
+    folder = tmp_path_factory.mktemp("shards")
+    return folder, make_large("mixtral", folder) if HAS_PEAKS else 0
+
+
+@pytest.fixture(scope="module")
+def ranks(checkpoints: tuple[Path, int], environment: dict[str, str]) -> list[dict[str, Any]]:
+    folder, _ = checkpoints
     torchrun = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port()]
-    launch(torchrun, mode, folder, environment, WORKER)
+    launch(torchrun, "load", folder, environment, WORKER)
     return [found_by(rank, folder) for rank in (0, 1)]
 
 
-def test_masters_are_those_of_a_model_that_was_loaded_whole(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    for found in of_ranks("values", tmp_path, environment):
+def test_masters_are_those_of_a_model_that_was_loaded_whole(ranks: list[dict[str, Any]]) -> None:
+    for found in (each["values"] for each in ranks):
         assert len(found) == 4
         assert all(each["names"] and not each["different"] for each in found.values())
         assert found["llama"]["tokens"] and found["llama"]["unplanned"] == 0
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("name", ("mixtral",))
+@pytest.mark.skipif(not HAS_PEAKS, reason="needs Linux's /proc")
 def test_host_bytes_of_all_ranks_stay_within_a_tenth_of_the_checkpoint(
-    name: str, tmp_path: Path, environment: dict[str, str]
+    checkpoints: tuple[Path, int], ranks: list[dict[str, Any]]
 ) -> None:
     """A page that the ranks share counts for the rank that reads it, so the sum has it once."""
-    num_bytes = make_large(name, tmp_path)
-    found = of_ranks("bytes", tmp_path, environment)
-    peak_bytes = sum(each["peak"] for each in found)
+    _, num_bytes = checkpoints
+    peak_bytes = sum(each["bytes"]["peak"] for each in ranks)
     assert num_bytes < 1.01 * peak_bytes  # the masters themselves were seen
     assert peak_bytes <= 1.1 * num_bytes

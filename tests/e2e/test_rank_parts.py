@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from tests.e2e.test_ranks import TORCHRUN, found_by, free_port, launch
 
 WORKER = Path(__file__).with_name("part_worker.py")
-FAMILIES = ("llama", "odd llama", "gpt2", "qwen3", "mixtral")
 
 
 def found_on(
@@ -30,34 +28,42 @@ def ranks(
     return found_on(2, "all", tmp_path_factory.mktemp("parts"), environment)
 
 
-@pytest.mark.parametrize("name", ["llama bfloat16", *map("{} float32".format, FAMILIES)])
-def test_results_are_those_of_the_plain_model_under_every_budget(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
-    for each in ranks:
-        found = each[name]
-        assert found["equal"] == {"0.7": True, "0.0": True, "1.0": True}
-        assert found["unplanned"] == []
-        assert min(found["link"]) > 0
-        assert found["share of host memory"] == pytest.approx(1 / 2, rel=0.01)
-    assert ranks[0][name]["reloaded"] == ranks[1][name]["reloaded"]
-
-
 @pytest.fixture(scope="module")
 def four(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    return found_on(4, "families", tmp_path_factory.mktemp("four"), environment)
+    return found_on(4, "more", tmp_path_factory.mktemp("four"), environment)
 
 
-@pytest.mark.parametrize("name", ("odd llama", "gpt2", "mixtral"))
+def check_family(found: list[dict[str, Any]], rel: float) -> None:
+    """Hold what the ranks have found about one family against the plain model."""
+    for each in found:
+        assert each["equal"] == {"0.7": True, "0.0": True, "1.0": True}
+        assert each["unplanned"] == []
+        assert min(each["link"]) > 0
+        assert each["share of host memory"] == pytest.approx(1 / len(found), rel=rel)
+    assert len({each["reloaded"] for each in found}) == 1
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "qwen3"))
+def test_results_are_those_of_the_plain_model_under_every_budget(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    check_family([each[name] for each in ranks], 0.01)
+
+
+@pytest.mark.parametrize("name", ("odd llama", "mixtral"))
 def test_four_ranks_run_under_every_budget(four: list[dict[str, Any]], name: str) -> None:
-    for each in four:
-        found = each[name]
-        assert found["equal"] == {"0.7": True, "0.0": True, "1.0": True}
-        assert found["unplanned"] == []
-        assert found["share of host memory"] == pytest.approx(1 / 4, rel=0.02)
-    assert len({each[name]["reloaded"] for each in four}) == 1
+    check_family([each[name] for each in four], 0.02)
+
+
+def test_four_ranks_run_a_checkpoint_that_stock_has_partitioned(
+    four: list[dict[str, Any]],
+) -> None:
+    for found in (each["loaded"] for each in four):
+        assert found["equal"] and found["unplanned"] == []
+        assert found["share of host memory"] == pytest.approx(1 / 4, rel=0.01)
+        assert found["reloaded"] > 0
 
 
 def test_a_rank_reloads_its_part_of_what_one_rank_reloads(ranks: list[dict[str, Any]]) -> None:
@@ -110,20 +116,3 @@ def test_an_exception_on_one_rank_ends_the_others(ranks: list[dict[str, Any]]) -
     assert own["in time"] and other["in time"]
     assert "Start all ranks again." in own["afterwards"]
     assert "Start all ranks again." in other["afterwards"]
-
-
-def test_four_ranks_run_a_checkpoint_that_stock_has_partitioned(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    for found in found_on(4, "loaded", tmp_path, environment):
-        assert found["equal"] and found["unplanned"] == []
-        assert found["share of host memory"] == pytest.approx(1 / 4, rel=0.01)
-        assert found["reloaded"] > 0
-
-
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, environment: dict[str, str]) -> None:
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    launcher += ["--master_port", free_port(), "--module", "ds_finepage.run"]
-    assert launch(launcher, "killed", tmp_path, environment, WORKER) != 0
-    error = found_by(0, tmp_path)["error"]
-    assert error.startswith("RankError: A pass ended in the middle: an all-gather with the other")
