@@ -10,7 +10,6 @@ from torch._C import (
     _get_mkldnn_enabled,
     _get_tracing_state,
     _len_torch_dispatch_stack,
-    _nn,
 )
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
@@ -103,7 +102,6 @@ __all__ = [
     "_get_mkldnn_enabled",
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
-    "_nn",
     "_pop_mode_temporarily",
     "_profiler_enabled",
     "callback_handler",
