@@ -191,39 +191,14 @@ def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
 ) -> None:
     calls: list[int] = []
     task = BoundTask(lambda: calls.append(1), [], {})
-    cold = torch.zeros(4, dtype=torch.uint8)
-    measure._time(task, lambda: None, cold)
+    measure._run(task, lambda: None)
     assert len(calls) == 3
     monkeypatch.setattr(measure, "REPEAT_BELOW_NS", -1)
-    measure._time(task, lambda: None, cold)
+    measure._run(task, lambda: None)
     assert len(calls) == 4
 
 
-def test_caches_lose_the_operands_before_each_timed_run() -> None:
-    cold = torch.zeros(4, dtype=torch.uint8)
-    seen: list[list[int]] = []
-
-    def call() -> None:
-        seen.append(cold.tolist())
-        cold.zero_()
-
-    measure._time(BoundTask(call, [], {}), lambda: None, cold)
-    assert seen == [[1] * 4] * 3
-
-
-def test_weights_are_colder_than_other_operands() -> None:
-    draft = Draft()
-    x, y = draft.tensor(INPUT, 1, 1 << 12), draft.tensor(ACTIVATION, 1, 1 << 12)
-    w = draft.tensor(WEIGHT, 1 << 12, 1 << 12, name="w")
-    draft.task("aten.mm.default", x, w, out=(y,))
-    draft.task("aten.neg.default", y, out=(draft.tensor(ACTIVATION, 1, 1 << 12),))
-    graph = draft.graph()
-    flushed = [measure._flushed_bytes(graph, task) for task in graph.tasks]
-    assert flushed == [measure.MOST_FLUSHED_BYTES, 0]
-
-
 def test_a_copy_to_host_memory_is_measured() -> None:
-    """Its op has a name of ours, as the ranges have in which the profiler looks."""
     draft = Draft()
     x, y = draft.tensor(INPUT, 8), draft.tensor(BufferKind.HOST, 8)
     draft.task(TO_HOST, x, out=(y,))

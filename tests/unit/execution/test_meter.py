@@ -103,8 +103,9 @@ def test_a_profile_inside_a_meter_ends_it_and_that_is_said() -> None:
 def test_another_profile_may_run_where_the_meter_makes_room() -> None:
     with DeviceMeter(CPU) as meter:
         kept = [block()]
-        with free_profiler(), profile(use_kineto=False):
-            block(8 * MIB)  # unseen
+        for inner in (DeviceMeter(CPU), profile(use_kineto=False)):
+            with free_profiler(), inner:
+                block(8 * MIB)  # unseen
         kept.append(block())
     assert meter.peak_bytes == meter.live_bytes == 2 * MIB
 
