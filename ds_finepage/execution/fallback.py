@@ -188,7 +188,7 @@ def is_traced() -> bool:
     Such a call runs in PyTorch, on parameters that show the host masters.
     """
     return (
-        torch.jit.is_tracing()
+        torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         or get_dynamic_layer_stack_depth() > 0
         or any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
     )

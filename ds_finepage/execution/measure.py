@@ -35,7 +35,7 @@ from ds_finepage.execution.ops import (
     run_and_copy,
     unused_results,
 )
-from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
+from ds_finepage.execution.trial import OTHER_RESULTS, Trial, same, scratch_bytes
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.packed import PACKED_PRODUCTS, wants_fused
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
@@ -190,21 +190,20 @@ class OpMeter:
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         device = self._device
         at_start = device.live_bytes
-        tiles, unused = Tiles(device.where), unused_results(graph)
+        unused = unused_results(graph)
         run = partial(_run_on_accelerator, device) if isinstance(device, Accelerator) else _run
         # Ops that draw random numbers must not draw them from the program's own sequence.
         with torch.inference_mode(False), torch.no_grad(), fork_rng([device.where]):
             for signature, task in tasks.items():
                 with suppress(torch.OutOfMemoryError):
-                    self._costs[signature] = _try(graph, task, tiles, unused, run)
-        del tiles
+                    self._costs[signature] = _try(graph, task, device.where, unused, run)
         self.library_bytes += max(0, device.live_bytes - at_start) * self._num_streams
 
 
 def _try(
     graph: TaskGraph,
     task: Task,
-    tiles: Tiles,
+    where: torch.device,
     unused: frozenset[int],
     run: Callable[[BoundTask, Callable[[], None]], tuple[int, int]],
 ) -> OpCost:
@@ -213,7 +212,7 @@ def _try(
     Args:
         graph: Where the task stands.
         task: What to run.
-        tiles: What to fill scratch with.
+        where: The device.
         unused: Results that no task reads.
         run: Runs a bound task, calls the check once it has run, and returns what the task takes: a
             time, and its workspace.
@@ -222,7 +221,7 @@ def _try(
     # How many numbers a random op draws may depend on its form.
     may_be_in_place = has_out_form(task) and not is_random(task)
     for into_place in (True, False) if may_be_in_place else (False,):
-        trial = Trial(graph, task, tiles, unused)  # scratch of the trial before is free by now
+        trial = Trial(graph, task, where, unused)  # scratch of the trial before is free by now
         try:
             wanted = trial.alone()
             took = run(trial.bind(into_place=into_place), partial(_check, trial, wanted))

@@ -20,7 +20,6 @@ from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.runtime.device_memory import DeviceState
 from tests.accelerator.subjects import AMPLE, Subject, subject
 from tests.integration.families import CACHE, logits, token_ids
-from tests.unit.execution.graphs import INPUT, Draft
 
 NUM_STEPS = 4
 
@@ -272,17 +271,3 @@ def test_delays_on_the_device_change_nothing(llama: Subject, card: Any) -> None:
         debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed, max_lane_delay_us=2000)
         llama.handle.replan(budget_bytes=llama.budgets[seed % 2], debug=debug)
         llama.check()
-
-
-def test_indices_are_read_into_the_same_host_memory(device: torch.device) -> None:
-    draft = Draft()
-    ids = draft.tensor(INPUT, 1, 4, dtype="int64")
-    sources = ReloadSources(draft.graph((ids,), ()), {}, pinned=True)
-    found = []
-    for numbers in ([[1, 2, 3, 4]], [[5, 6, 7, 8]], [[9]]):
-        given = torch.tensor(numbers)
-        assert sources._indices_of(ids.tensor, [given]) is given
-        read = sources._indices_of(ids.tensor, [given.to(device)])
-        assert read.is_cpu and torch.equal(read, given)
-        found.append(read)
-    assert found[0] is found[1]

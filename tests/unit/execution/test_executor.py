@@ -20,7 +20,7 @@ from ds_finepage.execution.routed import RouteRead
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.policies import PAGING, plan_steady
+from ds_finepage.planning.policies import PAGING
 from tests.unit.execution.graphs import (
     ACTIVATION,
     CONSTANT,
@@ -101,13 +101,6 @@ def test_delays_and_poison_change_no_result(
         x = torch.randn(N, N)
         (found,) = made(x)
         assert torch.equal(found, deep_in_eager(x, weights))
-
-
-def test_a_tight_arena_offloads_and_brings_back() -> None:
-    """The graph above really needs the pinned pool at its least arena."""
-    graph, _ = deep()
-    memgraph = plan_steady(graph, arena_bytes=min_arena_bytes(graph, 64), policy="finepage")
-    assert memgraph.offloaded_bytes > 0 and memgraph.host_bytes > 0
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -209,14 +202,6 @@ def test_state_is_changed_where_the_caller_has_it(rig: Callable[..., Rig]) -> No
     assert mine[:, 0].tolist() == [1.0, 0.0, 3.0, 0.0]
 
 
-def test_a_task_reads_an_argument_itself(rig: Callable[..., Rig]) -> None:
-    seen: list[torch.Tensor] = []
-    made = rig(negated(), hooks=[OpHook(before=lambda task, operands: seen.extend(operands))])
-    given = torch.ones(3)
-    made(given)
-    assert any(operand is given for operand in seen)
-
-
 @pytest.mark.parametrize("make", [nn.Parameter, lambda t: t.requires_grad_()])
 def test_an_argument_that_needs_a_gradient_gets_none(
     rig: Callable[..., Rig], make: Callable[[torch.Tensor], torch.Tensor]
@@ -286,17 +271,12 @@ def test_numbers_among_the_arguments_are_passed_over(rig: Callable[..., Rig]) ->
 def test_an_argument_of_another_form_is_refused(
     rig: Callable[..., Rig], arg: torch.Tensor, found: str
 ) -> None:
+    made = rig(negated())
     with pytest.raises(TaskMismatchError) as caught:
-        rig(negated())(arg)
+        made(arg)
     message = str(caught.value)
     assert message.startswith(f"argument 0 of by hand has shape {found}")
     assert "captured were (3,), (1,)" in message
-
-
-def test_a_refused_call_leaves_the_executor_usable(rig: Callable[..., Rig]) -> None:
-    made = rig(negated())
-    with pytest.raises(TaskMismatchError):
-        made(torch.ones(4))
     assert torch.equal(made(torch.ones(3))[0], -torch.ones(3))
 
 
