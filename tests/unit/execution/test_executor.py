@@ -18,7 +18,7 @@ from ds_finepage.execution.program import lower
 from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.execution.routed import RouteRead
 from ds_finepage.graph.memgraph import Lane
-from ds_finepage.graph.taskgraph import GraphOutput, Task, TaskGraph
+from ds_finepage.graph.taskgraph import GraphOutput, Task
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING
 from tests.unit.execution.graphs import (
@@ -231,38 +231,6 @@ def test_an_argument_that_is_returned_is_a_new_tensor(rig: Callable[..., Rig]) -
     assert same is not given and same.data_ptr() == given.data_ptr()
 
 
-def test_an_output_may_be_a_part_of_its_buffer(rig: Callable[..., Rig]) -> None:
-    draft = Draft()
-    x, whole = draft.tensor(INPUT, 3), draft.tensor(OUTPUT, 6)
-    part = draft.view(whole, (3,), (1,), offset=3)
-    draft.task("aten.neg.default", x, out=(part,))
-    (found,) = rig(draft.graph((x,), (part,)))(torch.ones(3))
-    assert torch.equal(found, -torch.ones(3))
-    assert found.untyped_storage().nbytes() == 24
-
-
-def test_an_output_has_its_own_strides(rig: Callable[..., Rig]) -> None:
-    draft = Draft()
-    x, whole = draft.tensor(INPUT, 2, 3), draft.tensor(OUTPUT, 3, 2)
-    turned = draft.view(whole, (2, 3), (1, 2))
-    draft.task("aten.neg.default", x, out=(turned,))
-    given = torch.randn(2, 3)
-    (found,) = rig(draft.graph((x,), (turned,)))(given)
-    assert torch.equal(found, -given) and found.stride() == (1, 2)
-
-
-def test_numbers_among_the_arguments_are_passed_over(rig: Callable[..., Rig]) -> None:
-    draft = Draft()
-    ignored, x = draft.tensor(INPUT, 1), draft.tensor(INPUT, 3)
-    y = draft.tensor(OUTPUT, 3)
-    draft.task("aten.neg.default", x, out=(y,))
-    graph = draft.graph((ignored, x), (y,))
-    graph = TaskGraph(
-        graph.name, graph.buffers, graph.tensors, graph.tasks, graph.inputs[1:], graph.outputs
-    )
-    assert torch.equal(rig(graph)(7, torch.ones(3))[0], -torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("arg", "found"),
     [(torch.ones(4), "(4,), strides (1,)"), (torch.ones(3, 2)[:, 0], "(3,), strides (2,)")],
@@ -363,14 +331,6 @@ def test_nothing_of_the_callers_is_kept_alive(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     made = rig(graph, weights)
     assert kept_alive(made, lambda: torch.randn(N, N)) == [False, False]
-
-
-def test_state_is_not_kept_alive(rig: Callable[..., Rig]) -> None:
-    draft = Draft()
-    state = draft.tensor(STATE, 4)
-    draft.task("aten.neg_.default", state, out=(state,), changes=(state,))
-    made = rig(draft.graph((state,), ()))
-    assert kept_alive(made, lambda: torch.ones(4)) == [False]
 
 
 def test_nothing_is_kept_alive_after_an_error(rig: Callable[..., Rig]) -> None:

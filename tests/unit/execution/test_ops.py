@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from ds_finepage.errors import TaskMismatchError
-from ds_finepage.execution.ops import BoundTask, Patch, bind, out_overload, resolve_op, run_and_copy
+from ds_finepage.execution.ops import (
+    BoundTask,
+    Patch,
+    bind,
+    flat_results,
+    out_overload,
+    resolve_op,
+    run_and_copy,
+)
 from ds_finepage.graph.taskgraph import JOIN, Ref, Symbol, Task
 
 aten = torch.ops.aten
@@ -132,103 +140,62 @@ class Case:
 
 
 SDPA = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-TURNED = nan(5, 3).t()
-CASES = {
-    "an out= overload": Case(
-        "aten.mm.default",
-        (Ref(0), Ref(1)),
-        [rand(3, 4), rand(4, 5)],
-        [nan(3, 5)],
-        torch.mm,
-        aten.mm.out,
-    ),
-    "several results": Case(
-        "aten.topk.default",
-        (Ref(0), 2),
-        [rand(6)],
-        [nan(2), torch.zeros(2, dtype=torch.int64)],
-        lambda x: x.topk(2),
-        aten.topk.values,
-    ),
-    "a strided view": Case(
-        "aten.mm.default", (Ref(0), Ref(1)), [rand(3, 4), rand(4, 5)], [TURNED], torch.mm
-    ),
-    "keywords": Case(
-        "aten.add.Tensor",
-        (Ref(0), Ref(1)),
-        [rand(3), rand(3)],
-        [nan(3)],
-        lambda x, y: x + 2 * y,
-        options={"alpha": 2},
-    ),
-    "a list": Case(
-        "aten.cat.default",
-        ((Ref(0), Ref(1)), 0),
-        [rand(2, 2), rand(3, 2)],
-        [nan(5, 2)],
-        lambda *parts: torch.cat(parts),
-    ),
-    "a list with gaps": Case(
-        "aten.index.Tensor",
-        (Ref(0), (None, Ref(1))),
-        [rand(4, 3), torch.tensor([2, 0])],
-        [nan(4, 2)],
-        lambda x, rows: x[:, rows],
-    ),
-    "an option that the overload takes": Case(
-        "aten.sum.dim_IntList",
-        (Ref(0), (1,)),
-        [torch.tensor([[1, 2], [3, 4]])],
-        [nan(2, dtype=torch.float64)],
-        lambda x: x.sum(1, dtype=torch.float64),
-        options={"dtype": Symbol("dtype", "float64")},
-    ),
-    **{
-        name: Case(f"aten.{name}.default", (Ref(0),), [rand(2, 3)], [nan(2, 3)], torch.clone)
-        for name in ("clone", "lift_fresh", "lift_fresh_copy")
-    },
-    "a copy to another dtype": Case(
-        "aten._to_copy.default",
-        (Ref(0),),
-        [rand(4)],
-        [nan(4, dtype=torch.bfloat16)],
-        torch.Tensor.bfloat16,
-        options={"dtype": Symbol("dtype", "bfloat16")},
-    ),
-    "a result without out=": Case(
-        "aten.arange.start",
-        (2, 5),
-        [],
-        [torch.zeros(3, dtype=torch.int64)],
-        lambda: torch.tensor([2, 3, 4]),
-        run_and_copy,
-    ),
-    "several results without out=": Case(
-        SDPA,
-        (Ref(0), Ref(0), Ref(0)),
+X, Y = Ref(0), Ref(1)
+
+
+def case(op: str, args: tuple[Any, ...], *others: Any, call: Any = None, **options: Any) -> Case:
+    return Case(f"aten.{op}", args, *others, call=call, options=options)
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return nan(*shape, dtype=torch.bfloat16)
+
+
+BF16 = Symbol("dtype", "bfloat16")
+CASES = [
+    case("mm.default", (X, Y), [rand(3, 4), rand(4, 5)], [nan(3, 5)], torch.mm, call=aten.mm.out),
+    case("mm.default", (X, Y), [rand(3, 4), rand(4, 5)], [nan(5, 3).t()], torch.mm),
+    case("topk.default", (X, 2), [rand(6)], [nan(2), ints(0, 0)], lambda x: x.topk(2)),
+    case("add.Tensor", (X, Y), [rand(3), rand(3)], [nan(3)], lambda x, y: x + 2 * y, alpha=2),
+    case("cat.default", ((X, Y), 0), [rand(2), rand(3)], [nan(5)], lambda *x: torch.cat(x)),
+    case("index.Tensor", (X, (None, Y)), [rand(4, 3), ints(2)], [nan(4, 1)], lambda x, i: x[:, i]),
+    case("sum.dim_IntList", (X, (0,)), [ints(1, 2)], [halves()], torch.Tensor.sum, dtype=BF16),
+    case("clone.default", (X,), [rand(2, 3)], [nan(2, 3)], torch.clone),
+    case("lift_fresh.default", (X,), [rand(2, 3)], [nan(2, 3)], torch.clone),
+    case("lift_fresh_copy.default", (X,), [rand(2, 3)], [nan(2, 3)], torch.clone),
+    case("_to_copy.default", (X,), [rand(4)], [halves(4)], torch.Tensor.bfloat16, dtype=BF16),
+    # Ops without an out= overload.
+    case("arange.start", (2, 5), [], [ints(0, 0, 0)], lambda: ints(2, 3, 4), call=run_and_copy),
+    case(
+        SDPA.removeprefix("aten."),
+        (X, X, X),
         [rand(1, 2, 4, 8)],
         [nan(1, 2, 4, 8), nan(1, 2, 4)],
         lambda q: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q),
-        run_and_copy,
+        call=run_and_copy,
     ),
-    "a list of results": Case(
-        "aten.split_with_sizes_copy.default",
-        (Ref(0), (2, 3)),
+    case(
+        "split_with_sizes_copy.default",
+        (X, (2, 3)),
         [rand(5)],
         [nan(2), nan(3)],
         lambda x: x.split((2, 3)),
     ),
-    "a result beside a change": Case(  # there is nobody else to put it into place
-        "aten.rrelu_with_noise.default",
-        (Ref(0), Ref(1), 0.25, 0.25, True),
+    case(  # it changes an argument and makes a tensor, which nobody else would put into place
+        "rrelu_with_noise.default",
+        (X, Y, 0.25, 0.25, True),
         [-rand(6), torch.zeros(6)],
         [nan(6)],
         lambda x, noise: x * noise.fill_(0.25),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.op)
 def test_results_go_into_place(case: Case) -> None:
     bench = Bench(*case.given, *case.made)
     results = tuple(range(len(case.given), len(bench.tensors)))
@@ -236,11 +203,9 @@ def test_results_go_into_place(case: Case) -> None:
     assert case.call in (None, bound.call)
     bench.run(bound)
     after = [t.clone() for t in case.given]
-    wanted = case.expected(*case.given)
-    for made, expected in zip(
-        case.made, [wanted] if isinstance(wanted, torch.Tensor) else wanted, strict=True
-    ):
-        assert torch.equal(made, expected)
+    wanted = flat_results(case.expected(*case.given))
+    for made, expected in zip(case.made, wanted, strict=True):
+        assert torch.equal(made, expected.to(made.dtype))
     assert all(map(torch.equal, case.given, after))  # also what the op has changed
 
 
@@ -260,6 +225,11 @@ def test_options_that_the_out_overload_does_not_take_are_left_out() -> None:
     assert set(bound.kwargs) == {"out"}
     bench.run(bound)
     assert out.tolist() == [2.5] * 4
+
+
+def test_options_that_the_out_overload_takes_are_kept() -> None:
+    bound = Bench(ints(1, 2), halves()).bind("aten.sum.dim_IntList", (X, (0,)), (1,), dtype=BF16)
+    assert bound.kwargs["dtype"] is torch.bfloat16
 
 
 # --- symbols ---------------------------------------------------------------------------------
