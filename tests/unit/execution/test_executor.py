@@ -117,21 +117,6 @@ def test_a_copy_to_host_memory_runs_beside_tasks(rig: Callable[..., Rig], infere
         assert torch.equal(rows, -x) and torch.equal(out, thrice_tanh(-x))
 
 
-def test_bytes_that_are_copied_to_host_memory_are_not_used_again_before(
-    rig: Callable[..., Rig],
-) -> None:
-    graph = copied_to_host()
-    memgraph = rig(graph, arena_bytes=min_arena_bytes(graph, 64)).memgraph
-    program = lower(memgraph)
-    first = memgraph.placements[program.lanes[Lane.COMPUTE][0].node.id].values()
-    again = next(
-        step
-        for step in program.lanes[Lane.COMPUTE][2:]
-        if set(first) & set(memgraph.placements[step.node.id].values())
-    )
-    assert (Lane.D2H, 1) in again.waits
-
-
 def test_a_weight_that_is_copied_to_the_host_leaves_its_master_alone(
     rig: Callable[..., Rig],
 ) -> None:
@@ -173,11 +158,6 @@ def test_every_mode_gives_the_same(rig: Callable[..., Rig], mode: Callable[[], A
 
 
 # --- arguments -------------------------------------------------------------------------------
-
-
-def test_an_argument_may_be_part_of_a_larger_tensor(rig: Callable[..., Rig]) -> None:
-    whole = torch.randn(10)
-    assert torch.equal(rig(negated())(whole[4:7])[0], -whole[4:7])
 
 
 def test_views_of_an_argument_follow_it(rig: Callable[..., Rig]) -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.unit.execution.lane_programs import (
 pytestmark = pytest.mark.usefixtures("every_transfer_is_large")
 
 CPU = torch.device("cpu")
+every_two_lanes = pytest.mark.parametrize(("first", "second"), [*permutations(LANES, 2)])
 every_lane = pytest.mark.parametrize("lane", LANES, ids=[lane.value for lane in LANES])
 
 # --- order and overlap -----------------------------------------------------------------------
@@ -39,12 +41,9 @@ def test_a_lane_runs_its_steps_in_order(lanes: CpuLanes, lane: Lane) -> None:
     assert log == list(range(50))
 
 
-@pytest.mark.parametrize("first", LANES, ids=[lane.value for lane in LANES])
-@pytest.mark.parametrize("second", LANES, ids=[lane.value for lane in LANES])
+@every_two_lanes
 def test_lanes_overlap_where_nothing_waits(lanes: CpuLanes, first: Lane, second: Lane) -> None:
     """Each step waits inside itself for the other one to have begun."""
-    if first is second:
-        return
     program = program_of(f"{first.value} a", f"{second.value} b")
     began = [Gate(), Gate()]
 
@@ -58,12 +57,9 @@ def test_lanes_overlap_where_nothing_waits(lanes: CpuLanes, first: Lane, second:
     lanes.run(program, {0: meet(0), 1: meet(1)})
 
 
-@pytest.mark.parametrize("first", LANES, ids=[lane.value for lane in LANES])
-@pytest.mark.parametrize("second", LANES, ids=[lane.value for lane in LANES])
+@every_two_lanes
 def test_a_step_waits_for_another_lane(lanes: CpuLanes, first: Lane, second: Lane) -> None:
     """The first step is held until the second lane has gone as far as it can."""
-    if first is second:
-        return
     program = program_of(f"{first.value} a", f"{second.value} b", f"{second.value} c <a")
     gate, log = Gate(), []
 
@@ -123,19 +119,10 @@ def test_small_transfers_are_made_by_the_calling_thread(
     program = program_of("h2d r1", "compute t1 <r1", "d2h o1 <t1", "compute t2 <o1")
     assert program.mean_transfer_bytes == 0  # its nodes have no extents
     monkeypatch.setattr(lanes_module, "SMALL_TRANSFER_BYTES", 1)
-    threads: list[int] = []
-    order: list[int] = []
-
-    def action(node: int) -> Callable[[], None]:
-        def run() -> None:
-            threads.append(threading.get_ident())
-            order.append(node)
-
-        return run
-
-    lanes.run(program, {s.node.id: action(s.node.id) for s in program.merged})
-    assert set(threads) == {threading.get_ident()}
-    assert order == [s.node.id for s in program.merged]
+    found: list[tuple[int, int]] = []
+    nodes = [s.node.id for s in program.merged]
+    lanes.run(program, {n: lambda n=n: found.append((n, threading.get_ident())) for n in nodes})
+    assert found == [(n, threading.get_ident()) for n in nodes]
 
 
 def test_transfers_build_no_autograd_graph(lanes: CpuLanes) -> None:
@@ -203,14 +190,6 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
     assert len({name for name, _ in slept}) == len(LANES) == 4
     assert all(0 <= seconds <= 70e-6 for _, seconds in slept)
     assert 0 < len(slept) < 800
-
-
-def test_without_a_seed_nothing_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module.time, "sleep", fail(AssertionError("slept")))
-    program = program_of(*(f"{lane.value} s{lane.value}{i}" for lane in LANES for i in range(50)))
-    lanes = CpuLanes()
-    lanes.run(program, logging_actions(program)[0])
-    lanes.close()
 
 
 # --- ends ------------------------------------------------------------------------------------
@@ -403,7 +382,7 @@ def test_a_device_that_cannot_be_delayed_is_named(caplog: pytest.LogCaptureFixtu
 
 def test_threads_end_with_lanes_that_nobody_closed() -> None:
     lanes = CpuLanes()
-    threads = [worker._thread for worker in lanes._workers.values()]
+    threads = threads_of(lanes)
     del lanes
     for thread in threads:
         thread.join(5)

@@ -94,29 +94,6 @@ def test_the_error_of_compute_comes_before_those_of_transfers(
     assert_reusable(lanes)
 
 
-def test_ctrl_c_while_a_task_waits_for_a_copy(
-    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, gate, log = Gate(), Gate(), []
-    open_when_run_winds_up(monkeypatch, gate)
-
-    def copy() -> None:
-        began.open()
-        gate.wait()
-        log.append("a")
-
-    def interrupted(clock: object, lane: Lane, position: int) -> None:
-        began.wait()
-        raise KeyboardInterrupt
-
-    program = program_of("h2d a", "h2d b", "compute t <b")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(lanes_module._Clock, "wait", interrupted)
-        lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: lambda: log.append("t")})
-    assert log == ["a"]
-    assert_reusable(lanes)
-
-
 def test_ctrl_c_behind_the_last_task(lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch) -> None:
     began, gate, log, presses = Gate(), Gate(), [], [1]
     open_when_run_winds_up(monkeypatch, gate)

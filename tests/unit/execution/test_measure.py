@@ -78,12 +78,6 @@ def test_costs_are_written_into_the_tasks_and_nothing_else_changes() -> None:
     assert replace(found, tasks=graph.tasks) == graph
 
 
-def test_a_graph_without_tasks_is_known() -> None:
-    meter, empty = OpMeter(CPU), TaskGraph("empty", (), (), ())
-    assert meter.knows_all(empty)
-    assert meter.with_costs(empty) == empty
-
-
 def test_the_same_op_on_other_buffers_is_known() -> None:
     meter = OpMeter(CPU)
     meter.with_costs(product().graph())

@@ -98,11 +98,6 @@ def test_a_block_that_is_released_while_the_meter_makes_room_is_forgotten_when_i
     assert meter.live_bytes == (MIB if same else 2 * MIB)
 
 
-def test_making_room_without_a_meter_does_nothing() -> None:
-    with free_profiler():
-        pass
-
-
 def test_the_meter_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with DeviceMeter(CPU):
         kept = block()

@@ -16,7 +16,7 @@ from ds_finepage.errors import StoreError
 from ds_finepage.execution import parts as parts_module
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.masters import HostWeight
-from ds_finepage.execution.parts import RankParts, freed
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.parts import with_parts
 from ds_finepage.planning.liveness import ample_arena_bytes
@@ -157,9 +157,3 @@ def test_a_graph_learns_which_weights_lie_in_parts(of_parts: Table) -> None:
     found = of_parts.table.parted(named)
     assert (found.parted, found.num_ranks, found.buffers[0].nbytes) == (("w",), 2, 24)
     assert WeightTable([], CPU).parted(graph) is graph
-
-
-def test_a_form_has_no_bytes() -> None:
-    found = freed((4, 5), (5, 1), torch.bfloat16)
-    assert (found.shape, found.stride(), found.dtype) == ((4, 5), (5, 1), torch.bfloat16)
-    assert found.untyped_storage().nbytes() == 0

@@ -59,13 +59,6 @@ def test_nothing_waits_where_all_is_resident() -> None:
     assert [s.signals for s in program.merged] == [False, False]
 
 
-def test_merged_has_every_step_once_in_the_order_of_nodes() -> None:
-    program = lower(planned(chain(5), 3))
-    ids = [s.node.id for s in program.merged]
-    assert ids == sorted(set(ids))
-    assert sum(len(program.lanes[lane]) for lane in LANES) == len(ids)
-
-
 def test_a_task_that_copies_to_host_memory_runs_in_the_lane_of_offloads() -> None:
     graph = sketch("w:64 a:64 h:64", "w -> a", "a -> h")
     graph = replace(graph, tasks=(graph.tasks[0], replace(graph.tasks[1], op=TO_HOST)))

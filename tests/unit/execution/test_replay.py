@@ -207,11 +207,6 @@ def test_runs_whose_graphs_were_dropped_are_recorded_again(device: FakeDevice) -
     assert device.log == [*FIRST, "record"]
 
 
-def test_to_clear_no_graphs_waits_for_nothing(device: FakeDevice) -> None:
-    graphs_of(device).clear()
-    assert device.log == []
-
-
 def test_all_graphs_are_dropped_together_when_there_are_many(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

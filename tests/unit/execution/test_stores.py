@@ -19,17 +19,6 @@ every_parameter = pytest.mark.parametrize("name", [n for n, _ in Model().named_p
 # --- taking over -----------------------------------------------------------------------------
 
 
-@every_parameter
-def test_a_master_holds_the_bytes_of_the_dense_tensor(name: str) -> None:
-    model = Model()
-    (weight,) = [w for w in weights_of_module(model, CPU) if w.name == name]
-    before = getattr(model, name).detach()
-    assert weight.master.dtype is torch.uint8 and weight.master.dim() == 1
-    assert weight.master.numel() == before.numel() * before.element_size()
-    rebuilt = weight.master.view(weight.dtype).as_strided(weight.shape, weight.stride)
-    assert torch.equal(rebuilt, before)
-
-
 def test_a_dense_master_is_the_parameters_own_memory() -> None:
     """One model copy is enough."""
     model = Model()
@@ -63,15 +52,6 @@ def test_a_parameter_on_the_meta_device_is_refused_by_name() -> None:
         "parameter 0.weight is on the meta device and has no data. Load the weights first, "
         "all of them into host memory: a device_map that offloads leaves some out."
     )
-
-
-def test_names_are_by_object() -> None:
-    model = Model()
-    table = attached(model)
-    assert table.names[id(model.plain)] == "plain"
-    assert model.plain in table
-    assert nn.Parameter(torch.ones(3, 5)) not in table
-    assert "plain" not in table
 
 
 # --- in place of the parameter ---------------------------------------------------------------
