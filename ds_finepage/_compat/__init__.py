@@ -61,9 +61,6 @@ ACCELERATE_SET = "set_module_tensor_to_device"
 BATCHING_MEMORY = "get_device_and_memory_breakdown"
 """The function by which continuous batching of transformers sizes its KV cache."""
 
-UNDISABLED = "_torchdynamo_orig_callable"
-"""The attribute of a function that ``torch.compiler.disable`` returned: what it was made of."""
-
 ATTRIBUTES = {
     "_apply_gate": "transformers.models.mixtral.modeling_mixtral.MixtralExperts",
     "_buffers": "torch.nn.Module",
@@ -75,7 +72,6 @@ ATTRIBUTES = {
     "_config": "deepspeed.runtime.engine.DeepSpeedEngine",
     "_forward_hooks": "torch.nn.Module",
     "_forward_pre_hooks": "torch.nn.Module",
-    "_getframe": "sys",
     "_keep_in_fp32_modules": "transformers.PreTrainedModel",
     "_make_wrapper_subclass": "torch.Tensor",
     "_modules": "torch.nn.Module",

@@ -3,15 +3,7 @@
 Callers import the objects themselves, so a hot path pays for no extra lookup.
 """
 
-from torch._C import (
-    TensorBase,
-    _construct_storage_from_data_pointer,
-    _disabled_torch_function_impl,
-    _get_mkldnn_enabled,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _nn,
-)
+from torch._C import _construct_storage_from_data_pointer, _disabled_torch_function_impl
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
@@ -22,12 +14,11 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._C._functorch import (
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-    peek_interpreter_stack,
+    get_dynamic_layer_stack_depth,
+    pop_dynamic_layer_stack,
 )
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import graph_break, maybe_mark_dynamic, trace_rules
+from torch._dynamo import maybe_mark_dynamic, trace_rules
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.eval_frame import (
@@ -45,7 +36,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -61,11 +51,8 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
-    _pop_mode_temporarily,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
 )
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -81,14 +68,12 @@ __all__ = [
     "FakeTensorMode",
     "FrameAction",
     "FrameExecStrategy",
-    "FunctionalTensorMode",
     "OptimizedModule",
     "ProxyTorchDispatchMode",
     "PythonPrinter",
     "PythonReferenceAnalysis",
     "ShapeEnv",
     "StorageWeakRef",
-    "TensorBase",
     "TorchDispatchMode",
     "TorchDynamoException",
     "TracingContext",
@@ -100,25 +85,16 @@ __all__ = [
     "_enable_record_function",
     "_get_current_dispatch_mode_stack",
     "_get_default_store",
-    "_get_mkldnn_enabled",
-    "_get_tracing_state",
-    "_len_torch_dispatch_stack",
-    "_nn",
-    "_pop_mode_temporarily",
     "_profiler_enabled",
     "callback_handler",
     "dynamo_config",
     "free_symbols",
+    "get_dynamic_layer_stack_depth",
     "get_eval_frame_callback",
-    "get_unwrapped",
-    "graph_break",
     "group_named",
     "has_free_unbacked_symbols",
-    "is_functorch_wrapped_tensor",
-    "is_traceable_wrapper_subclass",
-    "is_traceable_wrapper_subclass_type",
     "maybe_mark_dynamic",
-    "peek_interpreter_stack",
+    "pop_dynamic_layer_stack",
     "register_bytecode_hook",
     "reset_code",
     "set_code_exec_strategy",
@@ -126,7 +102,6 @@ __all__ = [
     "sympy_interp",
     "trace_rules",
     "tree_leaves",
-    "tree_map",
     "tree_map_only",
     "wrap_inline",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack
+from ds_finepage._compat.torch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from ds_finepage._compat.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    _pop_mode_temporarily,
+    _disable_current_modes,
 )
 from ds_finepage._compat.transformers import cache_name
 from ds_finepage.capture.finishing import finish
@@ -388,7 +388,7 @@ class _LayerRows(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
     ) -> None:
         # The rows exist before the pass, so making them is not a task.
-        with _pop_mode_temporarily():
+        with _disable_current_modes(), key_states.fake_mode:  # type: ignore[attr-defined]
             self.make_rows(key_states, key_states if value_states is None else value_states)
 
     def make_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from ds_finepage._compat.torch import (
     _disable_current_modes,
     has_free_unbacked_symbols,
     tree_leaves,
-    tree_map,
+    tree_map_only,
 )
 from ds_finepage.capture.lengths import Evaluator, size_of, sizes_of
 from ds_finepage.errors import CaptureError
@@ -81,7 +81,9 @@ class LayoutFixer:
             return result
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         is_view = any(t.untyped_storage()._cdata in given for t in made)
-        known_args, known_kwargs = tree_map(self._describe, (args, kwargs))
+        known_args, known_kwargs = tree_map_only(
+            (torch.Tensor, torch.SymInt), self._describe, (args, kwargs)
+        )
         described = [self._layout(t) for t in made]
         found: Sequence[tuple[int, ...]] | None
         if is_view:
@@ -92,9 +94,8 @@ class LayoutFixer:
             return result
         strides = {id(t): s for t, s in zip(made, found, strict=True)}
         source = args[0] if is_view else None
-        return tree_map(
-            lambda v: self._with_strides(v, strides[id(v)], source) if id(v) in strides else v,
-            result,
+        return tree_map_only(
+            torch.Tensor, lambda t: self._with_strides(t, strides[id(t)], source), result
         )
 
     def _with_strides(
@@ -147,7 +148,7 @@ class LayoutFixer:
     def _describe(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._layout(value)
-        return self._int(value) if isinstance(value, torch.SymInt) else value
+        return self._int(value)
 
     def _layout(self, tensor: torch.Tensor) -> Layout:
         shape, stride = tuple(map(self._int, tensor.shape)), tuple(map(self._int, tensor.stride()))
@@ -185,14 +186,12 @@ def _described(value: Any) -> Any:
 def _strides_of_view(op: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]] | None:
     """Return the strides of the views that an op makes; None where it has no description."""
 
-    def bare(value: Any) -> Any:
-        if not isinstance(value, Layout):
-            return value
+    def bare(value: Layout) -> torch.Tensor:
         dtype = getattr(torch, value.dtype)
         return torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
 
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        given = tree_map(bare, (args, kwargs))
+        given = tree_map_only(Layout, bare, (args, kwargs))
         try:
             return [tuple(t.stride()) for t in _tensors(op(*given[0], **given[1]))]
         except RuntimeError:

@@ -7,13 +7,13 @@ each layer would be a graph of its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 
-from ds_finepage._compat import UNDISABLED
 from ds_finepage._compat.torch import tree_leaves
 from ds_finepage.capture.dynamo_graph import SHARES_MEMORY
 
@@ -31,8 +31,7 @@ def open_paged_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for value in _paged_caches(args, kwargs):
         if "update" not in vars(value):
             update = type(value).update
-            traceable = getattr(update, UNDISABLED, update)
-            value.update = MethodType(traceable, value)
+            value.update = MethodType(inspect.unwrap(update), value)  # as torch may trace it
             for tensor in _tensors_of(value):
                 setattr(tensor, SHARES_MEMORY, True)
 

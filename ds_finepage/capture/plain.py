@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ds_finepage._compat.torch import is_traceable_wrapper_subclass
 from ds_finepage.errors import CaptureError
 
 
@@ -14,7 +13,7 @@ def require_plain(tensor: torch.Tensor) -> None:
     Raises:
         CaptureError: It is such a tensor.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    if hasattr(tensor, "__tensor_flatten__"):
         raise CaptureError(
             f"a tensor of type {type(tensor).__name__} wraps other tensors, and has no bytes of "
             f"its own that could be planned"

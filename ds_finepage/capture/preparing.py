@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ds_finepage._compat.torch import _pop_mode_temporarily
+from ds_finepage._compat.torch import _disable_current_modes
 
 
 def prepare_shapes(
@@ -26,7 +26,7 @@ def prepare_shapes(
     """
     if prepare is None:
         return
-    with _pop_mode_temporarily():
+    with _disable_current_modes():
         _move_parameters(model, "meta")
         prepare(model)
     _move_parameters(model, "cpu")

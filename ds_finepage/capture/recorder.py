@@ -22,7 +22,6 @@ from ds_finepage._compat.torch import (
     TorchDispatchMode,
     _disable_current_modes,
     has_free_unbacked_symbols,
-    is_traceable_wrapper_subclass_type,
     tree_leaves,
 )
 from ds_finepage.capture.collectives import NAMESPACES
@@ -196,7 +195,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one op on its fake arguments and write it down if it computes."""
         kwargs = kwargs or {}
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass runs ops on its inner tensors, and they come here
         if func.namespace in NAMESPACES:
             raise CaptureError(f"{func} may wait for other ranks, and no task stands for it")

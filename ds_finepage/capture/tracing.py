@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -205,7 +205,9 @@ class QuickTracing:
         if get_ident() != self._thread:
             return
         self._prepare_compiler()
-        if not self._is_outermost(sys._getframe(1)):
+        frame = inspect.currentframe()
+        assert frame is not None
+        if not self._is_outermost(frame.f_back):
             return
         self._progress.start()
         self._hooks.hide()

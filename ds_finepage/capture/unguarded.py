@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ds_finepage._compat.torch import GLOBAL_HOOKS, _get_mkldnn_enabled
+from ds_finepage._compat.torch import GLOBAL_HOOKS
 
 
 class Unguarded:
@@ -107,5 +107,5 @@ def kernel_settings() -> tuple[object, ...]:
         backends.cuda.cudnn_sdp_enabled(),
         backends.cudnn.enabled,
         backends.mha.get_fastpath_enabled(),
-        _get_mkldnn_enabled(),
+        backends.mkldnn.enabled,
     )

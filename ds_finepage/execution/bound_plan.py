@@ -9,18 +9,15 @@ from typing import Any
 import torch
 
 from ds_finepage.execution.arena import POISON, Arena, HostPool
-from ds_finepage.execution.bundles import Bundles, Transfer
 from ds_finepage.execution.call_tensors import CallTensors
-from ds_finepage.execution.direct_calls import direct_call
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
 from ds_finepage.execution.parts import RankParts
-from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.reload_sources import ReloadSources, copy_master
 from ds_finepage.execution.replay import can_be_recorded
 from ds_finepage.execution.routed import RoutedReload, RouteRead
-from ds_finepage.graph.memgraph import LANE_OF, Extent, MemGraph, Node, NodeKind
+from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import Route, groups_of
 from ds_finepage.graph.taskgraph import BufferKind, Task
@@ -67,7 +64,6 @@ class BoundPlan:
         self.sizes = MovingViews(graph)
         self.sources = ReloadSources(graph, masters, pinned=pool.pinned)
         self.tensors = CallTensors(graph, self.sizes, device=arena.bytes.device, pinned=pool.pinned)
-        self._bundles = Bundles(arena)
         self.patches: list[Patch] = []
         self.recordable: set[int] = set()
         self.routed: list[RoutedReload] = []
@@ -113,9 +109,8 @@ class BoundPlan:
         if not patches:  # the arguments stay as they are, so no frame of Python is needed
             if can_be_recorded(task, bound):
                 self.recordable.add(node.id)
-            call = direct_call(bound.call, bound.args, bound.kwargs)
-            return partial(call, *bound.args, **bound.kwargs)
-        return _action_of(bound)
+            return partial(bound.call, *bound.args, **bound.kwargs)
+        return lambda: bound.call(*bound.args, **bound.kwargs)
 
     def _share_ends(self, task: Task, bound: BoundTask, extents: Mapping[int, Extent]) -> None:
         """Let the packed products of a layer of experts read the ends of their rows once a pass.
@@ -169,9 +164,6 @@ class BoundPlan:
             return self.routed[-1]
         if self._graph.num_parts(buffer) > 1 and node.kind is not NodeKind.OFFLOAD:
             return self._bind_part(node, on_device, on_host)
-        lane = LANE_OF.get(node.kind)
-        if lane is not None and on_host.is_contiguous():
-            self._bundles.add(Transfer(node.id, lane, node.extent, on_host.view(-1)))
         if node.kind is not NodeKind.OFFLOAD:
             return _reload(on_device, on_host)
         return self._offload(on_device, on_host, node.extent)
@@ -185,21 +177,6 @@ class BoundPlan:
                 _fill_poison(vacated)
 
         return offload
-
-    def bundled(self) -> tuple[Program, dict[int, Action]]:
-        """Return the steady pass with its bundles, and its actions by node."""
-        program = lower(self._memgraph, poison=self._poison, next_of=self._bundles.next_of)
-        actions = dict(self.actions)
-        for step in program.merged:
-            if step.bundled:
-                nodes = [step.node.id, *(node.id for node in step.bundled)]
-                on_device, on_host, extent = self._bundles.ends_of(nodes)
-                actions[step.node.id] = (
-                    self._offload(on_device, on_host, extent)
-                    if step.node.kind is NodeKind.OFFLOAD
-                    else _reload(on_device, on_host)
-                )
-        return program, actions
 
     def _bind_part(self, node: Node, whole: torch.Tensor, on_host: torch.Tensor) -> Action:
         """Bind the reload of a part; a resident weight that is not in place is also collected."""
@@ -227,20 +204,6 @@ class BoundPlan:
         extent = self._memgraph.placements[node][view.buffer]
         read = self._read_of(route.tensor, route.source, extent)
         return RoutedReload(route, on_device, on_host, read)
-
-
-def _action_of(bound: BoundTask) -> Action:
-    """Bind a task that takes tensors of the call; its first run shows how it can be called."""
-    args, kwargs = bound.args, bound.kwargs
-    call: Callable[..., Any] | None = None
-
-    def action() -> None:
-        nonlocal call
-        if call is None:
-            call = direct_call(bound.call, args, kwargs)
-        call(*args, **kwargs)
-
-    return action
 
 
 def _reload(on_device: torch.Tensor, on_host: torch.Tensor) -> Action:

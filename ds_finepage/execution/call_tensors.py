@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from ds_finepage.errors import TaskMismatchError
 from ds_finepage.execution.arena import place, view_of
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.execution.moving import MovingViews
-from ds_finepage.graph.taskgraph import BufferKind, GraphOutput, Length, TaskGraph, TensorView
+from ds_finepage.graph.taskgraph import BufferKind, GraphOutput, TaskGraph
 
 
 class CallTensors:
@@ -49,9 +48,8 @@ class CallTensors:
         self._on_host = [
             b for b in graph.buffers if b.kind is BufferKind.HOST and b.id not in arguments
         ]
-        self._returned = {o.tensor for o in graph.outputs if o.tensor is not None}
-        self._wanted: list[int] = []
-        self.want(self._returned)
+        self._on_device = [b for b in graph.buffers if b.kind is BufferKind.OUTPUT]
+        self._wanted = {o.tensor for o in graph.outputs if o.tensor is not None}
         with torch.inference_mode(False):
             self.constants = {
                 b.id: torch.frombuffer(bytearray(b.payload or b"\0"), dtype=torch.uint8).to(device)
@@ -61,20 +59,7 @@ class CallTensors:
 
     def want(self, tensors: Iterable[int]) -> None:
         """Let :meth:`of_call` return these tensors of the graph too."""
-        self._wanted = sorted({*self._wanted, *tensors})
-        # A caller gets no argument back as a result, but a tensor of its own.
-        self._as_given = {t for _, t in self._arguments if t in self._wanted} - self._returned
-        views = [self._graph.tensors[t] for t in self._wanted]
-        num_views = Counter(v.buffer for v in views)
-        self._sole = {  # they can be made as they are, because nothing else names their bytes
-            v.buffer: v.id
-            for v in views
-            if num_views[v.buffer] == 1 and _begins_its_buffer(v)
-            if self._graph.buffers[v.buffer].kind is BufferKind.OUTPUT
-        }
-        self._on_device = [
-            b for b in self._graph.buffers if b.kind is BufferKind.OUTPUT and b.id not in self._sole
-        ]
+        self._wanted.update(tensors)
 
     def of_call(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the caller's tensors and new outputs, by tensor id.
@@ -87,7 +72,6 @@ class CallTensors:
         """
         views = self._sizes.views
         bases: dict[int, tuple[torch.Tensor, int]] = {}
-        tensors: dict[int, torch.Tensor] = {}
         for position, tensor in self._arguments:
             view, arg = views[tensor], args[position]
             if arg.shape != view.shape or arg.stride() != view.stride:
@@ -97,25 +81,17 @@ class CallTensors:
                     f"{view.stride}. This is a fault of the plan's key; please report it."
                 )
             bases[view.buffer] = (arg, (arg.storage_offset() - view.offset) * arg.element_size())
-            if tensor in self._as_given and _is_plain(arg):
-                tensors[tensor] = arg
         for buffer in self._on_device:
             nbytes = self._sizes.nbytes(buffer)
             bases[buffer.id] = (torch.empty(nbytes, dtype=torch.uint8, device=self._device), 0)
         for buffer in self._on_host:
             bases[buffer.id] = (host_bytes(self._sizes.nbytes(buffer), pinned=self._pinned), 0)
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in self._sole.values():
-                tensors[tensor] = self._new(views[tensor])
-            for tensor in self._wanted:
-                base = bases.get(views[tensor].buffer)
-                if base is not None and tensor not in tensors:
-                    tensors[tensor] = place(base[0], views[tensor], base[1])
-        return tensors
-
-    def _new(self, view: TensorView) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, view.dtype)
-        return torch.empty_strided(view.shape, view.stride, dtype=dtype, device=self._device)
+            return {
+                tensor: place(base[0], views[tensor], base[1])
+                for tensor in self._wanted
+                if (base := bases.get(views[tensor].buffer)) is not None
+            }
 
     def constant(self, tensor: int) -> torch.Tensor:
         """Return a tensor of a constant buffer."""
@@ -146,13 +122,3 @@ class CallTensors:
             return self.constant(output.tensor).clone()
 
         return tuple(map(value, self._graph.outputs))
-
-
-def _is_plain(arg: torch.Tensor) -> bool:
-    """Tell whether every mode lets tasks read and write an argument itself."""
-    return type(arg) is torch.Tensor and not (arg.requires_grad or arg.is_inference())
-
-
-def _begins_its_buffer(view: TensorView) -> bool:
-    """Tell whether a tensor lies at the begin of its buffer in every call."""
-    return not isinstance(view.offset, Length) and view.offset == 0

@@ -100,6 +100,11 @@ class Device:
         """Let torch's allocator run out of memory beyond a limit, where it knows limits."""
 
     @property
+    def live_bytes(self) -> int:
+        """The bytes of all live tensors; 0 where torch does not count them."""
+        return 0
+
+    @property
     def pinned_bytes(self) -> int:
         """The pinned host memory of this process."""
         return 0

@@ -110,7 +110,8 @@ class Executor:
             poison=poison,
             parts=parts,
         )
-        self._steady, self.actions = self._bound.bundled()
+        self.actions = self._bound.actions
+        self._steady = lower(memgraph, poison=poison)
         self._replayed = None if graphs is None else self._with_runs(graphs)
         self._planned_reload_bytes = self._reload_bytes()
         buffers = self._graph.buffers
@@ -137,7 +138,7 @@ class Executor:
         left = [(self._graph.buffers[r.buffer].key, r.extent) for r in self.memgraph.exit]
         return {key: same.get((key, extent), extent) for key, extent in left}
 
-    def _unbundled(self, missing: frozenset[int]) -> Program:
+    def _lowered(self, missing: frozenset[int]) -> Program:
         """Lower a pass before which buffers of ``entry`` are missing; kept for the next such pass.
 
         A prefill finds the arena as the decode steps left it, each time the same.
@@ -171,10 +172,10 @@ class Executor:
         residents.clear()
         bound = self._bound
         program, actions = self._steady, self.actions
-        if missing or self.recorder is not None:  # each recorded transfer has a span
-            program, actions = self._unbundled(missing), bound.actions
-        elif self._replayed is not None and not self._hooks:  # a hook runs between two tasks
-            program, actions = self._replayed
+        if missing:
+            program = self._lowered(missing)
+        elif self._replayed is not None and not self._hooks and self.recorder is None:
+            program, actions = self._replayed  # else something runs between two tasks
         tensors = bound.tensors.of_call(args)
         for read in bound.route_reads.values():
             read.forget()

@@ -27,27 +27,24 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_finepage._compat.torch import (
     FakeTensorMode,
-    FunctionalTensorMode,
     ProxyTorchDispatchMode,
     _get_current_dispatch_mode_stack,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    get_unwrapped,
-    graph_break,
-    is_functorch_wrapped_tensor,
-    peek_interpreter_stack,
+    get_dynamic_layer_stack_depth,
     skip_code,
     tree_leaves,
-    tree_map,
+    tree_map_only,
 )
 from ds_finepage._compat.transforms import leaving_no_transform
 from ds_finepage.errors import FinepageError, StoreError
 from ds_finepage.execution.stores import WeightTable, own_weights
 
-_TRACERS = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
+_TRACERS = (FakeTensorMode, ProxyTorchDispatchMode)
 
 COMPILED_BY_CALLER = "ds_finepage runs this model by plan; torch.compile goes on behind the call"
 
+
+HIDDEN = -1
+"""In the place of an address, within torch.vmap: it may be that of any weight."""
 
 _active: dict[int, bool] = {}
 """Whether a call of an attached model runs, by the number of its :class:`RunningCall`.
@@ -119,9 +116,8 @@ class _FetchingInterpreter(Interpreter):
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         fetched: dict[int, torch.Tensor] = {}
 
-        def replace(value: Any) -> Any:
-            # A buffer stays itself, since the op may write it or return a view of it.
-            if not isinstance(value, torch.nn.Parameter) or value not in self._weights:
+        def replace(value: torch.nn.Parameter) -> torch.Tensor:
+            if value not in self._weights:
                 return value
             if id(value) not in fetched:
                 fetched[id(value)] = self._weights.fetch(value)
@@ -129,7 +125,8 @@ class _FetchingInterpreter(Interpreter):
 
         if n.op == "output":
             return args, kwargs
-        replaced = tree_map(replace, (args, kwargs))
+        # A buffer stays itself, since the op may write it or return a view of it.
+        replaced = tree_map_only(torch.nn.Parameter, replace, (args, kwargs))
         self._fetched = [(t, t._version) for t in fetched.values()]
         return replaced
 
@@ -142,17 +139,16 @@ class _FetchingInterpreter(Interpreter):
                 f"a model that changes its weights in forward."
             )
         storages = set(map(_storage_of, tree_leaves(result)))
-        self._viewed += [f for f in self._fetched if _storage_of(f[0]) in storages]
+        self._viewed += [f for f in self._fetched if {_storage_of(f[0]), HIDDEN} & storages]
         return result
 
 
 def _storage_of(value: Any) -> int | None:
-    """Return the identity of a tensor's storage; None for what has none."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    while is_functorch_wrapped_tensor(value):  # within torch.vmap
-        value = get_unwrapped(value)
-    return value.untyped_storage()._cdata if value.layout is torch.strided else None
+    """Return the address of a tensor's storage; None for what is no tensor."""
+    try:
+        return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
+    except NotImplementedError:
+        return HIDDEN
 
 
 def run_unplanned(module: GraphModule, args: Sequence[Any], weights: WeightTable) -> Any:
@@ -192,12 +188,9 @@ def is_traced() -> bool:
     Such a call runs in PyTorch, on parameters that show the host masters.
     """
     return (
-        _get_tracing_state() is not None
-        or peek_interpreter_stack() is not None
-        or (
-            _len_torch_dispatch_stack() > 0
-            and any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
-        )
+        torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        or get_dynamic_layer_stack_depth() > 0
+        or any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
     )
 
 
@@ -271,7 +264,12 @@ class _FillHook(_OwnHook):
         if not torch.compiler.is_compiling():
             self._hidden(module)
         elif not _active[self._number]:
-            graph_break(COMPILED_BY_CALLER)
+            _leave_the_graph()
+
+
+@torch.compiler.disable(reason=COMPILED_BY_CALLER)  # type: ignore[untyped-decorator]
+def _leave_the_graph() -> None:
+    pass
 
 
 class _EmptyHook(_OwnHook):

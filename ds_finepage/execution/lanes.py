@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -31,19 +31,6 @@ DELAYED_SHARE = 0.1
 
 SMALL_TRANSFER_BYTES = 256 << 10
 """A smaller copy takes less time than passing it to another thread."""
-
-
-class Lanes(Protocol):
-    """Runs programs. After an exception no step of the program is still running."""
-
-    def follow(self) -> None:
-        """Let the caller's stream wait for the last pass; a wait for the stream is then enough."""
-
-    def run(self, program: Program, actions: dict[int, Action]) -> None:
-        """Run each step's action (by node id) after the steps that it waits for."""
-
-    def close(self) -> None:
-        """Free threads or streams."""
 
 
 class LaneAborted(Exception):  # noqa: N818 - unwinds a lane because another failed
@@ -133,7 +120,7 @@ class CpuLanes:
         """Do nothing: the last pass is over."""
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
-        """Run a pass; return when every lane is done.
+        """Run each step's action (by node id) after those it waits for; return when all are done.
 
         Raises:
             BaseException: The error of an action, or Ctrl-C; all lanes are idle by then.
@@ -376,6 +363,10 @@ def _stretches(
 def _delay_us(draw: random.Random, max_delay_us: int) -> float:
     """Draw the delay of one step, in microseconds; most have none."""
     return draw.random() * max_delay_us if draw.random() < DELAYED_SHARE else 0.0
+
+
+Lanes: TypeAlias = CpuLanes | StreamLanes
+"""Runs programs. After an exception no step of the program is still running."""
 
 
 def make_lanes(

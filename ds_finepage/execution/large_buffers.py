@@ -152,7 +152,7 @@ def _storage(tensor: torch.Tensor) -> int:
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not is_plain or tensor.layout is not torch.strided:
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _places(module: torch.nn.Module) -> Iterator[_Place]:

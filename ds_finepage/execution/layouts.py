@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_finepage._compat.torch import _disable_current_modes, tree_leaves, tree_map
+from ds_finepage._compat.torch import _disable_current_modes, tree_leaves, tree_map_only
 from ds_finepage.execution.device import fork_rng
 from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.layout import Layout
@@ -52,7 +52,7 @@ def _run(op: Any, args: Any, kwargs: Any, results: Sequence[Layout]) -> Strides 
     devices = {v.device for v in results}
     with free_profiler(), _disable_current_modes(), fork_rng(devices):
         with torch.inference_mode(False), torch.no_grad():
-            given = tree_map(_scratch, (args, kwargs))
+            given = tree_map_only(Layout, _scratch, (args, kwargs))
             try:
                 found = op(*given[0], **given[1])
             except RuntimeError:  # one that refuses zeros, such as a draw from a distribution
@@ -63,10 +63,8 @@ def _run(op: Any, args: Any, kwargs: Any, results: Sequence[Layout]) -> Strides 
             return tuple(tuple(v.stride()) for v in made)
 
 
-def _scratch(value: Any) -> Any:
-    """Return zeros, which are valid indices everywhere, for a layout; anything else as it is."""
-    if not isinstance(value, Layout):
-        return value
+def _scratch(value: Layout) -> torch.Tensor:
+    """Return zeros, which are valid indices everywhere."""
     flat = torch.zeros(max(1, value.reach), dtype=_dtype(value), device=value.device)
     return flat.as_strided(value.shape, value.stride)
 

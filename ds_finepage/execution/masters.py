@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.bundles import MOST_BUNDLE_BYTES
 from ds_finepage.execution.device import device_of
-from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.watch import data_of, is_watched, set_data
-from ds_finepage.units import align_up
-
-SMALL_MASTER_BYTES = MOST_BUNDLE_BYTES // 2
-"""A larger weight is no part of a bundle."""
 
 
 @dataclass(eq=False, slots=True)
@@ -104,8 +97,7 @@ def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[
 
     Args:
         named: Qualified name -> parameter, each parameter once.
-        device: The device that computes. Masters for an accelerator are pinned; those of small
-            weights are copies, side by side.
+        device: The device that computes. Masters for an accelerator are pinned.
 
     Raises:
         StoreError: A parameter has no data (it is on the meta device, its storage is empty, or it
@@ -132,10 +124,7 @@ def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[
                 f"parameter {name} has a shape and no data: its storage was freed. "
                 f"Load the weights first."
             )
-    found = [_plain_weight(name, parameter, device) for name, parameter in named.items()]
-    if device_of(device).is_accelerator:
-        _pin(found, device)
-    return found
+    return [_plain_weight(name, parameter, device) for name, parameter in named.items()]
 
 
 def refuse_watched(name: str, parameter: torch.Tensor) -> None:
@@ -148,24 +137,6 @@ def refuse_watched(name: str, parameter: torch.Tensor) -> None:
         raise StoreError(
             f"parameter {name} belongs to a model that ds_finepage is attached to; detach it first"
         )
-
-
-def _pin(weights: Sequence[HostWeight], device: torch.device) -> None:
-    """Pin masters; those of small weights then lie side by side, in their order.
-
-    The gaps between them are those of extents, so reloads into adjacent extents can be one copy.
-    """
-    found = device_of(device)
-    small = [w for w in weights if w.nbytes <= SMALL_MASTER_BYTES]
-    ends = list(accumulate(align_up(w.nbytes, found.alignment) for w in small))
-    with torch.inference_mode(False), torch.no_grad():
-        block = host_bytes(ends[-1] if ends else 0, pinned=True)
-        for weight, end in zip(small, ends, strict=True):
-            begin = end - align_up(weight.nbytes, found.alignment)
-            weight.master = block[begin : begin + weight.nbytes].copy_(weight.master)
-    for weight in weights:
-        if weight.nbytes > SMALL_MASTER_BYTES:
-            weight.master = found.pinned(weight.master)
 
 
 def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> HostWeight:
@@ -183,15 +154,12 @@ def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> H
                 with torch.inference_mode(False), torch.no_grad():
                     strided.copy_(value)
             value = strided
-        if device_of(device).is_accelerator and weight.nbytes <= SMALL_MASTER_BYTES:
-            with torch.inference_mode(False), torch.no_grad():
-                value = value.clone()  # so that it does not keep the masters of others
         set_data(parameter, value)
 
     return HostWeight(
         name,
         parameter,
-        _master_of(host),
+        device_of(device).pinned(_master_of(host)),
         tuple(host.shape),
         host.stride(),
         host.dtype,

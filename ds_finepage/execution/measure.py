@@ -1,9 +1,7 @@
 """Measures what ops take: their time and the device bytes they use for themselves.
 
 Each distinct op (same overload, same tensors, same arguments) is run on scratch tensors in the very
-form in which the executor will run it, so "no ``out=`` overload" shows as workspace. On CPU the
-bytes come from the allocator's own events in torch's profiler, on an accelerator from its
-statistics.
+form in which the executor will run it, so "no ``out=`` overload" shows as workspace.
 
 [Note: the form of an op]
 Whether an op may write its results into the arena is found out here and nowhere else, by
@@ -17,19 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile, record_function
 
 from ds_finepage.errors import CaptureError, TaskMismatchError
 from ds_finepage.execution.device import Accelerator, device_of, fork_rng
-from ds_finepage.execution.disk_cache import Table
+from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import (
     BoundTask,
     bind,
@@ -39,15 +35,11 @@ from ds_finepage.execution.ops import (
     run_and_copy,
     unused_results,
 )
-from ds_finepage.execution.trial import OTHER_RESULTS, Tiles, Trial, same, scratch_bytes
+from ds_finepage.execution.trial import OTHER_RESULTS, Trial, same, scratch_bytes
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.packed import PACKED_PRODUCTS, wants_fused
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
 from ds_finepage.packing.op import workspace_bytes
-
-MOST_FLUSHED_BYTES = 64 << 20
-"""Written on a CPU before each timed run of an op on weights: a weight was last read a pass ago, so
-an op finds it in memory. A model with fewer weights loses less."""
 
 NUM_ROUNDS = 3
 REPEAT_BELOW_NS = 2_000_000
@@ -65,27 +57,6 @@ class OpCost:
     workspace_bytes: int
     into_place: bool = False  # seen to write its results into their extents and nowhere else
     fault: str | None = None  # what it does that no form of it can do without
-
-
-def _parse_cost(value: Any) -> OpCost:
-    """Return the cost that a JSON value says.
-
-    Raises:
-        TypeError: The value is not one of four fields, or a field has another type.
-        ValueError: A number is negative.
-    """
-    time_ns, workspace_bytes, into_place, fault = value
-    is_valid = (
-        type(time_ns) is int
-        and type(workspace_bytes) is int
-        and type(into_place) is bool
-        and type(fault) in (str, type(None))
-    )
-    if not is_valid:
-        raise TypeError(f"{value!r} is not the cost of an op")
-    if min(time_ns, workspace_bytes) < 0:
-        raise ValueError(f"{value!r} is negative")
-    return OpCost(time_ns, workspace_bytes, into_place, fault)
 
 
 def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> TaskGraph:
@@ -156,7 +127,6 @@ class OpMeter:
         """
         self._device, self._num_streams = device_of(device), num_streams
         self._costs: dict[Any, OpCost] = {}
-        self._table = Table("ops", device)
         self.library_bytes = 0
 
     def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
@@ -192,12 +162,10 @@ class OpMeter:
             elif not _fits(graph, task, room_bytes):
                 estimated[signature] = self._estimate(graph, task)
                 del new[signature]
-        new = self._without_kept(new)
         if new:
             self._measure(graph, new)
             no_room = [s for s in new if s not in self._costs]  # the device has less than we think
-            estimated.update((s, self._estimate(graph, new.pop(s))) for s in no_room)
-            self._keep(new)
+            estimated.update((s, self._estimate(graph, new[s])) for s in no_room)
         tasks = []
         for signature, task in zip(signatures, graph.tasks, strict=True):
             cost = estimated.get(signature) or self._costs[signature]
@@ -213,26 +181,6 @@ class OpMeter:
             )
         return dataclasses.replace(graph, tasks=tuple(tasks))
 
-    def _without_kept(self, tasks: dict[Any, Task]) -> dict[Any, Task]:
-        """Take costs from the disk; return the tasks that are left to measure.
-
-        On an accelerator every process measures: that also shows what libraries keep.
-        """
-        if self._device.is_accelerator:
-            return tasks
-        kept = {s: self._table.get(s, _parse_cost) for s in tasks}
-        self._costs.update((s, c) for s, c in kept.items() if c is not None)
-        return {s: t for s, t in tasks.items() if kept[s] is None}
-
-    def _keep(self, signatures: Iterable[Any]) -> None:
-        if self._device.is_accelerator:
-            return
-        for signature in signatures:
-            cost = self._costs[signature]
-            if cost.time_ns is not None:  # else it was estimated
-                self._table.put(signature, dataclasses.astuple(cost))
-        self._table.save()
-
     def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
         unpacked_bytes = _unpacked_bytes(graph, task, on_accelerator=self._device.is_accelerator)
         estimate = _unmeasured(graph, task)
@@ -240,72 +188,22 @@ class OpMeter:
         return dataclasses.replace(estimate, workspace_bytes=workspace_bytes)
 
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
-        # Ops that draw random numbers must not draw them from the program's own sequence.
-        fork = fork_rng([self._device.where])
-        with torch.inference_mode(False), torch.no_grad(), fork:
-            if isinstance(self._device, Accelerator):
-                self._measure_on_accelerator(self._device, graph, tasks)
-            else:
-                self._measure_on_cpu(graph, tasks)
-
-    def _measure_on_accelerator(
-        self, device: Accelerator, graph: TaskGraph, tasks: dict[Any, Task]
-    ) -> None:
+        device = self._device
         at_start = device.live_bytes
-
-        def run(bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
-            bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
-            check()
-            device.synchronize()
-            device.reset_peak()
-            before, stream = device.live_bytes, device.current_stream()
-            begin, end = (device.new_event(is_timed=True) for _ in range(2))
-            begin.record(stream)
-            bound.call(*bound.args, **bound.kwargs)
-            end.record(stream)
-            device.synchronize()
-            took_ns = int(begin.elapsed_time(end) * 1e6)
-            return took_ns, device.peak_bytes - before
-
-        tiles, unused = Tiles(device.where), unused_results(graph)
-        for signature, task in tasks.items():
-            with suppress(torch.OutOfMemoryError):
-                self._costs[signature] = _try(graph, task, tiles, unused, run)
-        del tiles
+        unused = unused_results(graph)
+        run = partial(_run_on_accelerator, device) if isinstance(device, Accelerator) else _run
+        # Ops that draw random numbers must not draw them from the program's own sequence.
+        with torch.inference_mode(False), torch.no_grad(), fork_rng([device.where]):
+            for signature, task in tasks.items():
+                with suppress(torch.OutOfMemoryError):
+                    self._costs[signature] = _try(graph, task, device.where, unused, run)
         self.library_bytes += max(0, device.live_bytes - at_start) * self._num_streams
-
-    def _measure_on_cpu(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
-        # Kineto announces every start and stop on stderr at lower levels.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        num_runs = 0
-
-        def run(cold: torch.Tensor, bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
-            nonlocal num_runs
-            num_runs += 1
-            with record_function(f"{_MARK}{num_runs}"):
-                return _time(bound, check, cold), num_runs
-
-        # Not from torch's allocator, because this is no memory of the run.
-        nbytes = max(1, min(MOST_FLUSHED_BYTES, graph.weight_bytes))
-        cold = torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
-        tiles, unused = Tiles(self._device.where), unused_results(graph)
-        with profile(use_kineto=False, profile_memory=True) as profiler:
-            found = {
-                s: _try(graph, t, tiles, unused, partial(run, cold[: _flushed_bytes(graph, t)]))
-                for s, t in tasks.items()
-            }
-        peaks = _peaks(profiler)
-        for signature, cost in found.items():
-            if cost.time_ns is not None:  # what stands for its workspace is the number of its run
-                workspace = peaks.get(cost.workspace_bytes, 0)
-                cost = dataclasses.replace(cost, workspace_bytes=workspace)
-            self._costs[signature] = cost
 
 
 def _try(
     graph: TaskGraph,
     task: Task,
-    tiles: Tiles,
+    where: torch.device,
     unused: frozenset[int],
     run: Callable[[BoundTask, Callable[[], None]], tuple[int, int]],
 ) -> OpCost:
@@ -314,7 +212,7 @@ def _try(
     Args:
         graph: Where the task stands.
         task: What to run.
-        tiles: What to fill scratch with.
+        where: The device.
         unused: Results that no task reads.
         run: Runs a bound task, calls the check once it has run, and returns what the task takes: a
             time, and its workspace.
@@ -323,7 +221,7 @@ def _try(
     # How many numbers a random op draws may depend on its form.
     may_be_in_place = has_out_form(task) and not is_random(task)
     for into_place in (True, False) if may_be_in_place else (False,):
-        trial = Trial(graph, task, tiles, unused)  # scratch of the trial before is free by now
+        trial = Trial(graph, task, where, unused)  # scratch of the trial before is free by now
         try:
             wanted = trial.alone()
             took = run(trial.bind(into_place=into_place), partial(_check, trial, wanted))
@@ -371,14 +269,28 @@ def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
     return OpCost(time_ns=None, workspace_bytes=results, fault=fault)
 
 
-_MARK = "ds_finepage measures run "  # and no name of an op begins so
+def _run_on_accelerator(
+    device: Accelerator, bound: BoundTask, check: Callable[[], None]
+) -> tuple[int, int]:
+    bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
+    check()
+    stream = device.current_stream()
+    begin, end = (device.new_event(is_timed=True) for _ in range(2))
+    with DeviceMeter(device.where) as meter:
+        begin.record(stream)
+        bound.call(*bound.args, **bound.kwargs)
+        end.record(stream)
+    return int(begin.elapsed_time(end) * 1e6), meter.peak_bytes
 
 
-def _flushed_bytes(graph: TaskGraph, task: Task) -> int:
-    """Return the bytes to write before each timed run: 0 unless an op reads mostly weights."""
-    operands = [graph.buffers[b] for b in task.buffers]
-    weight_bytes = sum(b.nbytes for b in operands if b.kind is BufferKind.WEIGHT)
-    return MOST_FLUSHED_BYTES if 2 * weight_bytes > sum(b.nbytes for b in operands) else 0
+def _run(bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
+    """Run a task on the CPU; a fast one three times, and the best time counts."""
+    with DeviceMeter(torch.device("cpu")) as meter:
+        best = _call_ns(bound)
+    check()
+    if best <= REPEAT_BELOW_NS:
+        best = min(best, *(_call_ns(bound) for _ in range(NUM_ROUNDS - 1)))
+    return best, meter.peak_bytes
 
 
 def _call_ns(bound: BoundTask) -> int:
@@ -388,63 +300,13 @@ def _call_ns(bound: BoundTask) -> int:
     return time.thread_time_ns() - start
 
 
-def _time(bound: BoundTask, check: Callable[[], None], cold: torch.Tensor) -> int:
-    """Return the best time of three runs, or that of the first one of a slow op."""
-    best = None
-    for _ in range(NUM_ROUNDS):
-        cold.fill_(1)
-        took = _call_ns(bound)
-        if best is None:
-            check()  # what it looks at lies in host memory, or in the scratch that is there anyway
-        best = took if best is None else min(best, took)
-        if took > REPEAT_BELOW_NS:
-            break
-    assert best is not None
-    return best
-
-
-def allocation_events(profiler: Any) -> Iterator[tuple[int, int]]:
-    """Go over the allocator's events of a finished profile as (time in ns, signed bytes)."""
-    found = [
-        (e.start_ns(), e.nbytes())
-        for e in profiler.kineto_results.events()
-        if e.name() == "[memory]"
-    ]
-    yield from sorted(found, key=lambda pair: pair[0])
-
-
-def _peaks(profiler: Any) -> dict[int, int]:
-    """For each marked range, the most bytes that were live in it beyond those at its start."""
-    marks = sorted(
-        (e.start_ns(), e.start_ns() + e.duration_ns(), int(e.name()[len(_MARK) :]))
-        for e in profiler.kineto_results.events()
-        if e.name().startswith(_MARK)
-    )
-    peaks: dict[int, int] = {}
-    events = list(allocation_events(profiler))
-    at = 0
-    for start, end, index in marks:
-        while at < len(events) and events[at][0] < start:
-            at += 1
-        live = peak = 0
-        while at < len(events) and events[at][0] <= end:
-            live += events[at][1]
-            peak = max(peak, live)
-            at += 1
-        peaks[index] = peak
-    return peaks
-
-
 def _signatures(graph: TaskGraph) -> list[Any]:
     unused = unused_results(graph)
     return [_signature(graph, task, unused) for task in graph.tasks]
 
 
 def _signature(graph: TaskGraph, task: Task, unused: frozenset[int]) -> Any:
-    """Return the key of an op's cost: overload, arguments, and tensors without their buffers.
-
-    How its time is measured is part of it.
-    """
+    """Return the key of an op's cost: overload, arguments, and tensors without their buffers."""
     if task.op == JOIN:
         return (JOIN,)
 
@@ -457,5 +319,4 @@ def _signature(graph: TaskGraph, task: Task, unused: frozenset[int]) -> Any:
         return (type(value).__name__, value if value == value else "nan")
 
     results = tuple(None if r is None else (describe(Ref(r)), r in unused) for r in task.results)
-    operands = describe(task.args), describe(task.kwargs)
-    return (task.op, *operands, results, _flushed_bytes(graph, task))
+    return (task.op, describe(task.args), describe(task.kwargs), results)

@@ -40,6 +40,7 @@ class DeviceMeter:
         self._profiler: profile | None = None
         self._blocks: dict[int, int] = {}  # address -> bytes
         self._at_start = 0
+        self._outer: DeviceMeter | None = None  # made room for this one
         self.live_bytes = 0
         self.peak_bytes = 0
 
@@ -55,6 +56,7 @@ class DeviceMeter:
         elif _profiler_enabled():
             raise RuntimeError("torch's profiler, or another meter, is on; end that one first")
         self._listen()
+        self._outer = _running.get()
         _running.set(self)
         return self
 
@@ -65,7 +67,7 @@ class DeviceMeter:
         trace: TracebackType | None,
     ) -> None:
         """Stop; :attr:`peak_bytes` holds the result."""
-        _running.set(None)
+        _running.set(self._outer)
         self._take()
 
     def _listen(self) -> None:

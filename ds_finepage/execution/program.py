@@ -7,7 +7,6 @@ clock for each node finds the waits that remain. Nodes that take no time only pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,8 +20,7 @@ class Step:
     """One node on its lane.
 
     ``position`` counts the lane's steps from 1. ``waits`` are the steps that must be done before,
-    as (lane, position). ``signals`` is True if another lane waits for this step. ``bundled`` are
-    the nodes whose transfers are one copy with that of ``node``.
+    as (lane, position). ``signals`` is True if another lane waits for this step.
     """
 
     node: Node
@@ -30,7 +28,6 @@ class Step:
     position: int
     waits: tuple[tuple[Lane, int], ...]
     signals: bool
-    bundled: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +41,7 @@ class Program:
     def mean_transfer_bytes(self) -> int:
         """Mean bytes of a transfer; 0 if there is none. Tasks do not count."""
         steps = self.lanes[Lane.H2D] + self.lanes[Lane.D2H]
-        nodes = [node for step in steps for node in (step.node, *step.bundled)]
-        found = [node.extent.nbytes for node in nodes if node.extent is not None]
+        found = [step.node.extent.nbytes for step in steps if step.node.extent is not None]
         return sum(found) // len(found) if found else 0
 
 
@@ -54,7 +50,6 @@ def lower(
     *,
     missing: frozenset[int] = frozenset(),
     poison: bool = False,
-    next_of: Mapping[int, int] | None = None,
 ) -> Program:
     """Lower a plan.
 
@@ -62,16 +57,11 @@ def lower(
         memgraph: A plan that passed the checker.
         missing: Buffers of ``entry`` that are not in place and must be reloaded first.
         poison: Make drops steps of the compute lane, so that they can fill the vacated extents.
-        next_of: Node -> the node whose transfer may be one copy with its own. It is, if nothing
-            else comes between them on their lane, and if the second one waits for nothing that the
-            first one has not waited for.
     """
-    next_of = next_of or {}
     clocks: list[tuple[int, ...]] = []
     known = {lane: [0] * len(LANES) for lane in LANES}
     done = [0] * len(LANES)
-    drafts: list[_Draft] = []
-    last: dict[Lane, _Draft] = {}
+    drafts: list[tuple[Node, Lane, int, tuple[tuple[Lane, int], ...]]] = []
     clock_of: dict[tuple[Lane, int], tuple[int, ...]] = {}
     for node, before in zip(memgraph.nodes, memgraph.predecessors, strict=True):
         need = [max(c) for c in zip((0,) * len(LANES), *(clocks[b] for b in before), strict=True)]
@@ -80,12 +70,6 @@ def lower(
             clocks.append(tuple(need))
             continue
         own, have = LANES.index(lane), known[lane]
-        before_it = last.get(lane)
-        if before_it is not None and before_it.takes(node, need, next_of):
-            before_it.nodes.append(node)
-            clocks.append(tuple(have))
-            continue
-        known_before = tuple(map(max, have, need))
         open_waits = [i for i in range(len(LANES)) if i != own and need[i] > have[i]]
         waits = tuple(
             (LANES[i], need[i])
@@ -97,25 +81,13 @@ def lower(
         have[own] = done[own]
         clocks.append(tuple(have))
         clock_of[lane, done[own]] = clocks[-1]
-        last[lane] = _Draft([node], lane, done[own], waits, known_before)
-        drafts.append(last[lane])
-    return _assemble(drafts)
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step whose signal is not known yet, and what its lane knows when it begins."""
-
-    nodes: list[Node]
-    lane: Lane
-    position: int
-    waits: tuple[tuple[Lane, int], ...]
-    known: tuple[int, ...]
-
-    def takes(self, node: Node, need: Sequence[int], next_of: Mapping[int, int]) -> bool:
-        """Tell whether this step can do a node's transfer too."""
-        is_next = next_of.get(self.nodes[-1].id) == node.id
-        return is_next and all(n <= k for n, k in zip(need, self.known, strict=True))
+        drafts.append((node, lane, done[own], waits))
+    waited = {wait for *_, waits in drafts for wait in waits}
+    merged = tuple(
+        Step(node, lane, position, waits, signals=(lane, position) in waited)
+        for node, lane, position, waits in drafts
+    )
+    return Program({lane: tuple(s for s in merged if s.lane is lane) for lane in LANES}, merged)
 
 
 def _lane(memgraph: MemGraph, node: Node, missing: frozenset[int], poison: bool) -> Lane | None:
@@ -124,14 +96,3 @@ def _lane(memgraph: MemGraph, node: Node, missing: frozenset[int], poison: bool)
     if node.kind is NodeKind.DROP and poison:
         return Lane.COMPUTE
     return memgraph.lane_of(node)
-
-
-def _assemble(drafts: list[_Draft]) -> Program:
-    waited = {wait for draft in drafts for wait in draft.waits}
-    merged = tuple(
-        Step(
-            d.nodes[0], d.lane, d.position, d.waits, (d.lane, d.position) in waited, (*d.nodes[1:],)
-        )
-        for d in drafts
-    )
-    return Program({lane: tuple(s for s in merged if s.lane is lane) for lane in LANES}, merged)

@@ -8,8 +8,8 @@ their own collective has failed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ SMALL_ELEMENTS, NUM_REPEATS = 2, 3
 """Of the collectives that measure a link; the fastest repeat counts."""
 
 _NS_PER_S = 10**9
+
+
+@contextmanager
+def _while_all_are_there() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"another rank is gone: {error}") from error
 
 
 class RankChannel:
@@ -56,10 +64,8 @@ class RankChannel:
         """
         mine = torch.tensor(list(numbers), dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        try:
+        with _while_all_are_there():
             distributed.all_gather(found, mine, group=self._group)
-        except RuntimeError as error:
-            raise RankError(f"another rank is gone: {error}") from error
         return [row.tolist() for row in found]
 
     def gather_texts(self, text: str) -> list[str]:
@@ -69,10 +75,8 @@ class RankChannel:
             RankError: Another rank is gone.
         """
         found: list[str] = [""] * self.num_ranks
-        try:
+        with _while_all_are_there():
             distributed.all_gather_object(found, text, group=self._group)
-        except RuntimeError as error:
-            raise RankError(f"another rank is gone: {error}") from error
         return found
 
     def share(self, value: Any) -> Any:
@@ -82,10 +86,8 @@ class RankChannel:
             RankError: Another rank is gone.
         """
         found = [value]
-        try:
+        with _while_all_are_there():
             distributed.broadcast_object_list(found, src=0, group=self._group)
-        except RuntimeError as error:
-            raise RankError(f"another rank is gone: {error}") from error
         return found[0]
 
     def post(self, text: str) -> None:

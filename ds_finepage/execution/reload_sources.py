@@ -48,7 +48,6 @@ class ReloadSources:
         # Buffer -> (table, rows of this call), both of shape (rows, bytes of a row).
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._host_tensors: dict[int, list[torch.Tensor]] = {}  # tensor -> its bytes in this call
-        self._indices: dict[int, torch.Tensor] = {}  # tensor -> host memory for it
 
     def of_weight(self, buffer: Buffer) -> torch.Tensor:
         """Return the bytes of a weight, of a slice of it, or of its rows, as 1-d uint8.
@@ -113,7 +112,7 @@ class ReloadSources:
         for buffer, (table, rows) in self._rows.items():
             tensor = self._graph.buffers[buffer].gather
             assert tensor is not None
-            indices = self._indices_of(tensor, args)
+            indices: torch.Tensor = args[self._positions[tensor]].cpu()
             planned = self._graph.tensors[tensor].shape
             if indices.shape == planned:
                 torch.index_select(table, 0, indices.reshape(-1), out=rows)
@@ -121,18 +120,6 @@ class ReloadSources:
                 picked = table.index_select(0, indices.reshape(-1))
                 target = rows.view(*planned, -1)[tuple(slice(n) for n in indices.shape)]
                 target.copy_(picked.view(*indices.shape, -1))
-
-    def _indices_of(self, tensor: int, args: Sequence[Any]) -> torch.Tensor:
-        """Return a call's indices in host memory, which each call uses again: that costs less."""
-        given: torch.Tensor = args[self._positions[tensor]]
-        if given.is_cpu:
-            return given
-        held = self._indices.get(tensor)
-        if held is None or held.shape != given.shape:
-            with torch.inference_mode(False):
-                held = torch.empty(given.shape, dtype=given.dtype, device="cpu")
-            self._indices[tensor] = held
-        return held.copy_(given)
 
     def clear(self) -> None:
         """Drop the references to the call's tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import groupby
 
 import torch
 
@@ -22,12 +22,12 @@ class RouteRead:
     def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:
         """Bind a read; ``tensor`` returns the tensor of this call that names the slices."""
         self._tensor = tensor
-        self._values: Any = None
+        self._values: list[int] | None = None
 
-    def values(self) -> Any:
-        """Return the numbers in the tensor, as nested lists."""
+    def values(self) -> list[int]:
+        """List the numbers in the tensor."""
         if self._values is None:
-            self._values = self._tensor().tolist()
+            self._values = self._tensor().flatten().tolist()
         return self._values
 
     def forget(self) -> None:
@@ -67,7 +67,7 @@ class RoutedReload:
     def __call__(self) -> None:
         """Copy the used slices, each run of adjacent ones at once where the master has no gaps."""
         values, num_slices = self._read.values(), self._route.num_slices
-        named = _groups_with_rows(values) if self._route.is_ends else _flat(values)
+        named = _groups_with_rows(values) if self._route.is_ends else values
         used = sorted({number % num_slices for number in named})
         for begin, end in _runs(used):
             copy_master(self._on_device[begin:end], self._on_host[begin:end])
@@ -82,23 +82,8 @@ def _groups_with_rows(ends: Sequence[int]) -> Iterator[int]:
         before = end
 
 
-def _flat(values: int | list[int] | list[list[int]]) -> Iterator[int]:
-    if isinstance(values, int):
-        yield values
-        return
-    for value in values:
-        yield from _flat(value)
-
-
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield ``[begin, end)`` for each run of consecutive numbers among ascending ones."""
-    begin = end = -1
-    for number in numbers:
-        if number == end:
-            end += 1
-            continue
-        if end > begin:
-            yield begin, end
-        begin, end = number, number + 1
-    if end > begin:
-        yield begin, end
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        yield found[0], found[-1] + 1

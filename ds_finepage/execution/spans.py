@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,14 +19,17 @@ from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.timeline import Span
 
 
-class SpanRecorder(Protocol):
-    """Records the spans of one plan, one pass at a time.
+class CpuSpanRecorder:
+    """Reads the clock of the host.
 
     Attributes:
         began_ns: When the last pass began, by the clock of the host.
     """
 
-    began_ns: int
+    def __init__(self) -> None:
+        """Start without spans."""
+        self.began_ns = 0
+        self._spans: list[Span] = []
 
     def begin(self, steps: Sequence[Step], actions: Mapping[int, Action]) -> dict[int, Action]:
         """Begin a pass, and forget the last one.
@@ -38,21 +41,6 @@ class SpanRecorder(Protocol):
         Returns:
             The actions, which also record when they begin and end.
         """
-
-    def spans(self) -> tuple[Span, ...]:
-        """Return the spans of the last pass by node; that pass must have succeeded."""
-
-
-class CpuSpanRecorder:
-    """Reads the clock of the host."""
-
-    def __init__(self) -> None:
-        """Start without spans."""
-        self.began_ns = 0
-        self._spans: list[Span] = []
-
-    def begin(self, steps: Sequence[Step], actions: Mapping[int, Action]) -> dict[int, Action]:
-        """Begin a pass; :class:`SpanRecorder` describes the arguments."""
         self._spans = []
         timed = {step.node.id: self._timed(step, actions[step.node.id]) for step in steps}
         self.began_ns = time.perf_counter_ns()
@@ -70,7 +58,7 @@ class CpuSpanRecorder:
         return timed
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans of the last pass by node."""
+        """Return the spans of the last pass by node; that pass must have succeeded."""
         return tuple(sorted(self._spans, key=lambda span: span.node))
 
 
@@ -86,7 +74,7 @@ class StreamSpanRecorder:
         self._lanes: dict[int, Lane] = {}  # of the nodes of the last pass
 
     def begin(self, steps: Sequence[Step], actions: Mapping[int, Action]) -> dict[int, Action]:
-        """Begin a pass; :class:`SpanRecorder` describes the arguments."""
+        """Begin a pass; :class:`CpuSpanRecorder` describes the arguments."""
         self._lanes = {step.node.id: step.lane for step in steps}
         for node in self._lanes.keys() - self._events.keys():
             self._events[node] = (self._new_event(), self._new_event())
@@ -120,6 +108,10 @@ class StreamSpanRecorder:
 
     def _since_origin_ns(self, event: Any) -> int:
         return max(0, int(self._origin.elapsed_time(event) * 1e6))
+
+
+SpanRecorder: TypeAlias = CpuSpanRecorder | StreamSpanRecorder
+"""Records the spans of one plan, one pass at a time."""
 
 
 def make_span_recorder(device: torch.device) -> SpanRecorder:

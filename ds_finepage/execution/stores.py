@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
 import torch
 
-from ds_finepage._compat.torch import TensorBase
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.masters import HostWeight, device_view, rehome
@@ -28,7 +28,7 @@ from ds_finepage.units import align_up
 BLOCK_ALIGNMENT = 512
 
 _ADDRESS = torch.Tensor.data_ptr
-_VERSION = vars(TensorBase)["_version"].__get__
+_VERSION = attrgetter("_version")
 
 TakeWeights = Callable[[Mapping[str, torch.Tensor], torch.device], list[HostWeight]]
 """Makes the masters of named parameters; the second argument is the device to compute on."""

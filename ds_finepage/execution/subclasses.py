@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ds_finepage._compat.torch import is_traceable_wrapper_subclass
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.watch import data_of
 
@@ -111,7 +110,7 @@ def _build(layout: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
 
 
 def _is_wrapper(value: Any) -> bool:
-    return bool(is_traceable_wrapper_subclass(value))
+    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
 
 
 def _has_inner_tensors(name: str, parameter: torch.Tensor | None) -> bool:

@@ -40,9 +40,6 @@ TILE_ELEMENTS = 4072
 
 OTHER_RESULTS = "gives other results in the arena than by itself"
 
-NUM_TILES, TILE_STEP = 16, 40
-"""So many buffers hold different numbers, each this many elements further on in a longer run."""
-
 CHUNK_BYTES = 16 << 20
 """Bytes that are compared at once; on an accelerator a comparison takes memory."""
 
@@ -52,45 +49,20 @@ def scratch_bytes(graph: TaskGraph, task: Task) -> int:
     return GUARD_BYTES + sum(_padded(reach(graph, task, b)) for b in task.buffers)
 
 
-class Tiles:
-    """Short runs of bytes to fill scratch with, over and over.
+def _tile(number: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return bytes to fill scratch with, over and over: one number."""
+    count = GUARD_BYTES // dtype.itemsize
+    return torch.full((count,), number, dtype=dtype, device=device).view(torch.uint8)
 
-    Attributes:
-        device: Where they are, and the scratch with them.
-        guard: Guard bytes.
-        zeros: Zeros.
-        true: Booleans, all of them true.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        """Make those that every trial needs."""
-        self.device = device
-        self.guard = torch.full((GUARD_BYTES,), GUARD, dtype=torch.uint8, device=device)
-        self.zeros = torch.zeros(GUARD_BYTES, dtype=torch.uint8, device=device)
-        self.true = torch.ones(GUARD_BYTES, dtype=torch.uint8, device=device)
-        self._random: dict[torch.dtype, torch.Tensor] = {}
-
-    def all_of(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return one number over and over."""
-        count = GUARD_BYTES // dtype.itemsize
-        return torch.full((count,), number, dtype=dtype, device=self.device).view(torch.uint8)
-
-    def random(self, dtype: torch.dtype, position: int) -> torch.Tensor:
-        """Return numbers between 1/4 and 3/4, where most functions are defined.
-
-        Args:
-            dtype: A floating or complex one.
-            position: Of the buffer that is filled; others hold other numbers.
-        """
-        if dtype not in self._random:
-            numbers = torch.rand(
-                TILE_ELEMENTS + NUM_TILES * TILE_STEP,
-                generator=torch.Generator().manual_seed(0),
-                dtype=dtype if dtype.is_complex else torch.float32,
-            )
-            self._random[dtype] = numbers.mul_(0.5).add_(0.25).to(dtype).to(self.device)
-        begin = position % NUM_TILES * TILE_STEP
-        return self._random[dtype][begin : begin + TILE_ELEMENTS].view(torch.uint8)
+def _random_tile(dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
+    """Return likewise numbers between 1/4 and 3/4, where most functions are defined."""
+    numbers = torch.rand(
+        TILE_ELEMENTS,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=dtype if dtype.is_complex else torch.float32,
+    )
+    return numbers.mul_(0.5).add_(0.25).to(dtype).to(device).view(torch.uint8)
 
 
 class Trial:
@@ -105,7 +77,7 @@ class Trial:
         self,
         graph: TaskGraph,
         task: Task,
-        tiles: Tiles,
+        device: torch.device,
         unused: frozenset[int] = frozenset(),
     ) -> None:
         """Look at a task; nothing is allocated yet.
@@ -113,10 +85,11 @@ class Trial:
         Args:
             graph: Where the task stands.
             task: What to try.
-            tiles: What to fill scratch with, and on which device.
+            device: Where the scratch is.
             unused: Results that no task reads; see :func:`ds_finepage.execution.ops.bind`.
         """
-        self._graph, self._task, self._tiles, self._unused = graph, task, tiles, unused
+        self._graph, self._task, self._device, self._unused = graph, task, device, unused
+        self._guard = _tile(GUARD, torch.uint8, device)
         self._made = {*task.writes, *task.touches} - {*task.reads}
         self._changed = sorted({*task.writes} & {*task.reads})
         self._nbytes = {b: reach(graph, task, b) for b in task.buffers}
@@ -125,7 +98,7 @@ class Trial:
         for buffer in task.buffers:
             self._offsets[buffer] = end
             end += _padded(self._nbytes[buffer])
-        self._arena = torch.empty(0, dtype=torch.uint8, device=tiles.device)
+        self._arena = torch.empty(0, dtype=torch.uint8, device=device)
         self._tensors: dict[int, torch.Tensor] = {}
         self._looks: dict[int, tuple[Any, ...]] = {}
 
@@ -156,7 +129,7 @@ class Trial:
         """Bind the task to scratch tensors that lie in one storage, between guard bytes."""
         self._arena = self._empty(scratch_bytes(self._graph, self._task))
         self._tensors, self._looks = {}, {}
-        _repeat(self._tiles.guard, self._arena)
+        _repeat(self._guard, self._arena)
         for buffer in {*self._task.buffers} - self._made:
             _repeat(self._tile_of(buffer), self._bytes(buffer))
         self._seed()
@@ -184,14 +157,14 @@ class Trial:
                 _erase(self._tensors[result])  # so that what is left was written beside it
         end = 0
         for buffer, offset in self._offsets.items():
-            if not _holds(self._arena[end:offset], self._tiles.guard):
+            if not _holds(self._arena[end:offset], self._guard):
                 return "writes beyond its tensors"
             end = offset + self._nbytes[buffer]
             is_made = buffer in self._made
-            tile = self._tiles.guard if is_made else self._tile_of(buffer)
+            tile = self._guard if is_made else self._tile_of(buffer)
             if buffer not in self._changed and not _holds(self._bytes(buffer), tile):
                 return "writes beyond its results" if is_made else "changes what it only reads"
-        return None if _holds(self._arena[end:], self._tiles.guard) else "writes beyond its tensors"
+        return None if _holds(self._arena[end:], self._guard) else "writes beyond its tensors"
 
     def _seed(self) -> None:
         """Let a random op draw the same numbers each time; it takes a while."""
@@ -204,7 +177,7 @@ class Trial:
         )
 
     def _empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._tiles.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _bytes(self, buffer: int) -> torch.Tensor:
         offset = self._offsets[buffer]
@@ -225,23 +198,21 @@ class Trial:
         dtypes = {v.dtype for v in views if v.buffer == buffer}
         dtype: torch.dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else torch.uint8
         if dtype.is_floating_point or dtype.is_complex:
-            return self._tiles.random(dtype, self._task.buffers.index(buffer))
-        if dtype is torch.bool:
-            return self._tiles.true
+            return _random_tile(dtype, self._task.buffers.index(buffer), self._device)
         groups = groups_of(self._task)
         if groups is not None and self._buffer(groups.ends) == buffer:
             return self._ends_of(groups, dtype)
-        return self._tiles.zeros
+        return _tile(int(dtype is torch.bool), dtype, self._device)
 
     def _ends_of(self, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
         """Return the ends of groups of rows."""
         num_rows = self._graph.tensors[groups.rows].shape[0]
         if self._task.op != PACKED_GROUPED:
-            return self._tiles.all_of(num_rows, dtype)
+            return _tile(num_rows, dtype, self._device)
         num_groups = self._graph.tensors[groups.ends].shape[0]
         ends = [num_rows * (group + 1) // num_groups for group in range(num_groups)]
         ends += [num_rows] * (-num_groups % 8)  # a tile is whole words
-        return torch.tensor(ends, dtype=dtype, device=self._tiles.device).view(torch.uint8)
+        return torch.tensor(ends, dtype=dtype, device=self._device).view(torch.uint8)
 
 
 def reach(graph: TaskGraph, task: Task, buffer: int) -> int:

@@ -26,9 +26,7 @@ from typing import Any
 
 import torch
 
-from ds_finepage._compat.torch import TensorBase
-
-_DATA: Any = TensorBase.data
+_DATA: Any = torch.Tensor.data
 """The attribute as torch defines it."""
 
 Replacement = Callable[[torch.Tensor], torch.Tensor]

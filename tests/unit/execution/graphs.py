@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.taskgraph import (
     JOIN,
     Buffer,
@@ -81,7 +82,7 @@ class Draft:
                 args=args,
                 kwargs=tuple(kwargs.items()),
                 results=tuple(None if r is None else r.tensor for r in out),
-                reads=self._buffers(*_refs((args, tuple(kwargs.items()))), *changes),
+                reads=self._buffers(*refs((args, tuple(kwargs.items()))), *changes),
                 writes=self._buffers(*made, *changes),
             )
         )
@@ -105,9 +106,3 @@ class Draft:
 
     def _buffers(self, *refs: Ref) -> tuple[int, ...]:
         return tuple(sorted({self.tensors[r.tensor].buffer for r in refs}))
-
-
-def _refs(value: Any) -> list[Ref]:
-    if isinstance(value, Ref):
-        return [value]
-    return [r for item in value for r in _refs(item)] if isinstance(value, tuple) else []

@@ -32,6 +32,7 @@ class Rig:
         policy: str = "finepage",
         delay_seed: int | None = None,
         masters: dict[str, torch.Tensor] | None = None,
+        in_place: frozenset[int] | None = None,
         **others: Any,
     ) -> None:
         if arena_bytes is None:
@@ -51,7 +52,7 @@ class Rig:
             pool=pool,
             lanes=self.lanes,
             masters=masters,
-            in_place=frozenset(range(len(self.memgraph.graph.tasks))),
+            in_place=frozenset(range(len(graph.tasks))) if in_place is None else in_place,
             **others,
         )
 

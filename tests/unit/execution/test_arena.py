@@ -24,25 +24,11 @@ def counting(nbytes: int) -> Arena:
     return arena
 
 
-def test_an_arena_is_one_row_of_bytes() -> None:
-    arena = Arena(256, CPU)
-    assert arena.nbytes == 256
-    assert arena.bytes.dtype is torch.uint8 and arena.bytes.shape == (256,)
-
-
-def test_an_empty_arena_is_possible() -> None:
-    assert Arena(0, CPU).bytes.numel() == 0
-
-
-def test_a_slice_is_the_first_bytes_of_an_extent() -> None:
-    arena = counting(256)
-    assert arena.slice(Extent(64, 128), 3).tolist() == [64, 65, 66]
-
-
 def test_a_slice_is_the_arenas_own_memory() -> None:
     arena = counting(256)
     arena.slice(Extent(64, 64), 2).zero_()
     assert arena.bytes[62:68].tolist() == [62, 63, 0, 0, 66, 67]
+    assert arena.slice(Extent(64, 128), 3).tolist() == [0, 0, 66]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
@@ -60,18 +46,6 @@ def test_a_view_has_the_strides_and_the_offset_of_the_captured_tensor() -> None:
     whole.copy_(torch.arange(12.0).view(3, 4))
     turned = arena.view(view("float32", (2, 3), (1, 4), offset=1), Extent(64, 64))
     assert torch.equal(turned, whole.t()[1:3])
-
-
-def test_views_of_one_extent_share_memory() -> None:
-    arena = Arena(64, CPU)
-    one = arena.view(view("float32", (4,), (1,)), Extent(0, 64))
-    other = arena.view(view("float32", (2, 2), (2, 1)), Extent(0, 64))
-    one.fill_(3)
-    assert torch.equal(other, torch.full((2, 2), 3.0))
-
-
-def test_a_view_without_elements_is_possible() -> None:
-    assert Arena(64, CPU).view(view("float32", (0, 5), (5, 1)), Extent(0, 64)).shape == (0, 5)
 
 
 def test_a_tensors_own_offset_does_not_count() -> None:
@@ -106,12 +80,7 @@ def test_a_pool_starts_empty_and_grows() -> None:
     pool = HostPool(pinned=False)
     assert pool.bytes.numel() == 0
     pool.reserve(128)
-    assert pool.bytes.numel() == 128 and pool.bytes.dtype is torch.uint8
-
-
-def test_a_pool_that_is_large_enough_stays() -> None:
-    pool = HostPool(pinned=False)
-    pool.reserve(128)
+    assert pool.bytes.numel() == 128
     before = pool.bytes
     pool.reserve(64)
     assert pool.bytes is before
@@ -131,13 +100,6 @@ def test_slots_can_be_written_though_reserved_in_inference_mode() -> None:
         pool.reserve(64)
     pool.slice(0, 64).fill_(1)
     assert not pool.bytes.is_inference()
-
-
-@pytest.mark.gpu
-def test_a_pinned_pool_is_pinned() -> None:
-    pool = HostPool(pinned=True)
-    pool.reserve(4096)
-    assert pool.bytes.is_pinned()
 
 
 # --- free places -----------------------------------------------------------------------------

@@ -104,11 +104,3 @@ def test_a_link_has_a_rate_and_a_latency(group: str, monkeypatch: pytest.MonkeyP
     assert (rate, latency_ns) == (6 * 256 / 2000e-9, 100)
     took[256] = 600  # too small to tell
     assert channel.measure_link(CPU, 1024) == (6 * 256 / 300e-9, 100)
-
-
-def test_the_fastest_of_the_repeats_counts(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
-    times = iter([0, 50, 100, 130, 200, 290])
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(times))
-    assert RankChannel(group)._reduce_ns(torch.ones(2)) == 30

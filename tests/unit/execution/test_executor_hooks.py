@@ -105,14 +105,6 @@ def test_hooks_may_come_and_go_between_passes(rig: Callable[..., Rig]) -> None:
 # --- spans -----------------------------------------------------------------------------------
 
 
-def test_spans_are_not_recorded_unless_asked_for(rig: Callable[..., Rig]) -> None:
-    made = rig(negated())
-    made(torch.ones(3))
-    assert made.executor.recorder is None
-    actions = made.executor.actions
-    assert made.executor._hooked_actions(lower(made.memgraph), actions, {}) is actions
-
-
 @pytest.mark.parametrize("poison", [False, True])
 def test_every_step_of_a_steady_pass_has_a_span(rig: Callable[..., Rig], poison: bool) -> None:
     graph, weights = deep()
@@ -136,14 +128,6 @@ def test_spans_of_a_lane_follow_each_other(rig: Callable[..., Rig]) -> None:
     for lane in Lane:
         times = [t for s in recorder.spans() if s.lane is lane for t in (s.start_ns, s.end_ns)]
         assert times == sorted(times) and (not times or times[0] >= 0)
-
-
-def test_spans_and_hooks_together(rig: Callable[..., Rig]) -> None:
-    log: list[int] = []
-    made = rig(negated(), hooks=[OpHook(after=lambda t, r: log.append(t.index))])
-    made.executor.recorder = recorder = CpuSpanRecorder()
-    made(torch.ones(3))
-    assert log == [0] and [s.lane for s in recorder.spans()] == [Lane.COMPUTE]
 
 
 def test_a_pass_that_reloads_its_entry_has_spans_of_that(rig: Callable[..., Rig]) -> None:

@@ -43,14 +43,6 @@ def test_a_master_that_is_too_small_is_refused_with_both_numbers(rig: Callable[.
         rig(graph, weights)
 
 
-def test_masters_are_not_changed(rig: Callable[..., Rig]) -> None:
-    graph, weights = deep()
-    masters = {name: byte_view(w.clone()) for name, w in weights.items()}
-    made = rig(graph, masters=masters, arena_bytes=min_arena_bytes(graph, 64), poison=True)
-    made(torch.randn(N, N))
-    assert all(torch.equal(masters[name], byte_view(w)) for name, w in weights.items())
-
-
 # --- embeddings by the row -------------------------------------------------------------------
 
 
@@ -139,17 +131,6 @@ def test_a_pass_that_finds_the_arena_as_before_is_not_lowered_again(
     made.residents.clear()
     made(x)
     assert lowered[-1] == lowered[0]  # the oldest was dropped, so that there are never more
-
-
-def test_what_others_left_in_the_arena_does_not_matter(rig: Callable[..., Rig]) -> None:
-    """Another pass used the arena in between, and says so by its residents."""
-    graph, weights = deep()
-    made = rig(graph, weights)
-    x = torch.randn(N, N)
-    made(x)
-    made.arena.bytes.fill_(0xFF)
-    made.residents.clear()
-    assert torch.equal(made(x)[0], deep_in_eager(x, weights))
 
 
 def test_while_a_pass_runs_nothing_counts_as_resident(rig: Callable[..., Rig]) -> None:

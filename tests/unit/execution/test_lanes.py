@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -26,13 +27,10 @@ from tests.unit.execution.lane_programs import (
 pytestmark = pytest.mark.usefixtures("every_transfer_is_large")
 
 CPU = torch.device("cpu")
+every_two_lanes = pytest.mark.parametrize(("first", "second"), [*permutations(LANES, 2)])
 every_lane = pytest.mark.parametrize("lane", LANES, ids=[lane.value for lane in LANES])
 
 # --- order and overlap -----------------------------------------------------------------------
-
-
-def test_an_empty_program_returns(lanes: CpuLanes) -> None:
-    lanes.run(program_of(), {})
 
 
 @every_lane
@@ -43,19 +41,9 @@ def test_a_lane_runs_its_steps_in_order(lanes: CpuLanes, lane: Lane) -> None:
     assert log == list(range(50))
 
 
-def test_run_returns_when_every_lane_is_done(lanes: CpuLanes) -> None:
-    program = program_of("compute t", "h2d r <t", "d2h o <r")
-    actions, log = logging_actions(program)
-    lanes.run(program, actions)
-    assert sorted(log) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("first", LANES, ids=[lane.value for lane in LANES])
-@pytest.mark.parametrize("second", LANES, ids=[lane.value for lane in LANES])
+@every_two_lanes
 def test_lanes_overlap_where_nothing_waits(lanes: CpuLanes, first: Lane, second: Lane) -> None:
     """Each step waits inside itself for the other one to have begun."""
-    if first is second:
-        return
     program = program_of(f"{first.value} a", f"{second.value} b")
     began = [Gate(), Gate()]
 
@@ -69,12 +57,9 @@ def test_lanes_overlap_where_nothing_waits(lanes: CpuLanes, first: Lane, second:
     lanes.run(program, {0: meet(0), 1: meet(1)})
 
 
-@pytest.mark.parametrize("first", LANES, ids=[lane.value for lane in LANES])
-@pytest.mark.parametrize("second", LANES, ids=[lane.value for lane in LANES])
+@every_two_lanes
 def test_a_step_waits_for_another_lane(lanes: CpuLanes, first: Lane, second: Lane) -> None:
     """The first step is held until the second lane has gone as far as it can."""
-    if first is second:
-        return
     program = program_of(f"{first.value} a", f"{second.value} b", f"{second.value} c <a")
     gate, log = Gate(), []
 
@@ -103,23 +88,6 @@ def test_a_step_waits_for_several_lanes(lanes: CpuLanes) -> None:
 
     lanes.run(program, {0: held(0), 1: held(1), 2: release, 3: lambda: log.append(3)})
     assert sorted(log[:2]) == [0, 1] and log[2] == 3
-
-
-def test_a_missing_wait_shows(lanes: CpuLanes) -> None:
-    """The gates above would not hold back a step that does not wait."""
-    program = program_of("h2d a", "compute b", "compute c")
-    gate, log = Gate(), []
-
-    def held() -> None:
-        gate.wait()
-        log.append("a")
-
-    def last() -> None:
-        log.append("c")
-        gate.open()
-
-    lanes.run(program, {0: held, 1: lambda: None, 2: last})
-    assert log == ["c", "a"]
 
 
 def test_a_program_can_be_run_again(lanes: CpuLanes) -> None:
@@ -151,19 +119,10 @@ def test_small_transfers_are_made_by_the_calling_thread(
     program = program_of("h2d r1", "compute t1 <r1", "d2h o1 <t1", "compute t2 <o1")
     assert program.mean_transfer_bytes == 0  # its nodes have no extents
     monkeypatch.setattr(lanes_module, "SMALL_TRANSFER_BYTES", 1)
-    threads: list[int] = []
-    order: list[int] = []
-
-    def action(node: int) -> Callable[[], None]:
-        def run() -> None:
-            threads.append(threading.get_ident())
-            order.append(node)
-
-        return run
-
-    lanes.run(program, {s.node.id: action(s.node.id) for s in program.merged})
-    assert set(threads) == {threading.get_ident()}
-    assert order == [s.node.id for s in program.merged]
+    found: list[tuple[int, int]] = []
+    nodes = [s.node.id for s in program.merged]
+    lanes.run(program, {n: lambda n=n: found.append((n, threading.get_ident())) for n in nodes})
+    assert found == [(n, threading.get_ident()) for n in nodes]
 
 
 def test_transfers_build_no_autograd_graph(lanes: CpuLanes) -> None:
@@ -233,14 +192,6 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
     assert 0 < len(slept) < 800
 
 
-def test_without_a_seed_nothing_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module.time, "sleep", fail(AssertionError("slept")))
-    program = program_of(*(f"{lane.value} s{lane.value}{i}" for lane in LANES for i in range(50)))
-    lanes = CpuLanes()
-    lanes.run(program, logging_actions(program)[0])
-    lanes.close()
-
-
 # --- ends ------------------------------------------------------------------------------------
 
 
@@ -252,7 +203,8 @@ def test_close_ends_the_threads() -> None:
     lanes = CpuLanes()
     threads = threads_of(lanes)
     assert len(threads) == 2 and all(t.is_alive() and t.daemon for t in threads)
-    lanes.close()
+    for _ in range(2):
+        lanes.close()
     assert not any(t.is_alive() for t in threads)
 
 
@@ -262,21 +214,6 @@ def test_threads_that_are_gone_start_again() -> None:
     worker.close()
     worker.submit(ran.set)
     assert ran.wait(timeout=10)
-
-
-def test_close_twice_does_nothing() -> None:
-    lanes = CpuLanes()
-    lanes.close()
-    lanes.close()
-
-
-def test_close_after_an_error_ends_the_threads() -> None:
-    lanes = CpuLanes()
-    threads = threads_of(lanes)
-    with pytest.raises(ValueError, match="op failed"):
-        lanes.run(program_of("h2d r"), {0: fail(ValueError("op failed"))})
-    lanes.close()
-    assert not any(t.is_alive() for t in threads)
 
 
 def test_the_device_decides_the_lanes() -> None:
@@ -443,53 +380,9 @@ def test_a_device_that_cannot_be_delayed_is_named(caplog: pytest.LogCaptureFixtu
     assert not [what for what, _ in device.log if what.startswith("delay")]
 
 
-@pytest.fixture
-def stream_lanes() -> Iterator[StreamLanes]:
-    made = make_lanes(torch.device("cuda"))
-    assert isinstance(made, StreamLanes)
-    yield made
-    made.close()
-
-
-@pytest.mark.gpu
-def test_streams_wait_for_each_other(stream_lanes: StreamLanes) -> None:
-    """A value goes host -> device -> compute -> host; each leg must see the one before."""
-    n = 1 << 22
-    host = torch.arange(n, dtype=torch.float32).pin_memory()
-    back = torch.zeros(n).pin_memory()
-    device = torch.zeros(n, device="cuda")
-    spin = torch.ones(2048, 2048, device="cuda")
-    program = program_of("h2d r", "compute t <r", "d2h o <t")
-
-    def compute() -> None:
-        for _ in range(20):
-            torch.mm(spin, spin)
-        device.add_(1)
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        return lambda: target.copy_(source, non_blocking=True) and None
-
-    for _ in range(3):
-        back.zero_()
-        stream_lanes.run(program, {0: copy(device, host), 1: compute, 2: copy(back, device)})
-        torch.cuda.synchronize()
-        assert torch.equal(back, torch.arange(n, dtype=torch.float32) + 1)
-
-
-@pytest.mark.gpu
-def test_an_error_on_cuda_leaves_nothing_under_way(stream_lanes: StreamLanes) -> None:
-    program = program_of("h2d r", "compute t <r", "d2h o <t")
-    x = torch.zeros(4, device="cuda")
-    actions = {0: lambda: None, 1: fail(ValueError("op failed")), 2: lambda: None}
-    with pytest.raises(ValueError, match="op failed"):
-        stream_lanes.run(program, actions)
-    stream_lanes.run(program, actions | {1: lambda: x.add_(1) and None})
-    assert torch.equal(x.cpu(), torch.ones(4))
-
-
 def test_threads_end_with_lanes_that_nobody_closed() -> None:
     lanes = CpuLanes()
-    threads = [worker._thread for worker in lanes._workers.values()]
+    threads = threads_of(lanes)
     del lanes
     for thread in threads:
         thread.join(5)

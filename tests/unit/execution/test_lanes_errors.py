@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -39,15 +38,6 @@ def test_an_error_in_any_lane_is_raised_and_the_lanes_stay_usable(
     assert caught.value is error
     assert log == []
     assert_reusable(lanes)
-
-
-@every_lane
-def test_no_later_step_of_the_failing_lane_is_run(lanes: CpuLanes, lane: Lane) -> None:
-    program = program_of(f"{lane.value} a", f"{lane.value} b")
-    actions, log = logging_actions(program)
-    with pytest.raises(ValueError, match="op failed"):
-        lanes.run(program, actions | {0: fail(ValueError("op failed"))})
-    assert log == []
 
 
 def open_when_run_winds_up(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
@@ -101,56 +91,6 @@ def test_the_error_of_compute_comes_before_those_of_transfers(
 
     with pytest.raises(ValueError, match="op failed"):
         lanes.run(program_of("h2d a", "compute t"), {0: copy, 1: compute})
-    assert_reusable(lanes)
-
-
-def test_a_step_that_another_lane_waits_for_in_vain_ends_the_run(lanes: CpuLanes) -> None:
-    """Compute waits for h2d, which waits for d2h, which fails."""
-    program = program_of("d2h o", "h2d r <o", "compute t <r")
-    actions, log = logging_actions(program)
-    with pytest.raises(ValueError, match="op failed"):
-        lanes.run(program, actions | {0: fail(ValueError("op failed"))})
-    assert log == []
-    assert_reusable(lanes)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[Callable[[], None]]:
-    """Send the calling thread, which must be the main one, the signal that Ctrl-C sends."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_in_a_task(lanes: CpuLanes, ctrl_c: Callable[[], None]) -> None:
-    program = program_of("compute t", "h2d r <t", "compute u <r")
-    actions, log = logging_actions(program)
-    with pytest.raises(KeyboardInterrupt):
-        lanes.run(program, actions | {0: ctrl_c})
-    assert log == []
-    assert_reusable(lanes)
-
-
-def test_ctrl_c_while_a_task_waits_for_a_copy(
-    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, gate, log = Gate(), Gate(), []
-    open_when_run_winds_up(monkeypatch, gate)
-
-    def copy() -> None:
-        began.open()
-        gate.wait()
-        log.append("a")
-
-    def interrupted(clock: object, lane: Lane, position: int) -> None:
-        began.wait()
-        raise KeyboardInterrupt
-
-    program = program_of("h2d a", "h2d b", "compute t <b")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(lanes_module._Clock, "wait", interrupted)
-        lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: lambda: log.append("t")})
-    assert log == ["a"]
     assert_reusable(lanes)
 
 

@@ -16,24 +16,6 @@ def block(nbytes: int = MIB) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def test_nothing_allocated_is_nothing_counted() -> None:
-    with DeviceMeter(CPU) as meter:
-        pass
-    assert meter.peak_bytes == 0
-
-
-def test_what_is_allocated_inside_counts() -> None:
-    with DeviceMeter(CPU) as meter:
-        kept = block()
-    assert meter.peak_bytes == meter.live_bytes == kept.numel()
-
-
-def test_what_lives_together_adds_up() -> None:
-    with DeviceMeter(CPU) as meter:
-        kept = [block(), block(2 * MIB)]
-    assert meter.peak_bytes == sum(t.numel() for t in kept)
-
-
 def test_what_was_released_before_does_not_count() -> None:
     with DeviceMeter(CPU) as meter:
         for _ in range(3):
@@ -63,13 +45,6 @@ def test_what_an_op_takes_for_a_moment_counts() -> None:
     with DeviceMeter(CPU) as meter:
         x.add_(x + x)
     assert meter.peak_bytes == MIB
-
-
-def test_views_cost_nothing() -> None:
-    x = block()
-    with DeviceMeter(CPU) as meter:
-        x.view(-1, 2)[1:].t()
-    assert meter.peak_bytes == 0
 
 
 def test_an_error_inside_goes_through_and_is_measured_up_to() -> None:
@@ -103,8 +78,9 @@ def test_a_profile_inside_a_meter_ends_it_and_that_is_said() -> None:
 def test_another_profile_may_run_where_the_meter_makes_room() -> None:
     with DeviceMeter(CPU) as meter:
         kept = [block()]
-        with free_profiler(), profile(use_kineto=False):
-            block(8 * MIB)  # unseen
+        for inner in (DeviceMeter(CPU), profile(use_kineto=False)):
+            with free_profiler(), inner:
+                block(8 * MIB)  # unseen
         kept.append(block())
     assert meter.peak_bytes == meter.live_bytes == 2 * MIB
 
@@ -122,31 +98,8 @@ def test_a_block_that_is_released_while_the_meter_makes_room_is_forgotten_when_i
     assert meter.live_bytes == (MIB if same else 2 * MIB)
 
 
-def test_making_room_without_a_meter_does_nothing() -> None:
-    with free_profiler():
-        pass
-
-
-def test_meters_can_follow_each_other() -> None:
-    for nbytes in (MIB, 2 * MIB):
-        with DeviceMeter(CPU) as meter:
-            kept = block(nbytes)
-        assert meter.peak_bytes == kept.numel()
-
-
 def test_the_meter_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with DeviceMeter(CPU):
         kept = block()
     del kept
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.gpu
-def test_what_is_allocated_inside_counts_on_cuda() -> None:
-    before = torch.empty(MIB, dtype=torch.uint8, device="cuda")
-    with DeviceMeter(torch.device("cuda")) as meter:
-        one = torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
-        del one
-        kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
-    assert (meter.peak_bytes, meter.live_bytes) == (2 * MIB, MIB)
-    del before, kept

@@ -15,13 +15,11 @@ from torch import nn
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import parts as parts_module
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.execution.masters import HostWeight
-from ds_finepage.execution.parts import RankParts, freed
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.parts import with_parts
 from ds_finepage.planning.liveness import ample_arena_bytes
-from tests.unit.execution.lane_programs import Gate, logging_actions, program_of
 from tests.unit.execution.rig import CPU, N, Rig, deep, deep_in_eager
 
 ROOM = 1 << 10
@@ -85,19 +83,6 @@ def test_a_part_of_another_size_is_refused() -> None:
     masters = {name: byte_view(w)[:100] for name, w in weights.items()}
     with pytest.raises(StoreError, match="2 parts of 'w0' have 100 bytes each"):
         Rig(graph, masters=masters, parts=RankParts(0, 2, "none"))
-
-
-def test_the_lane_between_ranks_runs_beside_the_others() -> None:
-    """Only a third worker lets the collect wait for a task that waits for a reload behind it."""
-    lanes, gate = CpuLanes(delay_seed=0, max_delay_us=1), Gate()
-    program = program_of("ranks c", "h2d r", "compute t <r <c")
-    actions, log = logging_actions(program)
-    collect, reload = actions[0], actions[1]
-    actions[0] = lambda: (gate.wait(), collect())[1]
-    actions[1] = lambda: (reload(), gate.open())[1]
-    lanes.run(program, actions)
-    assert log == [1, 0, 2]
-    lanes.close()
 
 
 class Table:
@@ -172,9 +157,3 @@ def test_a_graph_learns_which_weights_lie_in_parts(of_parts: Table) -> None:
     found = of_parts.table.parted(named)
     assert (found.parted, found.num_ranks, found.buffers[0].nbytes) == (("w",), 2, 24)
     assert WeightTable([], CPU).parted(graph) is graph
-
-
-def test_a_form_has_no_bytes() -> None:
-    found = freed((4, 5), (5, 1), torch.bfloat16)
-    assert (found.shape, found.stride(), found.dtype) == ((4, 5), (5, 1), torch.bfloat16)
-    assert found.untyped_storage().nbytes() == 0

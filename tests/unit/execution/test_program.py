@@ -53,57 +53,10 @@ def test_a_task_waits_for_its_reload_and_the_next_reload_for_the_task() -> None:
     }
 
 
-def test_an_offload_and_its_reload_wait_for_each_other() -> None:
-    graph = sketch("a1:64 a2:64 a3:64", "-> a1", "-> a2", "a2 -> a3", "a3 ->", "a1 ->")
-    memgraph = planned(graph, 2)
-    found = steps(lower(memgraph), memgraph)
-    assert found["d2h"] == ["offload a1 <compute 0"] or found["d2h"] == ["offload a1 <compute 1"]
-    assert found["h2d"][0].startswith("reload a1 <")
-    assert found["compute"][2] == "compute 2 <offload a1"
-
-
 def test_nothing_waits_where_all_is_resident() -> None:
     program = lower(planned(sketch("a:64", "-> a", "a ->"), 1))
     assert waits_of(program) == []
     assert [s.signals for s in program.merged] == [False, False]
-
-
-def test_a_lane_does_not_wait_for_what_it_knows() -> None:
-    """Task 0 waits for the reload of w2, so task 1 need not wait for any of the two."""
-    memgraph = planned(sketch("w1:64 w2:64", "w1 w2 ->", "w1 ->", "w2 ->"), 2)
-    assert steps(lower(memgraph), memgraph)["compute"] == [
-        "compute 0 <reload w2",
-        "compute 1",
-        "compute 2",
-    ]
-
-
-def test_a_wait_that_another_wait_implies_is_left_out() -> None:
-    """A reload into bytes that were offloaded waits for that; its task waits for the reload alone.
-
-    Task 2 needs w, which lies where a1 lay: the reload waited for the offload of a1.
-    """
-    graph = sketch("w:128 a1:64 a2:64", "-> a1", "a1 -> a1 a2", "w ->", "a1 a2 ->")
-    memgraph = planned(graph, 2)
-    found = steps(lower(memgraph), memgraph)
-    assert found["d2h"] == ["offload a1 <compute 1", "offload a2"]
-    assert found["h2d"][0] == "reload w <offload a2"
-    assert found["compute"][2] == "compute 2 <reload w"
-
-
-def test_positions_count_a_lanes_steps_from_one() -> None:
-    program = lower(planned(chain(5), 2))
-    for lane in LANES:
-        assert [s.position for s in program.lanes[lane]] == list(
-            range(1, len(program.lanes[lane]) + 1)
-        )
-
-
-def test_merged_has_every_step_once_in_the_order_of_nodes() -> None:
-    program = lower(planned(chain(5), 3))
-    ids = [s.node.id for s in program.merged]
-    assert ids == sorted(set(ids))
-    assert sum(len(program.lanes[lane]) for lane in LANES) == len(ids)
 
 
 def test_a_task_that_copies_to_host_memory_runs_in_the_lane_of_offloads() -> None:
@@ -134,11 +87,6 @@ def test_a_step_signals_where_another_lane_waits_for_it() -> None:
 ENTRY = (Residency(0, Extent(0, UNIT)), Residency(1, Extent(UNIT, UNIT)))
 
 
-def test_what_is_resident_is_no_step() -> None:
-    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 2, entry=ENTRY)
-    assert steps(lower(memgraph), memgraph)["h2d"] == []
-
-
 def test_a_missing_entry_is_a_reload_that_its_task_waits_for() -> None:
     memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 2, entry=ENTRY)
     assert steps(lower(memgraph, missing=frozenset({1})), memgraph) == {
@@ -146,13 +94,6 @@ def test_a_missing_entry_is_a_reload_that_its_task_waits_for() -> None:
         "h2d": ["resident w2"],
         "d2h": [],
     }
-
-
-def test_a_missing_entry_that_is_evicted_is_waited_for_by_the_next_tenant() -> None:
-    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 a -> a", "a ->")
-    memgraph = planned(graph, 2, entry=ENTRY)
-    program = lower(memgraph, missing=frozenset({0, 1}))
-    assert steps(program, memgraph)["compute"][0] == "compute 0 <resident w2"
 
 
 # --- poison ----------------------------------------------------------------------------------
@@ -165,17 +106,6 @@ def test_with_poison_drops_are_steps_of_the_compute_lane() -> None:
         "h2d": ["reload w1", "reload w2 <drop w1"],
         "d2h": [],
     }
-
-
-def test_with_poison_a_reload_waits_for_the_drop_not_for_the_reader_alone() -> None:
-    memgraph = planned(chain(6), 3)
-    program = lower(memgraph, poison=True)
-    by_node = {s.node.id: s for s in program.merged}
-    drops = [n.id for n in memgraph.nodes if n.kind is NodeKind.DROP]
-    assert all(by_node[d].lane is COMPUTE for d in drops)
-    order = reachable(program)
-    for before, after in required(memgraph, program):
-        assert before in order[after]
 
 
 # --- enough and not too many, against all edges ----------------------------------------------
@@ -251,11 +181,3 @@ def test_every_wait_is_needed(graph: TaskGraph, policy: str, spare: int, poison:
     for step, lane, position in waits_of(program):
         order = reachable(program, without=(step.node.id, lane, position))
         assert any(b not in order[a] for b, a in pairs), f"{step} need not wait for {lane}"
-
-
-def test_the_reading_above_sees_a_missing_wait() -> None:
-    memgraph = planned(GRAPHS["mixed"], 5)
-    program = lower(memgraph)
-    broken: list[Step] = [replace(s, waits=()) for s in program.merged]
-    order = reachable(Program(program.lanes, tuple(broken)))
-    assert any(b not in order[a] for b, a in required(memgraph, program))

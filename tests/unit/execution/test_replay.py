@@ -71,12 +71,6 @@ def test_a_task_that_cannot_be_recorded_is_apart() -> None:
     assert runs_of(program, 1, 3) == []
 
 
-def test_a_program_without_runs_is_as_it_was() -> None:
-    program = program_of("h2d r", "compute a <r", "h2d q", "compute b <q")
-    found, runs = joined(program, {1, 3})
-    assert runs == [] and found.merged == program.merged and found.lanes == program.lanes
-
-
 # --- tasks -----------------------------------------------------------------------------------
 
 
@@ -211,11 +205,6 @@ def test_runs_whose_graphs_were_dropped_are_recorded_again(device: FakeDevice) -
     device.log.clear()
     run()
     assert device.log == [*FIRST, "record"]
-
-
-def test_to_clear_no_graphs_waits_for_nothing(device: FakeDevice) -> None:
-    graphs_of(device).clear()
-    assert device.log == []
 
 
 def test_all_graphs_are_dropped_together_when_there_are_many(

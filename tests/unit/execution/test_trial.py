@@ -9,19 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError, TaskMismatchError
-from ds_finepage.execution import measure
-from ds_finepage.execution.arena import Arena, HostPool
-from ds_finepage.execution.executor import Executor
-from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.ops import run_and_copy
 from ds_finepage.execution.trial import Trial, scratch_bytes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
-from ds_finepage.planning.policies import plan_steady
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, Draft
+from tests.unit.execution.rig import Rig
 
 CPU = torch.device("cpu")
 N = 24
@@ -240,27 +235,12 @@ def test_a_tensor_given_as_out_is_refused_where_the_op_cannot_be_tried() -> None
         OpMeter(CPU).with_costs(draft.graph(), room_bytes=0)
 
 
-def test_each_op_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[Any] = []
-
-    class Counting(Trial):
-        def fault(self, wanted: list[torch.Tensor]) -> str | None:
-            checked.append(self._task)
-            return super().fault(wanted)
-
-    monkeypatch.setattr(measure, "Trial", Counting)
-    meter, graph = OpMeter(CPU), one_op("writes_into_place")
-    for _ in range(2):
-        meter.with_costs(graph)
-    assert len(checked) == 1
-
-
 def test_both_arguments_of_a_trial_hold_other_numbers() -> None:
     draft = Draft()
     x, y, z = draft.tensor(INPUT, N), draft.tensor(INPUT, N), draft.tensor(ACTIVATION, N)
     draft.task("aten.sub.Tensor", x, y, out=(z,))
     graph = draft.graph()
-    trial = Trial(graph, graph.tasks[0], measure.Tiles(CPU))
+    trial = Trial(graph, graph.tasks[0], CPU)
     (difference,) = trial.alone()
     assert int((difference == 0).sum()) < N // 4 and difference.isfinite().all()
 
@@ -278,45 +258,26 @@ def test_every_dtype_is_tried(dtype: str) -> None:
 # --- what is executed -------------------------------------------------------------------------
 
 
-def run(graph: TaskGraph, x: torch.Tensor, in_place: frozenset[int]) -> tuple[Any, torch.Tensor]:
-    """Run a graph in an arena of zeros; return what it returns, and what the arena holds then."""
-    memgraph = check(plan_steady(graph, arena_bytes=ample_arena_bytes(graph, 64), policy="lru"))
-    arena = Arena(memgraph.arena_bytes + 4096, CPU)
-    arena.bytes.zero_()
-    lanes = CpuLanes()
-    executor = Executor(
-        memgraph,
-        arena=arena,
-        pool=HostPool(pinned=False),
-        lanes=lanes,
-        masters={},
-        in_place=in_place,
-    )
-    found = executor.run((x,), (), {})
-    lanes.close()
-    return found, arena.bytes
-
-
-def test_a_plan_runs_an_unsafe_op_in_the_safe_form() -> None:
+def test_a_plan_runs_an_unsafe_op_in_the_safe_form(rig: Callable[..., Rig]) -> None:
     draft = Draft()
     x, p = draft.tensor(INPUT, N, N), draft.tensor(ACTIVATION, N, N)
     draft.task("aten.sigmoid.default", x, out=(p,))
     made, y = draft.tensor(ACTIVATION), draft.tensor(OUTPUT)
     draft.task("aten.binary_cross_entropy.default", p, p, out=(made,))
     draft.task("aten.neg.default", made, out=(y,))
-    graph = draft.graph(inputs=(x,), outputs=(y,))
-    value = torch.rand(N, N)
-    meter = OpMeter(CPU)
-    graph = meter.with_costs(graph)
+    value, meter = torch.rand(N, N), OpMeter(CPU)
+    graph = meter.with_costs(draft.graph(inputs=(x,), outputs=(y,)))
     assert meter.in_place(graph) == {0, 2}
     chance = value.sigmoid()
     expected = -torch.nn.functional.binary_cross_entropy(chance, chance)
-    for in_place in (meter.in_place(graph), frozenset[int]()):  # and where nothing is known
-        (found,), arena = run(graph, value, in_place)
-        assert torch.equal(found, expected)
-        assert int((arena != 0).sum()) <= 4 * N * N + 4
-    (_, arena) = run(graph, value, frozenset({1}))  # what would happen otherwise
-    assert int((arena[-4096:] != 0).sum()) > 0 or int((arena != 0).sum()) > 4 * N * N + 4
+    nbytes = ample_arena_bytes(graph, 64) + 4096
+    # As found out, where nothing is known, and what would happen otherwise.
+    for in_place, is_safe in ((meter.in_place(graph), True), (set(), True), ({1}, False)):
+        made = rig(graph, arena_bytes=nbytes, policy="lru", in_place=frozenset(in_place))
+        made.arena.bytes.zero_()
+        (found,) = made(value)
+        assert torch.equal(found, expected) or not is_safe
+        assert (int((made.arena.bytes != 0).sum()) <= 4 * N * N + 4) is is_safe
 
 
 def test_a_result_of_another_shape_or_dtype_is_not_broadcast() -> None:

@@ -123,15 +123,6 @@ def test_a_parameter_may_get_another_shape_layout_or_dtype(value: torch.Tensor) 
     assert table.nbytes == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def test_a_resized_parameter_is_taken_over() -> None:
-    model = Model()
-    table = attached(model)
-    with torch.no_grad():
-        model.plain.set_(torch.ones(7))
-    assert table.changes() == WeightChanges(("plain",), moved=True, reshaped=True)
-    assert table.fetch(model.plain).tolist() == [1.0] * 7
-
-
 def test_other_parameters_of_a_changed_module_are_exchanged() -> None:
     model = Model()
     table = attached(model)
@@ -158,23 +149,30 @@ def test_a_parameter_of_an_attached_model_is_refused() -> None:
     weights_of_module(model, CPU)
 
 
-def test_a_parameter_whose_storage_was_freed_is_refused() -> None:
+def freed_weight() -> nn.Module:
     model = Model()
     model.plain.untyped_storage().resize_(0)
-    with pytest.raises(StoreError, match="parameter plain has a shape and no data"):
-        weights_of_module(model, CPU)
+    return model
 
 
-def test_a_parameter_that_is_not_initialized_is_refused() -> None:
-    with pytest.raises(StoreError, match="parameter 0.weight is not initialized yet. Call the mod"):
-        weights_of_module(nn.Sequential(nn.LazyLinear(4)), CPU)
+def sparse_weight() -> nn.Module:
+    return nn.ParameterDict({"plain": nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)})
 
 
-def test_a_sparse_parameter_is_refused() -> None:
-    model = Model()
-    model.plain = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
-    with pytest.raises(StoreError, match=r"parameter plain is sparse \(torch.sparse_coo\)"):
-        weights_of_module(model, CPU)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (freed_weight, "plain has a shape and no data"),
+        (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight is not initialized yet. Call the mod"),
+        (sparse_weight, r"plain is sparse \(torch.sparse_coo\)"),
+    ],
+    ids=["freed", "lazy", "sparse"],
+)
+def test_a_parameter_without_dense_data_is_refused(
+    make: Callable[[], nn.Module], words: str
+) -> None:
+    with pytest.raises(StoreError, match=f"parameter {words}"):
+        weights_of_module(make(), CPU)
 
 
 @pytest.mark.parametrize("form", ["expanded", "windows", "strided"])

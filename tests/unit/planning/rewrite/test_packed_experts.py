@@ -11,7 +11,7 @@ import torch
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
 from ds_finepage.checker.checker import check
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
-from ds_finepage.execution.trial import Tiles, Trial
+from ds_finepage.execution.trial import Trial
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.packed import CUT_ROWS, PACKED_GROUPED, SLICE_ROWS
 from ds_finepage.graph.routes import routes
@@ -115,7 +115,7 @@ def test_a_slice_of_one_matrix_is_the_workspace() -> None:
 @pytest.mark.parametrize(("num_tokens", "used"), [(2, 2), (4, 4), (20, NUM)])
 def test_a_trial_spreads_its_rows_over_experts(num_tokens: int, used: int) -> None:
     graph = layer(num_tokens)
-    trial = Trial(graph, graph.tasks[1], Tiles(torch.device("cpu")))
+    trial = Trial(graph, graph.tasks[1], torch.device("cpu"))
     wanted = trial.alone()
     bound = trial.bind(into_place=True)
     bound.call(*bound.args, **bound.kwargs)
