@@ -1,4 +1,4 @@
-"""Keeps what was found out about ops, and plans, in the user's cache folder.
+"""Keeps what was found out about ops in the user's cache folder.
 
 The folder is ``$XDG_CACHE_HOME/ds_finepage`` or ``~/.cache/ds_finepage``. The environment variable
 ``DS_FINEPAGE_CACHE`` names another one; empty or ``0`` switches the cache off. Each environment
@@ -108,12 +108,6 @@ def open_folder(device: torch.device) -> Path | None:
         _warn(str(error))
         return None
     return folder
-
-
-def open_plan_folder(device: torch.device) -> Path | None:
-    """Return the folder for plans of this environment; None where there can be no cache."""
-    folder = open_folder(device)
-    return None if folder is None else folder / "plans"
 
 
 def trim(root: Path) -> None:

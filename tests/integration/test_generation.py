@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -179,18 +178,6 @@ def test_what_cannot_be_captured_with_symbols_is_captured_size_by_size(
     assert 0 < len(said) <= handle.stats.num_captures
     assert "failed while attempting" not in capfd.readouterr().err
     handle.detach()
-
-
-def test_plans_of_a_generation_are_kept_and_found_again(tmp_path: Path) -> None:
-    model = make_model("mistral")  # counts its tokens, so that sizes are arguments of ops too
-    plain = tokens(model, token_ids(6), 30, cache=None)
-    settings = {"device_budget": "400KiB", "policy": "horizon", "plan_dir": str(tmp_path)}
-    for is_first in (True, False):
-        torch._dynamo.reset()
-        handle = attach(model, device="cpu", **settings)
-        assert torch.equal(tokens(model, token_ids(6), 30, cache=None), plain)
-        assert (handle.stats.num_plans > 0) is is_first
-        handle.detach()
 
 
 # What stays behind.

@@ -19,7 +19,6 @@ from ds_finepage.execution.disk_cache import (
     Table,
     cache_root,
     open_folder,
-    open_plan_folder,
     source_digest,
     trim,
 )
@@ -175,7 +174,7 @@ def test_a_folder_that_cannot_be_made_is_no_cache(
     assert table.get("a", number) is None
     table.put("a", 1)
     table.save()
-    assert open_plan_folder(CPU) is None
+    assert open_folder(CPU) is None
     assert len(caplog.records) == 1
 
 
@@ -190,7 +189,7 @@ def test_a_folder_that_is_not_writable_is_no_cache(
 @pytest.mark.parametrize("value", ["", "0"])
 def test_the_cache_can_be_switched_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, value)
-    assert cache_root() is None and open_folder(CPU) is None and open_plan_folder(CPU) is None
+    assert cache_root() is None and open_folder(CPU) is None
 
 
 def test_the_cache_lies_where_users_keep_caches(
