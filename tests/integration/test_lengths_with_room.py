@@ -53,12 +53,12 @@ def test_a_loop_over_prompts_of_many_lengths_makes_each_plan_once() -> None:
         tokens(model, ids, 2, cache=None)
     handle.replan(budget_bytes=handle.stats.min_budget_bytes + (1 << 14))
     made = []
-    for _ in range(3):
+    for _ in range(5):
         before = handle.stats.num_plans
         for ids, expected in zip(prompts, plain, strict=True):
             assert torch.equal(tokens(model, ids, 2, cache=None), expected)
         made.append(handle.stats.num_plans - before)
-    num_passes = len(handle.stats.passes)
-    # A step follows another pass in each round, and has one plan beside the first that it followed.
-    assert made[0] > 0 == made[2] and sum(made) <= 2 * num_passes
+    # At first passes with other needs make the arena smaller. Then each pass adapts to the one that
+    # it happens to follow, and stays so.
+    assert made[0] > 0 and made[3:] == [0, 0]
     handle.detach()
