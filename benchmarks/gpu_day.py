@@ -242,7 +242,6 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        "DS_FINEPAGE_CACHE": "0",  # every day starts from nothing
         "TOKENIZERS_PARALLELISM": "false",
         "GPU_DAY_FOLDER": str(options.out.resolve()),
         "GPU_DAY_PASSED": json.dumps(options.passed),

@@ -248,7 +248,6 @@ def main(say: Callable[[str], None] = print) -> int:
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    os.environ.setdefault("DS_FINEPAGE_CACHE", "0")  # ops are measured now
     facts = {
         "command": shlex.join(["python", "benchmarks/prediction.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,6 @@ from ds_finepage.execution.device import (
     device_of,
     require_device,
 )
-from ds_finepage.execution.disk_cache import open_plan_folder
 from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, probe
@@ -49,7 +47,6 @@ from ds_finepage.planning.policies import RUNNABLE, policy_named
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.calls import AroundCall
 from ds_finepage.runtime.handle import Handle
-from ds_finepage.runtime.plan_cache import plan_folder
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 
@@ -209,13 +206,12 @@ def attach(
     _require_module(module)
     config = _settled(config, settings)
     where = default_device() if device is None else require_device(device)
-    plan_dir = plan_folder(config.plan_dir) if config.plan_dir else open_plan_folder(where)
     _pack(module, config, where)
     with ExitStack() as undo:
         apart, weights, buffers = _taken(module, take, where, undo)
         budget_bytes = _common_budget(resolve_budget(config, weights.nbytes, where), ranks)
         try:
-            run_settings = _run_settings(config, where, budget_bytes, profile, ranks, plan_dir)
+            run_settings = _run_settings(config, where, budget_bytes, profile, ranks)
             handle = Handle(
                 module,
                 weights,
@@ -307,7 +303,6 @@ def _run_settings(
     budget_bytes: int,
     profile: HardwareProfile | None,
     ranks: Ranks,
-    plan_dir: Path | None,
 ) -> RunSettings:
     """Return everything that the user decides, with the rates to plan with."""
     if config.device_graphs and not device_of(where).has_graphs:
@@ -319,7 +314,6 @@ def _run_settings(
         device=where,
         budget_bytes=budget_bytes,
         profile=ranks.with_link(rates, where, scratch_bytes),
-        plan_dir=plan_dir,
         may_cut=not ranks.collects_weights,
     )
 

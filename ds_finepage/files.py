@@ -9,9 +9,6 @@ from pathlib import Path
 
 from ds_finepage.errors import ConfigError
 
-CACHE_VARIABLE = "DS_FINEPAGE_CACHE"
-"""Names the folder for what the next start can use; "" or "0" for none."""
-
 
 def cause_of(error: OSError | ValueError) -> str:
     """Return why a file cannot be used, without its path: messages name the path once."""

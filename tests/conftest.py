@@ -12,9 +12,6 @@ from hypothesis import settings
 # Before anything imports Hugging Face libraries, and inherited by every process that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Tests leave the user's cache alone, and find nothing in it.
-os.environ["DS_FINEPAGE_CACHE"] = "0"
-
 # The same examples in every run, however slow the machine is.
 # "pytest --hypothesis-profile=explore" looks for new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -24,7 +24,7 @@ class Formula:
 class BufferDraft:
     """Bytes that ops make, or that are given to the graph."""
 
-    storage: torch.UntypedStorage | None  # held: its identity is not given away; None if unmade
+    storage: torch.UntypedStorage  # held: its identity is not given away
     kind: BufferKind
     nbytes: Size
     name: str = ""

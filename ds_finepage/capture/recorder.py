@@ -64,7 +64,6 @@ class Recorder(TorchDispatchMode):
         self.tasks: list[TaskDraft] = []
         self.calls: list[CallDraft] = []
         self.label = ""
-        self.viewed: list[int] = []  # tensors in the order in which ops have them, with repeats
         self._open_calls: list[CallDraft] = []
 
     def enter(self, name: str, class_name: str) -> None:
@@ -91,15 +90,10 @@ class Recorder(TorchDispatchMode):
             nbytes: Its size.
             name: Of a weight or an argument.
         """
-        self.buffers.append(BufferDraft(None, kind, nbytes, name))
-        self.set_storage(len(self.buffers) - 1, tensor)
-        return len(self.buffers) - 1
-
-    def set_storage(self, buffer: int, tensor: torch.Tensor) -> None:
-        """Take the storage of a tensor for that of a buffer, and hold it."""
         storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = buffer
-        self.buffers[buffer].storage = storage
+        self._storages[storage._cdata] = len(self.buffers)
+        self.buffers.append(BufferDraft(storage, kind, nbytes, name))
+        return len(self.buffers) - 1
 
     def buffer_of(self, tensor: torch.Tensor) -> int | None:
         """Return the buffer that a tensor lies in; None where it is not known."""
@@ -112,17 +106,14 @@ class Recorder(TorchDispatchMode):
         buffer = self.buffer_of(tensor)
         if buffer is None:
             raise CaptureError("an op returned a tensor whose storage no op made")
-        return self.view_id(buffer, layout_of(tensor))
+        return self._view_id(buffer, tensor)
 
-    def view_id(self, buffer: int, layout: DraftLayout) -> int:
-        """Return the id of a view of a buffer, registering it."""
-        key = (buffer, *layout)
+    def _view_id(self, buffer: int, tensor: torch.Tensor) -> int:
+        key = (buffer, *layout_of(tensor))
         if key not in self._tensors:
             self._tensors[key] = len(self.tensors)
             self.tensors.append(TensorView(len(self.tensors), *key))
-        found = self._tensors[key]
-        self.viewed.append(found)
-        return found
+        return self._tensors[key]
 
     def outputs_of(
         self, name: str, returned: Sequence[Any], args: Sequence[Any]
@@ -171,7 +162,7 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage().cpu())
                 self.buffers[buffer].payload = flat.numpy().tobytes()
-        return self.view_id(self._storages[identity], layout_of(tensor))
+        return self._view_id(self._storages[identity], tensor)
 
     def _encode(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

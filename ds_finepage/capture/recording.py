@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -30,7 +30,6 @@ from ds_finepage.capture.finishing import finish
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
 from ds_finepage.capture.lengths import Size, symbols_of
 from ds_finepage.capture.recorder import Recorder
-from ds_finepage.capture.repeats import Repeats
 from ds_finepage.capture.symbolic_sizes import SymbolicSizes
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
@@ -297,7 +296,7 @@ def _record(
     recorder = Recorder(None if strides_of is None else LayoutFixer(strides_of, sizes.values))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
     with torch.inference_mode(False), torch.no_grad(), mode:
-        labeller = _Labeller(graph, recorder, Repeats(recorder, mode))
+        labeller = _Labeller(graph, recorder)
         fakes, inputs = make_fakes(graph, args, recorder, sizes)
         try:
             with recorder, leaving_no_transform():
@@ -341,25 +340,21 @@ def _require_ops_of_eager(graph: TaskGraph) -> None:
 class _Labeller(Interpreter):
     """Runs a torch-level graph and tells the recorder which module each op comes from."""
 
-    def __init__(self, graph: DynamoGraph, recorder: Recorder, repeats: Repeats) -> None:
+    def __init__(self, graph: DynamoGraph, recorder: Recorder) -> None:
         super().__init__(graph.module)
-        self._name, self._recorder, self._repeats = graph.name, recorder, repeats
+        self._name, self._recorder = graph.name, recorder
 
     def run_node(self, n: Node) -> Any:
         stack = n.meta.get("nn_module_stack")
         self._recorder.label = qualified_name(next(reversed(stack.values()))[0]) if stack else ""
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        run = partial(getattr(self, n.op), n.target)
-        if n.op in ("call_function", "call_method"):
-            try:
-                return self._repeats.run(n.target, args, kwargs, run)
-            except NotImplementedError as error:
-                if getattr(n.target, "namespace", "") != HIGHER_ORDER:
-                    raise
-                raise CaptureError(
-                    f"{self._name} calls {n.target}, a higher-order op, which no plan can run"
-                ) from error
-        return run(self._repeats.made(args), self._repeats.made(kwargs))
+        try:
+            return super().run_node(n)
+        except NotImplementedError as error:
+            if getattr(n.target, "namespace", "") != HIGHER_ORDER:
+                raise
+            raise CaptureError(
+                f"{self._name} calls {n.target}, a higher-order op, which no plan can run"
+            ) from error
 
 
 def qualified_name(path: str) -> str:

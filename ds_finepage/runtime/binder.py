@@ -2,30 +2,71 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ds_finepage.checker.checker import check
 from ds_finepage.execution.executor import Executor, OpHook
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.parts import on_device
-from ds_finepage.planning.pipeline import Planned
+from ds_finepage.planning.finepage.stacking import residents_of
+from ds_finepage.planning.pipeline import Planned, graph_to_plan, plan_checked
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.parted_ranks import shape_of
 from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import Pass
-from ds_finepage.runtime.plan_cache import alternating_plan, plan_pass
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
+from ds_finepage.units import align_up
+
+
+def alternating_plan(found: Pass, arena_bytes: int) -> MemGraph | None:
+    """Return the plan of the pass that a pass alternates with; forget one in a larger arena.
+
+    Args:
+        found: The pass.
+        arena_bytes: Size of its arena.
+    """
+    theirs = None if found.alternating is None else found.alternating.memgraph
+    if theirs is not None and theirs.arena_bytes <= arena_bytes:
+        return theirs
+    found.forget_alternating()  # its next plan may differ
+    return None
+
+
+def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Counters) -> Planned:
+    """Plan a pass; the plan is checked.
+
+    Args:
+        found: The pass. It forgets the pass that it alternates with if that has another arena now.
+        arena_bytes: Size of the arena.
+        settings: The settings of now.
+        counters: Counts new plans.
+
+    Raises:
+        PlanInfeasibleError: There is no plan in this arena.
+        InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
+    """
+    theirs = alternating_plan(found, arena_bytes)
+    residents = () if theirs is None else residents_of(theirs)
+    graph = graph_to_plan(found.graph, arena_bytes, settings.planning)
+    start = time.perf_counter_ns()
+    planned = plan_checked(graph, arena_bytes, settings.planning, residents)
+    counters.plan_ns += time.perf_counter_ns() - start
+    counters.num_plans += 1
+    return planned
 
 
 class Binder:
     """Plans passes and binds them to device memory.
 
-    All passes share one arena size, so that weights stay resident between passes: the rest of the
-    budget beside the pass with the most non-arena bytes. A pass that does not fit in there gets an
-    arena of its own.
+    All passes share one arena, so that weights stay resident between passes. Its size is the rest
+    of the budget beside the pass with the most non-arena bytes, and no more than passes need. A
+    plan stays good when the arena grows. A pass that does not fit in there gets an arena of its
+    own.
     """
 
     def __init__(
@@ -50,11 +91,11 @@ class Binder:
         self._memory = memory
         self._counters = counters
         self._hooks = hooks
-        self._shared_arena_bytes: int | None = None  # only ever shrinks
+        self._most_arena_bytes: int | None = None  # for the shared arena; only ever shrinks
 
     def reset_arena(self) -> None:
         """Choose the shared arena size again."""
-        self._shared_arena_bytes = None
+        self._most_arena_bytes = None
 
     def bind_for(self, found: Pass, args: Sequence[Any], settings: RunSettings) -> Executor | None:
         """Bind a pass, and prepare it for the sizes of a call.
@@ -87,7 +128,7 @@ class Binder:
             return found.executor
         while True:
             arena_bytes = -self._ranks.most("arena", -self._arena_bytes(found, settings))
-            if found.memgraph is not None and found.memgraph.arena_bytes == arena_bytes:
+            if found.memgraph is not None and found.memgraph.arena_bytes <= arena_bytes:
                 break
             planned = self._plan(found, arena_bytes, settings)
             found.set_plan(planned)
@@ -97,7 +138,7 @@ class Binder:
                 if not found.count_rewritten_workspace(measured.workspace_bytes):
                     found.set_costs(measured)
         in_place = self._table.maker.meter.in_place(found.memgraph.graph)
-        return self._memory.bind(found, in_place, self._hooks)
+        return self._memory.bind(found, arena_bytes, in_place, self._hooks)
 
     def _plan(self, found: Pass, arena_bytes: int, settings: RunSettings) -> Planned:
         """Plan a pass; where the ranks collect weights, take the plan of rank 0."""
@@ -123,8 +164,9 @@ class Binder:
         if needs.min_arena_bytes > allowed:
             needs.require_room(settings.budget_bytes)
             return allowed  # a pass that cannot run takes nothing from the others
-        shared = allowed if self._shared_arena_bytes is None else self._shared_arena_bytes
-        self._shared_arena_bytes = min(shared, allowed)
-        if needs.min_arena_bytes > self._shared_arena_bytes:
+        most = allowed if self._most_arena_bytes is None else self._most_arena_bytes
+        self._most_arena_bytes = min(most, allowed)
+        if needs.min_arena_bytes > self._most_arena_bytes:
             return allowed
-        return self._shared_arena_bytes
+        wanted = max(self._table.maker.most_arena_bytes, needs.needed_arena_bytes)
+        return min(self._most_arena_bytes, align_up(wanted, alignment))

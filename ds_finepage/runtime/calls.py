@@ -22,7 +22,7 @@ from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges,
 from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.integrations.transformers.preflight import CacheUse, Preflight
 from ds_finepage.runtime.attachment import Attachment
-from ds_finepage.runtime.captured_call import CapturedCall
+from ds_finepage.runtime.kv_offload import CapturedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 
 logger = logging.getLogger(__name__)

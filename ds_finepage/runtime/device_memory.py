@@ -130,11 +130,14 @@ class DeviceMemory:
 
     # Passes.
 
-    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[OpHook]) -> Executor:
+    def bind(
+        self, found: Pass, arena_bytes: int, in_place: frozenset[int], hooks: Sequence[OpHook]
+    ) -> Executor:
         """Bind a planned pass to the arena.
 
         Args:
-            found: The pass; its plan is for an arena of the present size.
+            found: The pass.
+            arena_bytes: Size of the arena, at least that of its plan.
             in_place: Tasks that may write their results into their extents.
             hooks: The user's op hooks, read again in every run.
 
@@ -143,7 +146,7 @@ class DeviceMemory:
         """
         memgraph = found.memgraph
         assert memgraph is not None
-        self.to_paged(memgraph.arena_bytes)
+        self.to_paged(arena_bytes)
         assert self._arena is not None
         if memgraph.host_bytes > self._pool.bytes.numel():
             self._pool.reserve(memgraph.host_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from ds_finepage.integrations.transformers.room import (
     least_rows,
     room_layers,
 )
-from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.stats import Counters
 
 TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
@@ -42,6 +41,35 @@ SIZES = (ample_rows, few_rows, least_rows)
 MakeRoom = Callable[[Sequence[torch.Tensor], Sequence[int]], KeepRows | None]
 """Makes room for a KV cache: its present tensors, and the bytes of those that take their places.
 Returns what keeps the rows of one tensor meanwhile; None if its old and new room fit together."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """One call of an attached model, or of a part of it.
+
+    Attributes:
+        compiled: The call as Dynamo compiled it.
+        module: The module that is called.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+
+    compiled: Callable[..., Any]
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Run the call."""
+        return self.compiled(*self.args, **self.kwargs)
+
+    def caches(self, *, growing: bool = False) -> list[Any]:
+        """List the KV caches among the arguments.
+
+        Args:
+            growing: Leave out the caches that the encoder's output fills once.
+        """
+        return caches_among((*self.args, *self.kwargs.values()), growing=growing)
 
 
 class KVOffload:

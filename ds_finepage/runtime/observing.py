@@ -113,19 +113,26 @@ class Observer:
         return found
 
 
-def name_of(graph: TaskGraph) -> str:
-    """Name a pass: "prefill" if it reads more than one token a sequence, "decode" for one.
+def token_tables(graph: TaskGraph) -> list[tuple[int, int]]:
+    """Return the shapes (sequences, tokens) of the inputs that are tables of integers.
 
-    Among the inputs of two dimensions, integers of shape (sequences, tokens) are token ids,
-    positions or a mask, which is as long as the cache; the shortest one counts. A pass without any
-    is "pass".
+    They are token ids, positions, or a mask.
     """
     shapes = []
     for each in graph.inputs:
         view = graph.tensors[each.tensor]
         is_input = graph.buffers[view.buffer].kind in (BufferKind.INPUT, BufferKind.HOST)
         if is_input and view.dtype in ("int64", "int32") and len(view.shape) == 2:
-            shapes.append(view.shape)
-    if not shapes:
+            shapes.append((view.shape[0], view.shape[1]))
+    return shapes
+
+
+def name_of(graph: TaskGraph) -> str:
+    """Name a pass: "prefill" if it reads more than one token a sequence, "decode" for one.
+
+    A mask is as long as the cache, so the shortest table counts. A pass without any is "pass".
+    """
+    lengths = [tokens for _, tokens in token_tables(graph)]
+    if not lengths:
         return OTHER_PASS
-    return DECODE if min(tokens for _, tokens in shapes) == 1 else PREFILL
+    return DECODE if min(lengths) == 1 else PREFILL

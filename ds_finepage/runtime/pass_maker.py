@@ -31,6 +31,7 @@ class PassMaker:
         meter: What ops take on this device.
         most_resident_bytes: Budget under which, for every pass so far, the whole model may stay on
             the device.
+        most_arena_bytes: The part of it for weights and activations, that of the largest pass.
         model_bytes: Bytes of the whole model on the device.
     """
 
@@ -55,14 +56,14 @@ class PassMaker:
         self._prepare, self._ranks = prepare, ranks
         self.meter = meter
         self.model_bytes = model_bytes
-        self.most_resident_bytes = 0
+        self.most_resident_bytes = self.most_arena_bytes = 0
         self._free_device = free_device
         self._settings: RunSettings | None = None  # of the call that is being captured
         self._probe = LayoutProbe(make_room=self._scratch_bytes)
 
     def forget(self, model_bytes: int) -> None:
         """Forget the passes so far; the measured ops stay known."""
-        self.most_resident_bytes = 0
+        self.most_resident_bytes = self.most_arena_bytes = 0
         self.model_bytes = model_bytes
 
     def _scratch_bytes(self) -> int:
@@ -111,7 +112,9 @@ class PassMaker:
             align_up(b.nbytes, alignment) for b in graph.buffers if b.kind is BufferKind.WEIGHT
         )
         activation_bytes = needs.needed_arena_bytes - weight_bytes
-        resident = needs.non_arena_bytes + self.model_bytes + UNPLANNED_FACTOR * activation_bytes
+        arena = self.model_bytes + UNPLANNED_FACTOR * activation_bytes
+        self.most_arena_bytes = max(self.most_arena_bytes, arena)
+        resident = needs.non_arena_bytes + arena
         self.most_resident_bytes = max(self.most_resident_bytes, resident)
         return Pass(graph, needs, resident_bytes=resident)
 

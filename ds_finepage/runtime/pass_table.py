@@ -17,8 +17,10 @@ from ds_finepage.runtime.stats import Counters
 
 _Key = tuple[Any, ...]
 
-MAX_PASSES = 128
-"""Passes that are remembered; the table then forgets the one that was used longest ago."""
+MAX_TASKS = 1 << 18
+"""Tasks of all passes that are remembered. Beyond, the table forgets the pass that was used longest
+ago. A plan takes some kilobytes of host memory for each task: so a small model may have a thousand
+passes, and one of 80 layers a hundred."""
 
 
 class PassTable:
@@ -150,7 +152,7 @@ class PassTable:
         return self._passes[key]
 
     def _forget_oldest(self) -> None:
-        while len(self._passes) > MAX_PASSES:
+        while len(self._passes) > 1 and sum(map(_num_tasks, self._passes.values())) > MAX_TASKS:
             _, oldest = self._passes.popitem(last=False)
             if oldest is None:
                 continue
@@ -178,3 +180,7 @@ class PassTable:
         if grown:
             for found in self._in_order:
                 found.add_non_arena_bytes(grown)
+
+
+def _num_tasks(found: Pass | None) -> int:
+    return 1 if found is None else len(found.graph.tasks)

@@ -178,7 +178,8 @@ class Pass:
         self._num_entries += 1
         if before is None or before.memgraph is None or not may_adapt:
             return
-        if self.alternating is not before and before.alternating is not self:
+        # Only once: where prompts of many lengths take turns, each step follows another pass.
+        if self.alternating is None and before.alternating is not self:
             self.alternating = before
             self.invalidate_plan("it keeps following another pass")
 

@@ -22,9 +22,8 @@ from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime.binder import Binder
-from ds_finepage.runtime.captured_call import CapturedCall
 from ds_finepage.runtime.device_memory import DeviceMemory, DeviceState
-from ds_finepage.runtime.kv_offload import KVOffload
+from ds_finepage.runtime.kv_offload import CapturedCall, KVOffload
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.observing import Observer
 from ds_finepage.runtime.pass_maker import PassMaker

@@ -21,7 +21,7 @@ from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import Lane
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.reporting.drawing import require_packages
 from ds_finepage.reporting.findings import PROFILE_FILE
 from ds_finepage.reporting.page import OURS, write_report
@@ -39,6 +39,7 @@ from ds_finepage.reporting.results import (
     save_passes,
     save_results,
 )
+from ds_finepage.runtime.observing import token_tables
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Stats
@@ -199,10 +200,5 @@ def figures_of(found: ObservedPass | None) -> PhaseFigures:
 
 
 def sequences_of(graph: TaskGraph) -> int:
-    """Return the sequences in the batch: the rows of the first table of integers, or 1."""
-    for each in graph.inputs:
-        view = graph.tensors[each.tensor]
-        is_input = graph.buffers[view.buffer].kind in (BufferKind.INPUT, BufferKind.HOST)
-        if is_input and view.dtype in ("int64", "int32") and len(view.shape) == 2:
-            return view.shape[0]
-    return 1
+    """Return the sequences in the batch, or 1 where the inputs do not tell."""
+    return next((sequences for sequences, _ in token_tables(graph)), 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -23,7 +22,6 @@ class RunSettings:
         device: Where the model computes.
         budget_bytes: The limit on all device bytes, from the section's budget.
         profile: Rates of the device and of its link.
-        plan_dir: Folder that keeps plans; None keeps none.
         may_cut: Plans may cut weights, if they are to. Weights in parts on several ranks are whole.
     """
 
@@ -31,7 +29,6 @@ class RunSettings:
     device: torch.device
     budget_bytes: int
     profile: HardwareProfile
-    plan_dir: Path | None = None
     may_cut: bool = True
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,29 +111,6 @@ def test_without_split_no_weight_is_needed_whole(
         assert not handle.stats.unplanned_reasons
     finally:
         handle.detach()
-
-
-def test_plans_of_slices_are_kept_in_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(op, "SLICE_ROWS", 32)
-    monkeypatch.setattr(split, "CUT_ROWS", 32)
-    x, budget = torch.ones(1, 64), 1 << 30
-    for num_plans in (1, 1, 0):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64))
-        pack_model(model.requires_grad_(False), PackedForm(4))
-        expected = model(x)
-        folder = str(tmp_path)
-        handle = attach(model, device_budget=f"{budget}B", device="cpu", plan_dir=folder)
-        with torch.no_grad():
-            assert torch.equal(model(x), expected)
-        assert handle.stats.num_plans == num_plans
-        budget = handle.stats.min_budget_bytes + 4096  # to measure takes room
-        ((memgraph, _),) = handle.plans()
-        handle.detach()
-    assert len([t for t in memgraph.graph.tasks if t.op == PACKED_LINEAR]) > 2
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -143,12 +142,9 @@ def test_a_smaller_budget_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     handle.detach()
 
 
-def test_hooks_see_what_runs_again_and_its_plan_is_not_saved(
-    model: nn.Module, tmp_path: Path
-) -> None:
+def test_hooks_see_what_runs_again(model: nn.Module) -> None:
     x = torch.randn(ROWS, WIDTH)
-    handle = attached(model, x, 16 << 20, split=False, plan_dir=str(tmp_path))
-    assert len(list(tmp_path.iterdir())) == 1
+    handle = attached(model, x, 16 << 20, split=False)
     seen: list[Task] = []
     handle.register_op_hook(after=lambda task, results: seen.append(task))
     handle.replan(budget_bytes=handle.stats.needed_budget_bytes - TABLE_BYTES // 2)
@@ -159,8 +155,6 @@ def test_hooks_see_what_runs_again_and_its_plan_is_not_saved(
         ((memgraph, _),) = handle.plans()
         assert len(memgraph.graph.tasks) > handle.stats.passes[0].num_tasks
         assert seen == list(memgraph.graph.tasks)
-        # A plan is read together with the captured taskgraph, and this one is of another.
-        assert len(list(tmp_path.iterdir())) == 1
         assert handle.stats.num_plans == num_plans
         handle.replan()
     handle.detach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,14 +120,3 @@ def test_what_cannot_be_looked_up_beforehand(kind: str, split: bool) -> None:
                 assert torch.equal(found, plain)
     assert handle.stats.num_unplanned_graphs == 0
     handle.detach()
-
-
-def test_a_plan_with_rows_is_kept_and_found_again(tmp_path: Path) -> None:
-    model, ids = Reader().eval(), indices(0, 2, 5)
-    plain = call(model, ids)
-    for num_plans in (1, 0):
-        settings = {"device_budget": TABLE_BYTES, "plan_dir": str(tmp_path)}
-        handle = attached(model, **settings)
-        assert torch.equal(call(model, ids), plain)
-        assert handle.stats.num_plans == num_plans
-        handle.detach()

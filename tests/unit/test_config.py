@@ -224,7 +224,6 @@ def test_no_section_is_stock() -> None:
     assert config.device_budget.is_auto
     assert config.policy == "finepage"
     assert config.debug == DebugConfig()
-    assert config.plan_dir is None
     assert config.kv_cache == "auto"
     assert config.weights is None and config.weights_group == 64
     assert config.fused_unpacking is False
@@ -237,7 +236,6 @@ def test_a_whole_section_is_read() -> None:
         "device_budget": "6GiB",
         "policy": "horizon",
         "debug": True,
-        "plan_dir": "plans",
         "report": "results",
         "weights": "int4",
         "weights_group": 32,
@@ -251,7 +249,6 @@ def test_a_whole_section_is_read() -> None:
         device_budget=DeviceBudget(kind=BudgetKind.BYTES, num_bytes=6 * GIB),
         policy="horizon",
         debug=DebugConfig(poison_vacated=True, lane_delay_seed=0),
-        plan_dir="plans",
         report="results",
         weights="int4",
         weights_group=32,
@@ -276,7 +273,7 @@ def test_a_config_cannot_be_changed() -> None:
 def test_a_misspelt_key_is_refused(key: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{key}'. Did you mean '{meant}'?") as error:
         read({key: True})
-    for known in ("enabled", "device_budget", "policy", "debug", "plan_dir", "report"):
+    for known in ("enabled", "device_budget", "policy", "debug", "report"):
         assert known in str(error.value)
 
 
@@ -308,8 +305,7 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"policy": 3}, "is not a text"),
         ({"policy": "fine_page"}, "unknown policy 'fine_page'. Did you mean 'finepage'?"),
         ({"policy": "zzz"}, "unknown policy 'zzz'. Known: finepage, horizon, horizon-outputs"),
-        ({"plan_dir": 3}, r"finepage\.plan_dir: 3 is not a text"),
-        ({"plan_dir": " "}, "is not a text"),
+        ({"plan_dir": "plans"}, r"finepage\.plan_dir is gone: each start plans again"),
         ({"report": True}, r"finepage\.report: True is not a text"),
         ({"report": ""}, "is not a text"),
         (

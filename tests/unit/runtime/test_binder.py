@@ -1,17 +1,22 @@
-"""From a sized pass to its executor: the arena, the plan, and the workspace of rewritten tasks."""
+"""From a sized pass to its executor: the arena, the checked plan, the executor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage import api, whatif
+from ds_finepage.errors import InvalidPlanError, PlanInfeasibleError
+from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.runtime.binder import Binder
+from ds_finepage.planning import pipeline
+from ds_finepage.planning.policies import plan_steady
+from ds_finepage.runtime import binder as module
+from ds_finepage.runtime.binder import Binder, plan_pass
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
@@ -19,10 +24,11 @@ from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
 from tests.unit.planning.sketches import chain
-from tests.unit.runtime.settings import KnownCosts, run_settings, sized_pass
+from tests.unit.runtime.settings import PROFILE, UNIT, KnownCosts, run_settings, sized_pass
 
 NBYTES = 1024
 GRAPH = chain(9, nbytes=NBYTES)
+ARENA = 7 * NBYTES
 
 
 class NoMemory:
@@ -36,9 +42,9 @@ class NoMemory:
         self.arenas: list[int] = []
         self.admits = True
 
-    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[Any]) -> Any:
-        assert found.memgraph is not None
-        self.arenas.append(found.memgraph.arena_bytes)
+    def bind(self, found: Pass, arena_bytes: int, *_: Any) -> Any:
+        assert found.memgraph is not None and found.memgraph.arena_bytes <= arena_bytes
+        self.arenas.append(arena_bytes)
         executor: Any = SimpleNamespace(set_sizes=lambda args: self.admits)
         found.bind(executor)
         return executor
@@ -80,6 +86,20 @@ def test_passes_share_the_smallest_arena() -> None:
     large.unbind()
     made.bind(large, settings)
     assert memory.arenas[-1] == 7 * NBYTES
+
+
+def test_the_arena_is_no_larger_than_the_passes_need() -> None:
+    made, memory, counters = binder()
+    few, many = sized_pass(chain(3, nbytes=NBYTES)), sized_pass(GRAPH)
+    maker, settings = made._table.maker, run_settings(1 << 30)
+    for found in (few, many):
+        maker.most_arena_bytes = found.needs.needed_arena_bytes + UNIT  # as it is sized
+        made.bind(found, settings)
+    few.unbind()
+    made.bind(few, settings)  # its plan stays good in the larger arena
+    least, most = (p.needs.needed_arena_bytes + UNIT for p in (few, many))
+    assert memory.arenas == [least, most, most]
+    assert counters.num_plans == 2
 
 
 def test_a_pass_that_the_shared_arena_is_too_small_for_gets_its_own() -> None:
@@ -128,12 +148,9 @@ def test_more_workspace_of_rewritten_tasks_makes_a_smaller_arena(
     made, memory, counters = binder(RewrittenCosts())
     found = sized_pass(GRAPH)
     settings = settings_for(found, 7 * NBYTES)
-    from ds_finepage.runtime import binder as module
-
-    plan = module.plan_pass
 
     def rewrite(*args: Any) -> Any:
-        planned = plan(*args)
+        planned = plan_pass(*args)
         return replace(planned, memgraph=replace(planned.memgraph, graph=replace(GRAPH)))
 
     monkeypatch.setattr(module, "plan_pass", rewrite)
@@ -142,3 +159,83 @@ def test_more_workspace_of_rewritten_tasks_makes_a_smaller_arena(
     assert counters.num_plans == 2
     assert found.memgraph is not None
     assert {t.time_ns for t in found.memgraph.graph.tasks} == {7}  # predictions are of these
+
+
+# --- every plan is checked -------------------------------------------------------------------
+
+
+def spoiled_plan(*args: Any, **kwargs: Any) -> MemGraph:
+    """Let a weight come in over whatever lies at the start of the arena."""
+    memgraph = plan_steady(*args, **kwargs)
+    at = next(n.id for n in memgraph.nodes if n.kind is NodeKind.ALLOC and n.extent.offset)
+    nodes = list(memgraph.nodes)
+    nodes[at] = replace(nodes[at], extent=Extent(0, nodes[at].extent.nbytes))
+    return replace(memgraph, nodes=tuple(nodes))
+
+
+def by_binder() -> None:
+    found, counters = sized_pass(GRAPH), Counters()
+    planned = plan_pass(found, ARENA, run_settings(), counters)
+    found.set_plan(planned)
+    assert planned.memgraph.graph is found.graph
+    assert found.stats().arena_bytes == ARENA
+    assert 0 < found.stats().lower_bound_bytes <= planned.memgraph.reloaded_bytes
+    assert counters.num_plans == 1 and counters.plan_ns > 0
+
+
+def by_hand() -> None:
+    api.plan(GRAPH, arena_bytes=ARENA, alignment=UNIT, profile=PROFILE)
+
+
+def by_forecast() -> None:
+    captured = whatif.CapturedModel(
+        model="chain", phase="decode", batch=1, seq=1, graph=GRAPH, capture_seconds=0
+    )
+    budget = captured.needs.non_arena_bytes + ARENA
+    whatif.plan_captured(captured, budget_bytes=budget, profile=PROFILE)
+
+
+@pytest.mark.parametrize("make", (by_binder, by_hand, by_forecast))
+def test_a_new_plan_is_checked(make: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    make()
+    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
+    with pytest.raises(InvalidPlanError, match="breaks .* rule"):
+        make()
+
+
+# --- plans that leave in place what another pass keeps ---------------------------------------
+
+
+def alternating(arena_bytes: int = ARENA) -> tuple[Pass, MemGraph]:
+    """Make a pass of the same weights with larger activations, beside one that is planned."""
+    other = sized_pass(GRAPH)
+    other.set_plan(plan_pass(other, arena_bytes, run_settings(), Counters()))
+    found = sized_pass(chain(9, nbytes=NBYTES, activation_bytes=2 * NBYTES))
+    found.follow(other, may_adapt=True)
+    found.follow(other, may_adapt=True)
+    assert found.alternating is other and other.memgraph is not None
+    return found, other.memgraph
+
+
+def planned_beside(found: Pass) -> MemGraph:
+    return plan_pass(found, ARENA, run_settings(), Counters()).memgraph
+
+
+@pytest.mark.parametrize("less", (0, NBYTES))
+def test_a_pass_leaves_the_residents_of_an_alternating_pass_in_place(less: int) -> None:
+    found, before = alternating(ARENA - less)
+    alone = planned_beside(sized_pass(found.graph))
+    beside = planned_beside(found)
+    assert found.alternating is not None
+    assert beside.entry and set(beside.entry) <= set(before.entry)
+    assert not set(alone.entry) <= set(before.entry)
+
+
+@pytest.mark.parametrize("is_planned", (True, False))
+def test_an_alternating_pass_with_a_larger_arena_is_forgotten(is_planned: bool) -> None:
+    found, _ = alternating(ARENA + NBYTES)
+    assert found.alternating is not None
+    if not is_planned:
+        found.alternating.invalidate_plan("a test")
+    assert planned_beside(found).entry
+    assert found.alternating is None

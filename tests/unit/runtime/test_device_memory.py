@@ -54,7 +54,8 @@ def planned_pass(arena_bytes: int = 7 * NBYTES) -> Pass:
 
 
 def bound(memory: DeviceMemory, found: Pass) -> Any:
-    return memory.bind(found, frozenset(), [])
+    assert found.memgraph is not None
+    return memory.bind(found, found.memgraph.arena_bytes, frozenset(), [])
 
 
 def test_the_memory_starts_released(memory: DeviceMemory) -> None:

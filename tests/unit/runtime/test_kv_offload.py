@@ -15,8 +15,7 @@ from ds_finepage.execution.arena import KeepRows
 from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import MIN_ROWS, RoomLayer
-from ds_finepage.runtime.captured_call import CapturedCall
-from ds_finepage.runtime.kv_offload import KVOffload
+from ds_finepage.runtime.kv_offload import CapturedCall, KVOffload
 from ds_finepage.runtime.stats import Counters
 
 

@@ -92,7 +92,7 @@ def _graphs_record_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_table, "MAX_PASSES", 3)
+    monkeypatch.setattr(pass_table, "MAX_TASKS", 18)
 
 
 def test_a_pass_that_is_known_is_not_captured_again() -> None:

@@ -86,6 +86,9 @@ def test_a_pass_adapts_to_the_pass_that_it_keeps_following(why_not: str) -> None
     assert found.alternating is None and found.memgraph is not None
     found.follow(other, may_adapt=True)
     assert found.alternating is other and found.memgraph is None
+    found.set_plan(plan_checked(found.graph, ARENA, run_settings().planning))
+    found.follow(planned_pass(), may_adapt=True)  # a step of another length, say
+    assert found.alternating is other and found.memgraph is not None
 
     found, other = bound_pass(), planned_pass()
     found.follow(None, may_adapt=True)

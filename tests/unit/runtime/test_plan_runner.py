@@ -55,7 +55,7 @@ class Device:
         self.state = DeviceState.RESIDENT
         return copied
 
-    def bind(self, found: Pass, in_place: frozenset[int], hooks: Sequence[Any]) -> Any:
+    def bind(self, found: Pass, *_: Any) -> Any:
         self.state = DeviceState.PAGED
         executor: Any = SimpleNamespace(
             set_sizes=lambda args: found not in self.refused,
