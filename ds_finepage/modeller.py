@@ -36,6 +36,7 @@ class Modeller:
         prefill: The first pass.
         decode: The step.
         profile: The machine.
+        weights: The form of the weights that was asked for.
         budget_bytes: The limit on all device bytes.
         weight_bytes: Bytes of all weights.
     """
@@ -78,6 +79,7 @@ class Modeller:
             CaptureError: The forward cannot be written as a taskgraph.
         """
         self.profile = load_profile(hardware)
+        self.weights = weights
         self._split, self._host_memory_bytes = split, host_memory_bytes
         # The prefill makes the first token, and the cache never holds the last one.
         self._num_steps = max(1, (new_tokens or 0) - 1)
@@ -97,22 +99,24 @@ class Modeller:
         self.weight_bytes = self.prefill.graph.weight_bytes
         self._set_budget(device_budget)
 
-    def at(self, device_budget: str) -> Modeller:
+    def at(self, budget: str | int) -> Modeller:
         """Return a modeller of the same passes under another budget.
 
         Args:
-            device_budget: As in a ds_config.
+            budget: As in a ds_config; or bytes, which may be more than the device has.
 
         Raises:
             ConfigError: It cannot be used.
         """
         other = copy.copy(self)
-        other._set_budget(device_budget)
+        other._set_budget(budget)
         return other
 
-    def _set_budget(self, device_budget: str) -> None:
-        budget = DeviceBudget.parse(device_budget, name="device_budget")
-        self.budget_bytes = budget_on(budget, self.weight_bytes, self.profile)
+    def _set_budget(self, budget: str | int) -> None:
+        if isinstance(budget, str):
+            parsed = DeviceBudget.parse(budget, name="device_budget")
+            budget = budget_on(parsed, self.weight_bytes, self.profile)
+        self.budget_bytes = budget
         self._found: dict[str, EngineSettings] = {}
 
     def figures(

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
@@ -109,7 +114,7 @@ def make_curves(
     speeds: list[float] | None,
     host_memory_bytes: int | None,
 ) -> list[Curve]:
-    """Plan the model in each form of its weights.
+    """Plan the model in each form of its weights; several forms side by side, in processes.
 
     Args:
         arguments: The options.
@@ -121,48 +126,100 @@ def make_curves(
         ConfigError: The model, its form or a size cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
-    from ds_finepage.modeller import Modeller  # imports torch: check the options first
-
+    settings = [
+        {
+            "model": arguments.model,
+            "batch": arguments.batch,
+            "prompt_tokens": arguments.seq,
+            "hardware": arguments.hardware,
+            "split": not arguments.no_split,
+            "host_memory_bytes": host_memory_bytes,
+            "weights": form,
+            "weights_group": arguments.weights_group,
+            "num_ranks": arguments.ranks,
+        }
+        for form in forms
+    ]
     num_speeds = MOST_SPEEDS if speeds is None else len(speeds)
-    with Progress(len(forms) * (1 + arguments.points + num_speeds)) as progress:
-        planners = []
-        for form in forms:
-            modeller = Modeller(
-                arguments.model,
-                batch=arguments.batch,
-                prompt_tokens=arguments.seq,
-                hardware=arguments.hardware,
-                split=not arguments.no_split,
-                host_memory_bytes=host_memory_bytes,
-                weights=form,
-                weights_group=arguments.weights_group,
-                num_ranks=arguments.ranks,
-            )
-            planners.append(Planner(modeller, arguments.policy, form, progress))
-            progress.advance()
-        budgets = common_budgets(planners, arguments.points) if len(forms) > 1 else None
-        return [planner.curve(arguments.points, speeds, budgets) for planner in planners]
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(len(forms) * (1 + arguments.points + num_speeds)))
+        make = Here if len(forms) == 1 else Apart
+        workers = [stack.enter_context(closing(make(arguments.policy, each))) for each in settings]
+        ends = [progress.after(worker.ends) for worker in workers]
+        if len(forms) == 1:
+            found = [bisected(workers[0], ends[0], arguments.points, progress)]
+        else:
+            budgets = common_budgets(ends, arguments.points)
+            enough = [[b for b in budgets if b >= least] for least, _ in ends]
+            found = ask_all(workers, "point", enough, progress)
+        points = [at_least_as_good(each) for each in found]
+        wanted = [
+            speeds or round_speeds(each[0].tokens_per_s, each[-1].tokens_per_s, MOST_SPEEDS)
+            for each in points
+        ]
+        asked = [[(w, each) for w in some] for some, each in zip(wanted, points, strict=True)]
+        needs = ask_all(workers, "need", asked, progress)
+        curves = [worker.ask("curve")() for worker in workers]
+    return [
+        replace(curve, points=each, needs=tuple(need for need in some if need is not None))
+        for curve, each, some in zip(curves, points, needs, strict=True)
+    ]
+
+
+def ask_all(
+    workers: Sequence[Here | Apart], name: str, asked: Sequence[Sequence[Any]], progress: Progress
+) -> list[list[Any]]:
+    """Ask each worker for several things; return its answers.
+
+    Args:
+        workers: The workers.
+        name: A method of :class:`Planner`.
+        asked: Its argument each time, for each worker.
+        progress: Counts the answers.
+    """
+    answers = [[w.ask(name, a) for a in some] for w, some in zip(workers, asked, strict=True)]
+    return [[progress.after(answer) for answer in some] for some in answers]
+
+
+def bisected(
+    worker: Here | Apart, ends: tuple[int, int], num_points: int, progress: Progress
+) -> list[CurvePoint]:
+    """Plan from the smallest budget to the one that pages nothing.
+
+    Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
+
+    Args:
+        worker: Plans.
+        ends: Both budgets.
+        num_points: Budgets to plan.
+        progress: Counts them.
+    """
+    (points,) = ask_all(
+        [worker], "point", [spread(*ends, max(1, num_points * 2 // 3 - 1))], progress
+    )
+    while len(points) < num_points:
+        jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
+        at = jumps.index(max(jumps))
+        budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
+        if budget == points[at].budget_bytes:
+            break  # nothing lies between them
+        points.insert(at + 1, progress.after(worker.ask("point", budget)))
+    return points
 
 
 class Planner:
     """Plans both passes of a model under many budgets, and none twice."""
 
-    def __init__(
-        self, modeller: Modeller, policy: str, form: str | None, progress: Progress
-    ) -> None:
+    def __init__(self, policy: str, modeller: Modeller) -> None:
         """Take a model.
 
         Args:
-            modeller: Plans its passes.
             policy: A key of ``POLICIES``.
-            form: The form of the weights; None if none was asked for.
-            progress: Hears of each budget.
+            modeller: Plans its passes.
         """
         self.ends = modeller.ends(policy)
         self._modeller = modeller
         self._policy = policy
-        self._form = form
-        self._progress = progress
         self._points: dict[int, CurvePoint] = {}
 
     def point(self, budget_bytes: int) -> CurvePoint:
@@ -174,7 +231,7 @@ class Planner:
         return replace(self._points[enough], budget_bytes=budget_bytes, fits=fits)
 
     def _planned(self, budget_bytes: int) -> CurvePoint:
-        planned = self._modeller.at(str(budget_bytes)).planned(self._policy)
+        planned = self._modeller.at(budget_bytes).planned(self._policy)
         prefill, decode = (each.figures for each in planned)
         return CurvePoint(
             budget_bytes=budget_bytes,
@@ -188,39 +245,16 @@ class Planner:
             prefill_reloaded_bytes=prefill.reloaded_bytes,
         )
 
-    def points(self, num_points: int) -> list[CurvePoint]:
-        """Plan from the smallest budget to the one that pages nothing.
-
-        Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
-        """
-        least, most = self.ends
-        steps = max(1, num_points * 2 // 3 - 1)
-        points = self.points_at(spread(least, most, steps))
-        while len(points) < num_points:
-            jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
-            at = jumps.index(max(jumps))
-            budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
-            if budget == points[at].budget_bytes:
-                break  # nothing lies between them
-            points[at + 1 : at + 1] = self.points_at([budget])
-        return points
-
-    def points_at(self, budgets: Sequence[int]) -> list[CurvePoint]:
-        """Plan under some budgets; those that are too small are left out."""
-        found = []
-        for budget in budgets:
-            if budget >= self.ends[0]:
-                found.append(self.point(budget))
-            self._progress.advance()
-        return found
-
-    def need(self, speed: float, points: Sequence[CurvePoint]) -> Need | None:
+    def need(self, asked: tuple[float, Sequence[CurvePoint]]) -> Need | None:
         """Find a budget that gives a speed; return None if no budget does.
 
         Between two points the time of a pass falls nearly evenly with the budget. The returned
         budget has been planned: the one that follows from that, with a margin, or the next point.
+
+        Args:
+            asked: The speed, and the points.
         """
-        self._progress.advance()
+        speed, points = asked
         above = next((i for i, p in enumerate(points) if p.tokens_per_s >= speed), None)
         if above is None:
             return None
@@ -232,26 +266,13 @@ class Planner:
         share = (slow - 1 / speed) / (slow - fast)
         share += MARGIN * (1 - share)
         budget = low.budget_bytes + int(share * (high.budget_bytes - low.budget_bytes))
-        step = self._modeller.at(str(budget)).step(self._policy)
+        step = self._modeller.at(budget).step(self._policy)
         if step.figures.tokens_per_s < speed:
             budget = high.budget_bytes
         return Need(tokens_per_s=speed, budget_bytes=budget)
 
-    def curve(
-        self, num_points: int, speeds: list[float] | None, budgets: Sequence[int] | None
-    ) -> Curve:
-        """Plan the points, then the budgets of some speeds.
-
-        Args:
-            num_points: Budgets to plan.
-            speeds: Tokens a second to find budgets for; None chooses round numbers.
-            budgets: The budgets; None chooses them.
-        """
-        found = self.points(num_points) if budgets is None else self.points_at(budgets)
-        points = at_least_as_good(found)
-        if speeds is None:
-            speeds = round_speeds(points[0].tokens_per_s, points[-1].tokens_per_s, MOST_SPEEDS)
-        needs = [self.need(speed, points) for speed in speeds]
+    def curve(self) -> Curve:
+        """Return the curve without its points."""
         decode, profile = self._modeller.decode, self._modeller.profile
         return Curve(
             model=decode.model,
@@ -261,11 +282,69 @@ class Planner:
             hardware=profile.name,
             weight_bytes=decode.graph.weight_bytes,
             capacity_bytes=profile.capacity_bytes,
-            points=points,
-            needs=tuple(need for need in needs if need is not None),
-            weights=self._form,
+            points=(),
+            weights=self._modeller.weights,
             num_ranks=decode.num_ranks,
         )
+
+
+class Here:
+    """A planner in this process, which works when an answer is asked for."""
+
+    def __init__(self, policy: str, settings: Mapping[str, Any]) -> None:
+        """Take the settings of a :class:`Modeller`."""
+        self._make = partial(planner_of, policy, settings)
+
+    def ends(self) -> tuple[int, int]:
+        """Capture the model; return the smallest budget, and the one that pages nothing."""
+        self._planner = self._make()
+        return self._planner.ends
+
+    def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        """Return what answers a question, the call of a method."""
+        return partial(getattr(self._planner, name), *arguments)
+
+    def close(self) -> None:
+        """End."""
+
+
+class Apart:
+    """A planner in a process of its own, which works at once."""
+
+    def __init__(self, policy: str, settings: Mapping[str, Any]) -> None:
+        """Start the process, and let it capture the model."""
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self.ends = self._pool.submit(_begin, policy, settings).result
+
+    def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        """Ask the process; return what waits for its answer."""
+        return self._pool.submit(_answer, name, *arguments).result
+
+    def close(self) -> None:
+        """End the process once it has done what it does now."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+_planner: Planner
+"""Of a process that :class:`Apart` has started."""
+
+
+def _begin(policy: str, settings: Mapping[str, Any]) -> tuple[int, int]:
+    global _planner
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears of it, and ends this process
+    _planner = planner_of(policy, settings)
+    return _planner.ends
+
+
+def _answer(name: str, *arguments: Any) -> Any:
+    return getattr(_planner, name)(*arguments)
+
+
+def planner_of(policy: str, settings: Mapping[str, Any]) -> Planner:
+    """Capture both passes of a model."""
+    from ds_finepage.modeller import Modeller  # imports torch: check the options first
+
+    return Planner(policy, Modeller(**settings))
 
 
 def spread(least: int, most: int, steps: int) -> list[int]:
@@ -273,10 +352,10 @@ def spread(least: int, most: int, steps: int) -> list[int]:
     return [least + (most - least) * i // steps for i in range(steps + 1)]
 
 
-def common_budgets(planners: Sequence[Planner], num_points: int) -> list[int]:
+def common_budgets(ends: Sequence[tuple[int, int]], num_points: int) -> list[int]:
     """Return budgets for all forms: evenly spread over what each one can use."""
-    steps = max(1, (num_points + 1) // len(planners) - 1)
-    return sorted({b for planner in planners for b in spread(*planner.ends, steps)})
+    steps = max(1, (num_points + 1) // len(ends) - 1)
+    return sorted({budget for each in ends for budget in spread(*each, steps)})
 
 
 def speeds_of(text: str | None) -> list[float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from rich import progress
@@ -38,6 +38,12 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         """Take it away."""
         self._bar.stop()
+
+    def after(self, call: Callable[[], T]) -> T:
+        """Count a step once a call is done; return what it returns."""
+        result = call()
+        self.advance()
+        return result
 
     def advance(self) -> None:
         """Count a step."""

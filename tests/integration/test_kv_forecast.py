@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ds_finepage.cli import curve, grid, main
-from ds_finepage.cli.progress import Progress
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph import codec
@@ -264,11 +263,11 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     budget_bytes = least_on_device(prefill) - 1
     assert least_on_device(decode) <= budget_bytes
     modeller = modeller_of(model, PROFILE, tmp_path)
-    planner = curve.Planner(modeller, "finepage", None, Progress(9))
+    planner = curve.Planner("finepage", modeller)
     assert planner.point(budget_bytes).kv_on_host
-    assert modeller.at(str(budget_bytes)).step("finepage").figures.kv_on_host
+    assert modeller.at(budget_bytes).step("finepage").figures.kv_on_host
     assert not planner.point(budget_bytes + 1).kv_on_host
-    assert planner.points(2)[0].budget_bytes < budget_bytes
+    assert planner.ends[0] < budget_bytes
 
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
     cells = grid.Planner(
@@ -296,7 +295,7 @@ def test_both_passes_have_the_cache_where_a_run_has_it(
     )
     assert alone.kv_on_host and not in_a_run.kv_on_host
     modeller = modeller_of(model, FAST_WRITES, tmp_path)
-    planner = curve.Planner(modeller, "finepage", None, Progress(9))
+    planner = curve.Planner("finepage", modeller)
     point = planner.point(budget_bytes)
     assert (point.kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
