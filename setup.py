@@ -51,7 +51,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=[*find_packages(include=["ds_finepage", "ds_finepage.*"]), "ds_finepage.examples"],
-    package_dir={"ds_finepage.examples": "examples"},  # what "ds-finepage demo" runs
+    package_dir={"ds_finepage.examples": "examples"},  # what "ds-finepage demo" names
     package_data={
         "ds_finepage": ["py.typed"],
         "ds_finepage.capture": ["models/*.json"],

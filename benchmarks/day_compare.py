@@ -46,7 +46,7 @@ from ds_finepage.compare import finepage_arms, worker
 from ds_finepage.compare.arms import ARMS, PLAIN
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.compare.finepage_arms import FinepageEngine
-from ds_finepage.compare.prompts import make_prompts
+from ds_finepage.compare.orchestrate import make_prompts
 from ds_finepage.compare.worker import Worker
 from ds_finepage.execution.device import device_of as kind_of
 from ds_finepage.execution.probe import probe
@@ -73,6 +73,7 @@ EVERYTHING = 100
 
 OURS = ("finepage", "finepage-horizon")
 HOOKS = ("accelerate-map",)
+MANY = 1 << 20
 PERSISTENCE = "zero-persistence"
 ZERO = ("zero", PERSISTENCE)
 
@@ -229,7 +230,6 @@ class Runner:
             prompt_tokens: Tokens of the prompt.
             budget_bytes: The limit on all device bytes.
         """
-        vocab_size = SHAPES[self.name]["vocab_size"]
         return RunRequest(
             arm=arm,
             model_dir=str(self.folder),
@@ -240,11 +240,10 @@ class Runner:
             prompt_tokens=prompt_tokens,
             new_tokens=self.prompts[prompt_tokens],
             repeats=1 if self.is_tiny else REPEATS,
-            settings={},
+            # A device map begins with everything, and tries fewer modules until it fits.
+            settings={"modules_on_device": MANY} if arm in HOOKS else {},
             observes=True,
-            prompt_ids=make_prompts(
-                self.folder, vocab_size=vocab_size, batch=1, prompt_tokens=prompt_tokens
-            ),
+            prompt_ids=make_prompts(self.folder, batch=1, prompt_tokens=prompt_tokens),
         )
 
     def cell(self, arm: str, prompt_tokens: int, budget: str, nbytes: int, **settings: Any) -> bool:

@@ -34,7 +34,6 @@ from day_common import (
 )
 
 import ds_finepage
-from ds_finepage.compare.counting import FetchCounter
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.planning.pipeline import Planned
 from ds_finepage.run import prepare_one_process
@@ -218,7 +217,7 @@ class Day:
                 self.by_plan(ds_finepage.handle_of(engine), engine.module, where, cells)
             finally:
                 engine.destroy()
-        fetches = FetchCounter()
+        fetches = ForwardCounter()
         fetches.install()
         fetches.watch(self.model)
         self.stock(config, fetches, where, "default", {})
@@ -249,7 +248,7 @@ class Day:
     def stock(
         self,
         config: Cells,
-        fetches: FetchCounter,
+        fetches: ForwardCounter,
         where: torch.device,
         budget: str,
         zero: Cells,
@@ -277,6 +276,50 @@ class Day:
             cells["prefill_h2d_bytes"] = fetches.prefill_bytes
             cells["step_h2d_bytes"] = fetches.decode_bytes
         return peak_bytes
+
+
+class ForwardCounter:
+    """Counts the bytes that stock DeepSpeed fetches, and lets each fetch copy as on a GPU.
+
+    ``prefill_bytes`` and ``decode_bytes`` are those of the last forward of each kind.
+    """
+
+    prefill_bytes = decode_bytes = nbytes = 0
+
+    def install(self) -> None:
+        """Wrap the one function of DeepSpeed that fetches on a single rank."""
+        from ds_finepage._compat.deepspeed import partition_parameters
+
+        fetch = partition_parameters._no_gather_coalesced
+
+        def counted(params: Any) -> Any:
+            params = list(params)
+            handle = fetch(params)
+            for param in params:
+                self.nbytes += param.ds_tensor.nbytes
+                if param.data.device == param.ds_tensor.device:
+                    param.data = param.data.clone()
+            return handle
+
+        partition_parameters._no_gather_coalesced = counted
+
+    def watch(self, module: Any) -> None:
+        """Count anew with each forward of ``module``, before DeepSpeed's hooks fetch."""
+        before = 0
+
+        def begin(*_: Any) -> None:
+            nonlocal before
+            before = self.nbytes
+
+        def end(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            input_ids = args[0] if args else kwargs["input_ids"]
+            if input_ids.shape[-1] > 1:
+                self.prefill_bytes = self.nbytes - before
+            else:
+                self.decode_bytes = self.nbytes - before
+
+        module.register_forward_pre_hook(begin, prepend=True)
+        module.register_forward_hook(end, with_kwargs=True)
 
 
 def ratio(found: float, bound: float) -> float | None:

@@ -10,7 +10,7 @@ import sys
 
 from day_common import DTYPE
 
-from ds_finepage.compare.modelling import Modeller
+from ds_finepage.modeller import Modeller
 
 
 def main(words: list[str]) -> None:

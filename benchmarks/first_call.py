@@ -3,10 +3,8 @@
     python benchmarks/first_call.py --against FOLDER --out first_call.json
 
 Each run is a process of its own: a small Llama generates a few tokens by plain transformers, then
-with ds_finepage attached. ``cold`` starts with an empty cache folder and ``warm`` with the one that
-the cold run has left. With ``--against`` an older checkout runs in turns with this one, and the
-ratios of its time to theirs are printed. Process time counts, because other programs share the
-machine.
+with ds_finepage attached. With ``--against`` an older checkout runs in turns with this one, and the
+ratio of the times is printed. Process time counts, because other programs share the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -99,13 +96,12 @@ def run_model(name: str, parts: bool) -> dict[str, Any]:
     return result
 
 
-def run_apart(name: str, checkout: Path, cache: str, parts: bool) -> dict[str, Any]:
+def run_apart(name: str, checkout: Path, parts: bool) -> dict[str, Any]:
     """Run the first call of a model in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--model", name]
     environment = {
         **os.environ,
         "PYTHONPATH": str(checkout),
-        "DS_FINEPAGE_CACHE": cache,
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
@@ -123,18 +119,16 @@ def run_apart(name: str, checkout: Path, cache: str, parts: bool) -> dict[str, A
 def compare(name: str, rounds: int, against: Path | None, parts: bool) -> dict[str, Any]:
     """Run a model several times, in turns; return medians, and ratios where there are two."""
     here = Path(__file__).resolve().parents[1]
-    found: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": [], "before": []}
+    found: dict[str, list[dict[str, Any]]] = {"now": [], "before": []}
     for _ in range(rounds):
         if against is not None:
-            found["before"].append(run_apart(name, against, "0", parts))
-        with tempfile.TemporaryDirectory() as cache:
-            for state in ("cold", "warm"):
-                found[state].append(run_apart(name, here, cache, parts))
+            found["before"].append(run_apart(name, against, parts))
+        found["now"].append(run_apart(name, here, parts))
     seconds = {k: [r["cpu_s"] for r in runs] for k, runs in found.items() if runs}
     result: dict[str, Any] = {k: round(statistics.median(s), 2) for k, s in seconds.items()}
-    for state in ("cold", "warm") if against is not None else ():
-        pairs = zip(seconds[state], seconds["before"], strict=True)
-        result[f"{state} over before"] = round(statistics.median(a / b for a, b in pairs), 3)
+    if against is not None:
+        pairs = zip(seconds["now"], seconds["before"], strict=True)
+        result["now over before"] = round(statistics.median(a / b for a, b in pairs), 3)
     if parts:
         result["shares"] = {k: runs[-1]["shares"] for k, runs in found.items() if runs}
     return result

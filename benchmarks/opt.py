@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ds_finepage.compare.modelling import Modeller
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
+from ds_finepage.modeller import Modeller
 from ds_finepage.reporting.figures import NS_PER_S
 from ds_finepage.units import parse_bytes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
+import shlex
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 import ds_finepage
 from ds_finepage.errors import FinepageError
 
+PROGRAM = "ds-finepage"
 COMMANDS = ("demo", "compare", "plan", "show", "check", "curve", "grid", "probe", "report", "trace")
 INTERRUPTED, TERMINATED = 130, 143
 """Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
@@ -63,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     arguments = make_parser(argv).parse_args(argv)
+    arguments.typed = shlex.join([PROGRAM, *argv])
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     level = LEVELS[min(arguments.verbose, len(LEVELS) - 1)]
     logging.getLogger(ds_finepage.__name__).setLevel(level)
@@ -106,7 +109,7 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """
     asked = next((word for word in argv if not word.startswith("-")), "")
     purpose = (ds_finepage.__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="ds-finepage", description=purpose)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=purpose)
     parser.add_argument("--version", action="version", version=ds_finepage.__version__)
     verbose: dict[str, Any] = {
         "action": "count",

@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -66,9 +65,6 @@ OTHER_HARDWARE = "h200"
 """The profiles that times are modelled for, by the device that runs; a budget must fit it."""
 
 BUDGET = "50%weights"
-PACKING = ("weights", "weights_group")
-"""Keys of the section that options set, too."""
-
 PACKAGES = ("accelerate", "deepspeed", "ds_finepage", "torch", "transformers")
 
 
@@ -130,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume and arguments.out is None:
         raise ConfigError("--resume goes on in a folder. Name it by --out.")
     start = None if arguments.out is None else earlier(arguments.out, settings, arguments.resume)
-    results = start or new_results(settings, command_of(settings, arguments.out))
+    results = start or new_results(settings, arguments.typed)
     with work_folder(arguments.out) as folder:
         results = compare(settings, folder, results)
     if arguments.json:
@@ -143,21 +139,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def compare(settings: CompareSettings, folder: Path, start: Results) -> Results:
+def compare(
+    settings: CompareSettings, folder: Path, start: Results, *, limits_stock: bool = True
+) -> Results:
     """Run what is not finished.
 
     Args:
         settings: The user's decisions.
         folder: Where everything is kept.
         start: The results so far.
+        limits_stock: Arms that do not run by plan have the budget enforced too.
     """
     # These import torch, which takes time; an option that cannot be used is refused before.
-    from ds_finepage.compare.modelling import Modeller
+    from ds_finepage.compare.modelling import modeller_of
     from ds_finepage.compare.orchestrate import Comparison
 
     console = Console(stderr=True)
     comparison = Comparison(
-        settings, folder, console, device=device_type(), start=start, make_modeller=Modeller
+        settings,
+        folder,
+        console,
+        device=device_type(),
+        start=start,
+        make_modeller=modeller_of,
+        limits_stock=limits_stock,
     )
     return comparison.run()
 
@@ -171,7 +176,8 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     Raises:
         ConfigError: One of them cannot be used.
     """
-    for option, least in (("new", MIN_NEW_TOKENS), ("prompt", MIN_PROMPT_TOKENS), ("repeats", 1)):
+    require_new_tokens("--new", arguments.new)
+    for option, least in (("prompt", MIN_PROMPT_TOKENS), ("repeats", 1)):
         if getattr(arguments, option) < least:
             raise ConfigError(
                 f"--{option}: {getattr(arguments, option)} is too few. Write at least {least}."
@@ -187,7 +193,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
     if arguments.ranks > 1:
         ds_config = with_ranks(ds_config, arguments)
-    hardware = arguments.hardware or HARDWARE.get(device_type(), OTHER_HARDWARE)
+    hardware = arguments.hardware or default_hardware()
     load_profile(hardware)
     budget = arguments.device_budget or ds_config.get(SECTION, {}).get("device_budget", BUDGET)
     return CompareSettings(
@@ -203,6 +209,16 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
         repeats=arguments.repeats,
         num_ranks=arguments.ranks,
     )
+
+
+def require_new_tokens(option: str, num_tokens: int) -> None:
+    """Refuse to generate so few tokens that no decode step is steady.
+
+    Raises:
+        ConfigError: They are too few.
+    """
+    if num_tokens < MIN_NEW_TOKENS:
+        raise ConfigError(f"{option}: {num_tokens} is too few. Write at least {MIN_NEW_TOKENS}.")
 
 
 def read_ds_config(path: Path | None) -> dict[str, Any]:
@@ -298,39 +314,17 @@ def with_ranks(ds_config: dict[str, Any], arguments: argparse.Namespace) -> dict
     return {**ds_config, **changes}
 
 
+def default_hardware() -> str:
+    """Return the profile that times are modelled for, by the device that runs."""
+    return HARDWARE.get(device_type(), OTHER_HARDWARE)
+
+
 def device_type() -> str:
     """Return the kind of the device that runs."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
-
-
-def command_of(settings: CompareSettings, out: Path | None) -> str:
-    """Return the command that repeats a comparison; the ds_config is in the results.
-
-    Args:
-        settings: The user's decisions.
-        out: The folder of the results.
-    """
-    words = [PROGRAM, "compare", "--model", settings.model]
-    if settings.layers is not None:
-        words += ["--layers", str(settings.layers)]
-    section = json.loads(settings.ds_config).get(SECTION, {})
-    packing = [(key.replace("_", "-"), section[key]) for key in PACKING if key in section]
-    for option, value in (
-        *packing,
-        ("device-budget", settings.device_budget),
-        ("batch", ",".join(map(str, settings.batches))),
-        ("prompt", settings.prompt_tokens),
-        ("new", settings.new_tokens),
-        ("arms", ",".join(settings.arms)),
-        ("hardware", settings.hardware),
-        ("repeats", settings.repeats),
-        *((("ranks", settings.num_ranks),) if settings.num_ranks > 1 else ()),
-    ):
-        words += [f"--{option}", str(value)]
-    return shlex.join(words if out is None else [*words, "--out", str(out)])
 
 
 # Folders.

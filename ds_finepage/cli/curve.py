@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
+from ds_finepage.cli.progress import Progress
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import write_file
-from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.curve import (
     Curve,
@@ -38,12 +43,16 @@ from ds_finepage.reporting.figures import NS_PER_S
 from ds_finepage.units import GIB
 
 if TYPE_CHECKING:
-    from ds_finepage.whatif import CapturedModel, PlannedModel
+    from ds_finepage.modeller import Modeller
 
 PICTURES = ("png", "svg", "pdf")
 
-MAX_ATTEMPTS = 4
-"""Most budgets to plan for one speed, in rising order."""
+MOST_SPEEDS = 4
+"""Speeds to find budgets for, if the user names none."""
+
+MARGIN = 0.15
+"""Of the way to the next point: a budget for a speed is that much larger than it would have to be
+if the time of a pass fell evenly."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_weights(parser, many=True)
     options.add_ranks(parser)
-    parser.add_argument("--points", type=int, default=12, help="budgets to plan (12)")
+    parser.add_argument("--points", type=int, default=8, help="budgets to plan (8)")
     parser.add_argument(
         "--tokens-per-s",
         metavar="LIST",
@@ -80,9 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         picture_kind(arguments.plot)
         options.require_writable(arguments.plot, force=arguments.force)
 
-    planners = [planner_of(arguments, form, profile, host_memory_bytes) for form in forms]
-    budgets = common_budgets(planners, arguments.points) if len(forms) > 1 else None
-    curves = [make_curve(planner, arguments.points, speeds, budgets) for planner in planners]
+    curves = make_curves(arguments, forms, speeds, host_memory_bytes)
     if arguments.plot is not None:
         draw(curves, arguments.plot)
     if arguments.json:
@@ -101,93 +108,134 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def planner_of(
+def make_curves(
     arguments: argparse.Namespace,
-    form: str | None,
-    profile: HardwareProfile,
+    forms: Sequence[str | None],
+    speeds: list[float] | None,
     host_memory_bytes: int | None,
-) -> Planner:
-    """Capture both passes of the model.
+) -> list[Curve]:
+    """Plan the model in each form of its weights; several forms side by side, in processes.
 
     Args:
         arguments: The options.
-        form: The form of the weights; None leaves them as the model has them.
-        profile: The machine.
-        host_memory_bytes: Its host memory; None if that is not known.
+        forms: The forms; one that is None stands for the model as it is.
+        speeds: Tokens a second to find budgets for; None chooses round numbers.
+        host_memory_bytes: Host memory of the machine; None if that is not known.
 
     Raises:
         ConfigError: The model, its form or a size cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
-    from ds_finepage.whatif import capture_model  # imports torch: check the options first
+    settings = [
+        {
+            "model": arguments.model,
+            "batch": arguments.batch,
+            "prompt_tokens": arguments.seq,
+            "hardware": arguments.hardware,
+            "split": not arguments.no_split,
+            "host_memory_bytes": host_memory_bytes,
+            "weights": form,
+            "weights_group": arguments.weights_group,
+            "num_ranks": arguments.ranks,
+        }
+        for form in forms
+    ]
+    num_speeds = MOST_SPEEDS if speeds is None else len(speeds)
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(len(forms) * (1 + arguments.points + num_speeds)))
+        make = Here if len(forms) == 1 else Apart
+        workers = [stack.enter_context(closing(make(arguments.policy, each))) for each in settings]
+        ends = [progress.after(worker.ends) for worker in workers]
+        if len(forms) == 1:
+            found = [bisected(workers[0], ends[0], arguments.points, progress)]
+        else:
+            budgets = common_budgets(ends, arguments.points)
+            enough = [[b for b in budgets if b >= least] for least, _ in ends]
+            found = ask_all(workers, "point", enough, progress)
+        points = [at_least_as_good(each) for each in found]
+        wanted = [
+            speeds or round_speeds(each[0].tokens_per_s, each[-1].tokens_per_s, MOST_SPEEDS)
+            for each in points
+        ]
+        asked = [[(w, each) for w in some] for some, each in zip(wanted, points, strict=True)]
+        needs = ask_all(workers, "need", asked, progress)
+        curves = [worker.ask("curve")() for worker in workers]
+    return [
+        replace(curve, points=each, needs=tuple(need for need in some if need is not None))
+        for curve, each, some in zip(curves, points, needs, strict=True)
+    ]
 
-    prefill, decode = (
-        capture_model(
-            arguments.model,
-            phase=phase,
-            batch=arguments.batch,
-            seq=arguments.seq,
-            profile=profile,
-            weights=form,
-            weights_group=arguments.weights_group,
-            num_ranks=arguments.ranks,
-        )
-        for phase in options.PHASES
+
+def ask_all(
+    workers: Sequence[Here | Apart], name: str, asked: Sequence[Sequence[Any]], progress: Progress
+) -> list[list[Any]]:
+    """Ask each worker for several things; return its answers.
+
+    Args:
+        workers: The workers.
+        name: A method of :class:`Planner`.
+        asked: Its argument each time, for each worker.
+        progress: Counts the answers.
+    """
+    answers = [[w.ask(name, a) for a in some] for w, some in zip(workers, asked, strict=True)]
+    return [[progress.after(answer) for answer in some] for some in answers]
+
+
+def bisected(
+    worker: Here | Apart, ends: tuple[int, int], num_points: int, progress: Progress
+) -> list[CurvePoint]:
+    """Plan from the smallest budget to the one that pages nothing.
+
+    Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
+
+    Args:
+        worker: Plans.
+        ends: Both budgets.
+        num_points: Budgets to plan.
+        progress: Counts them.
+    """
+    (points,) = ask_all(
+        [worker], "point", [spread(*ends, max(1, num_points * 2 // 3 - 1))], progress
     )
-    return Planner(
-        prefill=prefill,
-        decode=decode,
-        profile=profile,
-        policy=arguments.policy,
-        split=not arguments.no_split,
-        host_memory_bytes=host_memory_bytes,
-        weights=form,
-    )
+    while len(points) < num_points:
+        jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
+        at = jumps.index(max(jumps))
+        budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
+        if budget == points[at].budget_bytes:
+            break  # nothing lies between them
+        points.insert(at + 1, progress.after(worker.ask("point", budget)))
+    return points
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Plans both passes of a model under any budget."""
+    """Plans both passes of a model under many budgets, and none twice."""
 
-    prefill: CapturedModel
-    decode: CapturedModel
-    profile: HardwareProfile
-    policy: str
-    split: bool
-    host_memory_bytes: int | None = None
-    weights: str | None = None
+    def __init__(self, policy: str, modeller: Modeller) -> None:
+        """Take a model.
 
-    def plan(self, captured: CapturedModel, budget_bytes: int) -> PlannedModel:
-        """Plan one pass."""
-        from ds_finepage.whatif import plan_captured
-
-        return plan_captured(
-            captured,
-            budget_bytes=budget_bytes,
-            profile=self.profile,
-            policy=self.policy,
-            split=self.split,
-            host_memory_bytes=self.host_memory_bytes,
-            as_in_a_run=True,
-        )
-
-    def plan_decode(self, budget_bytes: int) -> PlannedModel:
-        """Plan a decode step; its KV cache is where the prefill has left it."""
-        from ds_finepage.whatif import form_that_fits
-
-        before = form_that_fits(
-            self.prefill, budget_bytes=budget_bytes, policy=self.policy, split=self.split
-        )
-        captured = self.decode.on_host if before.kv_on_host else None
-        return self.plan(captured or self.decode, budget_bytes)
+        Args:
+            policy: A key of ``POLICIES``.
+            modeller: Plans its passes.
+        """
+        self.ends = modeller.ends(policy)
+        self._modeller = modeller
+        self._policy = policy
+        self._points: dict[int, CurvePoint] = {}
 
     def point(self, budget_bytes: int) -> CurvePoint:
-        """Plan both passes."""
-        decode = self.plan_decode(budget_bytes).figures
-        prefill = self.plan(self.prefill, budget_bytes).figures
+        """Plan both passes; budgets with room for everything have one plan."""
+        enough = min(budget_bytes, self.ends[1])
+        if enough not in self._points:
+            self._points[enough] = self._planned(enough)
+        fits = budget_bytes <= self._modeller.profile.capacity_bytes
+        return replace(self._points[enough], budget_bytes=budget_bytes, fits=fits)
+
+    def _planned(self, budget_bytes: int) -> CurvePoint:
+        planned = self._modeller.at(budget_bytes).planned(self._policy)
+        prefill, decode = (each.figures for each in planned)
         return CurvePoint(
             budget_bytes=budget_bytes,
-            fits=budget_bytes <= self.profile.capacity_bytes,
+            fits=True,
             kv_on_host=decode.kv_on_host,
             tokens_per_s=decode.tokens_per_s,
             tokens_per_s_bound=decode.batch * NS_PER_S / max(1, decode.lower_bound_ns),
@@ -197,47 +245,16 @@ class Planner:
             prefill_reloaded_bytes=prefill.reloaded_bytes,
         )
 
-    def ends(self) -> tuple[int, int]:
-        """Return the smallest budget that can run, and the one that pages nothing."""
-        from ds_finepage.whatif import least_budget_bytes
-
-        both = (self.prefill, self.decode)
-        least = max(least_budget_bytes(captured, policy=self.policy) for captured in both)
-        return least, max(captured.needs.needed_budget_bytes for captured in both)
-
-    def points(self, num_points: int) -> list[CurvePoint]:
-        """Plan from the smallest budget to the one that pages nothing.
-
-        Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
-        """
-        least, most = self.ends()
-        steps = max(1, num_points * 2 // 3 - 1)
-        even = [least + (most - least) * i // steps for i in range(steps + 1)]
-        points: list[CurvePoint] = []
-        for number in options.with_progress(range(num_points)):
-            if number <= steps:
-                budget = even[number]
-            else:
-                jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
-                at = jumps.index(max(jumps))
-                budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
-            if budget not in [p.budget_bytes for p in points]:
-                points.append(self.point(budget))
-                points.sort(key=lambda p: p.budget_bytes)
-        return points
-
-    def points_at(self, budgets: list[int]) -> list[CurvePoint]:
-        """Plan under some budgets; those that are too small are left out."""
-        least, _ = self.ends()
-        enough = [budget for budget in budgets if budget >= least]
-        return [self.point(budget) for budget in options.with_progress(enough)]
-
-    def need(self, speed: float, points: tuple[CurvePoint, ...]) -> Need | None:
+    def need(self, asked: tuple[float, Sequence[CurvePoint]]) -> Need | None:
         """Find a budget that gives a speed; return None if no budget does.
 
         Between two points the time of a pass falls nearly evenly with the budget. The returned
-        budget has been planned.
+        budget has been planned: the one that follows from that, with a margin, or the next point.
+
+        Args:
+            asked: The speed, and the points.
         """
+        speed, points = asked
         above = next((i for i, p in enumerate(points) if p.tokens_per_s >= speed), None)
         if above is None:
             return None
@@ -247,57 +264,98 @@ class Planner:
         low = points[above - 1]
         slow, fast = 1 / low.tokens_per_s, 1 / high.tokens_per_s
         share = (slow - 1 / speed) / (slow - fast)
-        span = high.budget_bytes - low.budget_bytes
-        for attempt in range(MAX_ATTEMPTS):
-            budget = low.budget_bytes + int(span * (share + attempt * (1 - share) / MAX_ATTEMPTS))
-            if self.plan_decode(budget).figures.tokens_per_s >= speed:
-                return Need(tokens_per_s=speed, budget_bytes=budget)
-        return Need(tokens_per_s=speed, budget_bytes=high.budget_bytes)
+        share += MARGIN * (1 - share)
+        budget = low.budget_bytes + int(share * (high.budget_bytes - low.budget_bytes))
+        step = self._modeller.at(budget).step(self._policy)
+        if step.figures.tokens_per_s < speed:
+            budget = high.budget_bytes
+        return Need(tokens_per_s=speed, budget_bytes=budget)
+
+    def curve(self) -> Curve:
+        """Return the curve without its points."""
+        decode, profile = self._modeller.decode, self._modeller.profile
+        return Curve(
+            model=decode.model,
+            batch=decode.batch,
+            seq=decode.seq,
+            policy=self._policy,
+            hardware=profile.name,
+            weight_bytes=decode.graph.weight_bytes,
+            capacity_bytes=profile.capacity_bytes,
+            points=(),
+            weights=self._modeller.weights,
+            num_ranks=decode.num_ranks,
+        )
 
 
-def common_budgets(planners: Sequence[Planner], num_points: int) -> list[int]:
+class Here:
+    """A planner in this process, which works when an answer is asked for."""
+
+    def __init__(self, policy: str, settings: Mapping[str, Any]) -> None:
+        """Take the settings of a :class:`Modeller`."""
+        self._make = partial(planner_of, policy, settings)
+
+    def ends(self) -> tuple[int, int]:
+        """Capture the model; return the smallest budget, and the one that pages nothing."""
+        self._planner = self._make()
+        return self._planner.ends
+
+    def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        """Return what answers a question, the call of a method."""
+        return partial(getattr(self._planner, name), *arguments)
+
+    def close(self) -> None:
+        """End."""
+
+
+class Apart:
+    """A planner in a process of its own, which works at once."""
+
+    def __init__(self, policy: str, settings: Mapping[str, Any]) -> None:
+        """Start the process, and let it capture the model."""
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self.ends = self._pool.submit(_begin, policy, settings).result
+
+    def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        """Ask the process; return what waits for its answer."""
+        return self._pool.submit(_answer, name, *arguments).result
+
+    def close(self) -> None:
+        """End the process once it has done what it does now."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+_planner: Planner
+"""Of a process that :class:`Apart` has started."""
+
+
+def _begin(policy: str, settings: Mapping[str, Any]) -> tuple[int, int]:
+    global _planner
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears of it, and ends this process
+    _planner = planner_of(policy, settings)
+    return _planner.ends
+
+
+def _answer(name: str, *arguments: Any) -> Any:
+    return getattr(_planner, name)(*arguments)
+
+
+def planner_of(policy: str, settings: Mapping[str, Any]) -> Planner:
+    """Capture both passes of a model."""
+    from ds_finepage.modeller import Modeller  # imports torch: check the options first
+
+    return Planner(policy, Modeller(**settings))
+
+
+def spread(least: int, most: int, steps: int) -> list[int]:
+    """Return budgets from one to another, in even steps."""
+    return [least + (most - least) * i // steps for i in range(steps + 1)]
+
+
+def common_budgets(ends: Sequence[tuple[int, int]], num_points: int) -> list[int]:
     """Return budgets for all forms: evenly spread over what each one can use."""
-    steps = max(1, num_points // len(planners) - 1)
-    found = set()
-    for planner in planners:
-        least, most = planner.ends()
-        found |= {least + (most - least) * i // steps for i in range(steps + 1)}
-    return sorted(found)
-
-
-def make_curve(
-    planner: Planner,
-    num_points: int,
-    speeds: list[float] | None,
-    budgets: list[int] | None = None,
-) -> Curve:
-    """Plan the points, then the budgets of some speeds.
-
-    Args:
-        planner: Plans both passes.
-        num_points: Budgets to plan.
-        speeds: Tokens a second to find budgets for; None chooses round numbers.
-        budgets: The budgets; None chooses them.
-    """
-    found = planner.points(num_points) if budgets is None else planner.points_at(budgets)
-    points = at_least_as_good(found)
-    if speeds is None:
-        speeds = round_speeds(points[0].tokens_per_s, points[-1].tokens_per_s)
-    needs = [planner.need(speed, points) for speed in speeds]
-    decode = planner.decode
-    return Curve(
-        model=decode.model,
-        batch=decode.batch,
-        seq=decode.seq,
-        policy=planner.policy,
-        hardware=planner.profile.name,
-        weight_bytes=decode.graph.weight_bytes,
-        capacity_bytes=planner.profile.capacity_bytes,
-        points=points,
-        needs=tuple(need for need in needs if need is not None),
-        weights=planner.weights,
-        num_ranks=decode.num_ranks,
-    )
+    steps = max(1, (num_points + 1) // len(ends) - 1)
+    return sorted({budget for each in ends for budget in spread(*each, steps)})
 
 
 def speeds_of(text: str | None) -> list[float] | None:

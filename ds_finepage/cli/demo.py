@@ -1,9 +1,8 @@
 """Show both engines side by side on a small model.
 
 Makes a Llama checkpoint with a tokenizer (random weights from a fixed seed, nothing is downloaded)
-and runs examples/generate.py on it, each time in a process of its own: by plain transformers, for
-tokens to compare with; by stock ZeRO-Inference; and by ds_finepage under a budget. The ds_configs
-of the two engines differ in finepage.enabled alone. The demo uses the accelerator if there is one.
+and compares on it, as 'compare' does: plain transformers, for tokens to compare with; stock
+ZeRO-Inference; and ds_finepage under a budget. The demo uses the accelerator if there is one.
 With --weights int4 all three run the same packed model. With --ranks 2 both engines run on two
 ranks of this machine, each with its own shard of the model (tensor parallelism).
 
@@ -14,46 +13,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.table import Table
 
 import ds_finepage
-from ds_finepage.cli.demo_results import (
-    ENGINES,
-    DemoResult,
-    EngineResult,
-    has_accelerator,
-    print_results,
-    problems_of_ranks,
-)
-from ds_finepage.cli.instruments import Reading
-from ds_finepage.cli.options import add_weights, one_form_of, refuse_packed_ranks
-from ds_finepage.cli.output import add_json
+from ds_finepage.cli import compare
+from ds_finepage.cli.options import PROGRAM, add_weights, one_form_of, refuse_packed_ranks
+from ds_finepage.cli.output import add_json, show
+from ds_finepage.compare.arms import ARMS, OURS, PLAIN
 from ds_finepage.compare.checkpoint import LlamaShape, config_of
-from ds_finepage.compare.children import Children
-from ds_finepage.compare.processes import last_line, require_ranks, run_process, run_ranks
-from ds_finepage.config import FinepageConfig
-from ds_finepage.errors import ConfigError, FinepageError, RankError
+from ds_finepage.compare.judge import problems_of
+from ds_finepage.compare.processes import last_line, require_ranks, run_process
+from ds_finepage.config import SECTION, FinepageConfig
+from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.reporting.results import CompareSettings, Results, Run
+from ds_finepage.reporting.tabular import table_of
+from ds_finepage.units import format_bytes, format_ns
 
 PROMPT = "The planner never sees torch; the executor never decides."
-NUM_CALLS = 2
-"""Calls of ``generate`` in each run. The first captures and plans; the second only runs."""
-
-MIN_NEW_TOKENS = 4
-"""With fewer tokens no decode step is steady: the first one follows the prefill."""
+PROMPT_TOKENS = 16
+ENGINES = {"zero": "zero_inference", OURS: "finepage"}
+"""The arms of the table, by their names in ``--json``."""
 
 TINY = LlamaShape(
     hidden_size=128,
@@ -65,6 +56,24 @@ TINY = LlamaShape(
 )
 """For tests of this command: the same steps in little time."""
 
+NOTES = """\
+Peak: a meter reads the allocator from just before deepspeed.initialize on. It counts all device
+bytes, but not the host copy of the weights. Reloads: of the last prefill and the last decode step
+with the meter. Stock has no budget; its peak follows from its default prefetch settings. Times are
+of generate alone. The first call has the meter on, and captures, measures and plans the model."""
+
+NOTES_RANKS = """\
+DeepSpeed's AutoTP cuts the model for both engines. Budget and bytes are those of one rank. Ranks
+compute in float32: their sums round differently than those of one process."""
+
+NOTES_CPU_RANKS = """\
+On the CPU the meter of several ranks begins after deepspeed.initialize, which makes the partitions
+in host memory."""
+
+NOTES_CPU = """\
+On the CPU a fetch of stock ZeRO-Inference copies nothing (the meter makes it copy), while
+ds_finepage really copies: compare the bytes here, and times on a GPU."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``ds-finepage demo``."""
@@ -74,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="40%weights",
         help="ds_finepage's device budget, as in finepage.device_budget (default: %(default)s)",
     )
-    parser.add_argument("--policy", default="finepage", help="default: %(default)s")
     add_weights(parser)
     parser.add_argument(
         "--ranks",
@@ -96,32 +104,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ds-finepage demo``."""
     shape = shape_of(arguments)
-    settings = {
-        "device_budget": arguments.budget,
-        "policy": arguments.policy,
-        **packing_of(arguments, shape),
-    }
-    FinepageConfig.from_dict(settings, policies=RUNNABLE)  # refuse before any work
-    if arguments.new_tokens < MIN_NEW_TOKENS:
-        raise ConfigError(
-            f"--new-tokens: {arguments.new_tokens} is too few for a steady decode step. "
-            f"Write at least {MIN_NEW_TOKENS}."
-        )
+    section = {"device_budget": arguments.budget, **packing_of(arguments, shape)}
+    FinepageConfig.from_dict(section, policies=RUNNABLE)  # refuse before any work
+    compare.require_new_tokens("--new-tokens", arguments.new_tokens)
     with work_folder(arguments.keep) as folder:
-        console = Console(stderr=True)
-        demo = Demo(folder, settings, arguments.new_tokens, console, num_ranks=arguments.ranks)
-        results = demo.run(shape)
+        settings = settings_of(arguments, shape, section, folder)
+        for name in ENGINES.values():
+            write_config(folder / f"{name}.json", settings, is_enabled=name == SECTION)
+        make_model(folder, shape)
+        results = compare.compare(
+            settings, folder, compare.new_results(settings, arguments.typed), limits_stock=False
+        )
+    require_all(results)
+    form = section.get("weights")
     if arguments.json:
-        found = [result.as_json() for result in results]
-        print(json.dumps(found[0] if len(found) == 1 else {"ranks": found}))
+        print(json.dumps(to_dict(results, form)))
     else:
-        print_results(results)
-    problems = problems_of_ranks(results)
+        show(to_table(results, form))
+        print(notes_below(results))
+    problems = problems_of(results)
     for problem in problems:
-        print(f"ds-finepage: {problem}", file=sys.stderr)
+        print(f"{PROGRAM}: {problem}", file=sys.stderr)
     if arguments.keep is not None and not arguments.json:
         print(f"\nBy hand:\n\n    {by_hand(arguments.keep, arguments.ranks)}")
     return 1 if problems else 0
+
+
+# Before the runs.
 
 
 def shape_of(arguments: argparse.Namespace) -> LlamaShape:
@@ -164,6 +173,55 @@ def packing_of(arguments: argparse.Namespace, shape: LlamaShape) -> dict[str, An
     return {"weights": form, "weights_group": arguments.weights_group}
 
 
+def settings_of(
+    arguments: argparse.Namespace, shape: LlamaShape, section: dict[str, Any], folder: Path
+) -> CompareSettings:
+    """Return the comparison that the demo is."""
+    ranks = {"tensor_parallel": {"autotp_size": arguments.ranks}} if arguments.ranks > 1 else {}
+    ds_config = {
+        **compare.read_ds_config(None),
+        "bf16": {"enabled": shape.dtype == "bfloat16"},
+        **ranks,
+        SECTION: section,
+    }
+    return CompareSettings(
+        model=str(folder / "model"),
+        layers=None,
+        ds_config=json.dumps(ds_config),
+        device_budget=arguments.budget,
+        batches=(1,),
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=arguments.new_tokens,
+        arms=(PLAIN, *ENGINES),
+        hardware=compare.default_hardware(),
+        repeats=1,
+        num_ranks=arguments.ranks,
+    )
+
+
+def write_config(path: Path, settings: CompareSettings, *, is_enabled: bool) -> None:
+    """Write the ds_config of an engine, for a run by hand."""
+    found = json.loads(settings.ds_config)
+    found[SECTION] = {"enabled": is_enabled, **found[SECTION]}
+    path.write_text(json.dumps(found, indent=2))
+
+
+def make_model(folder: Path, shape: LlamaShape) -> None:
+    """Make the checkpoint, in a process of its own.
+
+    Raises:
+        FinepageError: It failed.
+    """
+    print("making a Llama checkpoint", file=sys.stderr, flush=True)
+    log, module = folder / "checkpoint.log", "ds_finepage.compare.checkpoint"
+    status = run_process(["-m", module, folder / "model", json.dumps(asdict(shape))], log)
+    if status:
+        raise FinepageError(
+            f"the process 'checkpoint' ended with status {status}: {last_line(log)} "
+            "(--keep DIR keeps the whole log.)"
+        )
+
+
 @contextmanager
 def work_folder(keep: Path | None) -> Iterator[Path]:
     """Yield an empty folder: the one to keep, or a temporary one.
@@ -181,6 +239,138 @@ def work_folder(keep: Path | None) -> Iterator[Path]:
     yield keep.resolve()
 
 
+# After them.
+
+
+def require_all(results: Results) -> None:
+    """Refuse to go on if an engine did not run.
+
+    Raises:
+        FinepageError: Names the first one that did not, and why.
+    """
+    for found in results.runs:
+        if found.reason is not None:
+            raise FinepageError(
+                f"{ARMS[found.arm].title} did not run: {found.reason} (--keep DIR keeps all logs.)"
+            )
+
+
+def of_ranks(results: Results) -> list[dict[str, Run]]:
+    """Return the runs of both engines by their names in ``--json``, once for each rank."""
+    runs = {ENGINES[run.arm]: run for run in results.runs if run.arm in ENGINES}
+    num_ranks = len(runs["finepage"].ranks)
+    if not num_ranks:
+        return [runs]
+    return [{name: r.of_rank(n) for name, r in runs.items()} for n in range(num_ranks)]
+
+
+def to_dict(results: Results, form: str | None) -> dict[str, Any]:
+    """Return one object for ``--json``, or one for each rank.
+
+    Args:
+        results: The runs.
+        form: The packed form of the weights; None if they are not packed.
+    """
+    found = []
+    for runs in of_ranks(results):
+        ours = runs["finepage"]
+        found.append(
+            {
+                "budget_bytes": ours.budget_bytes,
+                "weight_bytes": ours.weight_bytes,
+                **({} if form is None else {"weights": form}),
+                "engines": {name: _figures(run) for name, run in runs.items()},
+            }
+        )
+    return found[0] if len(found) == 1 else {"ranks": found}
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    bound = {"decode_lower_bound_bytes": run.decode.lower_bound_bytes} if run.arm == OURS else {}
+    return {
+        "tokens_equal": run.tokens_equal,
+        "peak_bytes": run.peak_bytes,
+        "prefill_reloaded_bytes": run.prefill.h2d_bytes,
+        "decode_reloaded_bytes": run.decode.h2d_bytes,
+        **bound,
+        "wall_s": round((run.first_call_ns or 0) / 1e9, 3),
+    }
+
+
+Cell = Callable[[Run], str]
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+def _later_call(run: Run, num_steps: int) -> str:
+    return format_ns((run.prefill.wall_ns or 0) + num_steps * (run.decode.wall_ns or 0))
+
+
+def to_table(results: Results, form: str | None) -> Table:
+    """Return the table, with a line for each figure of each rank.
+
+    Args:
+        results: The runs.
+        form: The packed form of the weights; None if they are not packed.
+    """
+    assert results.settings is not None
+    num_steps, ranks = results.settings.new_tokens - 1, of_ranks(results)
+    ours = ranks[0]["finepage"]
+    over = "" if len(ranks) == 1 else f" a rank, over {len(ranks)} ranks"
+    packed = "" if form is None else f" in {form}"
+    title = f"Llama, {_bytes(ours.weight_bytes)} of weights{packed}{over}"
+    lines: tuple[tuple[str, Cell, Cell], ...] = (
+        (
+            "tokens equal to plain transformers",
+            lambda r: "yes" if r.tokens_equal else "no",
+            lambda r: "",
+        ),
+        (
+            "peak device bytes",
+            lambda r: _bytes(r.peak_bytes),
+            lambda r: f"<= {_bytes(r.budget_bytes)} (budget)",
+        ),
+        (
+            "reloaded in a prefill",
+            lambda r: _bytes(r.prefill.h2d_bytes),
+            lambda r: f">= {_bytes(r.prefill.lower_bound_bytes)}",
+        ),
+        (
+            "reloaded in a steady decode step",
+            lambda r: _bytes(r.decode.h2d_bytes),
+            lambda r: f">= {_bytes(r.decode.lower_bound_bytes)}",
+        ),
+        ("wall time, first call", lambda r: format_ns(r.first_call_ns or 0), lambda r: ""),
+        ("wall time, a later call", lambda r: _later_call(r, num_steps), lambda r: ""),
+    )
+    rows = [
+        (
+            label if len(ranks) == 1 else f"{label}, rank {rank}",
+            *map(cell, runs.values()),
+            limit(runs["finepage"]),
+        )
+        for label, cell, limit in lines
+        for rank, runs in enumerate(ranks)
+    ]
+    headings = ("engine", "stock ZeRO-Inference", "ds_finepage", "limit or bound")
+    columns = [(heading, itemgetter(number)) for number, heading in enumerate(headings)]
+    return table_of(title, columns, rows, ("engine",))
+
+
+def notes_below(results: Results) -> str:
+    """Return what has to be known about the figures."""
+    on_cpu, num_ranks = compare.device_type() == "cpu", len(of_ranks(results))
+    notes = (
+        (NOTES, True),
+        (NOTES_CPU, on_cpu),
+        (NOTES_RANKS, num_ranks > 1),
+        (NOTES_CPU_RANKS, on_cpu and num_ranks > 1),
+    )
+    return "\n".join(note for note, holds in notes if holds)
+
+
 def example(name: str) -> Path:
     """Return the path of an example: in the installed package, or beside it in a checkout."""
     package = Path(ds_finepage.__file__).parent
@@ -195,195 +385,3 @@ def by_hand(folder: Path, num_ranks: int) -> str:
     words += ["--model", str(folder / "model"), "--prompt", PROMPT]
     words += ["--deepspeed", "--deepspeed_config", str(folder / "finepage.json")]
     return shlex.join(words)
-
-
-class Demo:
-    """The runs of one demo in one folder."""
-
-    def __init__(
-        self,
-        folder: Path,
-        settings: dict[str, Any],
-        num_new_tokens: int,
-        console: Console,
-        *,
-        num_ranks: int = 1,
-    ) -> None:
-        """Prepare a demo.
-
-        Args:
-            folder: An empty folder.
-            settings: The ``finepage`` section without ``enabled``.
-            num_new_tokens: Tokens to generate in each call.
-            console: Shows the progress.
-            num_ranks: Ranks that run an engine together.
-        """
-        self._children = Children()
-        self._num_ranks = num_ranks
-        self._folder = folder
-        self._model = folder / "model"
-        self._settings = settings
-        self._num_new_tokens = num_new_tokens
-        self._console = console
-        # Half of the cores compute; the others serve the transfer lanes. Sums, and so the tokens,
-        # depend on the number of threads, so every run has the same.
-        threads = str(max(1, (os.cpu_count() or 1) // 2 // num_ranks))
-        self._environment = {
-            "OMP_NUM_THREADS": threads,
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",  # the last line of a log is then the last that was written
-        }
-
-    def run(self, shape: LlamaShape) -> list[DemoResult]:
-        """Run the demo; return the figures of each rank.
-
-        Args:
-            shape: The model.
-
-        Raises:
-            FinepageError: A process failed.
-            KeyboardInterrupt: The user has interrupted it.
-        """
-        with self._step("making a Llama checkpoint"):
-            shape_json = json.dumps(asdict(shape))
-            self._python(
-                "checkpoint", "-m", "ds_finepage.compare.checkpoint", self._model, shape_json
-            )
-            for name in ENGINES:
-                self._write_config(name, shape.dtype)
-        pool = ThreadPoolExecutor(max_workers=2)  # these runs are not timed
-        with self._step("plain transformers for reference; both engines with a memory meter"):
-            try:
-                plain = pool.submit(self._generate, "plain", self._engine_options("plain"))
-                metered = {name: pool.submit(self._meter, name) for name in ENGINES}
-                expected = plain.result()[0]["tokens"]
-                readings = {name: future.result() for name, future in metered.items()}
-            except BaseException:
-                self._children.end()  # its threads wait for them, and hear of no interrupt
-                raise
-            finally:
-                pool.shutdown(cancel_futures=True)
-        ranks: list[dict[str, EngineResult]] = [{} for _ in range(self._num_ranks)]
-        for name, title in ENGINES.items():
-            with self._step(title):
-                runs = self._generate(name, self._engine_options(name))
-            for engines, run, (reading, tokens) in zip(ranks, runs, readings[name], strict=True):
-                engines[name] = EngineResult(
-                    **asdict(reading),
-                    tokens_equal=run["tokens"] == tokens == expected,
-                    wall_s=round(run["seconds"][0], 3),
-                    wall_again_s=round(run["seconds"][-1], 3),
-                )
-        return [self._result(engines) for engines in ranks]
-
-    def _result(self, engines: dict[str, EngineResult]) -> DemoResult:
-        ours = engines["finepage"]
-        assert ours.budget_bytes is not None
-        return DemoResult(
-            budget_bytes=ours.budget_bytes,
-            weight_bytes=ours.weight_bytes,
-            engines=engines,
-            weights=self._settings.get("weights"),
-        )
-
-    def _write_config(self, name: str, dtype: str) -> None:
-        ranks = {"tensor_parallel": {"autotp_size": self._num_ranks}}
-        ds_config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": dtype == "bfloat16"},
-            "zero_optimization": {
-                "stage": 3,
-                "offload_param": {"device": "cpu", "pin_memory": has_accelerator()},
-            },
-            **(ranks if self._num_ranks > 1 else {}),
-            "finepage": {"enabled": name == "finepage", **self._settings},
-        }
-        (self._folder / f"{name}.json").write_text(json.dumps(ds_config, indent=2))
-
-    def _engine_options(self, name: str) -> list[str | Path]:
-        """Return the options of the example that choose an engine and pack the weights."""
-        found: list[str | Path] = []
-        if name in ENGINES:
-            found = ["--deepspeed", "--deepspeed_config", self._folder / f"{name}.json"]
-        if "weights" in self._settings:
-            found += ["--weights", self._settings["weights"]]
-            found += ["--weights-group", str(self._settings["weights_group"])]
-        return found
-
-    def _meter(self, name: str) -> list[tuple[Reading, list[int]]]:
-        """Run the example under instruments; return the reading and the tokens of each rank."""
-        metered = f"{name}_metered"
-        written = self._generate(metered, self._engine_options(name), is_metered=True)
-        readings = [file.with_suffix(".reading") for file in self._outputs(metered)]
-        return [
-            (Reading(**json.loads(reading.read_text())), each["tokens"])
-            for reading, each in zip(readings, written, strict=True)
-        ]
-
-    def _outputs(self, name: str) -> list[Path]:
-        """Return the file that each rank of a run writes; plain transformers runs on one."""
-        if self._num_ranks == 1 or name == "plain":
-            return [self._folder / f"{name}_output.json"]
-        return [self._folder / f"{name}_rank{n}_output.json" for n in range(self._num_ranks)]
-
-    def _generate(
-        self, name: str, options: Sequence[str | Path] = (), *, is_metered: bool = False
-    ) -> list[dict[str, Any]]:
-        """Run examples/generate.py on every rank; return the object that each wrote.
-
-        Args:
-            name: Of the logs and the outputs.
-            options: More options of the example.
-            is_metered: Run it under instruments.
-        """
-        given: list[str | Path] = ["--model", self._model, "--prompt", PROMPT, *options]
-        given += ["--new-tokens", str(self._num_new_tokens), "--calls", str(NUM_CALLS)]
-        outputs = self._outputs(name)
-        commands: list[list[str | Path]] = []
-        for output in outputs:
-            command: list[str | Path] = []
-            if is_metered:
-                command = ["-m", "ds_finepage.cli.instruments", output.with_suffix(".reading")]
-            commands.append([*command, example("generate.py"), *given, "--json", output])
-        if len(commands) == 1:
-            self._python(name, *commands[0])
-        else:
-            self._ranks(name, commands)
-        return [json.loads(output.read_text()) for output in outputs]
-
-    def _ranks(self, name: str, commands: Sequence[Sequence[str | Path]]) -> None:
-        """Run the processes of all ranks to their end, each with its output in a log.
-
-        Raises:
-            RankError: One failed, or all together took too long.
-        """
-        logs = [self._folder / f"{name}_rank{rank}.log" for rank in range(len(commands))]
-        try:
-            run_ranks(commands, logs, self._environment, children=self._children)
-        except RankError as error:
-            raise RankError(f"the run {name!r}: {error} (--keep DIR keeps all logs.)") from error
-
-    def _python(self, name: str, *arguments: str | Path) -> None:
-        """Run a Python process to its end, with its output in a log.
-
-        Raises:
-            FinepageError: It failed.
-            KeyboardInterrupt: It was interrupted.
-        """
-        log = self._folder / f"{name}.log"
-        status = run_process(
-            arguments, log, self._environment, folder=self._folder, children=self._children
-        )
-        if status:
-            raise FinepageError(
-                f"the process {name!r} ended with status {status}: {last_line(log)} "
-                "(--keep DIR keeps the whole log.)"
-            )
-
-    @contextmanager
-    def _step(self, text: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with self._console.status(text):
-            yield
-        self._console.print(f"{text}: {time.perf_counter() - start:.1f} s", highlight=False)

@@ -4,9 +4,6 @@ A cell runs if both a prefill of the sequence and the decode step after it can b
 budget. If the KV cache does not fit the device, it is in host memory, as in a run; policies that
 stand for other systems keep it on the device.
 
-Finished cells are saved until the whole grid is done: after an interruption the same command
-continues.
-
 Exit status: 0, whether cells run or not; 2 for an option that cannot be used.
 """
 
@@ -14,12 +11,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import itertools
 import json
-import os
-import sys
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,10 +29,10 @@ from ds_finepage.cli.grid_rows import (
     to_rows,
     to_table,
 )
+from ds_finepage.cli.progress import with_progress
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.files import write_file
-from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
@@ -82,12 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the cells as JSON, with date, command and versions; in a folder the file is "
         "called grid_DATE.json",
-    )
-    parser.add_argument(
-        "--state",
-        type=Path,
-        metavar="FILE",
-        help="file for finished cells until the grid is done; by default in the user's cache",
     )
     options.add_force(parser)
 
@@ -137,14 +124,9 @@ def run(arguments: argparse.Namespace) -> int:
         host_memory_bytes=options.host_memory_of(arguments.host_memory),
         weights_group=arguments.weights_group,
     )
-    state = State(
-        arguments.state or default_state_file(planner.identity(models, cells)),
-        is_own=arguments.state is None,
-        identity=planner.identity(models, cells),
-    )
-    results = fill(cells, state, planner)
+    results = {cell: planner.plan(cell) for cell in with_progress(cells)}
     if out is not None:
-        document = to_document(results, arguments)
+        document = to_document(results, arguments.typed)
         write_file(out, json.dumps(document, indent=2) + "\n")
     if arguments.json:
         print(json.dumps(to_rows(results), indent=2))
@@ -154,7 +136,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(line)
         if out is not None:
             print(f"cells: {out}")
-    state.remove()  # after all output
     return 0
 
 
@@ -178,84 +159,6 @@ def out_file(path: Path | None, *, force: bool) -> Path | None:
         path = path / f"grid_{datetime.date.today().isoformat()}.json"
     options.require_writable(path, force=force)
     return path
-
-
-class State:
-    """Finished cells in a file: one line each, added when the cell is done.
-
-    The first line identifies the grid. A line that is cut off was being written when the program
-    died; its cell is planned again.
-    """
-
-    def __init__(self, path: Path, *, is_own: bool, identity: str) -> None:
-        """Read the file, if there is one.
-
-        Args:
-            path: The file.
-            is_own: True if it is the default file, so that its folder may have to be made.
-            identity: Hash of everything that the cells depend on.
-
-        Raises:
-            ConfigError: The file cannot be read or written, or belongs to another grid.
-        """
-        self.path = path
-        self.found: Results = {}
-        try:
-            if is_own:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().split(b"\n") if path.exists() else []
-            if lines and _parsed(lines[0]) == {"grid": identity}:
-                self._read(lines[1:])
-            elif lines and lines[0]:
-                raise ConfigError(
-                    f"{path} does not hold cells of this grid (other options, or another version "
-                    f"of a model, of a profile or of this program). Remove it, or name another "
-                    f"file with --state."
-                )
-            # Rewrite the file with whole lines only, so that each added cell has its own line.
-            whole = [json.dumps({"grid": identity})]
-            whole += [_line(cell, result) for cell, result in self.found.items()]
-            write_file(path, "\n".join(whole) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot save finished cells in {path}: {error}. Name another file with --state."
-            ) from error
-
-    def _read(self, lines: list[bytes]) -> None:
-        for line in lines:
-            entry = _parsed(line)
-            try:
-                self.found[Cell(**entry["cell"])] = Result(**entry["result"])
-            except (KeyError, TypeError):
-                continue  # cut off
-
-    def add(self, cell: Cell, result: Result) -> None:
-        """Save a finished cell."""
-        with open(self.path, "ab") as file:
-            file.write((_line(cell, result) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def remove(self) -> None:
-        """Delete the file; the grid is done."""
-        self.path.unlink(missing_ok=True)
-
-
-def _line(cell: Cell, result: Result) -> str:
-    return json.dumps({"cell": asdict(cell), "result": asdict(result)})
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
-def default_state_file(identity: str) -> Path:
-    """Return a file in the user's cache for a grid."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "ds_finepage" / f"grid-{identity[:16]}.jsonl"
 
 
 class Planner:
@@ -285,27 +188,6 @@ class Planner:
         self._host_memory_bytes = host_memory_bytes
         self._weights_group = weights_group
         self._captured: dict[Any, CapturedModel | Exception] = {}
-
-    def identity(self, models: list[str], cells: list[Cell]) -> str:
-        """Hash everything that the results depend on, the program itself included.
-
-        Raises:
-            ConfigError: There is no such model.
-        """
-        from ds_finepage.capture.models import load_model_config
-
-        digest = hashlib.sha256()
-        for model in models:
-            digest.update(load_model_config(model).to_json_string(use_diff=False).encode())
-        for profile in self._profiles.values():
-            digest.update(codec.dumps(profile).encode())
-        asked = [asdict(cell) for cell in cells]
-        settings = [str(self._budget), self._split, self._host_memory_bytes, self._weights_group]
-        digest.update(json.dumps([*settings, asked]).encode())
-        package = Path(ds_finepage.__file__).parent
-        for source in sorted(package.rglob("*.py")):
-            digest.update(source.read_bytes())
-        return digest.hexdigest()
 
     def plan(self, cell: Cell) -> Result:
         """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
@@ -384,40 +266,11 @@ class Planner:
         return captured
 
 
-def fill(cells: list[Cell], state: State, planner: Planner) -> Results:
-    """Plan the missing cells; save each one as soon as it is done."""
-    results = {cell: state.found[cell] for cell in cells if cell in state.found}
-    if results:
-        print(
-            f"continuing: {len(results)} of {len(cells)} cells are in {state.path}", file=sys.stderr
-        )
-    try:
-        for cell in options.with_progress([cell for cell in cells if cell not in results]):
-            results[cell] = planner.plan(cell)
-            state.add(cell, results[cell])
-    except BaseException:
-        print(
-            f"{len(results)} of {len(cells)} cells are saved in {state.path}; the same command "
-            f"continues from there",
-            file=sys.stderr,
-        )
-        raise
-    return {cell: results[cell] for cell in cells}
-
-
-def to_document(results: Results, arguments: argparse.Namespace) -> dict[str, Any]:
+def to_document(results: Results, command: str) -> dict[str, Any]:
     """Return the contents of a result file: the cells, the command and the versions."""
-    given = {
-        name: value
-        for name, value in vars(arguments).items()
-        if name in ("models", "hardware", "batch", "seq", "policies", "device_budget")
-    }
-    given["ranks"] = None if arguments.ranks == 1 else arguments.ranks
-    given |= {"host_memory": arguments.host_memory, **options.given_weights(arguments)}
     return {
         "date": datetime.date.today().isoformat(),
-        "command": options.command_line("grid", **given)
-        + (" --no-split" if arguments.no_split else ""),
+        "command": command,
         "versions": {
             "ds_finepage": ds_finepage.__version__,
             **{name: version(name) for name in ("torch", "transformers")},

@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.progress import track
+from typing import Any
 
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
@@ -19,7 +15,6 @@ from ds_finepage.graph.packed import GROUP, PACKED_FORMS, UNPACKED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import parse_bytes, require_count
 
-T = TypeVar("T")
 PROGRAM = "ds-finepage"
 PHASES = ("prefill", "decode")
 WEIGHTS = (UNPACKED, *PACKED_FORMS)
@@ -264,10 +259,3 @@ def given_weights(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options for the form of the weights, for a command line."""
     group = None if arguments.weights in (None, UNPACKED) else arguments.weights_group
     return {"weights": arguments.weights, "weights_group": group}
-
-
-def with_progress(items: Sequence[T]) -> Iterable[T]:
-    """Go through items, with a bar on the standard error if that is a terminal."""
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    return track(items, "planning", console=console, transient=True, disable=hidden)

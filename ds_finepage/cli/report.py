@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ds_finepage.cli.options import with_progress
+from ds_finepage.cli.progress import with_progress
 from ds_finepage.errors import ConfigError
-from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.drawing import require_packages
 from ds_finepage.reporting.page import FIGURES_FOLDER, write_report
 from ds_finepage.reporting.results import load_passes, load_results, run_folder
@@ -24,10 +23,6 @@ from ds_finepage.reporting.results import load_passes, load_results, run_folder
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with a results.json")
-    parser.add_argument(
-        "--hardware",
-        help="the profile to simulate other policies with; by default that of the comparison",
-    )
     parser.add_argument(
         "--points",
         type=int,
@@ -45,20 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--points: {arguments.points} is negative. Write 0 or more.")
     results = load_results(folder)
     require_packages("report")
-    if arguments.hardware is not None:
-        load_profile(arguments.hardware)
     passes = {run.name: load_passes(run_folder(folder, run.name)) for run in results.runs}
 
     from ds_finepage.compare.findings import find
 
-    findings = find(
-        folder,
-        results,
-        passes,
-        hardware=arguments.hardware,
-        num_budgets=arguments.points,
-        progress=with_progress,
-    )
+    findings = find(folder, results, passes, num_budgets=arguments.points, progress=with_progress)
     page = write_report(folder, results, passes, findings)
     print(f"report: {page}; pictures: {folder / FIGURES_FOLDER}")
     return 0

@@ -1,9 +1,8 @@
 """The arm ``accelerate-map``: Accelerate's device map.
 
 A device map keeps the first modules on the device. Their number is the setting
-``modules_on_device``. Without it, a simulation of both passes says how many fit the budget; an
-accelerator then tries that number, and takes fewer until the peak is within the budget. If the
-simulator cannot capture the model, every device tries, from as many as have room for their weights.
+``modules_on_device``, which a simulation of both passes has found. An accelerator tries it, and
+takes fewer until the peak is within the budget.
 
 If the ds_config has ``offload_param.pin_memory``, the weights are pinned, which Accelerate itself
 does not do.
@@ -11,28 +10,20 @@ does not do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import dispatch_model, hooks
 
 from ds_finepage import _compat
-from ds_finepage.capture.from_config import capture_config
-from ds_finepage.capture.models import load_model_config
 from ds_finepage.compare.engine import Engine, RunRequest
-from ds_finepage.compare.hooks import HookedEngine, drop_own_forwards
-from ds_finepage.compare.loading import dtype_of, form_of, load_model
-from ds_finepage.errors import CaptureError, ConfigError
-from ds_finepage.execution.device import Accelerator, device_of
-from ds_finepage.execution.measure import estimate_workspaces
+from ds_finepage.compare.loading import load_model
+from ds_finepage.errors import ConfigError
+from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.packing.model import pack_model
-from ds_finepage.planning.baselines.accelerate import map_module, most_modules
-from ds_finepage.planning.budget import non_arena_bytes
-from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.baselines.accelerate import map_module
 
 KEPT = "modules_on_device"
 TRIAL_TOKENS = 2
@@ -47,21 +38,15 @@ def load(request: RunRequest) -> Engine:
     """
     model, device = load_model(request), torch.device(request.device)
     is_accelerator = device_of(device).is_accelerator
-    chosen = request.settings.get(KEPT)
-    tries = is_accelerator and chosen is None
-    try:
-        num_modules = modules_that_fit(request) if chosen is None else int(chosen)
-    except CaptureError:
-        num_modules, tries = modules_within(model, request.budget_bytes), True
-    engine = DeviceMapEngine(model, device, num_modules)
-    if tries:
+    engine = DeviceMapEngine(model, device, int(request.settings.get(KEPT, 0)))
+    if is_accelerator:
         engine.try_out(request)
     if is_accelerator and pins_weights(request.ds_config):
         engine.pin()
     return engine
 
 
-class DeviceMapEngine(HookedEngine):
+class DeviceMapEngine(Engine):
     """A model under ``dispatch_model``."""
 
     def __init__(self, model: Any, device: torch.device, num_modules: int) -> None:
@@ -75,7 +60,8 @@ class DeviceMapEngine(HookedEngine):
         Raises:
             ConfigError: A module has weights beside those of its submodules.
         """
-        super().__init__(model, device, AccelerateCounter())
+        super().__init__(model, device)
+        self._nbytes = 0
         self._modules = map_modules_of(model)
         self.settings[KEPT] = min(num_modules, len(self._modules))
 
@@ -84,6 +70,38 @@ class DeviceMapEngine(HookedEngine):
         for parameter in self.model.parameters():
             parameter.data = parameter.data.pin_memory()
         self.notes.append("weights pinned, as offload_param.pin_memory says")
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, a fetch is a copy and counts; Accelerate fetches by one function."""
+        original = getattr(hooks, _compat.ACCELERATE_SET)
+
+        def counted(
+            module: torch.nn.Module, name: str, device: Any, value: Any = None, **more: Any
+        ) -> None:
+            tied: Mapping[Any, Any] = more.get("tied_params_map") or {}
+            is_there = value is not None and device in tied.get(value.data_ptr(), ())
+            original(module, name, device, value=value, **more)
+            if value is None or is_there or str(device) == "meta":
+                return
+            fetched = module.get_parameter(name)
+            self._nbytes += fetched.nbytes
+            if fetched.data_ptr() == value.data_ptr():
+                fetched.data = fetched.data.clone()
+
+        setattr(hooks, _compat.ACCELERATE_SET, counted)
+        try:
+            yield
+        finally:
+            setattr(hooks, _compat.ACCELERATE_SET, original)
+
+    def begin_forward(self) -> None:
+        """Start to count again."""
+        self._nbytes = 0
+
+    def copied(self) -> tuple[int, int]:
+        """Return the bytes of all fetches since then. Nothing is copied back."""
+        return self._nbytes, 0
 
     def close(self) -> None:
         """Take the hooks off; the weights are in host memory again, and tied."""
@@ -145,36 +163,12 @@ class DeviceMapEngine(HookedEngine):
         return meter.peak_bytes <= request.budget_bytes
 
 
-class AccelerateCounter:
-    """Wraps the one function of Accelerate by which its hooks fetch, and counts the bytes."""
-
-    def __init__(self) -> None:
-        """Count nothing until it is entered."""
-        self.nbytes = 0
-        self._original: Callable[..., Any] | None = None
-
-    def __enter__(self) -> None:
-        """Begin to count, and to copy where a fetch would only give a weight another name."""
-        original = self._original = getattr(hooks, _compat.ACCELERATE_SET)
-
-        def counted(
-            module: torch.nn.Module, name: str, device: Any, value: Any = None, **more: Any
-        ) -> None:
-            tied: Mapping[Any, Any] = more.get("tied_params_map") or {}
-            is_there = value is not None and device in tied.get(value.data_ptr(), ())
-            original(module, name, device, value=value, **more)
-            if value is None or is_there or str(device) == "meta":
-                return
-            fetched = module.get_parameter(name)
-            self.nbytes += fetched.nbytes
-            if fetched.data_ptr() == value.data_ptr():
-                fetched.data = fetched.data.clone()
-
-        setattr(hooks, _compat.ACCELERATE_SET, counted)
-
-    def __exit__(self, *_: object) -> None:
-        """Stop."""
-        setattr(hooks, _compat.ACCELERATE_SET, self._original)
+def drop_own_forwards(model: torch.nn.Module) -> None:
+    """Delete the attribute ``forward`` of modules where it is the method of their class again."""
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if getattr(own, "__func__", None) is type(module).forward:
+            del module.forward
 
 
 def map_modules_of(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
@@ -183,13 +177,6 @@ def map_modules_of(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]
     for name, parameter in model.named_parameters():
         found.setdefault(map_module(name), []).append(parameter)
     return found
-
-
-def modules_within(model: torch.nn.Module, budget_bytes: int) -> int:
-    """Return how many modules, from the first on, have room for their weights in a budget."""
-    modules = map_modules_of(model).values()
-    ends = accumulate(sum(weight.nbytes for weight in weights) for weights in modules)
-    return sum(end <= budget_bytes for end in ends)
 
 
 def modules_to_place(model: torch.nn.Module) -> dict[str, str | None]:
@@ -220,31 +207,3 @@ def pins_weights(ds_config: Mapping[str, Any]) -> bool:
     """Return whether a ds_config asks for weights in pinned memory."""
     offload = ds_config.get("zero_optimization", {}).get("offload_param", {})
     return bool(offload.get("pin_memory"))
-
-
-def modules_that_fit(request: RunRequest) -> int:
-    """Return how many modules can stay on the device during a prefill and the last decode step.
-
-    Raises:
-        ConfigError: The model cannot be used.
-        CaptureError: Its forward cannot be written as a taskgraph.
-    """
-    config = load_model_config(request.model_dir)
-    dtype = str(dtype_of(request.ds_config)).removeprefix("torch.")
-    form = form_of(request.ds_config)
-    last = request.prompt_tokens + max(1, request.new_tokens - 1)
-    found = []
-    for phase, seq in (("prefill", request.prompt_tokens), ("decode", last)):
-        graph = estimate_workspaces(
-            capture_config(
-                config,
-                phase=phase,
-                batch=request.batch,
-                seq=seq,
-                dtype=dtype,
-                prepare=None if form is None else partial(pack_model, form=form),
-            )
-        )
-        room = request.budget_bytes - non_arena_bytes(graph, Accelerator.alignment)
-        found.append(most_modules(Problem(graph, max(0, room), Accelerator.alignment)))
-    return min(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
@@ -20,8 +19,6 @@ class Arm:
         title: For tables.
         module: A module whose ``load(request)`` makes the engine; only a worker imports it.
         policy: The policy of the planner that models the arm; "" if none does.
-        package: A package that it needs beyond the requirements, as Python imports it.
-        install: The command that installs that package.
         observes: Its passes run by plan, so that their timelines can be kept.
         is_ours: It is ds_finepage with a policy of its own, and no other system.
         why_one_rank: Why it does not run on several ranks; "" if it does.
@@ -31,20 +28,9 @@ class Arm:
     title: str
     module: str
     policy: str
-    package: str = ""
-    install: str = ""
     observes: bool = False
     is_ours: bool = False
     why_one_rank: str = ""
-
-    @property
-    def missing(self) -> str | None:
-        """Say what is not installed, and how to install it; None if nothing is missing."""
-        if self.package and find_spec(self.package) is None:
-            return f"needs the package {self.package}: {self.install}"
-        if find_spec(self.module) is None:
-            return f"this version of ds_finepage has no module {self.module}"
-        return None
 
 
 def _arm(name: str, title: str, file: str, policy: str, **more: str | bool) -> Arm:
@@ -52,51 +38,36 @@ def _arm(name: str, title: str, file: str, policy: str, **more: str | bool) -> A
     return Arm(name=name, title=title, module=module, policy=policy, **more)  # type: ignore[arg-type]
 
 
+def _by_plan(name: str, title: str, policy: str, *, is_ours: bool = False) -> Arm:
+    return _arm(name, title, "finepage_arms", policy, observes=True, is_ours=is_ours)
+
+
 PLAIN = "plain"
 """The arm whose tokens all others must have."""
 
-OURS = "finepage"
+OURS, TUNED = "finepage", "zero-persistence"
 
-DEFAULT = (PLAIN, "zero", "zero-persistence", OURS)
+DEFAULT = (PLAIN, "zero", TUNED, OURS)
 """The arms that run where none is named: stock, tuned stock, and ours."""
-
-ONE_RANK = "{} moves whole layers of one process, and has no ranks"
 
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
         _arm(PLAIN, "plain transformers", "plain_arm", ""),
         _arm("zero", "ZeRO-Inference, defaults", "zero_arms", "zero"),
-        _arm(
-            "zero-persistence",
-            "ZeRO-Inference, settings searched",
-            "zero_arms",
-            "zero-persistence",
-        ),
+        _arm(TUNED, "ZeRO-Inference, settings searched", "zero_arms", TUNED),
         _arm(
             "accelerate-map",
             "Accelerate device map",
             "accelerate_arm",
             "accelerate-map",
-            why_one_rank=ONE_RANK.format("Accelerate's device map"),
+            why_one_rank="Accelerate's device map moves whole layers of one process, and has no "
+            "ranks",
         ),
-        _arm("static", "static shares", "finepage_arms", "static", observes=True),
-        _arm(
-            "horizon-published",
-            "published algorithm",
-            "finepage_arms",
-            "horizon-published",
-            observes=True,
-        ),
-        _arm(
-            "finepage-horizon",
-            "ds_finepage, horizon",
-            "finepage_arms",
-            "horizon",
-            observes=True,
-            is_ours=True,
-        ),
-        _arm(OURS, "ds_finepage", "finepage_arms", "finepage", observes=True, is_ours=True),
+        _by_plan("static", "static shares", "static"),
+        _by_plan("horizon-published", "published algorithm", "horizon-published"),
+        _by_plan("finepage-horizon", "ds_finepage, horizon", "horizon", is_ours=True),
+        _by_plan(OURS, "ds_finepage", "finepage", is_ours=True),
     )
 }
 

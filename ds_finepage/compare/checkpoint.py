@@ -48,13 +48,17 @@ class LlamaShape:
 
 def make_checkpoint(folder: Path, shape: LlamaShape) -> None:
     """Write a checkpoint that ``from_pretrained`` reads: safetensors and a tokenizer."""
-    import torch
-    import transformers
+    write(folder, config_of(shape), shape.dtype)
 
-    make_tokenizer(folder, shape.vocab_size)
+
+def write(folder: Path, config: Any, dtype: str) -> None:
+    """Write a model of a config with random weights, and a tokenizer for it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    make_tokenizer(folder, min(config.vocab_size, MOST_TOKENS))
     torch.manual_seed(SEED)
-    model = transformers.LlamaForCausalLM(config_of(shape)).to(getattr(torch, shape.dtype))
-    model.save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
 def config_of(shape: LlamaShape) -> Any:
@@ -84,13 +88,9 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train(list(map(str, package_sources())), trainer)
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))  # text that every machine has
+    tokenizer.train(list(map(str, sources)), trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-
-
-def package_sources() -> list[Path]:
-    """Return the source files of this package: text that is there on every machine."""
-    return sorted(Path(__file__).parents[1].rglob("*.py"))
 
 
 def make_shipped(folder: Path, name: str, num_layers: int) -> None:
@@ -127,9 +127,7 @@ def make_shipped(folder: Path, name: str, num_layers: int) -> None:
             f"{config.num_hidden_layers} layers of {name} have {format_bytes(weight_bytes)} of "
             f"weights; {format_bytes(free_bytes)} of host memory are free. Give fewer --layers."
         )
-    make_tokenizer(folder, min(config.vocab_size, MOST_TOKENS))
-    torch.manual_seed(SEED)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    write(folder, config, "bfloat16")
 
 
 def main(arguments: list[str]) -> None:

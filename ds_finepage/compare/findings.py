@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ def find(
     results: Results,
     passes: Mapping[str, Sequence[ObservedPass]],
     *,
-    hardware: str | None = None,
     num_budgets: int = 0,
     progress: Progress = iter,
 ) -> Findings:
@@ -51,76 +48,65 @@ def find(
         folder: The folder of the results.
         results: The results.
         passes: Run name -> its observed passes.
-        hardware: The profile to simulate other policies with; by default that of the results.
         num_budgets: Budgets to plan beside the compared one; 0 leaves the picture out.
         progress: Goes through the budgets, and shows it.
 
     Raises:
-        ConfigError: The profile cannot be used.
         InvalidPlanError: The profile in the folder is damaged.
     """
-    profile, is_measured = profile_of(folder, results, hardware)
-    remarks: list[str] = []
-    simulated = {}
-    for run in results.runs:
-        if profile is None or run.arm != OURS or not passes.get(run.name):
+    if results.settings is None:
+        return _of_one_run(folder, results, passes)
+    remarks: dict[str, None] = {}
+    simulated, curves = {}, {}
+    for batch in dict.fromkeys(run.batch for run in results.runs):
+        ours = [run for run in results.runs if run.batch == batch and run.arm == OURS]
+        ours = [run for run in ours if passes.get(run.name)]
+        if not ours and not num_budgets:
             continue
-        policies = [best_other(results, run), PAGING]
-        modeller = None
-        if results.settings is not None and hardware is None:
-            try:
-                modeller = modeller_of(folder, results, run.batch, results.settings.device_budget)
-            except FinepageError as error:
-                remarks.append(f"Other policies plan the passes of the run: {error}")
-        if modeller is not None:
-            simulated[run.name] = planned_by(modeller, [OURS, *policies])
-        else:
-            simulated[run.name] = {
-                found.name: beside(found.memgraph, policies, profile, keep_times=is_measured)
-                for found in passes[run.name]
-                if found.name in (PREFILL, DECODE)
-            }
-    curves = {}
-    if num_budgets and results.settings is not None:
         try:
-            curves = budget_lines(folder, results, num_budgets, progress)
+            modeller = modeller_in(folder, results, batch)
+            for run in ours:
+                simulated[run.name] = planned_by(modeller, [OURS, best_other(results, run), PAGING])
+            if num_budgets:
+                curves[batch] = budget_lines(modeller, num_budgets, progress)
         except FinepageError as error:
-            remarks.append(f"There is no picture of other budgets: {error}")
+            remarks[f"There are no pictures of other policies and budgets: {error}"] = None
     return Findings(
-        is_modelled=results.settings is not None and is_modelled(results),
+        is_modelled=is_modelled(results),
         sentences=sentences(results),
         fastest=frozenset(fastest(results)),
-        hardware="" if profile is None else profile.name,
+        hardware=load_profile(results.settings.hardware).name,
         passes=simulated,
         curves=curves,
         remarks=tuple(remarks),
     )
 
 
-def profile_of(
-    folder: Path, results: Results, hardware: str | None
-) -> tuple[HardwareProfile | None, bool]:
-    """Return the profile to simulate with, and whether it is of the machine that ran.
-
-    Raises:
-        ConfigError: There is no such profile.
-        InvalidPlanError: The profile in the folder is damaged.
-    """
-    if hardware is not None:
-        return load_profile(hardware), False
-    if results.settings is not None:
-        return load_profile(results.settings.hardware), False
+def _of_one_run(
+    folder: Path, results: Results, passes: Mapping[str, Sequence[ObservedPass]]
+) -> Findings:
+    """Plan the passes of a single run by other policies, with the rates of its machine."""
     path = folder / PROFILE_FILE
-    return (codec.load(path, HardwareProfile), True) if path.exists() else (None, False)
+    if not path.exists():
+        return Findings()
+    profile = codec.load(path, HardwareProfile)
+    simulated = {
+        run.name: {
+            found.name: beside(found.memgraph, [BASELINE, PAGING], profile)
+            for found in passes[run.name]
+            if found.name in (PREFILL, DECODE)
+        }
+        for run in results.runs
+        if run.arm == OURS and passes.get(run.name)
+    }
+    return Findings(hardware=profile.name, passes=simulated)
 
 
 # Winners.
 
 
 def sentences(results: Results) -> tuple[str, ...]:
-    """Say who wins each batch, and why; nothing for a single run."""
-    if results.settings is None:
-        return ()
+    """Say who wins each batch, and why."""
     found = []
     for batch in dict.fromkeys(run.batch for run in results.runs):
         won = winners(results, batch)
@@ -138,8 +124,6 @@ def sentences(results: Results) -> tuple[str, ...]:
 
 def fastest(results: Results) -> list[str]:
     """Return the names of the runs with the fastest decode steps."""
-    if results.settings is None:
-        return []
     batches = dict.fromkeys(run.batch for run in results.runs)
     won = (winner for batch in batches for winner in winners(results, batch))
     return [winner.run.name for winner in won if winner.part == "decode step"]
@@ -162,29 +146,17 @@ def best_other(results: Results, ours: Run) -> str:
 
 
 def beside(
-    memgraph: MemGraph,
-    policies: Sequence[str],
-    profile: HardwareProfile,
-    *,
-    keep_times: bool,
+    memgraph: MemGraph, policies: Sequence[str], profile: HardwareProfile
 ) -> tuple[SimulatedPass, ...]:
     """Simulate a plan, and plans of the same pass by other policies in the same arena.
 
     Args:
-        memgraph: The plan.
+        memgraph: The plan, with measured times of ops.
         policies: The other policies.
-        profile: The machine.
-        keep_times: It is the machine that ran the plan: use the plan and its measured times of ops.
-            For another machine its policy plans again.
+        profile: The machine that ran the plan.
     """
-    found = []
-    if keep_times:
-        timeline = simulate(memgraph, profile, entry_missing=memgraph.lost)
-        found = [SimulatedPass(policy=memgraph.policy, memgraph=memgraph, timeline=timeline)]
-    else:
-        tasks = tuple(replace(task, time_ns=None) for task in memgraph.graph.tasks)
-        memgraph = replace(memgraph, graph=replace(memgraph.graph, tasks=tasks))
-        policies = [memgraph.policy, *policies]
+    timeline = simulate(memgraph, profile, entry_missing=memgraph.lost)
+    found = [SimulatedPass(policy=memgraph.policy, memgraph=memgraph, timeline=timeline)]
     for policy in policies:
         settings = PlanSettings(
             policy=policy, split=False, alignment=memgraph.alignment, profile=profile
@@ -225,41 +197,24 @@ def planned_by(modeller: Any, policies: Sequence[str]) -> dict[str, tuple[Simula
 # Other budgets.
 
 
-def budget_lines(
-    folder: Path, results: Results, num_budgets: int, progress: Progress
-) -> dict[int, tuple[BudgetLine, ...]]:
-    """Plan the decode step of each batch under several budgets.
+def budget_lines(modeller: Any, num_budgets: int, progress: Progress) -> tuple[BudgetLine, ...]:
+    """Plan the decode step of a batch under several budgets.
 
     Args:
-        folder: The folder of the results.
-        results: The results of a comparison.
-        num_budgets: Budgets beside the one of the comparison.
+        modeller: Of the batch and the budget of the comparison.
+        num_budgets: Budgets beside that one.
         progress: Goes through the budgets, and shows it.
-
-    Raises:
-        ConfigError: The model is not there any more.
-        FinepageError: The model cannot be captured.
     """
-    found = {}
-    for batch in dict.fromkeys(run.batch for run in results.runs):
-        times: dict[str, list[tuple[int, int | None]]] = {p: [] for p in CURVE_POLICIES}
-        for budget in progress(budgets_of(results, num_budgets)):
-            modeller = modeller_of(folder, results, batch, budget)
-            for policy in CURVE_POLICIES:
-                times[policy].append((modeller.budget_bytes, decode_ns(modeller, policy)))
-        found[batch] = tuple(
-            BudgetLine(policy=policy, points=tuple(sorted(points)))
-            for policy, points in times.items()
-        )
-    return found
-
-
-def budgets_of(results: Results, num_budgets: int) -> list[str]:
-    """Return the budget of a comparison, and others, as a ds_config writes them."""
-    assert results.settings is not None
+    times: dict[str, list[tuple[int, int | None]]] = {p: [] for p in CURVE_POLICIES}
     step = (MOST_PERCENT - LEAST_PERCENT) / max(1, num_budgets - 1)
-    percents = [LEAST_PERCENT + step * number for number in range(num_budgets)]
-    return [results.settings.device_budget, *(f"{percent:.3f}%weights" for percent in percents)]
+    percents = (LEAST_PERCENT + step * number for number in range(num_budgets))
+    others = [modeller.at(f"{percent:.3f}%weights") for percent in percents]
+    for each in progress([modeller, *others]):
+        for policy in CURVE_POLICIES:
+            times[policy].append((each.budget_bytes, decode_ns(each, policy)))
+    return tuple(
+        BudgetLine(policy=policy, points=tuple(sorted(points))) for policy, points in times.items()
+    )
 
 
 def decode_ns(modeller: Any, policy: str) -> int | None:
@@ -272,36 +227,24 @@ def decode_ns(modeller: Any, policy: str) -> int | None:
     return time_ns
 
 
-def modeller_of(folder: Path, results: Results, batch: int, device_budget: str) -> Any:
+def modeller_in(folder: Path, results: Results, batch: int) -> Any:
     """Capture the passes of a comparison again.
 
     Args:
         folder: The folder of the results.
         results: The results of a comparison.
         batch: Sequences in the batch.
-        device_budget: As in a ds_config.
 
     Raises:
         ConfigError: The model is not there any more.
+        FinepageError: It cannot be captured.
     """
-    from ds_finepage.compare.modelling import Modeller  # imports torch
-    from ds_finepage.compare.orchestrate import MODEL_FOLDER, modelled_dtype, modelled_options
+    from ds_finepage.compare.modelling import modeller_of  # imports torch
+    from ds_finepage.compare.orchestrate import MODEL_FOLDER
 
-    settings = results.settings
-    assert settings is not None
-    model = Path(settings.model)
+    assert results.settings is not None
+    model = Path(results.settings.model)
     model = model if model.is_dir() else folder / MODEL_FOLDER
     if not model.is_dir():
-        raise ConfigError(f"the model is neither in {settings.model} nor in {model}")
-    ds_config = json.loads(settings.ds_config or "{}")
-    return Modeller(
-        str(model),
-        batch=batch,
-        prompt_tokens=settings.prompt_tokens,
-        new_tokens=settings.new_tokens,
-        device_budget=device_budget,
-        hardware=settings.hardware,
-        dtype=modelled_dtype(model, ds_config, settings.hardware),
-        num_ranks=settings.num_ranks,
-        **modelled_options(ds_config),
-    )
+        raise ConfigError(f"the model is neither in {results.settings.model} nor in {model}")
+    return modeller_of(model, results.settings, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_finepage.compare.arms import ARMS, OURS
@@ -70,37 +70,33 @@ def winners(results: Results, batch: int) -> list[Winner]:
     """
     modelled = is_modelled(results)
     steps = results.settings.new_tokens - 1 if results.settings else 1
+    found = []
+    for part, num_prefills, num_steps in (
+        ("prefill", 1, 0),
+        ("decode step", 0, 1),
+        ("whole generation", 1, steps),
+    ):
+        timed = []
+        for run in results.runs:
+            first = time_of(run.prefill, modelled=modelled) if num_prefills else 0
+            step = time_of(run.decode, modelled=modelled) if num_steps else 0
+            if run.batch == batch and holds_budget(run) and None not in (first, step):
+                timed.append(((first or 0) + num_steps * (step or 0), run))
+        if timed:
+            found.append(_winner(part, sorted(timed, key=lambda each: each[0])))
+    return found
 
-    def prefill(run: Run) -> int | None:
-        return time_of(run.prefill, modelled=modelled)
 
-    def decode(run: Run) -> int | None:
-        return time_of(run.decode, modelled=modelled)
-
-    def whole(run: Run) -> int | None:
-        first, step = prefill(run), decode(run)
-        return None if first is None or step is None else first + steps * step
-
-    runs = [run for run in results.runs if run.batch == batch and holds_budget(run)]
-    parts = (("prefill", prefill), ("decode step", decode), ("whole generation", whole))
-    found = (_winner(part, runs, time) for part, time in parts)
-    return [winner for winner in found if winner is not None]
-
-
-def _winner(part: str, runs: Sequence[Run], time: Callable[[Run], int | None]) -> Winner | None:
-    timed = [(found, run) for run in runs if (found := time(run)) is not None]
-    if not timed:
-        return None
-    timed.sort(key=lambda each: each[0])  # of equal ones the first stays first
-    time_ns, fastest = timed[0]
-    other = next(((t, r) for t, r in timed if not ARMS[r.arm].is_ours), None)
+def _winner(part: str, timed: Sequence[tuple[int, Run]]) -> Winner:
+    """Return the winner of runs in the order of their times."""
+    other = next(((t, r) for t, r in timed if not ARMS[r.arm].is_ours), (None, None))
     return Winner(
         part=part,
-        run=fastest,
-        time_ns=time_ns,
+        run=timed[0][1],
+        time_ns=timed[0][0],
         ours_ns=next((t for t, r in timed if r.arm == OURS), None),
-        other=None if other is None else other[1],
-        other_ns=None if other is None else other[0],
+        other=other[1],
+        other_ns=other[0],
     )
 
 

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     """Ask for the signal, and become the command."""
     parent, *command = arguments
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGTERM)
         if os.getppid() != int(parent):  # it ended before there was a tie
             sys.exit(f"process {parent} is gone")
     os.execv(command[0], command)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_finepage.capture.models import load_model_config
 from ds_finepage.compare.engine import RunRequest
 from ds_finepage.config import SECTION
-from ds_finepage.errors import ConfigError, reason_of
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
@@ -67,26 +64,3 @@ def load_unpacked(request: RunRequest) -> Any:
     """
     dtype = dtype_of(request.ds_config)
     return AutoModelForCausalLM.from_pretrained(request.model_dir, dtype=dtype).eval()
-
-
-def shapes_of(folder: Path, ds_config: Mapping[str, Any]) -> Any:
-    """Return the model of a checkpoint on the meta device: shapes and dtypes, and no values.
-
-    Args:
-        folder: The folder of the checkpoint.
-        ds_config: The user's ds_config.
-
-    Raises:
-        ConfigError: The config or the model cannot be used, or the form does not suit it.
-    """
-    config, form = load_model_config(str(folder)), form_of(ds_config)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(ds_config))
-    except Exception as error:  # each model class fails in its own way
-        raise ConfigError(
-            f"transformers cannot make the model in {folder}: {reason_of(error)}"
-        ) from error
-    if form is not None:
-        pack_model(model, form)
-    return model

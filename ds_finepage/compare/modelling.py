@@ -1,4 +1,4 @@
-"""Modelled times: the passes of a generation, simulated on the machine of a hardware profile.
+"""Models each arm before it runs: its settings, times and bounds on the machine of a profile.
 
 A comparison on the CPU shows them beside counted bytes, since a fetch of stock ZeRO-Inference
 copies nothing there.
@@ -6,192 +6,147 @@ copies nothing there.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ds_finepage.config import DeviceBudget
-from ds_finepage.errors import CaptureError, FinepageError, reason_of
+from ds_finepage.capture.models import default_dtype, load_model_config
+from ds_finepage.compare.arms import Arm
+from ds_finepage.compare.loading import dtype_of
+from ds_finepage.config import SECTION
+from ds_finepage.errors import PlanInfeasibleError, reason_of
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.budget import budget_on
-from ds_finepage.planning.liveness import ample_arena_bytes
-from ds_finepage.planning.policies import EngineSettings, policy_named
-from ds_finepage.reporting.figures import PlanFigures
-from ds_finepage.reporting.results import PhaseFigures
-from ds_finepage.whatif import (
-    CapturedModel,
-    PlannedModel,
-    capture_model,
-    plan_captured,
-    problem_of,
-)
+from ds_finepage.modeller import Modeller
+from ds_finepage.reporting.results import CompareSettings, PhaseFigures
+from ds_finepage.units import format_bytes
 
-RESIDENT = "resident"
-"""Stands for an engine that keeps everything on the device, whatever the budget."""
+AMPLE = "1000000%weights"
+"""A budget under which everything can be modelled."""
+
+_log = logging.getLogger(__name__)
 
 
-class Modeller:
-    """Models the prefill and the last decode step of a generation under a budget.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modelled:
+    """The answers of the simulator for one arm with one batch.
 
     Attributes:
-        budget_bytes: The limit on all device bytes.
-        weight_bytes: Bytes of all weights.
+        settings: What to run the arm with: keys of ``zero_optimization``, or the modules of a
+            device map that stay on the device.
+        prefill: Modelled figures of a prefill.
+        decode: Modelled figures of a steady decode step.
+        refusal: Why the arm cannot hold the budget; its figures are then without one.
+        can_run: False if no settings of the arm hold the budget, or none are known.
+        why_not: Why there are no figures; None if there are, or if no policy models the arm.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        batch: int,
-        prompt_tokens: int,
-        new_tokens: int,
-        device_budget: str,
-        hardware: str,
-        dtype: str | None = None,
-        split: bool = False,
-        host_memory_bytes: int | None = None,
-        weights: str | None = None,
-        weights_group: int = GROUP,
-        num_ranks: int = 1,
-    ) -> None:
-        """Capture both passes from the model's config.
+    settings: dict[str, int] = field(default_factory=dict)
+    prefill: PhaseFigures = field(default_factory=PhaseFigures)
+    decode: PhaseFigures = field(default_factory=PhaseFigures)
+    refusal: PlanInfeasibleError | None = None
+    can_run: bool = True
+    why_not: str | None = None
 
-        Args:
-            model: A shipped name, a folder or a config.json.
-            batch: Sequences in the batch.
-            prompt_tokens: Tokens of each prompt.
-            new_tokens: Tokens to generate after it.
-            device_budget: As in a ds_config.
-            hardware: A hardware profile, by name or path.
-            dtype: Of weights and activations; by default the one that suits the machine.
-            split: Policies may cut weights, if they can.
-            host_memory_bytes: Host memory of the machine; None if that is not known.
-            weights: "bf16", "int8" or "int4"; by default they are as the config says.
-            weights_group: Weights that share a scale in a packed form.
-            num_ranks: Ranks that the model is cut over; the passes are those of the first.
 
-        Raises:
-            ConfigError: An argument cannot be used.
-            CaptureError: The forward cannot be written as a taskgraph.
-        """
-        self._profile = load_profile(hardware)
-        self._split, self._host_memory_bytes = split, host_memory_bytes
-        # The prefill makes the first token, and the cache never holds the last one.
-        self._num_steps = max(1, new_tokens - 1)
-        self._found: dict[str, EngineSettings] = {}
-        lengths = {"prefill": prompt_tokens, "decode": prompt_tokens + self._num_steps}
-        shared: dict[str, Any] = {"batch": batch, "profile": self._profile, "dtype": dtype}
-        shared |= {"weights": weights, "weights_group": weights_group, "num_ranks": num_ranks}
+def model_arm(arm: Arm, modeller: Any) -> Modelled:
+    """Model an arm under the budget; one that cannot hold it, without a budget.
+
+    Args:
+        arm: The arm.
+        modeller: A :class:`Modeller` of the batch under the budget.
+    """
+    settings: dict[str, int] | None = None
+    refusal: PlanInfeasibleError | None = None
+    try:
+        settings = modeller.settings(arm.policy)
+        prefill, decode = modeller.figures(arm.policy, settings)
+    except PlanInfeasibleError as error:
+        refusal = error.bare()
+        if settings is None:
+            return Modelled(refusal=refusal, can_run=False)
         try:
-            self._prefill, self._decode = (
-                capture_model(model, phase=phase, seq=seq, **shared)
-                for phase, seq in lengths.items()
-            )
-        except FinepageError:
-            raise
-        except Exception as error:  # any op may be new to the recorder
-            raise CaptureError(reason_of(error)) from error
-        self.weight_bytes = self._prefill.graph.weight_bytes
-        budget = DeviceBudget.parse(device_budget, name="device_budget")
-        self.budget_bytes = budget_on(budget, self.weight_bytes, self._profile)
-
-    def figures(
-        self, policy: str, settings: Mapping[str, Any] | None = None
-    ) -> tuple[PhaseFigures, PhaseFigures]:
-        """Model the prefill and the decode step.
-
-        Args:
-            policy: A key of ``POLICIES``, or "" or "resident" for an engine that keeps everything
-                on the device.
-            settings: Settings of the system that a policy stands for, by key, which it takes
-                instead of its own. Other keys are ignored, and so are all for other policies.
-
-        Returns:
-            Modelled time, modelled bytes to the device, and both lower bounds of a steady pass.
-
-        Raises:
-            ConfigError: Unknown policy.
-            PlanInfeasibleError: The budget is too small for the policy; the error says why.
-        """
-        prefill, decode = self.planned(policy, settings)
-        return _of(prefill.figures), _of(decode.figures)
-
-    def planned(
-        self, policy: str, settings: Mapping[str, Any] | None = None
-    ) -> tuple[PlannedModel, PlannedModel]:
-        """Plan the prefill and the decode step; the arguments are those of :meth:`figures`.
-
-        Raises:
-            ConfigError: Unknown policy.
-            PlanInfeasibleError: The budget is too small for the policy; the error says why.
-        """
-        engine = self._engine(policy)
-        if engine is not None and settings:
-            engine = engine.with_keys(settings)
-        prefill = self._plan(self._prefill, policy, engine)
-        follows = self._decode.on_host if prefill.figures.kv_on_host else None
-        return prefill, self._plan(follows or self._decode, policy, engine)
-
-    def settings(self, policy: str) -> dict[str, int]:
-        """Return the settings with which another system does as a policy says.
-
-        Args:
-            policy: A key of ``POLICIES``: ``zero*`` has keys of ``zero_optimization``,
-                ``accelerate-map`` the number of modules on the device, and others none.
-
-        Raises:
-            ConfigError: Unknown policy.
-            PlanInfeasibleError: The budget is too small whatever the settings.
-        """
-        found = self._engine(policy)
-        return {} if found is None else found.keys
-
-    def _engine(self, policy: str) -> EngineSettings | None:
-        """Return the settings of another system, which has the same ones in both passes."""
-        if policy in ("", RESIDENT):
-            return None
-        choose = policy_named(policy).engine_settings
-        if choose is None:
-            return None
-        if policy not in self._found:
-            passes = [
-                (
-                    problem_of(
-                        c, budget_bytes=self.budget_bytes, profile=self._profile, policy=policy
-                    ),
-                    num_runs,
-                )
-                for c, num_runs in ((self._prefill, 1), (self._decode, self._num_steps))
-            ]
-            self._found[policy] = choose(passes)
-        return self._found[policy]
-
-    def _plan(
-        self, captured: CapturedModel, policy: str, engine: EngineSettings | None
-    ) -> PlannedModel:
-        budget_bytes = self.budget_bytes
-        if policy in ("", RESIDENT):
-            policy = "finepage"  # with room for everything, it copies nothing
-            needs = captured.needs
-            budget_bytes = needs.non_arena_bytes + ample_arena_bytes(
-                captured.graph, needs.alignment
-            )
-        return plan_captured(
-            captured,
-            budget_bytes=budget_bytes,
-            profile=self._profile,
-            policy=policy,
-            split=self._split,
-            host_memory_bytes=self._host_memory_bytes,
-            engine=engine,
-            as_in_a_run=True,
-        )
+            prefill, decode = modeller.at(AMPLE).figures(arm.policy, settings)
+        except PlanInfeasibleError:
+            return Modelled(settings=settings, refusal=refusal)
+    except Exception as error:  # a fault of one policy must not end the other arms
+        _log.warning("cannot model %s", arm.name, exc_info=True)
+        why_not = f"not modelled: {reason_of(error)}"
+        return Modelled(settings=settings or {}, can_run=settings is not None, why_not=why_not)
+    return Modelled(prefill=prefill, decode=decode, settings=settings, refusal=refusal)
 
 
-def _of(figures: PlanFigures) -> PhaseFigures:
-    return PhaseFigures(
-        modelled_ns=figures.predicted_ns,
-        modelled_h2d_bytes=figures.reloaded_bytes,
-        lower_bound_bytes=figures.lower_bound_bytes,
-        lower_bound_ns=figures.lower_bound_ns,
+def require_some_arm(modelled: Mapping[Arm, Modelled], *, budget_bytes: int, batch: int) -> None:
+    """Refuse a budget that is below the least one of every arm.
+
+    Args:
+        modelled: All arms of one batch.
+        budget_bytes: The limit on all device bytes.
+        batch: Sequences in the batch.
+
+    Raises:
+        PlanInfeasibleError: Names the least budget that any arm can hold, where that is known.
+    """
+    limited = [(arm, found) for arm, found in modelled.items() if arm.policy]
+    if not limited or any(found.refusal is None for _, found in limited):
+        return
+    known = [
+        (found.refusal.min_budget_bytes, arm.name)
+        for arm, found in limited
+        if found.refusal is not None and found.refusal.min_budget_bytes
+    ]
+    least, name = min(known, default=(None, ""))
+    hint = f"{name} needs {format_bytes(least)} ({least} bytes). " if least else ""
+    raise PlanInfeasibleError(
+        f"with batch {batch} no arm can hold the device budget of {format_bytes(budget_bytes)} "
+        f"({budget_bytes} bytes). {hint}Raise --device-budget, or lower --batch or --prompt.",
+        least,
     )
+
+
+def modeller_of(folder: Path, settings: CompareSettings, batch: int) -> Modeller:
+    """Capture the passes of a comparison.
+
+    Args:
+        folder: The folder of the checkpoint.
+        settings: The user's decisions.
+        batch: Sequences in the batch.
+
+    Raises:
+        ConfigError: The model or a setting cannot be used.
+        CaptureError: The forward cannot be written as a taskgraph.
+    """
+    ds_config = json.loads(settings.ds_config)
+    section = ds_config.get(SECTION, {})
+    return Modeller(
+        str(folder),
+        batch=batch,
+        prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens,
+        device_budget=settings.device_budget,
+        hardware=settings.hardware,
+        dtype=modelled_dtype(folder, ds_config, settings.hardware),
+        split=bool(section.get("split")),
+        weights=section.get("weights"),
+        weights_group=section.get("weights_group", GROUP),
+        num_ranks=settings.num_ranks,
+    )
+
+
+def modelled_dtype(folder: Path, ds_config: Mapping[str, Any], hardware: str) -> str:
+    """Return the dtype to model: the one that runs, or the fast one of the same size.
+
+    Args:
+        folder: The folder of the checkpoint.
+        ds_config: The user's ds_config.
+        hardware: The profile that times are modelled for.
+
+    Raises:
+        ConfigError: The config or the profile cannot be used.
+    """
+    config = load_model_config(str(folder))
+    config.dtype = dtype_of(ds_config)
+    return default_dtype(config, load_profile(hardware))

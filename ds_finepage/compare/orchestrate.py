@@ -5,35 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
-from ds_finepage.capture.models import default_dtype, load_model_config
+from ds_finepage.capture.models import load_model_config
 from ds_finepage.capture.shipped import model_names
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
-from ds_finepage.compare.engine import RunRequest, save_request
-from ds_finepage.compare.loading import dtype_of
-from ds_finepage.compare.models import (
-    WHOLE_ON_ONE,
-    Modelled,
-    Models,
-    outline_of,
-    require_some_arm,
-)
-from ds_finepage.compare.processes import environment, last_line, run_process, run_ranks
-from ds_finepage.compare.prompts import Prompts, make_prompts
-from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
-from ds_finepage.config import SECTION
-from ds_finepage.errors import ConfigError, RankError, reason_of
+from ds_finepage.compare.engine import Prompts, RunRequest, save_request
+from ds_finepage.compare.modelling import Modelled, model_arm, require_some_arm
+from ds_finepage.compare.processes import last_line, run_process
+from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE, failed_run
+from ds_finepage.errors import ConfigError, reason_of
 from ds_finepage.files import read_file
-from ds_finepage.graph.packed import GROUP
-from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.results import (
     LOG_FILE,
     CompareSettings,
@@ -47,25 +36,11 @@ from ds_finepage.reporting.results import (
 )
 
 MODEL_FOLDER = "model"
-RANKS_LIMIT_S = 4 * 3600.0
-"""Time for all ranks of one arm."""
-
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+WHOLE_ON_ONE = "not modelled, for it runs whole on one rank, to have its tokens"
+SEED = 0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The checkpoint of a comparison.
-
-    Attributes:
-        folder: Its folder.
-        vocab_size: Rows of its embedding.
-    """
-
-    folder: Path
-    vocab_size: int
 
 
 class Comparison:
@@ -82,7 +57,8 @@ class Comparison:
         *,
         device: str,
         start: Results,
-        make_modeller: Callable[..., Any],
+        make_modeller: Callable[[Path, CompareSettings, int], Any],
+        limits_stock: bool = True,
     ) -> None:
         """Prepare a comparison.
 
@@ -92,7 +68,8 @@ class Comparison:
             console: Shows the progress.
             device: Where to compute, as torch names it.
             start: The results so far; runs that are finished stay.
-            make_modeller: The class :class:`ds_finepage.compare.modelling.Modeller`.
+            make_modeller: :func:`ds_finepage.compare.modelling.modeller_of`.
+            limits_stock: Arms that do not run by plan have the budget enforced too.
         """
         self.results = start
         self._settings = settings
@@ -101,6 +78,7 @@ class Comparison:
         self._device = device
         self._ds_config: dict[str, Any] = json.loads(settings.ds_config)
         self._make_modeller = make_modeller
+        self._limits_stock = limits_stock
 
     def run(self) -> Results:
         """Run what is not finished; return the results of everything.
@@ -138,7 +116,7 @@ class Comparison:
 
     # The model.
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> Path:
         """Return the checkpoint to run; make it if it is a shipped name."""
         name = self._settings.model
         if name not in model_names():
@@ -157,127 +135,77 @@ class Comparison:
 
     # Batches.
 
-    def _run_batch(self, checkpoint: Checkpoint, batch: int, arms: Sequence[Arm]) -> None:
+    def _run_batch(self, checkpoint: Path, batch: int, arms: Sequence[Arm]) -> None:
         settings = self._settings
-        prompts = make_prompts(
-            checkpoint.folder,
-            vocab_size=checkpoint.vocab_size,
-            batch=batch,
-            prompt_tokens=settings.prompt_tokens,
-        )
         with self._step(f"batch {batch}: modelling {len(arms)} arms on {settings.hardware}"):
-            models = self._models(checkpoint, batch)
-            whole = Modelled(settings={}, why_not=WHOLE_ON_ONE)
+            modeller = self._make_modeller(checkpoint, settings, batch)
+            whole = Modelled(why_not=WHOLE_ON_ONE)
             modelled = {
-                arm.name: whole if ranks_of(arm, settings) < settings.num_ranks else models.of(arm)
+                arm: whole
+                if ranks_of(arm, settings) < settings.num_ranks
+                else model_arm(arm, modeller)
                 for arm in arms
             }
-        if models.why_not is not None:
-            self._say(f"batch {batch}: {models.why_not}")
         if not any(run.batch == batch for run in self.results.runs):
-            pairs = [(arm, modelled[arm.name]) for arm in arms]
-            require_some_arm(pairs, budget_bytes=models.budget_bytes, batch=batch)
-        for arm in arms:
-            found = modelled[arm.name]
+            require_some_arm(modelled, budget_bytes=modeller.budget_bytes, batch=batch)
+        prompts = make_prompts(checkpoint, batch=batch, prompt_tokens=settings.prompt_tokens)
+        for arm, found in modelled.items():
             with self._step(f"batch {batch}: {arm.title}"):
-                run = self._run_arm(checkpoint, arm, batch, models.budget_bytes, found, prompts)
-                self._keep(self.results.with_run(completed(run, found, models.weight_bytes)))
+                run = self._run_arm(checkpoint, arm, found, modeller.budget_bytes, prompts)
+                self._keep(self.results.with_run(completed(run, found, modeller.weight_bytes)))
             if run.reason is not None:
                 self._say(f"  did not run: {run.reason}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
-    def _models(self, checkpoint: Checkpoint, batch: int) -> Models:
-        settings = self._settings
-
-        def make(device_budget: str) -> Any:
-            return self._make_modeller(
-                str(checkpoint.folder),
-                batch=batch,
-                prompt_tokens=settings.prompt_tokens,
-                new_tokens=settings.new_tokens,
-                device_budget=device_budget,
-                hardware=settings.hardware,
-                dtype=modelled_dtype(checkpoint.folder, self._ds_config, settings.hardware),
-                num_ranks=settings.num_ranks,
-                **modelled_options(self._ds_config),
-            )
-
-        return Models(
-            make, settings.device_budget, partial(outline_of, checkpoint.folder, settings)
-        )
-
-    # Arms.
-
     def _run_arm(
-        self,
-        checkpoint: Checkpoint,
-        arm: Arm,
-        batch: int,
-        budget_bytes: int,
-        modelled: Modelled,
-        prompts: Prompts,
+        self, checkpoint: Path, arm: Arm, modelled: Modelled, budget_bytes: int, prompts: Prompts
     ) -> Run:
         """Run one arm, and compare its tokens. A fault is the reason in its row.
 
         Args:
-            checkpoint: The model.
+            checkpoint: The folder of the model.
             arm: The arm.
-            batch: Sequences in the batch.
-            budget_bytes: The limit on all device bytes.
             modelled: What the simulator says of it.
+            budget_bytes: The limit on all device bytes.
             prompts: Token ids, a row for each sequence.
 
         Raises:
             ConfigError: A file of the comparison cannot be written or read.
         """
-        empty = Run(arm=arm.name, batch=batch, budget_bytes=budget_bytes, settings={})
-        if arm.why_one_rank and self._settings.num_ranks > 1:
+        settings = self._settings
+        empty = Run(arm=arm.name, batch=len(prompts), budget_bytes=budget_bytes, settings={})
+        if arm.why_one_rank and settings.num_ranks > 1:
             return replace(empty, reason=arm.why_one_rank)
         if not modelled.can_run:
             return replace(empty, reason=str(modelled.refusal or modelled.why_not))
-        settings = self._settings
+        request = RunRequest(
+            arm=arm.name,
+            model_dir=str(checkpoint),
+            ds_config=self._ds_config,
+            device=self._device,
+            budget_bytes=budget_bytes,
+            batch=len(prompts),
+            prompt_tokens=settings.prompt_tokens,
+            new_tokens=settings.new_tokens,
+            repeats=settings.repeats,
+            settings=dict(modelled.settings),
+            observes=arm.observes,
+            prompt_ids=prompts,
+            is_limited=arm.observes or self._limits_stock,
+        )
+        names = names_of_ranks(empty.name, ranks_of(arm, settings))
+        folders = [run_folder(self._folder, name) for name in names]
         try:
-            if arm.missing is not None:
-                return replace(empty, reason=arm.missing)
-            request = RunRequest(
-                arm=arm.name,
-                model_dir=str(checkpoint.folder),
-                ds_config=self._ds_config,
-                device=self._device,
-                budget_bytes=budget_bytes,
-                batch=batch,
-                prompt_tokens=settings.prompt_tokens,
-                new_tokens=settings.new_tokens,
-                repeats=settings.repeats,
-                settings=dict(modelled.settings),
-                observes=arm.observes,
-                prompt_ids=prompts,
-            )
-            if ranks_of(arm, settings) > 1:
-                return self._on_ranks(request, empty)
-            return self._in_a_process(request, empty)
+            runs = run_in_processes(request, folders)
+            judged = [self._judged(*each) for each in zip(runs, folders, strict=False)]
         except ConfigError:
             raise  # the folder cannot be used, so no arm could go on
         except Exception as error:
             _log.warning("cannot run %s", arm.name, exc_info=True)
             return replace(empty, reason=reason_of(error))
-
-    def _in_a_process(self, request: RunRequest, empty: Run) -> Run:
-        """Run one arm in a process of its own, and compare its tokens."""
-        folder = run_folder(self._folder, empty.name)
-        return self._judged(run_in_a_process(request, empty, folder), folder)
-
-    def _on_ranks(self, request: RunRequest, empty: Run) -> Run:
-        """Run one arm on all ranks, and compare the tokens of each."""
-        names = names_of_ranks(empty.name, self._settings.num_ranks)
-        folders = [run_folder(self._folder, name) for name in names]
-        try:
-            runs = run_on_ranks(request, folders)
-        except RankError as error:
-            return replace(empty, reason=str(error))
-        return over_ranks([self._judged(*each) for each in zip(runs, folders, strict=True)])
+        return over_ranks(judged) if len(judged) > 1 else judged[0]
 
     def _judged(self, run: Run, folder: Path) -> Run:
         """Compare the tokens of a run with those of plain transformers.
@@ -316,8 +244,8 @@ def completed(run: Run, modelled: Modelled, weight_bytes: int) -> Run:
     """
 
     def both(counted: PhaseFigures, simulated: PhaseFigures) -> PhaseFigures:
-        found = {f.name: getattr(simulated, f.name) for f in fields(PhaseFigures)}
-        return replace(counted, **{k: v for k, v in found.items() if v is not None})
+        found = {f.name: getattr(counted, f.name) for f in fields(PhaseFigures)}
+        return replace(simulated, **{k: v for k, v in found.items() if v is not None})
 
     notes = run.notes
     if modelled.refusal is not None and run.reason is None:
@@ -333,45 +261,27 @@ def completed(run: Run, modelled: Modelled, weight_bytes: int) -> Run:
     )
 
 
-def checkpoint_in(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder.
+def checkpoint_in(folder: Path) -> Path:
+    """Return the folder of a checkpoint.
 
     Raises:
         ConfigError: There is none: no config, or no weights.
     """
-    config = load_model_config(str(folder))
+    load_model_config(str(folder))
     if not folder.is_dir() or not any(any(folder.glob(each)) for each in WEIGHT_FILES):
         raise ConfigError(
             f"{folder} has no weights ({', '.join(WEIGHT_FILES)}). Give the folder of a whole "
             f"checkpoint, or a shipped name, which gets random weights: {', '.join(model_names())}."
         )
-    return Checkpoint(folder.resolve(), config.get_text_config().vocab_size)
+    return folder.resolve()
 
 
-def modelled_dtype(folder: Path, ds_config: Mapping[str, Any], hardware: str) -> str:
-    """Return the dtype to model: the one that runs, or the fast one of the same size.
-
-    Args:
-        folder: The folder of the checkpoint.
-        ds_config: The user's ds_config.
-        hardware: The profile that times are modelled for.
-
-    Raises:
-        ConfigError: The config or the profile cannot be used.
-    """
-    config = load_model_config(str(folder))
-    config.dtype = dtype_of(ds_config)
-    return default_dtype(config, load_profile(hardware))
-
-
-def modelled_options(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a ds_config that a model of its run depends on, beside the budget."""
-    section = ds_config.get(SECTION, {})
-    return {
-        "split": bool(section.get("split")),
-        "weights": section.get("weights"),
-        "weights_group": section.get("weights_group", GROUP),
-    }
+def make_prompts(checkpoint: Path, *, batch: int, prompt_tokens: int) -> Prompts:
+    """Return random token ids of a model from a fixed seed, a row for each sequence."""
+    vocab_size = load_model_config(str(checkpoint)).get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(vocab_size, (batch, prompt_tokens), generator=generator)
+    return tuple(map(tuple, ids.tolist()))
 
 
 def tokens_of(folder: Path) -> list[Any]:
@@ -386,55 +296,35 @@ def ranks_of(arm: Arm, settings: CompareSettings) -> int:
     return 1 if arm.name == PLAIN else settings.num_ranks
 
 
-def run_in_a_process(request: RunRequest, empty: Run, folder: Path) -> Run:
-    """Run one arm in a process of its own.
+def run_in_processes(request: RunRequest, folders: Sequence[Path]) -> list[Run]:
+    """Run one arm in a process of its own, or in one a rank; return the run of each.
 
-    Args:
-        request: The run.
-        empty: The run without figures.
-        folder: Of the run.
-
-    Raises:
-        ConfigError: The folder cannot be used.
-    """
-    log = folder / LOG_FILE
-    status = run_process(prepared(request, folder), log)
-    if not (folder / RUN_FILE).exists():
-        return replace(empty, reason=f"the process ended with status {status}: {last_line(log)}")
-    return RUNS.validate_json(read_file(folder / RUN_FILE))
-
-
-def run_on_ranks(request: RunRequest, folders: Sequence[Path]) -> list[Run]:
-    """Run one arm on several ranks; return the run of each.
+    If ranks fail, the first one that did comes alone, with its reason.
 
     Args:
         request: The run of every rank.
-        folders: Of each rank.
+        folders: Of each rank; the first one has the log.
 
     Raises:
         ConfigError: A folder cannot be used.
-        RankError: A rank failed, or the ranks took too long.
     """
-    commands = [prepared(request, folder) for folder in folders]
-    logs = [folder / LOG_FILE for folder in folders]
-    run_ranks(commands, logs, environment(), limit_s=RANKS_LIMIT_S)
-    return [RUNS.validate_json(read_file(folder / RUN_FILE)) for folder in folders]
-
-
-def prepared(request: RunRequest, folder: Path) -> list[str]:
-    """Write a request into an empty folder; return Python's arguments that run it.
-
-    Args:
-        request: The run.
-        folder: Of the run, or of one rank of it.
-
-    Raises:
-        ConfigError: The folder or the request cannot be written.
-    """
-    make_empty(folder)
-    path = folder / "request.json"
+    for folder in folders:
+        make_empty(folder)
+    path, log = folders[0] / "request.json", folders[0] / LOG_FILE
     save_request(request, path)
-    return ["-m", "ds_finepage.compare.worker", str(path), str(folder)]
+    command = ["-m", "ds_finepage.compare.worker", str(path), *map(str, folders)]
+    status = run_process(command, log, num_ranks=len(folders))
+    files = [folder / RUN_FILE for folder in folders]
+    written = sorted((file for file in files if file.exists()), key=lambda f: f.stat().st_mtime_ns)
+    runs = {file: RUNS.validate_json(read_file(file)) for file in written}
+    for file, run in runs.items():
+        if run.reason is not None:
+            where = f"rank {files.index(file)}: " if len(files) > 1 else ""
+            return [replace(run, reason=f"{where}{run.reason}")]
+    if len(runs) < len(files):
+        reason = f"the process ended with status {status}: {last_line(log)}"
+        return [failed_run(request, reason)]
+    return [runs[file] for file in files]
 
 
 def make_empty(folder: Path) -> None:

@@ -36,7 +36,6 @@ class Stopwatch:
 
     Attributes:
         forwards: The forwards so far, in order.
-        first_end_ns: When the first one ended, on the clock of ``time.perf_counter_ns``.
         on_first: Called at the end of the first forward.
     """
 
@@ -48,7 +47,6 @@ class Stopwatch:
             on_first: Called at the end of the first forward.
         """
         self.forwards: list[Forward] = []
-        self.first_end_ns: int | None = None
         self.on_first = on_first
         self._engine = engine
 
@@ -79,11 +77,10 @@ class Stopwatch:
         start = time.perf_counter_ns()
         result = call()
         device.synchronize()
-        end = time.perf_counter_ns()
+        took = time.perf_counter_ns() - start
         h2d, d2h = self._engine.copied()
-        self.forwards.append(Forward(wall_ns=end - start, h2d_bytes=h2d, d2h_bytes=d2h))
-        if self.first_end_ns is None:
-            self.first_end_ns = end
+        self.forwards.append(Forward(wall_ns=took, h2d_bytes=h2d, d2h_bytes=d2h))
+        if len(self.forwards) == 1:
             self.on_first()
         return result
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.table import Table
 
-from ds_finepage.compare.judge import holds_budget, is_modelled, time_of, winners
-from ds_finepage.reporting.results import PhaseFigures, Results, Run, notes_of
-from ds_finepage.units import format_bytes, format_ns
+from ds_finepage.compare.judge import holds_budget, is_modelled, winners
+from ds_finepage.reporting.columns import (
+    NONE,
+    equal,
+    error,
+    first_token_ns,
+    in_bytes,
+    in_time,
+    ratio,
+    tokens_per_s,
+)
+from ds_finepage.reporting.results import Results, Run, notes_of
+from ds_finepage.reporting.tabular import table_of
+from ds_finepage.units import format_bytes
 
-UNKNOWN = "-"
 Cell = Callable[[Run], str]
 
 NOTES_CPU = """\
@@ -54,7 +65,7 @@ def tables(results: Results, batch: int) -> Iterator[Table]:
             yield _table(f"Link and prediction, measured: {within}", PREDICTIONS, planned)
     failed = [run for run in runs if run.reason is not None]
     if failed:
-        yield _table(f"Did not run: batch {batch}", REASONS, failed, justify="left")
+        yield _table(f"Did not run: batch {batch}", REASONS, failed)
 
 
 def remarks(results: Results, batch: int) -> Iterator[str]:
@@ -91,138 +102,78 @@ def _of_ranks(runs: Sequence[Run]) -> Iterator[Run]:
             yield replace(found, arm=f"{run.arm}, rank {rank}")
 
 
-def _table(
-    title: str,
-    columns: Sequence[tuple[str, Cell]],
-    runs: Sequence[Run],
-    justify: str = "right",
-) -> Table:
-    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for name, _ in columns:
-        left = name == "arm" or justify == "left"
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "arm")
-    for run in runs:
-        table.add_row(*(cell(run) for _, cell in columns))
-    return table
+_table = partial(table_of, left=("arm", "why"), is_narrow=True)
 
 
 # Cells.
 
 
-def _bytes(num_bytes: int | None) -> str:
-    return UNKNOWN if num_bytes is None else format_bytes(num_bytes)
-
-
-def _time(time_ns: int | None) -> str:
-    return UNKNOWN if time_ns is None else format_ns(time_ns)
-
-
 def _ms(time_ns: int | None) -> str:
-    return UNKNOWN if time_ns is None else f"{time_ns / 1e6:.2f}"
-
-
-def _ratio(found: float | None, bound: float | None) -> str:
-    return UNKNOWN if found is None or not bound else f"{found / bound:.2f}"
-
-
-def _equal(run: Run) -> str:
-    return {True: "yes", False: "NO", None: UNKNOWN}[run.tokens_equal]
+    return NONE if time_ns is None else f"{time_ns / 1e6:.2f}"
 
 
 def _peak(run: Run) -> str:
-    return _bytes(run.peak_bytes) + ("" if holds_budget(run) else " !")
-
-
-def _rate(run: Run, time_ns: int | None) -> str:
-    return UNKNOWN if not time_ns else f"{run.batch * 1e9 / time_ns:.2f}"
-
-
-def _modelled(phase: PhaseFigures) -> int | None:
-    return time_of(phase, modelled=True)
-
-
-def _wall(phase: PhaseFigures) -> int | None:
-    return time_of(phase, modelled=False)
-
-
-def _bytes_over_bound(phase: PhaseFigures) -> str:
-    return _ratio(phase.h2d_bytes, phase.lower_bound_bytes)
-
-
-def _time_over_bound(phase: PhaseFigures) -> str:
-    return _ratio(phase.modelled_ns, phase.lower_bound_ns)
-
-
-def _first_token_ns(run: Run) -> int | None:
-    if run.load_ns is None or run.prefill.wall_ns is None:
-        return None
-    return run.load_ns + (run.capture_ns or 0) + (run.plan_ns or 0) + run.prefill.wall_ns
-
-
-def _error(phase: PhaseFigures) -> str:
-    if phase.predicted_ns is None or not phase.wall_ns:
-        return UNKNOWN
-    return f"{phase.predicted_ns / phase.wall_ns - 1:+.0%}"
+    return in_bytes(run.peak_bytes) + ("" if holds_budget(run) else " !")
 
 
 _ARM: tuple[str, Cell] = ("arm", lambda r: r.arm)
 
 BYTES: tuple[tuple[str, Cell], ...] = (
     _ARM,
-    ("tokens equal", _equal),
+    ("tokens equal", equal),
     ("peak", _peak),
-    ("prefill to device", lambda r: _bytes(r.prefill.h2d_bytes)),
-    ("to host", lambda r: _bytes(r.prefill.d2h_bytes)),
-    ("step to device", lambda r: _bytes(r.decode.h2d_bytes)),
-    ("to host", lambda r: _bytes(r.decode.d2h_bytes)),
-    ("step / bound", lambda r: _bytes_over_bound(r.decode)),
+    ("prefill to device", lambda r: in_bytes(r.prefill.h2d_bytes)),
+    ("to host", lambda r: in_bytes(r.prefill.d2h_bytes)),
+    ("step to device", lambda r: in_bytes(r.decode.h2d_bytes)),
+    ("to host", lambda r: in_bytes(r.decode.d2h_bytes)),
+    ("step / bound", lambda r: ratio(r.decode.h2d_bytes, r.decode.lower_bound_bytes)),
 )
 
 RANKS: tuple[tuple[str, Cell], ...] = (
     *BYTES[:-1],
-    ("host memory", lambda r: _bytes(r.host_bytes)),
+    ("host memory", lambda r: in_bytes(r.host_bytes)),
 )
 
 MODELLED_TIMES: tuple[tuple[str, Cell], ...] = (
     _ARM,
-    ("prefill ms", lambda r: _ms(_modelled(r.prefill))),
-    ("/ bound", lambda r: _time_over_bound(r.prefill)),
-    ("ms a token", lambda r: _ms(_modelled(r.decode))),
-    ("/ bound", lambda r: _time_over_bound(r.decode)),
-    ("tokens/s", lambda r: _rate(r, _modelled(r.decode))),
-    ("wall ms, prefill", lambda r: _ms(_wall(r.prefill))),
-    ("wall ms, token", lambda r: _ms(_wall(r.decode))),
+    ("prefill ms", lambda r: _ms(r.prefill.modelled_ns)),
+    ("/ bound", lambda r: ratio(r.prefill.modelled_ns, r.prefill.lower_bound_ns)),
+    ("ms a token", lambda r: _ms(r.decode.modelled_ns)),
+    ("/ bound", lambda r: ratio(r.decode.modelled_ns, r.decode.lower_bound_ns)),
+    ("tokens/s", lambda r: tokens_per_s(r, r.decode.modelled_ns)),
+    ("wall ms, prefill", lambda r: _ms(r.prefill.wall_ns)),
+    ("wall ms, token", lambda r: _ms(r.decode.wall_ns)),
 )
 
 WALL_TIMES: tuple[tuple[str, Cell], ...] = (
     _ARM,
-    ("prefill ms", lambda r: _ms(_wall(r.prefill))),
-    ("ms a token", lambda r: _ms(_wall(r.decode))),
-    ("tokens/s", lambda r: _rate(r, _wall(r.decode))),
-    ("modelled ms a token", lambda r: _ms(_modelled(r.decode))),
-    ("modelled / bound", lambda r: _time_over_bound(r.decode)),
+    ("prefill ms", lambda r: _ms(r.prefill.wall_ns)),
+    ("ms a token", lambda r: _ms(r.decode.wall_ns)),
+    ("tokens/s", lambda r: tokens_per_s(r, r.decode.wall_ns)),
+    ("modelled ms a token", lambda r: _ms(r.decode.modelled_ns)),
+    ("modelled / bound", lambda r: ratio(r.decode.modelled_ns, r.decode.lower_bound_ns)),
 )
 
 FIRST_TOKEN: tuple[tuple[str, Cell], ...] = (
     _ARM,
-    ("first token", lambda r: _time(_first_token_ns(r))),
-    ("loading", lambda r: _time(r.load_ns)),
-    ("capture", lambda r: _time(r.capture_ns)),
-    ("planning", lambda r: _time(r.plan_ns)),
-    ("computing", lambda r: _time(r.prefill.wall_ns)),
-    ("host memory", lambda r: _bytes(r.host_bytes)),
-    ("pinned", lambda r: _bytes(r.pinned_bytes)),
+    ("first token", lambda r: in_time(first_token_ns(r))),
+    ("loading", lambda r: in_time(r.load_ns)),
+    ("capture", lambda r: in_time(r.capture_ns)),
+    ("planning", lambda r: in_time(r.plan_ns)),
+    ("computing", lambda r: in_time(r.prefill.wall_ns)),
+    ("host memory", lambda r: in_bytes(r.host_bytes)),
+    ("pinned", lambda r: in_bytes(r.pinned_bytes)),
 )
 
 PREDICTIONS: tuple[tuple[str, Cell], ...] = (
     _ARM,
-    ("link / probe", lambda r: _ratio(r.link_bytes_per_s, r.probe_bytes_per_s)),
-    ("prefill ms", lambda r: _ms(_wall(r.prefill))),
+    ("link / probe", lambda r: ratio(r.link_bytes_per_s, r.probe_bytes_per_s)),
+    ("prefill ms", lambda r: _ms(r.prefill.wall_ns)),
     ("predicted", lambda r: _ms(r.prefill.predicted_ns)),
-    ("error", lambda r: _error(r.prefill)),
-    ("step ms", lambda r: _ms(_wall(r.decode))),
+    ("error", lambda r: error(r.prefill, "+.0%")),
+    ("step ms", lambda r: _ms(r.decode.wall_ns)),
     ("predicted", lambda r: _ms(r.decode.predicted_ns)),
-    ("error", lambda r: _error(r.decode)),
+    ("error", lambda r: error(r.decode, "+.0%")),
 )
 
 REASONS: tuple[tuple[str, Cell], ...] = (_ARM, ("why", lambda r: r.reason or ""))

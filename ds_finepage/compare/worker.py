@@ -1,13 +1,13 @@
 """Runs one arm with one batch in a process of its own.
 
-    python -m ds_finepage.compare.worker REQUEST.json FOLDER
+    python -m ds_finepage.compare.worker REQUEST.json FOLDER...
 
 First two calls of ``generate`` are counted: copies are real, and a meter reads the device's
 allocator from just before the engine moves anything onto the device. The second one is steady. Then
 the timed calls run without the meter. Last, one call is recorded for the timelines.
 
-FOLDER gets ``run.json`` with the figures, ``tokens.json``, and the plans of the passes. An error of
-the engine is a run too, with its reason.
+The FOLDER of this rank gets ``run.json`` with the figures, ``tokens.json``, and the plans of the
+passes. An error of the engine is a run too, with its reason.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -35,12 +35,13 @@ from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.probe import probe
 from ds_finepage.files import write_file
-from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.integrations.deepspeed.one_process import (
     makes_partitions_late,
     use_device_of_rank,
 )
+from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.reporting.results import (
     DECODE,
     PREFILL,
@@ -57,28 +58,7 @@ NUM_RECORDED = 3
 """Recorded calls: a pass knows the time before its lanes begin from its second recorded run on."""
 
 RUNS: TypeAdapter[Run] = TypeAdapter(Run)
-USAGE = "usage: python -m ds_finepage.compare.worker REQUEST.json FOLDER"
-
-
-@dataclass(slots=True)
-class Counted:
-    """The figures of the counted calls.
-
-    Attributes:
-        load_ns: Time to load the model and to place it on the device.
-        first_token_ns: Time from the first call of ``generate`` to the end of its prefill.
-        capture_ns: The part of it that went to capture; None if the engine cannot tell.
-        plan_ns: The part of it that went to planning.
-        peak_bytes: Most live device bytes.
-        forwards: The forwards of the last call.
-    """
-
-    load_ns: int = 0
-    first_token_ns: int = 0
-    capture_ns: int | None = None
-    plan_ns: int | None = None
-    peak_bytes: int = 0
-    forwards: tuple[Forward, ...] = ()
+USAGE = "usage: python -m ds_finepage.compare.worker REQUEST.json FOLDER..."
 
 
 class Worker:
@@ -134,12 +114,20 @@ class Worker:
         self.tokens.append(found.tolist())
         return watch.forwards
 
-    def _count(self, engine: Engine, start_ns: int) -> Counted:
-        """Place the model, and generate with the meter on."""
-        found = Counted()
+    def _count(self, engine: Engine, start_ns: int) -> tuple[dict[str, Any], list[Forward]]:
+        """Place the model, and generate with the meter on; return figures and the last forwards.
 
-        def split() -> None:
-            found.capture_ns, found.plan_ns = engine.split_ns()
+        Args:
+            engine: The engine.
+            start_ns: When it began to load the model.
+        """
+        found: dict[str, Any] = {}
+
+        def first_token() -> None:
+            now = time.perf_counter_ns()
+            found["capture_ns"], found["plan_ns"] = engine.split_ns()
+            if found["plan_ns"] is not None and found["capture_ns"] is None:
+                found["capture_ns"] = now - placed_ns - found["plan_ns"]  # and the prefill
 
         meter, is_late = DeviceMeter(engine.device), makes_partitions_late(engine.device.type)
         with ExitStack() as stack:
@@ -150,15 +138,13 @@ class Worker:
             if is_late:
                 stack.enter_context(meter)
             placed_ns = time.perf_counter_ns()
-            found.load_ns = placed_ns - start_ns
-            first = Stopwatch(engine, on_first=split)
-            self._generate(engine, first)
-            assert first.first_end_ns is not None, "generate calls the model"
-            found.first_token_ns = first.first_end_ns - placed_ns
+            found["load_ns"] = placed_ns - start_ns
+            forwards = self._generate(engine, Stopwatch(engine, on_first=first_token))
+            found["first_call_ns"] = sum(forward.wall_ns for forward in forwards)
             for _ in range(NUM_COUNTED - 1):
-                found.forwards = tuple(self._generate(engine))
-        found.peak_bytes = meter.peak_bytes
-        return found
+                forwards = self._generate(engine)
+        found["peak_bytes"] = meter.peak_bytes
+        return found, forwards
 
     def _observe(self, engine: Engine) -> list[ObservedPass]:
         if not (self._request.observes and ARMS[self._request.arm].observes):
@@ -171,29 +157,27 @@ class Worker:
     def _figures(
         self,
         engine: Engine,
-        counted: Counted,
+        counted: tuple[dict[str, Any], list[Forward]],
         timed: list[list[Forward]],
         passes: list[ObservedPass],
         probe_rate: float,
     ) -> Run:
+        found, forwards = counted
         prefill_ns = median_ns([call[0] for call in timed])
         # The first step follows another pass.
         decode_ns = median_ns([step for call in timed for step in call[2:] or call[1:]])
-        if counted.plan_ns is not None and counted.capture_ns is None:
-            counted.capture_ns = max(0, counted.first_token_ns - counted.plan_ns - prefill_ns)
-        by_name = {found.name: found for found in passes}
+        if found["capture_ns"] is not None:
+            found["capture_ns"] = max(0, found["capture_ns"] - prefill_ns)
+        by_name = {each.name: each for each in passes}
         decode = by_name.get(DECODE)
         return Run(
+            **found,
             arm=self._request.arm,
             batch=self._request.batch,
             budget_bytes=self._request.budget_bytes,
-            peak_bytes=counted.peak_bytes,
-            prefill=_phase(counted.forwards[0], prefill_ns, by_name.get(PREFILL)),
-            decode=_phase(counted.forwards[-1], decode_ns, decode),
-            load_ns=counted.load_ns,
-            capture_ns=counted.capture_ns,
-            plan_ns=counted.plan_ns,
-            link_bytes_per_s=_link_rate(decode, counted.forwards[-1]),
+            prefill=_phase(forwards[0], prefill_ns, by_name.get(PREFILL)),
+            decode=_phase(forwards[-1], decode_ns, decode),
+            link_bytes_per_s=_link_rate(decode, forwards[-1]),
             probe_bytes_per_s=probe_rate,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             pinned_bytes=device_of(engine.device).pinned_bytes,
@@ -204,11 +188,17 @@ class Worker:
 
 def _phase(counted: Forward, wall_ns: int, observed: ObservedPass | None) -> PhaseFigures:
     return PhaseFigures(
+        lower_bound_bytes=None if observed is None else bound_of(observed.memgraph),
         h2d_bytes=counted.h2d_bytes,
         d2h_bytes=counted.d2h_bytes,
         wall_ns=wall_ns,
         predicted_ns=None if observed is None else observed.predicted.total_ns,
     )
+
+
+def bound_of(memgraph: MemGraph) -> int:
+    """Return the fewest bytes that any plan of a pass could reload in the arena of this one."""
+    return lower_bound_bytes(memgraph.graph, memgraph.arena_bytes, memgraph.alignment)
 
 
 def _link_rate(observed: ObservedPass | None, counted: Forward) -> float | None:
@@ -224,28 +214,36 @@ def busy_ns(timeline: Timeline, lane: Lane) -> int:
     return sum(span.end_ns - span.start_ns for span in timeline.spans if span.lane is lane)
 
 
+def failed_run(request: RunRequest, reason: str, *, out_of_memory: bool = False) -> Run:
+    """Return a run that has no figures, but a reason."""
+    return Run(
+        arm=request.arm,
+        batch=request.batch,
+        budget_bytes=request.budget_bytes,
+        reason=reason,
+        out_of_memory=out_of_memory,
+        settings={},
+    )
+
+
 def main(arguments: list[str]) -> None:
     """Run a request, and write what came of it; a rank of several that failed also says so."""
-    if len(arguments) != 2:
+    if len(arguments) < 2:
         sys.exit(USAGE)
-    request, folder = load_request(Path(arguments[0])), Path(arguments[1])
+    path, *folders = map(Path, arguments)
+    request, folder = load_request(path), folders[int(os.environ.get("RANK", "0"))]
     logging.basicConfig(level=logging.INFO)
     use_device_of_rank()
     device = device_of(request.device)
     worker = Worker(request)
     try:
-        device.limit_memory(request.budget_bytes)
+        if request.is_limited:
+            device.limit_memory(request.budget_bytes)
         found = worker.run(folder)
     except Exception as error:
         traceback.print_exc()
-        found = Run(
-            arm=request.arm,
-            batch=request.batch,
-            budget_bytes=request.budget_bytes,
-            reason=reason_of(error),
-            out_of_memory=isinstance(error, torch.OutOfMemoryError),
-            settings={},
-        )
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        found = failed_run(request, reason_of(error), out_of_memory=out_of_memory)
     write_file(folder / TOKENS_FILE, json.dumps(worker.tokens))
     write_file(folder / RUN_FILE, RUNS.dump_json(found))
     if found.reason is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 
 from ds_finepage.reporting.figures import of_ranks
+from ds_finepage.reporting.tabular import table_of
 from ds_finepage.units import format_bytes, format_ns
 
 KNEE = 0.1
@@ -128,30 +130,19 @@ class Curve:
 
     def to_table(self) -> Table:
         """Return the points as a table for the terminal."""
-        table = Table(title=self.title, title_justify="left")
-        for heading in (
-            "budget",
-            "tok/s",
-            "at most",
-            "first token",
-            "at least",
-            "reloaded a token",
-            "KV cache",
-            "",
-        ):
-            table.add_column(heading, justify="right")
-        for point in self.points:
-            table.add_row(
-                format_bytes(point.budget_bytes),
-                f"{point.tokens_per_s:.2f}",
-                f"{point.tokens_per_s_bound:.2f}",
-                format_ns(point.first_token_ns),
-                format_ns(point.first_token_bound_ns),
-                format_bytes(point.decode_reloaded_bytes),
-                "host memory" if point.kv_on_host else "device",
-                "" if point.fits else "more than the device has",
-            )
-        return table
+        return table_of(self.title, _COLUMNS, self.points)
+
+
+_COLUMNS: tuple[tuple[str, Callable[[CurvePoint], str]], ...] = (
+    ("budget", lambda p: format_bytes(p.budget_bytes)),
+    ("tok/s", lambda p: f"{p.tokens_per_s:.2f}"),
+    ("at most", lambda p: f"{p.tokens_per_s_bound:.2f}"),
+    ("first token", lambda p: format_ns(p.first_token_ns)),
+    ("at least", lambda p: format_ns(p.first_token_bound_ns)),
+    ("reloaded a token", lambda p: format_bytes(p.decode_reloaded_bytes)),
+    ("KV cache", lambda p: "host memory" if p.kv_on_host else "device"),
+    ("", lambda p: "" if p.fits else "more than the device has"),
+)
 
 
 def price_table(curves: Sequence[Curve]) -> Table:
@@ -161,21 +152,22 @@ def price_table(curves: Sequence[Curve]) -> Table:
         curves: One for each form; the points of all are at the same budgets, and begin where the
             form can run.
     """
-    first = curves[0]
-    table = Table(title=replace(first, weights=None).title, title_justify="left")
-    table.add_column("budget", justify="right")
+    columns: list[tuple[str, Callable[[int], str]]] = [("budget", format_bytes)]
     for curve in curves:
-        table.add_column(f"{curve.weights} tok/s", justify="right")
-        table.add_column("first token", justify="right")
-    found = [{point.budget_bytes: point for point in curve.points} for curve in curves]
-    for budget_bytes in sorted(set().union(*found)):
-        texts = [format_bytes(budget_bytes)]
-        for points in found:
-            point = points.get(budget_bytes)
-            texts.append("-" if point is None else f"{point.tokens_per_s:.2f}")
-            texts.append("-" if point is None else format_ns(point.first_token_ns))
-        table.add_row(*texts)
-    return table
+        points = {point.budget_bytes: point for point in curve.points}
+        columns += [
+            (f"{curve.weights} tok/s", partial(_cell, points, "tokens_per_s", "{:.2f}".format)),
+            ("first token", partial(_cell, points, "first_token_ns", format_ns)),
+        ]
+    budgets = sorted({point.budget_bytes for curve in curves for point in curve.points})
+    return table_of(replace(curves[0], weights=None).title, columns, budgets)
+
+
+def _cell(
+    points: Mapping[int, CurvePoint], name: str, show: Callable[[Any], str], budget_bytes: int
+) -> str:
+    point = points.get(budget_bytes)
+    return "-" if point is None else show(getattr(point, name))
 
 
 def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:

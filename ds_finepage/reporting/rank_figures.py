@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from rich.table import Table
 
+from ds_finepage.reporting.tabular import table_of
 from ds_finepage.units import format_bytes
 
 
@@ -35,30 +36,15 @@ def rank_table(ranks: Sequence[RankFigures]) -> Table:
     Args:
         ranks: Of rank 0 and those after it.
     """
-    headings = (
-        "rank",
-        "weights",
-        "budget",
-        "least that can run",
-        "reloaded",
-        "offloaded",
-        "plans",
-        "runs",
-        "without a plan",
-    )
-    table = Table(title=f"{len(ranks)} ranks", title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for number, rank in enumerate(ranks):
-        table.add_row(
-            str(number),
-            format_bytes(rank.weight_bytes),
-            format_bytes(rank.budget_bytes),
-            format_bytes(rank.min_budget_bytes),
-            format_bytes(rank.reloaded_bytes),
-            format_bytes(rank.offloaded_bytes),
-            str(rank.num_plans),
-            str(rank.num_runs),
-            str(rank.num_unplanned),
-        )
-    return table
+    columns: list[tuple[str, Callable[[tuple[int, RankFigures]], str]]] = [
+        ("rank", lambda r: str(r[0])),
+        ("weights", lambda r: format_bytes(r[1].weight_bytes)),
+        ("budget", lambda r: format_bytes(r[1].budget_bytes)),
+        ("least that can run", lambda r: format_bytes(r[1].min_budget_bytes)),
+        ("reloaded", lambda r: format_bytes(r[1].reloaded_bytes)),
+        ("offloaded", lambda r: format_bytes(r[1].offloaded_bytes)),
+        ("plans", lambda r: str(r[1].num_plans)),
+        ("runs", lambda r: str(r[1].num_runs)),
+        ("without a plan", lambda r: str(r[1].num_unplanned)),
+    ]
+    return table_of(f"{len(ranks)} ranks", columns, enumerate(ranks))

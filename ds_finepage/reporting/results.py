@@ -27,7 +27,7 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 
-FORMAT = 2
+FORMAT = 3
 """Raised with every change of the classes in this file. There is no reader for older versions."""
 
 RESULTS_FILE, RUNS_FOLDER, LOG_FILE = "results.json", "runs", "log.txt"
@@ -123,6 +123,7 @@ class Run:
         load_ns: Time to load the model, part of the time to first token.
         capture_ns: Time to capture passes and to measure ops, the second part.
         plan_ns: Time to plan, the third part.
+        first_call_ns: Time of the forwards of the first call of ``generate``, with the meter on.
         link_bytes_per_s: Rate of the copies of a steady decode step, while copies were under way.
         probe_bytes_per_s: Rate of a pinned copy in the same process.
         host_bytes: Most host memory of the process.
@@ -147,6 +148,7 @@ class Run:
     load_ns: int | None = None
     capture_ns: int | None = None
     plan_ns: int | None = None
+    first_call_ns: int | None = None
     link_bytes_per_s: float | None = None
     probe_bytes_per_s: float | None = None
     host_bytes: int | None = None

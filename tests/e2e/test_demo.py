@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,75 +14,191 @@ import pytest
 
 from ds_finepage.cli import demo, main
 from ds_finepage.cli.demo import example
-from ds_finepage.cli.demo_results import JSON_KEYS, DemoResult, EngineResult, problems_of
+from ds_finepage.errors import FinepageError
+from ds_finepage.reporting.results import (
+    CompareSettings,
+    PhaseFigures,
+    Results,
+    Run,
+    load_results,
+    over_ranks,
+)
+from tests.unit.compare.runs import run
 
-STOCK = EngineResult(
-    tokens_equal=True,
-    peak_bytes=2000,
-    prefill_reloaded_bytes=1500,
-    decode_reloaded_bytes=1500,
-    weight_bytes=1500,
-    wall_s=1.0,
-    wall_again_s=0.5,
-)
-OURS = EngineResult(
-    tokens_equal=True,
-    peak_bytes=600,
-    prefill_reloaded_bytes=1000,
-    prefill_lower_bound_bytes=900,
-    decode_reloaded_bytes=950,
-    decode_lower_bound_bytes=900,
-    budget_bytes=600,
-    weight_bytes=1500,
-    wall_s=2.0,
-    wall_again_s=0.5,
-)
-GOOD = DemoResult(
-    budget_bytes=600, weight_bytes=1500, engines={"zero_inference": STOCK, "finepage": OURS}
+STEPS = PhaseFigures(h2d_bytes=1500, wall_ns=10**8)
+PREFILL = PhaseFigures(h2d_bytes=1000, wall_ns=10**8, lower_bound_bytes=800)
+DECODE = PhaseFigures(h2d_bytes=950, wall_ns=10**7, lower_bound_bytes=900)
+FIGURES: dict[str, Any] = {"budget_bytes": 600, "weight_bytes": 1500, "tokens_equal": True}
+PLAIN = run("plain", **FIGURES)
+STOCK = run("zero", peak_bytes=2000, prefill=STEPS, decode=STEPS, first_call_ns=10**9, **FIGURES)
+OURS = run(
+    "finepage", peak_bytes=600, prefill=PREFILL, decode=DECODE, first_call_ns=2 * 10**9, **FIGURES
 )
 
 
-def changed(engine: str, **changes: Any) -> DemoResult:
-    engines = {**GOOD.engines, engine: dataclasses.replace(GOOD.engines[engine], **changes)}
-    return dataclasses.replace(GOOD, engines=engines)
+def on_ranks(found: Run) -> Run:
+    """Return a run on two ranks; rank 1 has 100 bytes more on the device."""
+    more = replace(found, peak_bytes=(found.peak_bytes or 0) + 100)
+    return over_ranks([found, more])
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[CompareSettings]]:
+    """Let the demo find some runs instead of making them; return the settings that it asks with."""
+
+    def find(*runs: Run) -> list[CompareSettings]:
+        asked: list[CompareSettings] = []
+
+        def compare(settings: CompareSettings, folder: Path, start: Results, **_: Any) -> Results:
+            assert _ == {"limits_stock": False}
+            asked.append(settings)
+            return replace(start, runs=runs)
+
+        monkeypatch.setattr(demo.compare, "compare", compare)
+        monkeypatch.setattr(demo, "make_model", lambda folder, shape: None)
+        return asked
+
+    return find
 
 
 @pytest.mark.parametrize(
-    ("result", "problem"),
+    ("stock", "ours", "problem"),
     [
-        (GOOD, None),
-        (changed("finepage", tokens_equal=False), "the tokens of ds_finepage differ"),
-        (changed("zero_inference", tokens_equal=False), "of stock ZeRO-Inference differ"),
+        (STOCK, OURS, None),
+        (STOCK, replace(OURS, tokens_equal=False), "the tokens of finepage differ"),
+        (replace(STOCK, tokens_equal=False), OURS, "the tokens of zero differ"),
         (
-            changed("finepage", peak_bytes=601),
-            "ds_finepage had 601 bytes on the device; the budget is 600 bytes",
+            STOCK,
+            replace(OURS, peak_bytes=601),
+            "finepage had 601 bytes on the device; the budget is 600 bytes",
         ),
-        (changed("zero_inference", peak_bytes=10**9), None),  # it has no budget
+        (replace(STOCK, peak_bytes=10**9), OURS, None),  # it has no budget
+        (
+            STOCK,
+            replace(OURS, reason="it has no room"),
+            "ds_finepage did not run: it has no room (--keep DIR keeps all logs.)",
+        ),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_exit_status_judges_the_result(
-    result: DemoResult,
+    ran: Callable[..., Any],
+    stock: Run,
+    ours: Run,
     problem: str | None,
     as_json: bool,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(demo.Demo, "run", lambda self, shape: [result])
+    ran(PLAIN, stock, ours)
     assert main(["demo", "--json"] if as_json else ["demo"]) == (problem is not None)
     captured = capsys.readouterr()
-    if problem is None:
-        assert problems_of(result) == [] and captured.err == ""
-    else:
-        assert len(problems_of(result)) == 1 and problem in captured.err
-    if as_json:
-        assert json.loads(captured.out) == result.as_json()
-    else:
+    assert (problem or "") in captured.err and captured.err.count("\n") == (problem is not None)
+    if ours.reason is None and not as_json:
         assert "600 B (budget)" in captured.out and ">= 900 B" in captured.out
 
 
-def test_both_problems_are_named() -> None:
-    assert len(problems_of(changed("finepage", tokens_equal=False, peak_bytes=10**9))) == 2
+def test_both_problems_are_named(
+    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(PLAIN, STOCK, replace(OURS, tokens_equal=False, peak_bytes=10**9))
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_each_figure_of_the_json_is_that_of_its_engine_and_pass(
+    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(PLAIN, STOCK, OURS)
+    assert main(["demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "budget_bytes": 600,
+        "weight_bytes": 1500,
+        "engines": {
+            "zero_inference": {
+                "tokens_equal": True,
+                "peak_bytes": 2000,
+                "prefill_reloaded_bytes": 1500,
+                "decode_reloaded_bytes": 1500,
+                "wall_s": 1.0,
+            },
+            "finepage": {
+                "tokens_equal": True,
+                "peak_bytes": 600,
+                "prefill_reloaded_bytes": 1000,
+                "decode_reloaded_bytes": 950,
+                "decode_lower_bound_bytes": 900,
+                "wall_s": 2.0,
+            },
+        },
+    }
+
+
+def lines_of(out: str) -> dict[str, list[str]]:
+    lines = [line.split("│") for line in out.splitlines() if "│" in line]
+    return {line[1].strip(): [cell.strip() for cell in line[2:-1]] for line in lines}
+
+
+def test_each_line_of_the_table_shows_its_own_figure(
+    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(PLAIN, STOCK, OURS)
+    assert main(["demo", "--new-tokens", "5"]) == 0
+    shown = lines_of(capsys.readouterr().out)
+    assert shown["tokens equal to plain transformers"] == ["yes", "yes", ""]
+    assert shown["peak device bytes"] == ["1.95 KiB", "600 B", "<= 600 B (budget)"]
+    assert shown["reloaded in a prefill"] == ["1.46 KiB", "1000 B", ">= 800 B"]
+    assert shown["reloaded in a steady decode step"] == ["1.46 KiB", "950 B", ">= 900 B"]
+    assert shown["wall time, first call"] == ["1.00 s", "2.00 s", ""]
+    assert shown["wall time, a later call"] == ["500.00 ms", "140.00 ms", ""]
+
+
+def test_each_rank_has_its_own_figures(
+    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ran(PLAIN, on_ranks(STOCK), on_ranks(OURS))
+    assert main(["demo", "--tiny", "--ranks", "2"]) == 1
+    captured = capsys.readouterr()
+    assert "finepage had 700 bytes on the device" in captured.err
+    assert "1.46 KiB of weights a rank, over 2 ranks" in captured.out
+    shown = lines_of(captured.out)
+    assert shown["peak device bytes, rank 0"] == ["1.95 KiB", "600 B", "<= 600 B (budget)"]
+    assert shown["peak device bytes, rank 1"] == ["2.05 KiB", "700 B", "<= 600 B (budget)"]
+    ds_config = json.loads(asked[0].ds_config)
+    assert ds_config["tensor_parallel"] == {"autotp_size": 2}
+    assert ds_config["bf16"] == {"enabled": False} and asked[0].num_ranks == 2
+    assert main(["demo", "--tiny", "--ranks", "2", "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["ranks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "0"], "--ranks: 0 is less than 1."),
+        (["--ranks", "3"], "3 ranks do not divide the 4 attention heads of the demo's Llama"),
+        (["--ranks", "2", "--weights", "int4"], "packed weights are not cut over ranks"),
+    ],
+)
+def test_ranks_that_cannot_run_are_refused_before_any_work(
+    ran: Callable[..., Any],
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ran(PLAIN, STOCK, OURS)
+    assert main(["demo", "--tiny", *options]) == 2
+    assert message in capsys.readouterr().err and asked == []
+
+
+def test_a_checkpoint_that_cannot_be_made_ends_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: Any, log: Path) -> int:
+        log.write_text("first\nthe reason\n")
+        return 1
+
+    monkeypatch.setattr(demo, "run_process", fail)
+    with pytest.raises(FinepageError, match=r"'checkpoint' ended with status 1: the reason \(--k"):
+        demo.make_model(tmp_path, demo.TINY)
 
 
 def test_the_example_that_runs_is_the_one_in_the_repository() -> None:
@@ -123,8 +240,6 @@ def test_json(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     assert found["weights"] == "int4"
     assert list(found["engines"]) == ["zero_inference", "finepage"]
     stock, ours = found["engines"].values()
-    assert list(ours) == list(JSON_KEYS)
-    assert list(stock) == [key for key in JSON_KEYS if key != "decode_lower_bound_bytes"]
     assert stock["tokens_equal"] is ours["tokens_equal"] is True
     assert 0 < ours["peak_bytes"] <= found["budget_bytes"] < weight_bytes < stock["peak_bytes"]
     assert 0 < ours["decode_lower_bound_bytes"] <= ours["decode_reloaded_bytes"] <= weight_bytes
@@ -136,18 +251,18 @@ def test_json(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
 
 def test_progress_and_what_is_kept(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = kept
-    assert [line.rpartition(":")[0] for line in done.stderr.splitlines()] == [
+    assert [line.rpartition(":")[0] or line for line in done.stderr.splitlines()] == [
         "making a Llama checkpoint",
-        "plain transformers for reference; both engines with a memory meter",
-        "stock ZeRO-Inference",
-        "ds_finepage",
+        "batch 1: modelling 3 arms on t4",
+        "batch 1: plain transformers",
+        "batch 1: ZeRO-Inference, defaults",
+        "batch 1: ds_finepage",
     ]
-    configs = [json.loads((folder / f"{name}.json").read_text()) for name in demo.ENGINES]
+    names = demo.ENGINES.values()
+    configs = [json.loads((folder / f"{name}.json").read_text()) for name in names]
     assert [c["finepage"].pop("enabled") for c in configs] == [False, True]
     assert configs[0] == configs[1]
-    outputs = [json.loads(path.read_text()) for path in sorted(folder.glob("*_output.json"))]
-    assert len(outputs) == 5
-    assert len({tuple(output["tokens"]) for output in outputs}) == 1
+    assert [found.arm for found in load_results(folder).runs] == ["plain", *demo.ENGINES]
 
 
 def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:

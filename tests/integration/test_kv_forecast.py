@@ -11,8 +11,11 @@ import pytest
 from ds_finepage.cli import curve, grid, main
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph import codec
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import NodeKind
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.modeller import Modeller
 from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.whatif import CapturedModel, capture_model, form_that_fits, plan_captured
 from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
@@ -247,19 +250,24 @@ def test_host_memory_is_a_size(
 # Both passes of a generation.
 
 
+def modeller_of(model: Path, profile: HardwareProfile, folder: Path) -> Modeller:
+    path = folder / "profile.json"
+    codec.save(profile, path)
+    return Modeller(str(model), batch=BATCH, prompt_tokens=SEQ, hardware=str(path), split=False)
+
+
 def test_a_step_finds_the_cache_where_the_prefill_left_it(
     model: Path, decode: CapturedModel, prefill: CapturedModel, tmp_path: Path
 ) -> None:
     """The budget has room for the step's cache on the device, and not for the prefill's."""
     budget_bytes = least_on_device(prefill) - 1
     assert least_on_device(decode) <= budget_bytes
-    planner = curve.Planner(
-        prefill=prefill, decode=decode, profile=PROFILE, policy="finepage", split=False
-    )
+    modeller = modeller_of(model, PROFILE, tmp_path)
+    planner = curve.Planner("finepage", modeller)
     assert planner.point(budget_bytes).kv_on_host
-    assert planner.plan_decode(budget_bytes).figures.kv_on_host
+    assert modeller.at(budget_bytes).step("finepage").figures.kv_on_host
     assert not planner.point(budget_bytes + 1).kv_on_host
-    assert planner.points(2)[0].budget_bytes < budget_bytes
+    assert planner.ends[0] < budget_bytes
 
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
     cells = grid.Planner(
@@ -275,7 +283,7 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
 
 
 def test_both_passes_have_the_cache_where_a_run_has_it(
-    model: Path, decode: CapturedModel, prefill: CapturedModel
+    model: Path, prefill: CapturedModel, tmp_path: Path
 ) -> None:
     """A prefill by itself would have it in host memory, and the step would not."""
     budget_bytes = least_on_device(prefill)
@@ -286,9 +294,8 @@ def test_both_passes_have_the_cache_where_a_run_has_it(
         for first in (False, True)
     )
     assert alone.kv_on_host and not in_a_run.kv_on_host
-    planner = curve.Planner(
-        prefill=prefill, decode=decode, profile=FAST_WRITES, policy="finepage", split=False
-    )
+    modeller = modeller_of(model, FAST_WRITES, tmp_path)
+    planner = curve.Planner("finepage", modeller)
     point = planner.point(budget_bytes)
     assert (point.kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")

@@ -29,6 +29,7 @@ FLOORS = {
     "integrations.transformers": 4,
     "runtime": 5,
     "whatif": 6,
+    "modeller": 7,
     "api": 7,
     "integrations.deepspeed": 8,
     "compare": 9,

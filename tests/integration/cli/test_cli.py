@@ -8,7 +8,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -270,7 +269,6 @@ def test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone(
     [
         (["--budget", "40%"], "finepage.device_budget: '40%' is ambiguous"),
         (["--budget", "lots"], "finepage.device_budget: cannot read 'lots'"),
-        (["--policy", "finepag"], "Did you mean 'finepage'?"),
         (["--new-tokens", "3"], "--new-tokens: 3 is too few"),
         (["--keep", __file__], "is not an empty folder. Name a new one."),
     ],
@@ -280,18 +278,3 @@ def test_the_demo_refuses_at_once(
 ) -> None:
     assert cli.main(["demo", *options]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_demo_names_the_process_that_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ds_finepage.cli import demo
-
-    class Broken(demo.Demo):
-        def run(self, shape: Any) -> Any:
-            self._python("broken", "-c", "print('first'); raise SystemExit('the reason')")
-
-    monkeypatch.setattr(demo, "Demo", Broken)
-    assert cli.main(["demo"]) == 1
-    error = capsys.readouterr().err
-    assert "the process 'broken' ended with status 1: the reason (--keep DIR" in error

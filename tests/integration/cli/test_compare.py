@@ -16,12 +16,11 @@ from ds_finepage.compare import finepage_arms, worker, zero_arms
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint, make_shipped
 from ds_finepage.compare.engine import Engine, RunRequest, save_request
-from ds_finepage.compare.modelling import Modeller
-from ds_finepage.compare.models import Models, Outline
-from ds_finepage.compare.orchestrate import completed
-from ds_finepage.compare.prompts import make_prompts
+from ds_finepage.compare.modelling import model_arm
+from ds_finepage.compare.orchestrate import completed, make_prompts
 from ds_finepage.compare.worker import NUM_RECORDED, RUN_FILE, RUNS, TOKENS_FILE, Worker
 from ds_finepage.errors import ConfigError, FinepageError
+from ds_finepage.modeller import Modeller
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import Run, load_passes
 from tests.integration.engines import one_process_deepspeed
@@ -61,32 +60,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(checkpoint: Path) -> Models:
-    def make(device_budget: str) -> Modeller:
-        return Modeller(
-            str(checkpoint),
-            batch=BATCH,
-            prompt_tokens=PROMPT,
-            new_tokens=NEW,
-            device_budget=device_budget,
-            hardware="t4",
-        )
-
-    def outline() -> Outline:
-        raise AssertionError("the model can be captured")
-
-    return Models(make, "90%weights", outline)
+def models(checkpoint: Path) -> Modeller:
+    return Modeller(
+        str(checkpoint),
+        batch=BATCH,
+        prompt_tokens=PROMPT,
+        new_tokens=NEW,
+        device_budget="90%weights",
+        hardware="t4",
+    )
 
 
 @pytest.fixture
 def request_of(
-    checkpoint: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, models: Modeller, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., RunRequest]:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     # It counts over all models of a process, and would stop at the threshold of one.
     monkeypatch.setattr(Init, "num_persisted_elements", 0)
-    prompts = make_prompts(checkpoint, vocab_size=VOCABULARY, batch=BATCH, prompt_tokens=PROMPT)
+    prompts = make_prompts(checkpoint, batch=BATCH, prompt_tokens=PROMPT)
 
     def make(arm: str, **changes: Any) -> RunRequest:
         given: dict[str, Any] = {
@@ -99,7 +92,7 @@ def request_of(
             "prompt_tokens": PROMPT,
             "new_tokens": NEW,
             "repeats": 1,
-            "settings": models.of(ARMS[arm]).settings,
+            "settings": model_arm(ARMS[arm], models).settings,
             "observes": True,
             "prompt_ids": prompts,
             **changes,
@@ -115,9 +108,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    ids = torch.tensor(
-        make_prompts(checkpoint, vocab_size=VOCABULARY, batch=BATCH, prompt_tokens=PROMPT)
-    )
+    ids = torch.tensor(make_prompts(checkpoint, batch=BATCH, prompt_tokens=PROMPT))
     with torch.no_grad():
         found = model.generate(
             ids,
@@ -140,12 +131,12 @@ def ran(request: RunRequest, folder: Path) -> tuple[Run, list[Any]]:
 def test_stock_copies_what_is_simulated(
     arm: str,
     request_of: Callable[..., RunRequest],
-    models: Models,
+    models: Modeller,
     expected: list[list[int]],
     tmp_path: Path,
 ) -> None:
     assert ARMS[arm].policy in POLICIES
-    modelled = models.of(ARMS[arm])
+    modelled = model_arm(ARMS[arm], models)
     found, tokens = ran(request_of(arm), tmp_path)
     found = completed(found, modelled, models.weight_bytes)
     for phase in (found.prefill, found.decode):
@@ -169,7 +160,7 @@ def test_the_fetches_of_later_engines_are_not_counted_any_more(
 
 def test_plain_counts_every_weight(
     request_of: Callable[..., RunRequest],
-    models: Models,
+    models: Modeller,
     expected: list[list[int]],
     tmp_path: Path,
 ) -> None:
@@ -181,7 +172,7 @@ def test_plain_counts_every_weight(
 
 def test_ours_holds_the_budget_and_shows_its_passes(
     request_of: Callable[..., RunRequest],
-    models: Models,
+    models: Modeller,
     expected: list[list[int]],
     tmp_path: Path,
 ) -> None:

@@ -131,6 +131,3 @@ def test_bad_options(
 ) -> None:
     assert main([*arguments, *changes]) == 2
     assert words in capsys.readouterr().err
-
-
-# The arithmetic behind it.

@@ -12,12 +12,6 @@ from ds_finepage.cli.grid_rows import to_rows
 from tests.integration.cli.models import card, small_model
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "ds_finepage"
-
-
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     """Two models on two cards; the larger model's longest sequence fits on neither."""
@@ -48,22 +42,6 @@ def cells(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[dict
     found = json.loads(capsys.readouterr().out)
     assert isinstance(found, list)
     return found
-
-
-class Interrupted:
-    """Plans some cells, then the user loses patience."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-        self.planned: list[grid.Cell] = []
-        plan = grid.Planner.plan
-
-        def interrupted(planner: grid.Planner, cell: grid.Cell) -> grid.Result:
-            if len(self.planned) == after:
-                raise KeyboardInterrupt
-            self.planned.append(cell)
-            return plan(planner, cell)
-
-        monkeypatch.setattr(grid.Planner, "plan", interrupted)
 
 
 # What comes out.
@@ -151,78 +129,6 @@ def test_no_file_where_none_is_asked_for(arguments: list[str], tmp_path: Path) -
     assert sorted(tmp_path.rglob("*.json")) == before
 
 
-# Interruption.
-
-
-def test_an_interrupted_grid_goes_on(
-    arguments: list[str],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    whole = cells(capsys, arguments)
-    with monkeypatch.context() as patch:
-        Interrupted(patch, after=3)
-        assert main([*arguments, "--json"]) == 130
-    captured = capsys.readouterr()
-    assert captured.out == "" and "3 of 8 cells are saved" in captured.err
-    (state,) = cache.iterdir()
-    with open(state, "a") as file:
-        file.write('{"cell": {"model": "half a li')  # it died while it wrote
-    with monkeypatch.context() as patch:
-        second = Interrupted(patch, after=100)
-        assert cells(capsys, arguments) == whole
-    assert len(second.planned) == 8 - 3
-    assert list(cache.iterdir()) == []
-
-
-def test_two_interruptions(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for kept in (2, 4, 6):
-        with monkeypatch.context() as patch:
-            Interrupted(patch, after=2)
-            assert main(arguments) == 130
-        assert f"{kept} of 8 cells are saved" in capsys.readouterr().err
-
-
-def test_another_grid_starts_from_nothing(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with monkeypatch.context() as patch:
-        Interrupted(patch, after=3)
-        assert main(arguments) == 130
-    card(tmp_path, "fast", capacity_bytes=600 << 20, h2d_bytes_per_s=1e9)  # the profile changed
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        second = Interrupted(patch, after=100)
-        assert main(arguments) == 0
-    assert len(second.planned) == 8
-    assert "continuing" not in capsys.readouterr().err
-
-
-def test_a_state_file_of_ones_own(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    state = tmp_path / "state.jsonl"
-    with monkeypatch.context() as patch:
-        Interrupted(patch, after=2)
-        assert main([*arguments, "--state", str(state)]) == 130
-    before = state.read_bytes()
-    assert main([*arguments, "--state", str(state), "--batch", "4"]) == 2
-    assert "does not hold cells of this grid" in capsys.readouterr().err
-    assert state.read_bytes() == before
-    assert main([*arguments, "--state", str(state)]) == 0
-    assert "continuing: 2 of 8" in capsys.readouterr().err
-    assert not state.exists()
-
-
 # What is refused.
 
 
@@ -236,7 +142,6 @@ def test_a_state_file_of_ones_own(
         (["--batch", "1,two"], "'two' is not a whole number"),
         (["--seq", "0"], "'0' is not a whole number of 1 or more"),
         (["--device-budget", "50%"], "50%device"),
-        (["--state", "/no/such/folder/state"], "cannot"),
     ],
 )
 def test_bad_options(

@@ -308,16 +308,6 @@ def test_cells_of_another_form_are_captured_again(model: str) -> None:
     assert sizes[2:4] == [OTHER_BYTES + PACKED_BYTES[form] for form in ("int8", "int4")]
 
 
-def test_finished_cells_of_another_group_are_not_taken(model: str) -> None:
-    cells = [grid.Cell(model=model, hardware="t4", batch=1, seq=64, policy="zero", weights="int4")]
-
-    def identity(**changes: Any) -> str:
-        given = {"profiles": {}, "budget": DeviceBudget(), "split": True, **changes}
-        return grid.Planner(**given).identity([model], cells)
-
-    assert identity(weights_group=64) == identity() != identity(weights_group=32)
-
-
 # What is refused.
 
 

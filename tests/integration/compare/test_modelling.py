@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_finepage.compare.modelling import RESIDENT, Modeller
-from ds_finepage.compare.models import outline_of
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
+from ds_finepage.modeller import RESIDENT, Modeller
 from ds_finepage.planning.baselines.accelerate import MapSettings, map_settings
 from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.pipeline import needs_of
@@ -18,7 +16,6 @@ from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import PhaseFigures
 from ds_finepage.whatif import CapturedModel, plan_captured, problem_of
 from tests.integration.cli.models import card, small_model
-from tests.unit.compare.runs import settings
 
 OTHERS = [p for p in POLICIES if p != "zero"]
 SMALL = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
@@ -62,12 +59,12 @@ def test_the_budget_is_a_share_of_the_weights(tight: Modeller) -> None:
 def test_a_prefill_has_its_kv_cache_where_a_run_has_it(folder: Path) -> None:
     """By itself it would have the cache in host memory, although that fits on the device."""
     shape = {"batch": 8, "prompt_tokens": 64}
-    captured = modeller(folder, **shape)._prefill
+    captured = modeller(folder, **shape).prefill
     needs = needs_of(captured.graph, alignment=512, cuts_weights=False)
     budget_bytes = captured.needs.non_arena_bytes + needs.min_arena_bytes
     found = modeller(folder, str(budget_bytes), **shape)
     alone = plan_captured(
-        captured, budget_bytes=budget_bytes, profile=found._profile, split=False
+        captured, budget_bytes=budget_bytes, profile=found.profile, split=False
     ).figures
     prefill, decode = (planned.figures for planned in found.planned("finepage"))
     assert prefill.budget_bytes == budget_bytes
@@ -80,39 +77,9 @@ def test_a_fault_of_capture_is_an_error_of_capture(
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("an op")
 
-    monkeypatch.setattr("ds_finepage.compare.modelling.capture_model", fail)
+    monkeypatch.setattr("ds_finepage.modeller.capture_model", fail)
     with pytest.raises(CaptureError, match="^KeyError: 'an op'$"):
         modeller(folder)
-
-
-@pytest.mark.parametrize("packing", [{}, {"weights": "int4", "weights_group": 32}])
-def test_the_sizes_of_a_model_follow_from_its_shapes(folder: Path, packing: dict[str, Any]) -> None:
-    hardware = str(folder.parent / "little.json")
-    ds_config = json.dumps({"bf16": {"enabled": True}, "finepage": packing})
-    decided = settings(ds_config=ds_config, device_budget="70%weights", hardware=hardware)
-    found, same = outline_of(folder, decided), modeller(folder, **packing)
-    assert (found.weight_bytes, found.budget_bytes) == (same.weight_bytes, same.budget_bytes)
-
-
-def test_the_sizes_on_several_ranks_are_those_of_a_shard(folder: Path) -> None:
-    decided = settings(
-        ds_config=json.dumps({"bf16": {"enabled": True}}),
-        device_budget="70%weights",
-        hardware=str(folder.parent / "little.json"),
-        num_ranks=2,
-    )
-    found, same = outline_of(folder, decided), modeller(folder, num_ranks=2)
-    assert (found.weight_bytes, found.budget_bytes) == (same.weight_bytes, same.budget_bytes)
-    linear, others = 6 * (4 * 256 * 256 + 3 * 256 * 512) + 300 * 256, 300 * 256 + 13 * 256
-    assert found.weight_bytes == 2 * (linear // 2 + others)
-
-
-def test_a_model_that_cannot_be_made_has_no_sizes(folder: Path) -> None:
-    other = folder.parent / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(ConfigError, match="transformers cannot make the model in .*other: "):
-        outline_of(other, settings())
 
 
 @pytest.mark.parametrize("policy", OTHERS)
@@ -140,7 +107,7 @@ def test_a_device_map_is_the_same_in_both_passes(folder: Path) -> None:
     """The prefill of 64 tokens leaves room for fewer modules than the decode step."""
     long = modeller(folder, batch=8, prompt_tokens=64, device_budget="120%weights")
     kept = long.settings("accelerate-map")["modules_on_device"]
-    in_prefill, in_decode = (modules_alone(long, c) for c in (long._prefill, long._decode))
+    in_prefill, in_decode = (modules_alone(long, c) for c in (long.prefill, long.decode))
     assert kept == in_prefill < in_decode
     assert [p.engine for p in long.planned("accelerate-map")] == [MapSettings(kept)] * 2
     fewer, more = (
@@ -152,7 +119,7 @@ def test_a_device_map_is_the_same_in_both_passes(folder: Path) -> None:
 def modules_alone(long: Modeller, captured: CapturedModel) -> int:
     """Return how many modules a pass would keep if it were the only one."""
     problem = problem_of(
-        captured, budget_bytes=long.budget_bytes, profile=long._profile, policy="accelerate-map"
+        captured, budget_bytes=long.budget_bytes, profile=long.profile, policy="accelerate-map"
     )
     return map_settings([(problem, 1)]).modules_on_device
 

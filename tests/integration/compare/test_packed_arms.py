@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_finepage.compare.accelerate_arm import modules_that_fit
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint
 from ds_finepage.compare.engine import RunRequest
-from ds_finepage.compare.modelling import Modeller
-from ds_finepage.compare.models import Models, Outline
-from ds_finepage.compare.orchestrate import completed, modelled_options
-from ds_finepage.compare.prompts import make_prompts
+from ds_finepage.compare.modelling import model_arm, modeller_of
+from ds_finepage.compare.orchestrate import completed, make_prompts
 from ds_finepage.compare.worker import NUM_RECORDED, Worker
+from ds_finepage.modeller import Modeller
 from ds_finepage.packing import op
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.rewrite import split
 from ds_finepage.reporting.results import Run
 from tests.integration.engines import one_process_deepspeed
+from tests.unit.compare.runs import settings
 
 SHAPE = LlamaShape(
     hidden_size=256,
@@ -66,32 +66,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def models_of(checkpoint: Path, ds_config: dict[str, Any]) -> Models:
-    def make(device_budget: str) -> Modeller:
-        return Modeller(
-            str(checkpoint),
-            batch=1,
+def models_of(checkpoint: Path, ds_config: dict[str, Any]) -> Modeller:
+    return modeller_of(
+        checkpoint,
+        settings(
+            ds_config=json.dumps(ds_config),
             prompt_tokens=PROMPT,
             new_tokens=NEW,
-            device_budget=device_budget,
-            hardware="t4",
-            **modelled_options(ds_config),
-        )
-
-    def outline() -> Outline:
-        raise AssertionError("the model can be captured")
-
-    return Models(make, BUDGET, outline)
+            device_budget=BUDGET,
+        ),
+        1,
+    )
 
 
 @pytest.fixture(scope="module")
-def models(checkpoint: Path) -> Models:
+def models(checkpoint: Path) -> Modeller:
     return models_of(checkpoint, PACKED)
 
 
 @pytest.fixture
 def request_of(
-    checkpoint: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, models: Modeller, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., RunRequest]:
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -108,11 +103,9 @@ def request_of(
             "prompt_tokens": PROMPT,
             "new_tokens": NEW,
             "repeats": 1,
-            "settings": models.of(ARMS[arm]).settings,
+            "settings": model_arm(ARMS[arm], models).settings,
             "observes": True,
-            "prompt_ids": make_prompts(
-                checkpoint, vocab_size=SHAPE.vocab_size, batch=1, prompt_tokens=PROMPT
-            ),
+            "prompt_ids": make_prompts(checkpoint, batch=1, prompt_tokens=PROMPT),
             **changes,
         }
         return RunRequest(**given)
@@ -126,9 +119,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     packed = copy.deepcopy(model)
     pack_model(packed, PackedForm(4))
-    ids = torch.tensor(
-        make_prompts(checkpoint, vocab_size=SHAPE.vocab_size, batch=1, prompt_tokens=PROMPT)
-    )
+    ids = torch.tensor(make_prompts(checkpoint, batch=1, prompt_tokens=PROMPT))
     found = []
     for each in (packed, model):
         with torch.no_grad():
@@ -155,13 +146,13 @@ def ran(request: RunRequest, folder: Path) -> tuple[Run, list[Any]]:
 def test_other_systems_run_the_packed_model(
     arm: str,
     request_of: Callable[..., RunRequest],
-    models: Models,
+    models: Modeller,
     expected: list[list[int]],
     tmp_path: Path,
 ) -> None:
     found, tokens = ran(request_of(arm), tmp_path)
     assert tokens == [expected] * 3
-    modelled = models.of(ARMS[arm])
+    modelled = model_arm(ARMS[arm], models)
     found = completed(found, modelled, models.weight_bytes)
     for phase in (found.prefill, found.decode):
         if arm != "plain":
@@ -172,7 +163,7 @@ def test_other_systems_run_the_packed_model(
 def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(
     request_of: Callable[..., RunRequest],
     checkpoint: Path,
-    models: Models,
+    models: Modeller,
     expected: list[list[int]],
     tmp_path: Path,
 ) -> None:
@@ -187,13 +178,13 @@ def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(
     assert found.decode.h2d_bytes and plain.decode.h2d_bytes
     # In a small model the output layer weighs more than in a large one.
     assert found.decode.h2d_bytes < 0.42 * plain.decode.h2d_bytes
-    bound = models.of(ARMS["finepage"]).decode.lower_bound_bytes
+    bound = model_arm(ARMS["finepage"], models).decode.lower_bound_bytes
     assert bound and found.decode.h2d_bytes < 1.1 * bound
 
 
-def test_modules_that_stay_are_counted_packed(request_of: Callable[..., RunRequest]) -> None:
+def test_modules_that_stay_are_counted_packed(checkpoint: Path) -> None:
     packed, unpacked = (
-        modules_that_fit(request_of("accelerate-map", ds_config=each, budget_bytes=3 << 20))
+        models_of(checkpoint, each).at("3MiB").settings("accelerate-map")["modules_on_device"]
         for each in (PACKED, DS_CONFIG)
     )
     assert 0 < unpacked < packed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,6 @@ def test_an_unknown_arm_is_refused() -> None:
         arms_named(["zeros"])
 
 
-def test_a_missing_package_is_named_with_its_install_line() -> None:
-    arm = dataclasses.replace(ARMS["plain"], package="no_such", install="pip install no-such")
-    assert arm.missing == "needs the package no_such: pip install no-such"
-    assert ARMS["plain"].missing is None
-    gone = dataclasses.replace(ARMS["plain"], module="ds_finepage.compare.no_such")
-    assert gone.missing == "this version of ds_finepage has no module ds_finepage.compare.no_such"
-
-
 REQUEST = RunRequest(
     arm="zero",
     model_dir="model",
@@ -52,10 +43,3 @@ REQUEST = RunRequest(
 def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
     save_request(REQUEST, tmp_path / "request.json")
     assert load_request(tmp_path / "request.json") == REQUEST
-
-
-def test_a_request_with_another_field_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "request.json"
-    path.write_text('{"arm": "zero"}')
-    with pytest.raises(ConfigError, match="is not a request for a run: model_dir: Field required"):
-        load_request(path)

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from ds_finepage.compare import findings
-from ds_finepage.compare.findings import beside, best_other, budget_lines, find, profile_of
+from ds_finepage.compare.findings import best_other, budget_lines, find
 from ds_finepage.errors import ConfigError, InvalidPlanError, PlanInfeasibleError
 from ds_finepage.graph import codec
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.reporting.findings import PROFILE_FILE
+from ds_finepage.reporting.findings import PROFILE_FILE, Findings
 from ds_finepage.reporting.results import PhaseFigures
 from tests.unit.reporting.folders import (
     HARDWARE,
     MS,
     RESULTS,
-    SETTINGS,
     made_run,
     observed,
     planned,
@@ -51,22 +50,6 @@ def test_on_a_card_measured_times_decide(tmp_path: Path) -> None:
     assert not find(tmp_path, results, {}).is_modelled
 
 
-def test_the_pass_of_the_run_is_planned_by_the_best_other_system_and_by_demand_paging(
-    tmp_path: Path,
-) -> None:
-    found = find(tmp_path, RESULTS, PASSES)
-    assert found.hardware == HARDWARE
-    (remark,) = found.remarks
-    assert remark.startswith("Other policies plan the passes of the run: the model is neither in")
-    by_pass = found.passes["finepage_b1"]
-    assert set(by_pass) == {"prefill", "decode"}
-    ours, other, paging = by_pass["decode"]
-    assert [p.policy for p in by_pass["decode"]] == ["finepage", "zero-persistence", "lru"]
-    assert ours.timeline is not None and paging.timeline is not None
-    assert 0 < ours.timeline.total_ns < paging.timeline.total_ns
-    assert other.memgraph is None and "the arena has 320 B" in other.reason
-
-
 class FakePlanner:
     """Plans the passes of another model than that of the folder."""
 
@@ -85,10 +68,10 @@ def test_policies_plan_the_captured_model_where_it_is_there(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        findings, "modeller_of", lambda f, r, b, budget: asked.append((b, budget)) or FakePlanner()
+        findings, "modeller_in", lambda f, r, batch: asked.append(batch) or FakePlanner()
     )
     found = find(tmp_path, RESULTS, PASSES)
-    assert asked == [(1, "50%weights")] and found.remarks == ()
+    assert asked == [1] and found.remarks == () and found.hardware == HARDWARE
     ours, other, paging = found.passes["finepage_b1"]["prefill"]
     assert ours.memgraph == planned("finepage").memgraph
     assert paging.timeline == planned("lru").timeline
@@ -107,26 +90,24 @@ def test_the_best_other_system_is_the_fastest_that_can_be_planned() -> None:
     assert best_other(replace(RESULTS, runs=(slow, fast, horizon, ours)), ours) == "zero"
 
 
-def test_measured_times_of_ops_hold_for_their_own_machine_only() -> None:
-    memgraph = observed().memgraph
+def test_a_single_run_is_planned_with_the_profile_and_the_times_of_its_machine(
+    tmp_path: Path,
+) -> None:
+    memgraph = PASSES["finepage_b1"][1].memgraph
     tasks = tuple(replace(task, time_ns=MS) for task in memgraph.graph.tasks)
     memgraph = replace(memgraph, graph=replace(memgraph.graph, tasks=tasks))
-    profile = load_profile(HARDWARE)
-    (kept,) = beside(memgraph, [], profile, keep_times=True)
-    (modelled,) = beside(memgraph, [], profile, keep_times=False)
-    assert kept.timeline is not None and modelled.timeline is not None
-    assert kept.memgraph is memgraph and kept.timeline.compute_ns == 9 * MS
-    assert modelled.timeline.compute_ns < MS
-
-
-def test_the_profile_of_a_single_run_is_in_its_folder(tmp_path: Path) -> None:
-    assert profile_of(tmp_path, SINGLE, None) == (None, False)
-    assert find(tmp_path, SINGLE, PASSES).passes == {}
+    passes = {"finepage_b1": [replace(PASSES["finepage_b1"][1], memgraph=memgraph)]}
+    assert find(tmp_path, SINGLE, passes) == Findings()
     profile = replace(load_profile(HARDWARE), name="here")
     codec.save(profile, tmp_path / PROFILE_FILE)
-    assert profile_of(tmp_path, SINGLE, None) == (profile, True)
-    assert profile_of(tmp_path, SINGLE, "t4") == (load_profile("t4"), False)
-    assert find(tmp_path, SINGLE, PASSES).hardware == "here"
+    found = find(tmp_path, SINGLE, passes)
+    assert found.hardware == "here" and found.sentences == () and not found.fastest
+    ours, other, paging = found.passes["finepage_b1"]["decode"]
+    assert [p.policy for p in (ours, other, paging)] == ["finepage", "zero-persistence", "lru"]
+    assert ours.timeline is not None and paging.timeline is not None
+    assert ours.memgraph is memgraph and ours.timeline.compute_ns == 9 * MS
+    assert ours.timeline.total_ns <= paging.timeline.total_ns
+    assert other.memgraph is None and "the arena has 320 B" in other.reason
     (tmp_path / PROFILE_FILE).write_text("{")
     with pytest.raises(InvalidPlanError, match="profile.json"):
         find(tmp_path, SINGLE, PASSES)
@@ -139,6 +120,9 @@ class FakeModeller:
         self.percent = float(budget.removesuffix("%weights"))
         self.budget_bytes = int(self.percent * 10)
 
+    def at(self, device_budget: str) -> FakeModeller:
+        return FakeModeller(device_budget)
+
     def settings(self, policy: str) -> dict[str, int]:
         return {"of": int(self.percent)} if policy == "zero-persistence" else {}
 
@@ -149,11 +133,8 @@ class FakeModeller:
         return None, PhaseFigures(modelled_ns=int(200 - self.percent) + slower)
 
 
-def test_each_policy_is_planned_under_several_budgets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(findings, "modeller_of", lambda f, r, b, budget: FakeModeller(budget))
-    lines = {line.policy: line.points for line in budget_lines(tmp_path, RESULTS, 2, iter)[1]}
+def test_each_policy_is_planned_under_several_budgets() -> None:
+    lines = {line.policy: line.points for line in budget_lines(FakeModeller("50%weights"), 2, iter)}
     assert lines == {
         "finepage": ((200, 180), (500, 150), (1100, 90)),
         "horizon": ((200, 180), (500, 150), (1100, 90)),
@@ -166,6 +147,9 @@ def test_a_model_that_is_gone_leaves_out_a_picture_and_nothing_else(tmp_path: Pa
     found = find(tmp_path, RESULTS, {}, num_budgets=3)
     assert found.curves == {} and found.sentences
     (remark,) = found.remarks
-    assert "There is no picture of other budgets: the model is neither in llama-7b" in remark
+    assert (
+        "There are no pictures of other policies and budgets: the model is neither in llama-7b"
+        in remark
+    )
     with pytest.raises(ConfigError, match="the model is neither in"):
-        findings.modeller_of(tmp_path, RESULTS, 1, SETTINGS.device_budget)
+        findings.modeller_in(tmp_path, RESULTS, 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,15 +14,13 @@ from ds_finepage.cli import main
 from ds_finepage.compare import orchestrate
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import load_request
-from ds_finepage.compare.models import WHOLE_ON_ONE
-from ds_finepage.compare.orchestrate import Checkpoint, Comparison
+from ds_finepage.compare.orchestrate import WHOLE_ON_ONE, Comparison
 from ds_finepage.compare.tables import tables
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
-from ds_finepage.errors import RankError
 from ds_finepage.reporting.results import PhaseFigures, Run, load_results, run_folder, save_passes
 from tests.unit.compare.runs import results, run
 from tests.unit.compare.test_cli_compare import OPTIONS, Compared, command
-from tests.unit.compare.test_orchestrate import TOKENS, Fake
+from tests.unit.compare.test_orchestrate import CONFIG, TOKENS, Fake
 from tests.unit.reporting.folders import RESULTS, make_folder, observed
 
 RANKS = pytest.mark.parametrize("rank", (0, 1))
@@ -31,35 +29,33 @@ RANKS = pytest.mark.parametrize("rank", (0, 1))
 class FakeRanks(Fake):
     """Stands for the processes of all ranks; rank 1 copies 6 bytes, and rank 0 copies 5."""
 
-    def run_ranks(
-        self,
-        commands: Sequence[Sequence[str]],
-        logs: Sequence[Path],
-        variables: Mapping[str, str],
-        *,
-        limit_s: float,
-    ) -> None:
-        assert variables["HF_HUB_OFFLINE"] == "1" and limit_s > 0
-        for rank, (arguments, log) in enumerate(zip(commands, logs, strict=True)):
-            assert log.parent == Path(arguments[-1])
-            request = load_request(Path(arguments[-2]))
+    def run_process(self, arguments: Sequence[str], log: Path, *, num_ranks: int = 1) -> int:
+        if num_ranks == 1:
+            return super().run_process(arguments, log)
+        _, _, path, *folders = map(Path, arguments)
+        assert len(folders) == num_ranks and log.parent == folders[0]
+        for rank, folder in enumerate(folders):
+            request = load_request(path)
             self.requests.append(request)
             self.act(request.arm)
             phase = PhaseFigures(h2d_bytes=5 + rank, wall_ns=9)
             more: dict[str, Any] = {"prefill": phase, "decode": phase, "peak_bytes": 40 - rank}
             found = run(request.arm, host_bytes=7 + rank, notes=(f"on {rank}", "both"), **more)
+            found = dataclasses.replace(found, reason=self.reasons.get(f"{request.arm} {rank}"))
             tokens = self.tokens.get(f"{request.arm} {rank}", TOKENS)
-            (log.parent / RUN_FILE).write_bytes(RUNS.dump_json(found))
-            (log.parent / TOKENS_FILE).write_text(json.dumps(tokens))
+            (folder / RUN_FILE).write_bytes(RUNS.dump_json(found))
+            (folder / TOKENS_FILE).write_text(json.dumps(tokens))
+        return 0
+
+    reasons: ClassVar[dict[str, str]] = {}
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRanks:
     made = FakeRanks(tmp_path)
     monkeypatch.setattr(orchestrate, "run_process", made.run_process)
-    monkeypatch.setattr(orchestrate, "run_ranks", made.run_ranks)
-    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: Checkpoint(tmp_path / "model", 99))
-    monkeypatch.setattr(orchestrate, "modelled_dtype", lambda *args: "float32")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: tmp_path)
     return made
 
 
@@ -97,28 +93,27 @@ def test_an_arm_of_one_rank_says_why(ranks: FakeRanks) -> None:
     assert [arm for arm, _ in ranks.arms] == ["zero", "zero"]
 
 
-def test_ranks_that_fail_are_a_row_and_the_next_arm_runs(ranks: FakeRanks) -> None:
-    def act(name: str) -> None:
-        if name == "zero":
-            raise RankError("rank 1 ended with status 1: gone")
-
-    ranks.act = act
+def test_ranks_that_fail_are_a_row_and_the_next_arm_runs(
+    ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRanks, "reasons", {"zero 1": "gone"})
     _, zero, ours = ranks.comparison(num_ranks=2).run().runs
-    assert zero.reason == "rank 1 ended with status 1: gone"
+    assert zero.reason == "rank 1: gone"
     assert ours.reason is None
 
 
-def test_the_shard_is_modelled(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
+def test_a_rank_that_writes_nothing_is_a_row(
+    ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_process(arguments: Sequence[str], log: Path, **options: Any) -> int:
+        ranks.run_process(arguments, log, **options)
+        (Path(arguments[-1]) / RUN_FILE).unlink()
+        log.write_text("Killed by something\n")
+        return -9
 
-    class Modeller(orchestrate.Models):  # type: ignore[misc]
-        def __init__(self, make: Any, *args: Any) -> None:
-            super().__init__(make, *args)
-            found.append(make("50%weights").options["num_ranks"])
-
-    monkeypatch.setattr(orchestrate, "Models", Modeller)
-    ranks.comparison(num_ranks=2).run()
-    assert found == [2]
+    monkeypatch.setattr(orchestrate, "run_process", run_process)
+    (zero,) = ranks.comparison(arms=("zero",), num_ranks=2).run().runs
+    assert zero.reason == "the process ended with status -9: Killed by something"
 
 
 def test_the_table_has_a_line_for_each_rank(ranks: FakeRanks) -> None:

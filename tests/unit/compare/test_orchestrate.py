@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,14 @@ import pytest
 from rich.console import Console
 
 from ds_finepage.compare import orchestrate
-from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import RunRequest, load_request
-from ds_finepage.compare.models import Outline
-from ds_finepage.compare.orchestrate import (
-    Checkpoint,
-    Comparison,
-    checkpoint_in,
-    modelled_dtype,
-)
-from ds_finepage.compare.processes import last_line, run_process
-from ds_finepage.compare.tables import remarks
+from ds_finepage.compare.modelling import modelled_dtype
+from ds_finepage.compare.orchestrate import Comparison, checkpoint_in, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
-from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
-from ds_finepage.planning.baselines.zero import ZeroSettings
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.reporting.results import (
     LOG_FILE,
+    CompareSettings,
     PhaseFigures,
     Results,
     load_results,
@@ -48,15 +38,16 @@ class FakeModeller:
 
     budget_bytes, weight_bytes = 1000, 2000
     tuned: tuple[str, ...] = ()  # policies that search settings, and need more as well
-    captures = True
     broken: tuple[str, ...] = ()  # policies with a fault
     large: tuple[str, ...] = ("zero", "finepage")  # policies that need more than 5% of the weights
 
-    def __init__(self, model: str, *, device_budget: str, **options: Any) -> None:
-        if not self.captures:
-            raise CaptureError("its forward looks at values")
-        self.options = {"model": model, **options}
-        self.is_small = device_budget == "5%weights"
+    def __init__(self, folder: Path, settings: CompareSettings, batch: int) -> None:
+        self.is_small = settings.device_budget == "5%weights"
+
+    def at(self, device_budget: str) -> FakeModeller:
+        other = copy.copy(self)
+        other.is_small = False
+        return other
 
     def settings(self, policy: str) -> dict[str, int]:
         if self.is_small and policy in self.tuned:
@@ -89,9 +80,9 @@ class Fake:
         self.writes = True
         self.console = io.StringIO()
 
-    def run_process(self, arguments: Sequence[str], log: Path) -> int:
+    def run_process(self, arguments: Sequence[str], log: Path, *, num_ranks: int = 1) -> int:
         log.write_text("loading\nKilled by something\n")
-        request = load_request(Path(arguments[-2]))
+        request = load_request(Path(arguments[2]))
         self.requests.append(request)
         self.act(request.arm)
         if not self.writes:
@@ -124,8 +115,8 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     made = Fake(tmp_path)
     monkeypatch.setattr(orchestrate, "run_process", made.run_process)
-    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: Checkpoint(tmp_path / "model", 99))
-    monkeypatch.setattr(orchestrate, "modelled_dtype", lambda *args: "bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: tmp_path)
     return made
 
 
@@ -176,14 +167,6 @@ def test_a_process_that_dies_is_a_row_and_the_next_arm_runs(fake: Fake) -> None:
     _, zero, ours = fake.comparison().run().runs
     assert zero.reason == "the process ended with status -9: Killed by something"
     assert zero.tokens_equal is None and ours.tokens_equal is True
-
-
-def test_an_arm_that_is_not_installed_is_a_row(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = dataclasses.replace(ARMS["zero"], package="no_such", install="pip install it")
-    monkeypatch.setitem(ARMS, "zero", gone)
-    _, zero, _ = fake.comparison().run().runs
-    assert zero.reason == "needs the package no_such: pip install it"
-    assert [name for name, _ in fake.arms] == ["plain", "finepage"]
 
 
 def test_finished_runs_are_kept_when_the_user_interrupts(fake: Fake) -> None:
@@ -255,31 +238,6 @@ def test_an_arm_without_settings_that_hold_the_budget_does_not_run(
 # Faults of one arm, or of the simulator, are rows.
 
 
-def test_a_model_that_the_simulator_cannot_capture_is_run_all_the_same(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeModeller, "captures", False)
-    sizes = Outline(weight_bytes=2000, budget_bytes=900)
-    monkeypatch.setattr(orchestrate, "outline_of", lambda folder, settings: sizes)
-    arms = ("plain", "zero", "zero-persistence", "finepage")
-    found = fake.comparison(arms=arms).run()
-    by_arm = {each.arm: each for each in found.runs}
-    assert list(by_arm) == list(arms)
-    searched = by_arm.pop("zero-persistence")
-    assert searched.reason == "the simulator, which searches its settings, cannot capture the model"
-    why = "not modelled, for the simulator cannot capture the model: its forward looks at values"
-    assert " ".join(fake.console.getvalue().split()).count(why) == 1
-    for each in by_arm.values():
-        assert (each.reason, each.tokens_equal, each.weight_bytes) == (None, True, 2000)
-        assert each.decode == PhaseFigures(h2d_bytes=5, wall_ns=9)  # counted, and nothing modelled
-        assert each.notes == (why,)
-    requests = {request.arm: request for request in fake.requests}
-    assert {request.budget_bytes for request in requests.values()} == {900}
-    assert requests["zero"].settings == ZeroSettings().keys
-    assert requests["finepage"].settings == {} == requests["plain"].settings
-    assert [line for line in remarks(found, 1) if why in line] == [f"all arms: {why}"]
-
-
 def test_a_fault_of_one_policy_is_a_note_of_its_arm(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +265,7 @@ def test_a_fault_in_the_search_of_settings_is_the_reason_of_its_arm(
 def test_a_fault_around_the_process_of_an_arm_is_its_reason(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    def run_one(arguments: Sequence[str], log: Path) -> int:
+    def run_one(arguments: Sequence[str], log: Path, **options: Any) -> int:
         status = fake.run_process(arguments, log)
         if fake.requests[-1].arm == "zero" and fault == "no process":
             raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -356,7 +314,7 @@ def test_a_shipped_name_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(orchestrate, "run_process", make)
     for _ in range(2):
-        assert made.comparison()._checkpoint() == Checkpoint(tmp_path / "model", 77)
+        assert made.comparison()._checkpoint() == tmp_path / "model"
     part = str(tmp_path / "model.part")
     assert calls == [["-m", "ds_finepage.compare.checkpoint", part, "llama-7b", "2"]]
 
@@ -377,7 +335,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "pytorch_model.bin").touch()
     found = Fake(tmp_path).comparison(model=str(tmp_path), layers=None)._checkpoint()
-    assert found == Checkpoint(tmp_path, 77)
+    assert found == tmp_path
 
 
 CONFIG = {"model_type": "llama", "vocab_size": 77, "hidden_size": 64, "num_attention_heads": 4}
@@ -390,7 +348,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no weights \(\*.safetensors.*llama-7b"):
         checkpoint_in(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    assert checkpoint_in(tmp_path) == Checkpoint(tmp_path, 77)
+    assert checkpoint_in(tmp_path) == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -408,62 +366,8 @@ def test_the_dtype_that_runs_is_modelled(
     assert modelled_dtype(tmp_path, ds_config, hardware) == expected
 
 
-def test_passes_are_modelled_with_the_form_of_their_weights(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[dict[str, Any]] = []
-
-    class Recording(FakeModeller):
-        def __init__(self, model: str, **options: Any) -> None:
-            super().__init__(model, **options)
-            made.append(self.options)
-
-    monkeypatch.setattr(sys.modules[__name__], "FakeModeller", Recording)
-    packed = {**DS_CONFIG, "finepage": {"weights": "int4", "weights_group": 32, "split": True}}
-    for ds_config in (DS_CONFIG, packed):
-        fake.comparison(ds_config=json.dumps(ds_config), arms=("finepage",)).run()
-    names = ("weights", "weights_group", "split")
-    assert [[options[n] for n in names] for options in made] == [
-        [None, 64, False],
-        ["int4", 32, True],
-    ]
-
-
-# Processes.
-
-
-def test_the_output_of_a_process_is_in_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    code = "import os, sys; print('one'); print(os.environ['DS_FINEPAGE_CACHE']); sys.exit(3)"
-    assert run_process(["-c", code], log) == 3
-    assert log.read_text() == "one\n0\n" and last_line(log) == "0"
-    log.write_text("")
-    assert last_line(log) == "no output"
-    with pytest.raises(ConfigError, match="cannot write"):
-        run_process(["-c", ""], tmp_path / "no" / "log.txt")
-
-
-def test_an_interrupt_kills_the_process_and_what_it_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Any] = []
-    killed: list[tuple[int, int]] = []
-    wait, kill = subprocess.Popen.wait, os.killpg
-
-    def interrupted(self: Any, timeout: float | None = None) -> int:
-        if started:
-            return wait(self, timeout)
-        started.append(self)
-        raise KeyboardInterrupt
-
-    def killpg(group: int, number: int) -> None:
-        killed.append((group, number))
-        kill(group, number)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    monkeypatch.setattr(os, "killpg", killpg)
-    with pytest.raises(KeyboardInterrupt):
-        run_process(["-c", "import signal; signal.pause()"], tmp_path / "log.txt")
-    (process,) = started
-    assert killed == [(process.pid, signal.SIGKILL)]  # it is the leader of its group
-    assert process.returncode == -signal.SIGKILL
+def test_prompts_are_the_same_every_time_and_differ_from_row_to_row(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    first, again = (make_prompts(tmp_path, batch=2, prompt_tokens=9) for _ in "01")
+    assert first == again and len(first) == 2 and {len(row) for row in first} == {9}
+    assert first[0] != first[1] and max(map(max, first)) < 77

@@ -1,116 +1,134 @@
-"""Ranks are started together, find each other, and end together."""
+"""Processes of a command: their logs and ranks, and that none outlives the command."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
-from queue import Empty
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ds_finepage.compare import children, processes
-from ds_finepage.compare.children import kill
-from ds_finepage.compare.processes import (
-    _first_failure,
-    meeting_place,
-    require_ranks,
-    run_ranks,
-)
-from ds_finepage.errors import ConfigError, RankError
+from ds_finepage.compare import leash
+from ds_finepage.compare.processes import end, last_line, require_ranks, run_process
+from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE
 
 WAITS = "import signal; signal.pause()"
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such a tie")
 
 
-def run(*scripts: str, folder: Path, limit_s: float = 60.0) -> list[str]:
-    """Run a script on each rank; return their logs."""
-    logs = [folder / f"{rank}.log" for rank in range(len(scripts))]
-    variables = {**os.environ, "MINE": "yes"}
-    commands = [["-c", script] for script in scripts]
-    run_ranks(commands, logs, variables, limit_s=limit_s, grace_s=0.0)
-    return [log.read_text() for log in logs]
+def test_the_output_of_a_process_is_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    code = "import os, sys; print('one'); print(os.environ['DS_FINEPAGE_CACHE']); sys.exit(3)"
+    assert run_process(["-c", code], log) == 3
+    assert log.read_text() == "one\n0\n" and last_line(log) == "0"
+    log.write_text("")
+    assert last_line(log) == "no output"
+    with pytest.raises(ConfigError, match="cannot write"):
+        run_process(["-c", ""], tmp_path / "no" / "log.txt")
+
+
+def test_an_interrupt_ends_the_process_and_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    killed: list[tuple[int, int]] = []
+    wait, kill = subprocess.Popen.wait, os.killpg
+
+    def interrupted(self: Any, timeout: float | None = None) -> int:
+        if started:
+            return wait(self, timeout)
+        started.append(self)
+        raise KeyboardInterrupt
+
+    def killpg(group: int, number: int) -> None:
+        killed.append((group, number))
+        kill(group, number)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(os, "killpg", killpg)
+    with pytest.raises(KeyboardInterrupt):
+        run_process(["-c", WAITS], tmp_path / "log.txt")
+    (process,) = started
+    assert killed == [(process.pid, signal.SIGTERM)]  # it is the leader of its group
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_process_that_does_not_end_is_killed() -> None:
+    code = (
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: None); print('here', flush=True)\n"
+        "while True: signal.pause()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        end(process, grace_s=0.1)
+        assert process.returncode == -signal.SIGKILL
+        end(process)  # which does nothing now
+
+
+@ON_LINUX
+def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
+    """Both write to one pipe, so the output is whole when both have ended."""
+    child = (
+        "import os, signal; signal.signal(signal.SIGALRM, lambda *_: print('alive')); "
+        "signal.alarm(3); os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
+    )
+    log = tmp_path / "log"
+    command = (
+        "from pathlib import PosixPath; from ds_finepage.compare.processes import run_process; "
+        f"run_process(['-c', {child!r}], {log!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", command], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert waited_for_no_text(log) == ""
+
+
+def waited_for_no_text(log: Path) -> str:
+    """Return what a process has written, once it would have written if it were alive."""
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(4)"], check=True)
+    return log.read_text()
+
+
+@ON_LINUX
+def test_a_process_whose_parent_is_gone_does_not_start() -> None:
+    command = [sys.executable, leash.__file__, "0", sys.executable, "-c", "print('runs')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "process 0 is gone\n")
+
+
+def test_elsewhere_a_process_runs_without_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(sys, "platform", "elsewhere")
+    monkeypatch.setattr(os, "execv", lambda *command: became.append(command))
+    leash.main(["0", "python", "-c", "x"])
+    assert became == [("python", ["python", "-c", "x"])]
+
+
+# Ranks.
 
 
 def test_each_rank_knows_its_number_and_the_way_to_the_others(tmp_path: Path) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", GLOO_ALONE, "MINE")
-    script = f"import os; print(*(os.environ[name] for name in {names}))"
-    found = run(script, script, folder=tmp_path)
-    assert found == [f"{rank} {rank} 2 127.0.0.1 1 yes\n" for rank in (0, 1)]
-
-
-def test_ranks_meet_in_a_store_that_is_there_already() -> None:
-    with meeting_place(2) as variables:
-        host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-        assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-        ranks = [torch.distributed.TCPStore(host, port, 2, is_master=False) for _ in "01"]  # type: ignore[attr-defined]
-        ranks[0].set("key", "value")
-        assert ranks[1].get("key") == b"value"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", GLOO_ALONE)
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os\nprint('ranks', *(os.environ[name] for name in {names}))\n"
+        "assert os.environ['MASTER_ADDR'] and os.environ['MASTER_PORT']\n"
+    )
+    log = tmp_path / "log"
+    assert run_process([script], log, num_ranks=2) == 0
+    lines = sorted(line for line in log.read_text().splitlines() if line.startswith("ranks"))
+    assert lines == ["ranks 0 0 2 1", "ranks 1 1 2 1"]
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    fails = "import sys; print('ValueError: mine\\nand more'); sys.exit(3)"
-    with pytest.raises(RankError, match=r"^rank 1 ended with status 3: ValueError: mine$"):
-        run(WAITS, fails, WAITS, folder=tmp_path)
-
-
-def test_the_others_get_little_time_after_a_failure() -> None:
-    timeouts: list[float] = []
-
-    class Ended:
-        def get(self, timeout: float) -> int:
-            timeouts.append(timeout)
-            if len(timeouts) == 1:
-                return 1
-            raise Empty
-
-    ranks: Any = [SimpleNamespace(returncode=None), SimpleNamespace(returncode=3)]
-    ended: Any = Ended()
-    assert _first_failure(ranks, ended, time.monotonic() + 1000.0, 5.0) == 1
-    assert timeouts[0] > 5.0 >= timeouts[1]
-
-
-def test_the_last_line_stands_for_a_rank_without_an_error(tmp_path: Path) -> None:
-    dies = "import os; print('loading', flush=True); os.kill(os.getpid(), 9)"
-    with pytest.raises(RankError, match=r"^rank 0 ended with status -9: loading$"):
-        run(dies, WAITS, folder=tmp_path)
-
-
-def test_an_error_of_the_package_is_named_without_its_rank(tmp_path: Path) -> None:
-    fails = "raise SystemExit('[rank0]: ds_finepage.errors.RankError: gone\\n[W1] closing')"
-    with pytest.raises(RankError, match=r"status 1: ds_finepage.errors.RankError: gone$"):
-        run(fails, folder=tmp_path)
-
-
-def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"^ranks 0, 1 of 2 were not done after 0 s"):
-        run(WAITS, WAITS, folder=tmp_path, limit_s=0.0)
-
-
-def test_no_rank_outlives_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[int] = []
-
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    def killed(process: Any) -> None:
-        kill(process)
-        ended.append(process.returncode)
-
-    monkeypatch.setattr(processes, "_first_failure", interrupt)
-    monkeypatch.setattr(children, "kill", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(WAITS, WAITS, folder=tmp_path)
-    assert ended == [-signal.SIGKILL, -signal.SIGKILL]
-
-
-def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write .*gone"):
-        run(WAITS, folder=tmp_path / "gone")
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nassert os.environ['RANK'] == '0'\n{WAITS}\n")
+    assert run_process([script], tmp_path / "log", num_ranks=2) != 0
 
 
 def test_one_rank_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, text: str) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     save_results(RESULTS, tmp_path)
     path = tmp_path / results.RESULTS_FILE
-    path.write_text(path.read_text().replace('"format": 2', '"format": 0'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 0'))
     with pytest.raises(ConfigError, match="has format 0"):
         load_results(tmp_path)
 

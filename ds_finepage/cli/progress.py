@@ -1,0 +1,62 @@
+"""Shows on the standard error how far a command is: a bar on a terminal, else a line a minute."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from rich import progress
+from rich.console import Console
+
+T = TypeVar("T")
+PERIOD_S = 60.0
+
+
+class Progress:
+    """Counts the steps of a command while it is entered."""
+
+    def __init__(self, total: int) -> None:
+        """Begin at 0.
+
+        Args:
+            total: The steps, as far as they are known.
+        """
+        console = Console(stderr=True)
+        self._total, self._done, self._said = total, 0, time.monotonic()
+        self._is_terminal = console.is_terminal
+        hidden = not self._is_terminal
+        self._bar = progress.Progress(console=console, transient=True, disable=hidden)
+        self._task = self._bar.add_task("planning", total=total)
+
+    def __enter__(self) -> Progress:
+        """Show the bar, if there is one."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take it away."""
+        self._bar.stop()
+
+    def after(self, call: Callable[[], T]) -> T:
+        """Count a step once a call is done; return what it returns."""
+        result = call()
+        self.advance()
+        return result
+
+    def advance(self) -> None:
+        """Count a step."""
+        self._done += 1
+        self._bar.advance(self._task)
+        if not self._is_terminal and time.monotonic() - self._said >= PERIOD_S:
+            self._said = time.monotonic()
+            print(f"planning: {self._done} of {self._total}", file=sys.stderr, flush=True)
+
+
+def with_progress(items: Sequence[T]) -> Iterator[T]:
+    """Go through items, and show how far that is."""
+    with Progress(len(items)) as shown:
+        for item in items:
+            yield item
+            shown.advance()

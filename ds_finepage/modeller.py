@@ -1,0 +1,248 @@
+"""The prefill and a decode step of a generation, planned for a machine under any budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from ds_finepage.config import DeviceBudget
+from ds_finepage.errors import CaptureError, FinepageError, reason_of
+from ds_finepage.graph.packed import GROUP
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.budget import budget_on
+from ds_finepage.planning.liveness import ample_arena_bytes
+from ds_finepage.planning.policies import EngineSettings, policy_named
+from ds_finepage.reporting.figures import PlanFigures
+from ds_finepage.reporting.results import PhaseFigures
+from ds_finepage.whatif import (
+    CapturedModel,
+    PlannedModel,
+    capture_model,
+    form_that_fits,
+    least_budget_bytes,
+    plan_captured,
+    problem_of,
+)
+
+RESIDENT = "resident"
+"""Stands for an engine that keeps everything on the device, whatever the budget."""
+
+
+class Modeller:
+    """Models the prefill and the last decode step of a generation under a budget.
+
+    Attributes:
+        prefill: The first pass.
+        decode: The step.
+        profile: The machine.
+        weights: The form of the weights that was asked for.
+        budget_bytes: The limit on all device bytes.
+        weight_bytes: Bytes of all weights.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        batch: int,
+        prompt_tokens: int,
+        new_tokens: int | None = None,
+        device_budget: str = "100%weights",
+        hardware: str,
+        dtype: str | None = None,
+        split: bool = False,
+        host_memory_bytes: int | None = None,
+        weights: str | None = None,
+        weights_group: int = GROUP,
+        num_ranks: int = 1,
+    ) -> None:
+        """Capture both passes from the model's config.
+
+        Args:
+            model: A shipped name, a folder or a config.json.
+            batch: Sequences in the batch.
+            prompt_tokens: Tokens of each prompt.
+            new_tokens: Tokens to generate after it. None models the step that makes the last one
+                of ``prompt_tokens``.
+            device_budget: As in a ds_config.
+            hardware: A hardware profile, by name or path.
+            dtype: Of weights and activations; by default the one that suits the machine.
+            split: Policies may cut weights, if they can.
+            host_memory_bytes: Host memory of the machine; None if that is not known.
+            weights: "bf16", "int8" or "int4"; by default they are as the config says.
+            weights_group: Weights that share a scale in a packed form.
+            num_ranks: Ranks that the model is cut over; the passes are those of the first.
+
+        Raises:
+            ConfigError: An argument cannot be used.
+            CaptureError: The forward cannot be written as a taskgraph.
+        """
+        self.profile = load_profile(hardware)
+        self.weights = weights
+        self._split, self._host_memory_bytes = split, host_memory_bytes
+        # The prefill makes the first token, and the cache never holds the last one.
+        self._num_steps = max(1, (new_tokens or 0) - 1)
+        last = prompt_tokens if new_tokens is None else prompt_tokens + self._num_steps
+        lengths = {"prefill": prompt_tokens, "decode": last}
+        shared: dict[str, Any] = {"batch": batch, "profile": self.profile, "dtype": dtype}
+        shared |= {"weights": weights, "weights_group": weights_group, "num_ranks": num_ranks}
+        try:
+            self.prefill, self.decode = (
+                capture_model(model, phase=phase, seq=seq, **shared)
+                for phase, seq in lengths.items()
+            )
+        except FinepageError:
+            raise
+        except Exception as error:  # any op may be new to the recorder
+            raise CaptureError(reason_of(error)) from error
+        self.weight_bytes = self.prefill.graph.weight_bytes
+        self._set_budget(device_budget)
+
+    def at(self, budget: str | int) -> Modeller:
+        """Return a modeller of the same passes under another budget.
+
+        Args:
+            budget: As in a ds_config; or bytes, which may be more than the device has.
+
+        Raises:
+            ConfigError: It cannot be used.
+        """
+        other = copy.copy(self)
+        other._set_budget(budget)
+        return other
+
+    def _set_budget(self, budget: str | int) -> None:
+        if isinstance(budget, str):
+            parsed = DeviceBudget.parse(budget, name="device_budget")
+            budget = budget_on(parsed, self.weight_bytes, self.profile)
+        self.budget_bytes = budget
+        self._found: dict[str, EngineSettings] = {}
+
+    def figures(
+        self, policy: str, settings: Mapping[str, Any] | None = None
+    ) -> tuple[PhaseFigures, PhaseFigures]:
+        """Model the prefill and the decode step.
+
+        Args:
+            policy: A key of ``POLICIES``, or "" or "resident" for an engine that keeps everything
+                on the device.
+            settings: Settings of the system that a policy stands for, by key, which it takes
+                instead of its own. Other keys are ignored, and so are all for other policies.
+
+        Returns:
+            Modelled time, modelled bytes to the device, and both lower bounds of a steady pass.
+
+        Raises:
+            ConfigError: Unknown policy.
+            PlanInfeasibleError: The budget is too small for the policy; the error says why.
+        """
+        prefill, decode = self.planned(policy, settings)
+        return _of(prefill.figures), _of(decode.figures)
+
+    def planned(
+        self, policy: str, settings: Mapping[str, Any] | None = None
+    ) -> tuple[PlannedModel, PlannedModel]:
+        """Plan the prefill and the decode step; the arguments are those of :meth:`figures`.
+
+        Raises:
+            ConfigError: Unknown policy.
+            PlanInfeasibleError: The budget is too small for the policy; the error says why.
+        """
+        engine = self._engine(policy)
+        if engine is not None and settings:
+            engine = engine.with_keys(settings)
+        return self._plan(self.prefill, policy, engine), self.step(policy, engine)
+
+    def step(self, policy: str, engine: EngineSettings | None = None) -> PlannedModel:
+        """Plan the decode step; its KV cache is where the prefill has left it.
+
+        Args:
+            policy: As for :meth:`figures`.
+            engine: Settings of the system that the policy stands for.
+
+        Raises:
+            ConfigError: Unknown policy.
+            PlanInfeasibleError: The budget is too small for the policy; the error says why.
+        """
+        follows = None
+        if policy not in ("", RESIDENT):
+            before = form_that_fits(
+                self.prefill, budget_bytes=self.budget_bytes, policy=policy, split=self._split
+            )
+            follows = self.decode.on_host if before.kv_on_host else None
+        return self._plan(follows or self.decode, policy, engine)
+
+    def ends(self, policy: str) -> tuple[int, int]:
+        """Return the smallest budget that can run, and the one that pages nothing.
+
+        Raises:
+            ConfigError: Unknown policy.
+        """
+        both = (self.prefill, self.decode)
+        least = max(least_budget_bytes(captured, policy=policy) for captured in both)
+        return least, max(captured.needs.needed_budget_bytes for captured in both)
+
+    def settings(self, policy: str) -> dict[str, int]:
+        """Return the settings with which another system does as a policy says.
+
+        Args:
+            policy: A key of ``POLICIES``: ``zero*`` has keys of ``zero_optimization``,
+                ``accelerate-map`` the number of modules on the device, and others none.
+
+        Raises:
+            ConfigError: Unknown policy.
+            PlanInfeasibleError: The budget is too small whatever the settings.
+        """
+        found = self._engine(policy)
+        return {} if found is None else found.keys
+
+    def _engine(self, policy: str) -> EngineSettings | None:
+        """Return the settings of another system, which has the same ones in both passes."""
+        if policy in ("", RESIDENT):
+            return None
+        choose = policy_named(policy).engine_settings
+        if choose is None:
+            return None
+        if policy not in self._found:
+            passes = [
+                (
+                    problem_of(
+                        c, budget_bytes=self.budget_bytes, profile=self.profile, policy=policy
+                    ),
+                    num_runs,
+                )
+                for c, num_runs in ((self.prefill, 1), (self.decode, self._num_steps))
+            ]
+            self._found[policy] = choose(passes)
+        return self._found[policy]
+
+    def _plan(
+        self, captured: CapturedModel, policy: str, engine: EngineSettings | None
+    ) -> PlannedModel:
+        budget_bytes = self.budget_bytes
+        if policy in ("", RESIDENT):
+            policy = "finepage"  # with room for everything, it copies nothing
+            needs = captured.needs
+            budget_bytes = needs.non_arena_bytes + ample_arena_bytes(
+                captured.graph, needs.alignment
+            )
+        return plan_captured(
+            captured,
+            budget_bytes=budget_bytes,
+            profile=self.profile,
+            policy=policy,
+            split=self._split,
+            host_memory_bytes=self._host_memory_bytes,
+            engine=engine,
+            as_in_a_run=True,
+        )
+
+
+def _of(figures: PlanFigures) -> PhaseFigures:
+    return PhaseFigures(
+        modelled_ns=figures.predicted_ns,
+        modelled_h2d_bytes=figures.reloaded_bytes,
+        lower_bound_bytes=figures.lower_bound_bytes,
+        lower_bound_ns=figures.lower_bound_ns,
+    )
