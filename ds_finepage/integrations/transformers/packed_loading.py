@@ -10,7 +10,7 @@ in memory as it was trained. A checkpoint that was saved packed brings numbers, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,9 +83,11 @@ class PackedQuantizer(HfQuantizer):
         refusal: The error of a weight that cannot be packed, which transformers only logs.
         waiting: Packed matrices of experts whose other weights have not come yet, by the name of
             the module and of the weight.
+        read: Returns the values of a weight that is not read yet.
     """
 
     quantization_config: PackedConfig
+    read: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda weight: weight)
     refusal: ConfigError | None = None
     waiting: dict[str, dict[str, PackedMatrices]]
 
@@ -166,7 +168,7 @@ class PackWeight(ConversionOps):
             ConfigError: The weight has another shape, or values that are not finite.
         """
         (value,) = input_dict.values()
-        weight = value[0] if isinstance(value, list) else value
+        weight = self._quantizer.read(value[0] if isinstance(value, list) else value)
         try:
             missing_keys.difference_update(self._replace(model, full_layer_name, weight))
         except ConfigError as error:
