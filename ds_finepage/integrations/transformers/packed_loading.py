@@ -23,8 +23,8 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.packing.experts import PackedExperts, PackedMatrices, pack_matrices
 from ds_finepage.packing.form import PackedForm
-from ds_finepage.packing.linear import PackedLinear
-from ds_finepage.packing.model import METHOD, PACKED_LAYERS, pack_model, weights_of
+from ds_finepage.packing.linear import PackedLinear, PackedWeight
+from ds_finepage.packing.model import METHOD, pack_model, weights_of
 from ds_finepage.packing.sliced import slice_output
 
 VERSION = 2
@@ -202,11 +202,11 @@ class PackWeight(ConversionOps):
             matrices = self._quantizer.waiting.pop(path)
             made = PackedExperts(layer, {name: matrices[name] for name in weights})
         made._is_hf_initialized = True
-        layers: list[Any] = [m for m in made.modules() if isinstance(m, PACKED_LAYERS)]
-        for packed in layers:
-            packed._is_hf_initialized = True
-            for parameter in (packed.numbers, packed.scales, packed.minima):
-                parameter._is_hf_initialized = True  # else transformers would fill it
+        for layer in made.modules():
+            if isinstance(layer, PackedWeight):
+                parts: tuple[Any, ...] = (layer, *layer.packed)
+                for part in parts:
+                    part._is_hf_initialized = True  # else transformers would fill it
         outer, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(outer), attribute, made)
         return [f"{path}.{name}" for name in weights]
