@@ -64,7 +64,7 @@ setup(
         "psutil",
         "pydantic>=2.10,<3",
         "rich",
-        "safetensors",
+        "safetensors>=0.8",
         "scipy",
         "torch>=2.9,<2.15",
         "transformers>=5.17",

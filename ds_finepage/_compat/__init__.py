@@ -29,28 +29,18 @@ MODEL = "PreTrainedModel"
 MODEL_BUILD = "get_init_context"
 MODEL_LOAD = "_load_pretrained_model"
 MODEL_FINISH = "_finalize_model_loading"
-MODEL_READ_FILE = "load_state_dict"
+MODEL_METHODS = (MODEL_BUILD, MODEL_LOAD, MODEL_FINISH)
 MODEL_QUANTIZER = "get_hf_quantizer"
-MODEL_FILL = "_load_state_dict_into_zero3_model"
 IS_ZERO3 = "is_deepspeed_zero3_enabled"
 """The function of transformers that tells whether it loads into ZeRO's partitions."""
 
 MODEL_NEEDS = (
     MODEL,
-    MODEL_READ_FILE,
-    MODEL_FILL,
     MODEL_QUANTIZER,
     "deepspeed_config",
     IS_ZERO3,
 )
 """The names that loading into partitions needs in ``transformers.modeling_utils``."""
-
-CONVERSIONS = "_apply_weight_conversions_to_state_dict"
-"""The function of ``transformers.integrations.deepspeed`` that runs all conversions of a load."""
-
-CONVERTER = "WeightConverter"
-CONVERTER_CONVERT = "convert"
-"""The class of ``transformers.core_model_loading`` that is one conversion, and its method."""
 
 GATHERED_PARAMETERS = "GatheredParameters"
 """The name in ``deepspeed.zero`` under which transformers looks up the gathering context."""

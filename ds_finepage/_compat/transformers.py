@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import ModuleType, NoneType
+from types import NoneType
 from typing import Any, get_args
 
 import torch
 from transformers.cache_utils import Cache
 
 from ds_finepage import _compat
-
-
-def keeps_conversions(integration: ModuleType) -> bool:
-    """Return whether a load holds the results of all conversions at once; versions before 5.23."""
-    run = getattr(integration, _compat.CONVERSIONS, None)
-    return inspect.isfunction(run) and not inspect.isgeneratorfunction(run)
-
 
 CACHE_NAMES = ("past_key_values", "cache")
 """Of the argument that is a KV cache; the second one in transformers' own models since 5.24."""

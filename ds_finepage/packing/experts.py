@@ -12,34 +12,15 @@ from typing import Any
 
 import torch
 
-from ds_finepage.packing.form import Packed, PackedForm, pack_each
-from ds_finepage.packing.op import packed_grouped_linear
+from ds_finepage.packing.form import PackedForm, pack
+from ds_finepage.packing.linear import PackedWeight, product
 
 PROTOCOL = "transformers.integrations.moe"
 """The module of transformers whose decorator makes the forward pass of fused experts."""
 
 
-class PackedMatrices(torch.nn.Module):
-    """One packed matrix for each expert, not trained.
-
-    Attributes:
-        form: How the matrices are packed.
-        numbers: Of the packed matrices, (experts, out, in * bits / 8).
-        scales: Of the packed matrices, (experts, out, in / group).
-        minima: Likewise.
-    """
-
-    def __init__(self, packed: Packed, form: PackedForm) -> None:
-        """Take the tensors as they are.
-
-        Args:
-            packed: The matrices.
-            form: How they are packed.
-        """
-        super().__init__()
-        self.form = form
-        numbers, scales, minima = (torch.nn.Parameter(p, requires_grad=False) for p in packed)
-        self.numbers, self.scales, self.minima = numbers, scales, minima
+class PackedMatrices(PackedWeight):
+    """One packed matrix for each expert."""
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Multiply each row by the matrix of its expert.
@@ -51,11 +32,7 @@ class PackedMatrices(torch.nn.Module):
         Returns:
             (rows, out), of the dtype of the scales.
         """
-        parts, form = (self.numbers, self.scales, self.minima), self.form
-        rows = x.to(self.scales.dtype)
-        made = packed_grouped_linear(rows, *parts, ends, form.bits, form.group, form.fused)
-        assert isinstance(made, torch.Tensor)
-        return made
+        return product(x, self.packed, self.form, ends=ends)
 
     def extra_repr(self) -> str:
         """Return the sizes and the form."""
@@ -171,7 +148,7 @@ def pack_matrices(
         ConfigError: The form does not suit the weight.
     """
     given = as_matrices(experts, weight.detach())
-    return PackedMatrices(pack_each(given, form, f"{path}.{name}"), form).train(experts.training)
+    return PackedMatrices(pack(given, form, f"{path}.{name}"), form).train(experts.training)
 
 
 def as_matrices(experts: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -123,30 +123,40 @@ class Packed(NamedTuple):
 
 
 def pack(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Packed:
-    """Pack a matrix.
+    """Pack a matrix, or several matrices, each by itself.
 
     Args:
-        weight: (out, in), of a floating dtype; on the meta device only shapes are made.
+        weight: (out, in) or (matrices, out, in), of a floating dtype; on the meta device only
+            shapes are made.
         form: How to pack it.
         name: Of the weight, for messages.
+
+    Returns:
+        The packed matrix; the parts of several lie behind each other along a first dimension.
 
     Raises:
         ConfigError: The form does not suit the weight, or the weight is not finite.
     """
-    form.require(tuple(weight.shape), name)
+    form.require(tuple(weight.shape[-2:] if weight.dim() == 3 else weight.shape), name)
     if not weight.is_floating_point():
         raise ConfigError(f"{name} is {weight.dtype}, so it is packed already or has no fractions.")
-    num_rows, width = weight.shape
-    groups = (num_rows, width // form.group)
+    *outer, width = weight.shape
+    groups = (*outer, width // form.group)
     packed = Packed(
-        weight.new_empty(num_rows, width * form.bits // 8, dtype=torch.uint8),
+        weight.new_empty(*outer, width * form.bits // 8, dtype=torch.uint8),
         weight.new_empty(groups),
         weight.new_empty(groups),
     )
-    if weight.is_meta:
-        return packed
-    step = max(1, ELEMENTS_AT_ONCE // width)
-    for begin in range(0, num_rows, step):
+    if not weight.is_meta:
+        several = (t if t.dim() == 3 else t.unsqueeze(0) for t in (weight, *packed))
+        for matrix, *parts in zip(*several, strict=True):
+            _pack_into(Packed(*parts), matrix, form, name)
+    return packed
+
+
+def _pack_into(packed: Packed, weight: torch.Tensor, form: PackedForm, name: str) -> None:
+    step = max(1, ELEMENTS_AT_ONCE // weight.shape[1])
+    for begin in range(0, len(weight), step):
         rows = weight[begin : begin + step].float().unflatten(1, (-1, form.group))
         if not rows.isfinite().all():
             raise ConfigError(f"{name} has values that are not finite, so it cannot be packed.")
@@ -154,29 +164,6 @@ def pack(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Pack
         packed.numbers[begin : begin + step] = _joined(numbers, form).flatten(1)
         packed.scales[begin : begin + step] = scales
         packed.minima[begin : begin + step] = minima
-    return packed
-
-
-def pack_each(weight: torch.Tensor, form: PackedForm, name: str = "a weight") -> Packed:
-    """Pack the matrices of a weight, each by itself.
-
-    Args:
-        weight: (matrices, out, in), of a floating dtype; on the meta device only shapes are made.
-        form: How to pack it.
-        name: Of the weight, for messages.
-
-    Returns:
-        The parts of all matrices, behind each other along a first dimension.
-
-    Raises:
-        ConfigError: The form does not suit the weight, or the weight is not finite.
-    """
-    first = pack(weight[0], form, name)
-    packed = Packed(*(part.new_empty(len(weight), *part.shape) for part in first))
-    for at, matrix in enumerate(weight if not weight.is_meta else ()):
-        for part, made in zip(packed, pack(matrix, form, name) if at else first, strict=True):
-            part[at] = made
-    return packed
 
 
 def unpack(packed: Packed, form: PackedForm, dtype: torch.dtype) -> torch.Tensor:

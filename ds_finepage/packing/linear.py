@@ -1,4 +1,4 @@
-"""A linear layer whose weight is packed."""
+"""Packed weights as modules, and the linear layer that has one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,37 @@ from typing import Any
 import torch
 
 from ds_finepage.packing.form import Packed, PackedForm, pack, unpack
-from ds_finepage.packing.op import packed_linear
+from ds_finepage.packing.op import packed_grouped_linear, packed_linear
 
 
-class PackedLinear(torch.nn.Module):
-    """Stands for a ``torch.nn.Linear``, with a packed weight that is not trained.
+class PackedWeight(torch.nn.Module):
+    """Holds a packed matrix, or one for each expert, that is not trained.
 
     Attributes:
-        form: How the weight is packed.
+        form: How it is packed.
+        numbers: See :class:`ds_finepage.packing.form.Packed`.
+        scales: Likewise.
+        minima: Likewise.
+    """
+
+    def __init__(self, packed: Packed, form: PackedForm) -> None:
+        """Take the tensors as they are."""
+        super().__init__()
+        self.form = form
+        self.numbers, self.scales, self.minima = (_parameter(part) for part in packed)
+
+    @property
+    def packed(self) -> Packed:
+        """The parts."""
+        return Packed(self.numbers, self.scales, self.minima)
+
+
+class PackedLinear(PackedWeight):
+    """Stands for a ``torch.nn.Linear``, with a packed weight.
+
+    Attributes:
         in_features: Width of the input.
         out_features: Width of the output.
-        numbers: Of the packed weight; see :class:`ds_finepage.packing.form.Packed`.
-        scales: Of the packed weight.
-        minima: Of the packed weight.
         bias: (out,), or None.
     """
 
@@ -31,11 +49,9 @@ class PackedLinear(torch.nn.Module):
             form: How it is packed.
             bias: (out,); a parameter stays the one that it is.
         """
-        super().__init__()
-        self.form = form
+        super().__init__(packed, form)
         self.in_features = packed.numbers.shape[1] * 8 // form.bits
         self.out_features = packed.numbers.shape[0]
-        self.numbers, self.scales, self.minima = (_parameter(part) for part in packed)
         self.register_parameter("bias", None if bias is None else _parameter(bias))
 
     @classmethod
@@ -60,7 +76,7 @@ class PackedLinear(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight, (out, in), unpacked at each use."""
-        return unpack(Packed(self.numbers, self.scales, self.minima), self.form, self.scales.dtype)
+        return unpack(self.packed, self.form, self.scales.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T + bias``.
@@ -68,10 +84,7 @@ class PackedLinear(torch.nn.Module):
         Args:
             x: (..., in).
         """
-        parts, form = (self.numbers, self.scales, self.minima), self.form
-        made = packed_linear(x, *parts, self.bias, form.bits, form.group, form.fused)
-        assert isinstance(made, torch.Tensor)
-        return made
+        return product(x, self.packed, self.form, bias=self.bias)
 
     def extra_repr(self) -> str:
         """Return the sizes and the form, as ``torch.nn.Linear`` shows its own."""
@@ -79,6 +92,35 @@ class PackedLinear(torch.nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.form.name} in groups of {self.form.group}"
         )
+
+
+def product(
+    x: torch.Tensor,
+    packed: Packed,
+    form: PackedForm,
+    *,
+    bias: Any = None,
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by a packed matrix, or each row by that of its expert.
+
+    Args:
+        x: (..., in); rows that are sorted by expert, if there are some.
+        packed: The matrix, or one for each expert.
+        form: How it is packed.
+        bias: (out,), or None; experts have none.
+        ends: (experts,), integers: where the rows of each expert end.
+
+    Returns:
+        (..., out); with experts, of the dtype of the scales.
+    """
+    how = (form.bits, form.group, form.fused)
+    if ends is None:
+        made = packed_linear(x, *packed, bias, *how)
+    else:
+        made = packed_grouped_linear(x.to(packed.scales.dtype), *packed, ends, *how)
+    assert isinstance(made, torch.Tensor)
+    return made
 
 
 def matrix_of(linear: torch.nn.Module) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ds_finepage.packing.experts import (
     unknown,
 )
 from ds_finepage.packing.form import Packed, PackedForm
-from ds_finepage.packing.linear import PackedLinear, matrix_of
+from ds_finepage.packing.linear import PackedLinear, PackedWeight, matrix_of
 from ds_finepage.packing.sliced import slice_output
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,6 @@ METHOD = "finepage"
 
 Places = list[list[str]]
 """The layers that have the same weights, each with all of its names."""
-
-PACKED_LAYERS = (PackedLinear, PackedMatrices)
-"""The modules that hold packed weights."""
 
 
 def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
@@ -77,7 +74,7 @@ def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
 
 def form_of(model: torch.nn.Module) -> PackedForm | None:
     """Return the form of the packed layers of a model; None if it has none."""
-    return next((m.form for m in model.modules() if isinstance(m, PACKED_LAYERS)), None)
+    return next((m.form for m in model.modules() if isinstance(m, PackedWeight)), None)
 
 
 def is_packed(model: torch.nn.Module) -> bool:
@@ -135,7 +132,7 @@ def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
             made = PackedExperts(layer, matrices)
         elif packed is None:
             made = PackedLinear.from_linear(layer, form, f"{names[0]}.weight")
-            packed = Packed(made.numbers, made.scales, made.minima)
+            packed = made.packed
         else:
             made = PackedLinear(packed, form, layer.bias).train(layer.training)
         for name in names:
@@ -211,7 +208,7 @@ def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         by = None
-        if isinstance(module, PACKED_LAYERS):
+        if isinstance(module, PackedWeight):
             was_packed = True
             if module.form != form:
                 by = f"{name} is packed as {module.form}"

@@ -23,6 +23,7 @@ the device. The host waits only if rows are as many as experts, or too many for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,13 +32,7 @@ from ds_finepage.graph.packed import CUT_ROWS, FUSED_ROWS, SLICE_ROWS
 from ds_finepage.packing.form import WIDE_ROWS, Packed, PackedForm, unpack
 from ds_finepage.packing.fused import fused_product, why_not
 
-_WEIGHT = "Tensor x, Tensor numbers, Tensor scales, Tensor minima"
-_ARGUMENTS = {
-    "packed_linear": f"{_WEIGHT}, Tensor? bias, int bits, int group, bool fused=False",
-    "packed_grouped_linear": f"{_WEIGHT}, Tensor ends, int bits, int group, bool fused=False",
-}
 _LIBRARY = torch.library.Library("ds_finepage", "DEF")
-
 
 SCRATCH_BYTES = 32 << 20
 """Bytes that an accelerator unpacks at a time; where ``CUT_ROWS`` rows need more, it takes those.
@@ -191,17 +186,36 @@ def _multiply(
     step = at_once = SLICE_ROWS
     if not rows.is_cpu:
         step, at_once = CUT_ROWS, _rows_at_once(rows.shape[1] * rows.element_size())
-    columns = results.split(step, dim=1)
-    biases = () if bias is None else bias.split(step)
     for begin in range(0, packed.numbers.shape[0], at_once):
         span = slice(begin, begin + at_once)
         weight = unpack(Packed(*(part[span] for part in packed)), form, rows.dtype)
-        for at, piece in enumerate(weight.t().split(step, dim=1), begin // step):
-            if bias is None:
-                torch.mm(rows, piece, out=columns[at])
-            else:
-                torch.addmm(biases[at], rows, piece, out=columns[at])
-        del weight, piece  # before the next ones are made
+        products(rows, weight, None if bias is None else bias[span], results[:, span], step)
+        del weight  # before the next one is made
+
+
+def products(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    results: torch.Tensor,
+    step: int,
+) -> None:
+    """Write ``rows @ weight.T + bias``, a slice at a time: each is a product of its own.
+
+    Args:
+        rows: (rows, in).
+        weight: (out, in).
+        bias: (out,), or none.
+        results: (rows, out).
+        step: Outputs of a slice.
+    """
+    biases = repeat(None) if bias is None else bias.split(step)
+    slices = zip(weight.split(step), biases, results.split(step, dim=1), strict=False)
+    for piece, its_bias, columns in slices:
+        if its_bias is None:
+            torch.mm(rows, piece.t(), out=columns)
+        else:
+            torch.addmm(its_bias, rows, piece.t(), out=columns)
 
 
 def _multiply_by_index(
@@ -228,25 +242,33 @@ def _multiply_by_index(
     results.masked_fill_(is_behind.unsqueeze(1), 0)
 
 
-def _new(x: torch.Tensor, numbers: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], numbers.shape[-2]))
+def define(name: str, arguments: str, into: Callable[..., torch.Tensor]) -> Any:
+    """Give torch an op, with a form that makes its result and one that writes into ``out``.
 
+    Args:
+        name: Of the op.
+        arguments: By torch's schema: the input, the weight or its numbers, and others.
+        into: Writes the result into a tensor.
+    """
 
-def _define(name: str, into: Callable[..., torch.Tensor]) -> None:
-    """Give torch an op, with a form that makes its result and one that writes into ``out``."""
+    def new(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], weight.shape[-2]))
 
-    def make(x: torch.Tensor, numbers: torch.Tensor, *others: Any) -> torch.Tensor:
-        return into(x, numbers, *others, out=_new(x, numbers))
+    def make(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+        return into(x, weight, *others, out=new(x, weight))
 
-    _LIBRARY.define(f"{name}({_ARGUMENTS[name]}) -> Tensor")
-    _LIBRARY.define(f"{name}.out({_ARGUMENTS[name]}, *, Tensor(a!) out) -> Tensor(a!)")
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor")
+    _LIBRARY.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
     _LIBRARY.impl(name, make, "CompositeExplicitAutograd")
     _LIBRARY.impl(f"{name}.out", into, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ds_finepage::{name}", _new)
+    torch.library.register_fake(f"ds_finepage::{name}", new)
+    return getattr(torch.ops.ds_finepage, name)
 
 
-_define("packed_linear", _into)
-_define("packed_grouped_linear", grouped_into)
+_WEIGHT = "Tensor x, Tensor numbers, Tensor scales, Tensor minima"
+_FORM = "int bits, int group, bool fused=False"
 
-packed_linear = torch.ops.ds_finepage.packed_linear
-packed_grouped_linear = torch.ops.ds_finepage.packed_grouped_linear
+packed_linear = define("packed_linear", f"{_WEIGHT}, Tensor? bias, {_FORM}", _into)
+packed_grouped_linear = define(
+    "packed_grouped_linear", f"{_WEIGHT}, Tensor ends, {_FORM}", grouped_into
+)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from ds_finepage.graph.packed import OUTPUT_ROWS
-
-_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias"
-_LIBRARY = torch.library.Library("ds_finepage", "FRAGMENT")
+from ds_finepage.packing.op import define, products
 
 
 @torch.no_grad()
@@ -32,31 +29,12 @@ def _into(
         bias: (out,), or none.
         out: (..., out), or the columns of a cut weight in it.
     """
-    rows, columns = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]).split(OUTPUT_ROWS, 1)
-    for at, piece in enumerate(weight.split(OUTPUT_ROWS)):
-        if bias is None:
-            torch.mm(rows, piece.t(), out=columns[at])
-        else:
-            begin = at * OUTPUT_ROWS
-            torch.addmm(bias[begin : begin + len(piece)], rows, piece.t(), out=columns[at])
+    rows = x.reshape(-1, x.shape[-1])
+    products(rows, weight, bias, out.view(-1, out.shape[-1]), OUTPUT_ROWS)
     return out
 
 
-def _new(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _make(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _into(x, weight, bias, out=_new(x, weight))
-
-
-_LIBRARY.define(f"sliced_linear({_ARGUMENTS}) -> Tensor")
-_LIBRARY.define(f"sliced_linear.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)")
-_LIBRARY.impl("sliced_linear", _make, "CompositeExplicitAutograd")
-_LIBRARY.impl("sliced_linear.out", _into, "CompositeExplicitAutograd")
-torch.library.register_fake("ds_finepage::sliced_linear", _new)
-
-sliced_linear = torch.ops.ds_finepage.sliced_linear
+sliced_linear = define("sliced_linear", "Tensor x, Tensor weight, Tensor? bias", _into)
 
 
 class SlicedLinear(torch.nn.Linear):

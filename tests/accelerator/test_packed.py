@@ -15,7 +15,7 @@ from ds_finepage.execution.executor import Executor
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.graph.packed import CUT_ROWS, PACKED_GROUPED
 from ds_finepage.packing import op
-from ds_finepage.packing.form import Packed, PackedForm, pack, pack_each, unpack
+from ds_finepage.packing.form import Packed, PackedForm, pack, unpack
 from ds_finepage.packing.fused import why_not
 from ds_finepage.packing.model import pack_model
 from tests.accelerator.subjects import AMPLE, Subject
@@ -33,7 +33,7 @@ def packed_on(device: torch.device, form: PackedForm, *shape: int) -> Packed:
     """Return a packed matrix, or several, in bfloat16."""
     torch.manual_seed(0)
     weight = torch.randn(shape, dtype=torch.bfloat16)
-    made = pack(weight, form) if len(shape) == 2 else pack_each(weight, form)
+    made = pack(weight, form)
     return Packed(*(part.to(device) for part in made))
 
 

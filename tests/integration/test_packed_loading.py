@@ -242,7 +242,7 @@ def test_a_full_disk_loses_nothing(
     assert list((tmp_path / "kept").iterdir()) == []
     caplog.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(packed_files, "_NAMES", {torch.uint8: "U8"})
+        patch.setattr(packed_files, "DTYPES", {"U8": torch.uint8})
         assert_same(load(tmp_path / "trained", config), same)
     assert "not kept: some are torch.bfloat16" in caplog.text
 

@@ -18,9 +18,6 @@ from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import make_model
 from tests.integration.test_loading import ds_config, masters
 
-pytestmark = pytest.mark.skipif(
-    not loading._loads_shards(modeling_utils), reason="needs a newer transformers"
-)
 GATE = "model.layers.0.mlp.gate_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -144,7 +141,7 @@ def test_a_weight_that_another_rank_has_cut_is_not_shared(
 
     def spy(weights: Any, *_: Any) -> list[torch.Tensor]:
         given.append(len(weights))
-        return [torch.empty(each.num_elements) for each in weights]
+        return [torch.empty(each.numel()) for each in weights]
 
     monkeypatch.setattr(shard_loading.Meetings, "gather", gather)
     monkeypatch.setattr(shard_loading, "shared", spy)

@@ -224,10 +224,7 @@ def test_the_seams_find_the_names_of_transformers() -> None:
     module = import_module("transformers.modeling_utils")
     assert [name for name in _compat.MODEL_NEEDS if not hasattr(module, name)] == []
     model = getattr(module, _compat.MODEL)
-    assert vars(model).keys() >= {_compat.MODEL_BUILD, _compat.MODEL_LOAD}
-    assert hasattr(import_module("transformers.integrations.deepspeed"), _compat.CONVERSIONS)
-    converter = getattr(import_module("transformers.core_model_loading"), _compat.CONVERTER)
-    assert _compat.CONVERTER_CONVERT in vars(converter)
+    assert vars(model).keys() >= {*_compat.MODEL_METHODS}
 
 
 def test_the_arm_finds_the_name_of_accelerate() -> None:

@@ -1,8 +1,4 @@
-"""Tensors of a safetensors file that are read where they are used, and not kept.
-
-Reads the file's header, produces tensors with its shapes and dtypes and without its bytes. An
-op with such a tensor reads it into own memory while the op runs. So merging the experts of a layer
-holds that layer, and a copy into a parameter holds a piece of it.
+"""Where the tensors of a safetensors file lie, and their bytes.
 
 Imported only while a checkpoint is loaded.
 """
@@ -15,18 +11,12 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from ds_finepage._compat.torch import _disabled_torch_function_impl, tree_map_only
 from ds_finepage.errors import StoreError
-
-PIECE_BYTES = 4 << 20
-"""What is held of a tensor while it is copied."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -86,67 +76,6 @@ class Region:
         return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype)
 
 
-class FileTensor(torch.Tensor):
-    """A tensor on the CPU whose bytes are in a file.
-
-    Attributes:
-        region: Where they are.
-        changed: The bytes themselves, once an op has written into them.
-    """
-
-    region: Region
-    changed: torch.Tensor | None
-
-    @staticmethod
-    def __new__(cls, region: Region) -> FileTensor:
-        """Make the shell; nothing is read."""
-        made = torch.Tensor._make_wrapper_subclass(cls, region.shape, dtype=region.dtype)
-        assert isinstance(made, cls)
-        made.region = region
-        made.changed = None
-        return made
-
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, op: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run an op on the bytes."""
-        if op is torch.ops.aten.copy_.default and _copied_by_pieces(*args[:2]):
-            return args[0]
-        trim_heap()  # of what the ops before this one made, in a conversion
-        keep = op._schema.is_mutable
-        args, kwargs = tree_map_only(cls, lambda t: t._read(keep=keep), (args, kwargs or {}))
-        return op(*args, **kwargs)
-
-    def _read(self, *, keep: bool) -> torch.Tensor:
-        if self.changed is not None:
-            return self.changed
-        found = self.region.read(0, self.region.num_elements).view(self.region.shape)
-        if keep:
-            self.changed = found
-        return found
-
-
-def _copied_by_pieces(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Copy from a file into a tensor of the same shape; False where that has to be done whole."""
-    if (
-        isinstance(target, FileTensor)
-        or not isinstance(source, FileTensor)
-        or source.changed is not None
-        or target.shape != source.shape
-        or not target.is_contiguous()
-    ):
-        return False
-    region, flat = source.region, target.view(-1)
-    step = max(1, PIECE_BYTES // region.dtype.itemsize)
-    for start in range(0, region.num_elements, step):
-        stop = min(start + step, region.num_elements)
-        flat[start:stop].copy_(region.read(start, stop))
-    return True
-
-
 def trim_heap() -> None:
     """Give back to the system what the C library's heap holds free; nothing on other systems."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -154,8 +83,8 @@ def trim_heap() -> None:
         trim(ctypes.c_size_t(0))
 
 
-def open_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor] | None:
-    """Return a safetensors file's tensors, unread, in the order in which safetensors has them.
+def regions_of(path: str | os.PathLike[str]) -> dict[str, Region] | None:
+    """Return where a safetensors file has its tensors, in the order in which safetensors has them.
 
     Returns:
         None where the file has a dtype that is not in ``DTYPES``.
@@ -168,17 +97,15 @@ def open_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor] | None:
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
-    found: dict[str, torch.Tensor] = {}
-    for name in names:
-        entry = header[name]
-        if entry["dtype"] not in DTYPES:
-            return None
-        region = Region(
+    if any(header[name]["dtype"] not in DTYPES for name in names):
+        return None
+    return {
+        name: Region(
             path=os.fspath(path),
             name=name,
-            offset=8 + header_bytes + entry["data_offsets"][0],
-            shape=tuple(entry["shape"]),
-            dtype=DTYPES[entry["dtype"]],
+            offset=8 + header_bytes + header[name]["data_offsets"][0],
+            shape=tuple(header[name]["shape"]),
+            dtype=DTYPES[header[name]["dtype"]],
         )
-        found[name] = FileTensor(region)
-    return found
+        for name in names
+    }

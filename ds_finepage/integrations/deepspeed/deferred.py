@@ -1,9 +1,9 @@
 """Tensors of a checkpoint that keep the ops on them for later.
 
 transformers converts such a tensor as any other: it casts it, stacks the matrices of experts, makes
-a parameter of it. Nothing is read. Once it is known which part of a parameter a rank needs, that
-part is read, and the ops run. Only that part is in memory, if the tensor was only cast, and one of
-several tensors that were joined. Other ops run on whole tensors.
+a parameter of it. Nothing is read. The ops run when the values are copied into memory that stays: a
+whole parameter, or the part of it that a rank needs. Casts, parts and joins of tensors are read
+piece by piece. Other ops run on whole tensors.
 
 Imported only while a checkpoint is loaded.
 """
@@ -11,7 +11,8 @@ Imported only while a checkpoint is loaded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, cast
@@ -20,10 +21,10 @@ import torch
 
 from ds_finepage._compat.torch import _disabled_torch_function_impl, tree_leaves, tree_map_only
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed.checkpoint_files import PIECE_BYTES, Region, trim_heap
+from ds_finepage.integrations.deepspeed.checkpoint_files import Region, regions_of, trim_heap
 
-SAME = (torch.ops.aten.alias, torch.ops.aten.detach)
-"""Ops that return the values of their tensor."""
+PIECE_BYTES = 4 << 20
+"""What is held of a tensor while it is copied; a row, where that is larger."""
 
 JOINS = (torch.ops.aten.stack, torch.ops.aten.cat)
 """Ops whose tensors are read one by one."""
@@ -41,17 +42,19 @@ class Call:
         args: Its arguments; some are deferred tensors.
         kwargs: Its arguments by name.
         index: Which of its results is meant.
+        part: The part of its first argument that this is; None if it is something else.
     """
 
     op: Any
     args: Any
     kwargs: Any
     index: int
+    part: Part | None
 
     def value(self) -> torch.Tensor:
         """Run the op."""
         trim_heap()  # of what the ops before this one made
-        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.value, (self.args, self.kwargs))
+        args, kwargs = tree_map_only(DeferredTensor, value_of, (self.args, self.kwargs))
         return cast(torch.Tensor, tree_leaves(self.op(*args, **kwargs))[self.index])
 
 
@@ -59,19 +62,21 @@ class DeferredTensor(torch.Tensor):
     """A tensor on the CPU that has no values yet.
 
     Attributes:
-        origin: Where they are, or the op that makes them.
+        origin: Where they are, the op that makes them, or they themselves, once an op has written.
+        is_alone: No other deferred tensor has its values, or follows from them.
     """
 
-    origin: Region | Call
+    origin: Region | Call | torch.Tensor
+    is_alone: bool
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, origin: Region | Call) -> DeferredTensor:
+    def __new__(cls, like: torch.Tensor, origin: Region | Call, is_alone: bool) -> DeferredTensor:
         """Make the shell, with the shape, strides and dtype of another tensor."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype
         )
         assert isinstance(made, cls)
-        made.origin = origin
+        made.origin, made.is_alone = origin, is_alone
         return made
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,38 +84,28 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def of(cls, region: Region) -> DeferredTensor:
         """Return the tensor of a file."""
-        return cls(torch.empty(region.shape, dtype=region.dtype, device="meta"), region)
+        like = torch.empty(region.shape, dtype=region.dtype, device="meta")
+        return cls(like, region, is_alone=True)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Keep an op for later; run one whose results have no shape before it ran.
+        """Keep an op for later; run one that writes, or whose results are not known before.
 
         Raises:
-            ConfigError: The op writes.
+            ConfigError: The op writes into a deferred tensor that is not alone.
         """
         kwargs = kwargs or {}
         if op._schema.is_mutable:
-            raise ConfigError(
-                f"this checkpoint cannot be loaded shard by shard: its conversion writes by {op}. "
-                f"Load the model before HfDeepSpeedConfig is made."
-            )
-        try:
-            shells = tree_map_only(torch.Tensor, _shell, (args, kwargs))
-            where = {"device": torch.device("meta")} if "device" in kwargs else {}
-            results = op(*shells[0], **{**shells[1], **where})
-        except (NotImplementedError, RuntimeError):
-            results = None
-        leaves = tree_leaves(results)
-        if results is None or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            args, kwargs = tree_map_only(cls, cls.value, (args, kwargs))
-            return op(*args, **kwargs)
-        made = iter([cls(leaf, Call(op, args, kwargs, i)) for i, leaf in enumerate(leaves)])
-        return tree_map_only(torch.Tensor, lambda _: next(made), results)
+            return _write(op, args, kwargs)
+        found = _kept(op, args, kwargs)
+        return _run(op, args, kwargs) if found is None else found
 
     def value(self) -> torch.Tensor:
         """Return the tensor with its values."""
+        if isinstance(self.origin, torch.Tensor):
+            return self.origin
         if isinstance(self.origin, Call):
             return self.origin.value()
         return self.origin.read(0, self.origin.num_elements).view(self.origin.shape)
@@ -125,13 +120,89 @@ class DeferredTensor(torch.Tensor):
         _read(self, part, target, [])
 
 
+def open_files(paths: Iterable[str | os.PathLike[str]]) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of safetensors files, unread.
+
+    Returns:
+        None where there are none, or one is in a dtype that means something else in torch.
+
+    Raises:
+        safetensors.SafetensorError: A file is not valid.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in paths:
+        regions = regions_of(path)
+        if regions is None:
+            return None
+        found |= {name: DeferredTensor.of(region) for name, region in regions.items()}
+    return found or None
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its values, whether they are read or not."""
+    return tensor.value() if isinstance(tensor, DeferredTensor) else tensor
+
+
 def whole_of(tensor: torch.Tensor) -> Part:
     """Return the part of a tensor that is all of it."""
     return tuple(map(range, tensor.shape))
 
 
-def _shell(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _kept(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the results of an op that runs later; None if their shapes are not known before."""
+    if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        return None
+    shells: list[torch.Tensor] = []
+
+    def shell(tensor: torch.Tensor) -> torch.Tensor:
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        shells.append(like)
+        return like
+
+    try:
+        like, named = tree_map_only(torch.Tensor, shell, (args, kwargs))
+        results = op(*like, **named | ({"device": "meta"} if "device" in kwargs else {}))
+    except (NotImplementedError, RuntimeError):
+        return None
+    leaves = tree_leaves(results)
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return None
+    made = []
+    for i, leaf in enumerate(leaves):
+        is_new = all(leaf.untyped_storage()._cdata != s.untyped_storage()._cdata for s in shells)
+        part = None if is_new else part_of(shells[0], leaf)
+        made.append(DeferredTensor(leaf, Call(op, args, kwargs, i, part), is_alone=is_new))
+    for tensor in tree_leaves((args, kwargs)):
+        if isinstance(tensor, DeferredTensor):
+            tensor.is_alone = False
+    left = iter(made)
+    return tree_map_only(torch.Tensor, lambda _: next(left), results)
+
+
+def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    args, kwargs = tree_map_only(DeferredTensor, value_of, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+def _write(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op that writes; a copy of unread values reads them piece by piece."""
+    if op is torch.ops.aten.copy_.default:
+        target, source = args[:2]
+        if not isinstance(target, DeferredTensor) and target.shape == source.shape:
+            source.read_into(target, whole_of(source))
+            return target
+    for given, argument in zip(args, op._schema.arguments, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_written or not isinstance(given, DeferredTensor):
+            continue
+        if not given.is_alone:
+            raise ConfigError(
+                f"this checkpoint cannot be loaded piece by piece: its conversion writes by {op} "
+                f"into a tensor that it has used before. Load the model before HfDeepSpeedConfig "
+                f"is made."
+            )
+        given.origin = given.value()
+    return _run(op, args, kwargs)
 
 
 def _read(source: Any, part: Part, target: torch.Tensor, casts: list[torch.dtype]) -> None:
@@ -143,16 +214,18 @@ def _read(source: Any, part: Part, target: torch.Tensor, casts: list[torch.dtype
         target: In the shape of the part.
         casts: The dtypes to cast to, one after the other.
     """
-    origin = source.origin if isinstance(source, DeferredTensor) else None
+    origin = source.origin if isinstance(source, DeferredTensor) else source
     op = origin.op.overloadpacket if isinstance(origin, Call) else None
     if isinstance(origin, Region):
         _read_region(origin, part, target, casts)
-    elif origin is None:
-        _copy(target, _taken(source, part), casts)
+    elif isinstance(origin, torch.Tensor):
+        _copy(target, _taken(origin, part), casts)
     elif op is torch.ops.aten._to_copy:
         _read(origin.args[0], part, target, [source.dtype, *casts])
-    elif op in SAME:
-        _read(origin.args[0], part, target, casts)
+    elif origin.part is not None:
+        pairs = zip(part, origin.part, strict=True)
+        inner = tuple(range(o.start + p.start, o.start + p.stop) for p, o in pairs)
+        _read(origin.args[0], inner, target, casts)
     elif op in JOINS and part == whole_of(source):
         for each, place in zip(origin.args[0], _places(origin, target), strict=True):
             _read(each, whole_of(each), place, casts)
@@ -177,24 +250,18 @@ def _places(call: Call, target: torch.Tensor) -> Sequence[torch.Tensor]:
 def _read_region(
     region: Region, part: Part, target: torch.Tensor, casts: Sequence[torch.dtype]
 ) -> None:
-    """Read a part piece by piece."""
+    """Read a part some rows at a time."""
     if target.numel() == 0:
         return
-    row_elements = math.prod(region.shape[1:])
-    rows = part[0] if part else range(1)
-    if part[1:] == tuple(map(range, region.shape[1:])) and target.is_contiguous():
-        start, flat = rows.start * row_elements, target.view(-1)
-        step = max(1, PIECE_BYTES // region.dtype.itemsize)
-        for i in range(0, flat.numel(), step):
-            stop = min(i + step, flat.numel())
-            _copy(flat[i:stop], region.read(start + i, start + stop), casts)
-        return
+    rows, *columns = part or (range(1),)
+    target, shape = target.view(1) if target.dim() == 0 else target, region.shape[1:]
+    row_elements = math.prod(shape)
     step = max(1, PIECE_BYTES // (row_elements * region.dtype.itemsize))
     for i in range(0, len(rows), step):
-        first, last = rows[i], rows[min(i + step, len(rows)) - 1] + 1
-        piece = region.read(first * row_elements, last * row_elements)
-        piece = piece.view(last - first, *region.shape[1:])
-        _copy(target[i : i + step], _taken(piece, (range(last - first), *part[1:])), casts)
+        taken = rows[i : i + step]
+        piece = region.read(taken.start * row_elements, taken.stop * row_elements)
+        piece = piece.view(len(taken), *shape)
+        _copy(target[i : i + step], _taken(piece, (range(len(taken)), *columns)), casts)
 
 
 def _copy(target: torch.Tensor, values: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
@@ -207,14 +274,15 @@ def part_of(whole: torch.Tensor, cut: torch.Tensor) -> Part | None:
     """Return which part of a tensor a view of it is.
 
     Args:
-        whole: Contiguous, with its own storage; it may be on the meta device.
+        whole: Has its own storage; it may be on the meta device.
         cut: Any tensor.
 
     Returns:
-        None where it is not a view of the whole, or no range of each dimension.
+        None where it is not a view of the whole, or no range of each dimension, or the whole is
+        not contiguous.
     """
     storages = whole.untyped_storage()._cdata, cut.untyped_storage()._cdata
-    if storages[0] != storages[1] or whole.stride() != cut.stride() or whole.dim() != cut.dim():
+    if storages[0] != storages[1] or whole.stride() != cut.stride() or not whole.is_contiguous():
         return None
     found, offset = [], int(cut.storage_offset())
     for length, stride in zip(cut.shape, cut.stride(), strict=True):

@@ -1,15 +1,15 @@
 """Host memory that the ranks of one machine share: weights that tensor parallelism leaves whole.
 
-Each rank reads some of these weights into a file that is only in memory. The others map it, so a
-page is in memory once. Every map is private: a rank that writes into a weight gets its own copy of
-the pages that it writes.
+The ranks read these weights together into a file that is only in memory, and each maps it. So a
+page is in memory once. Every map is private in the end: a rank that writes into a weight gets its
+own copy of the pages that it writes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,7 @@ import torch
 from ds_finepage.units import align_up
 
 ALIGNMENT = 64
-"""Of each weight in a file, in bytes."""
-
-Read = Callable[[torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A weight that every rank needs whole.
-
-    Attributes:
-        num_elements: Of the weight.
-        dtype: Of the weight.
-        read_into: Copies the weight into a flat tensor of that size and dtype.
-    """
-
-    num_elements: int
-    dtype: torch.dtype
-    read_into: Read
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return self.num_elements * self.dtype.itemsize
+"""Of each weight in the file, in bytes."""
 
 
 def node() -> str | None:
@@ -54,12 +32,16 @@ def node() -> str | None:
 
 
 def shared(
-    weights: Sequence[Whole], rank: int, gather: Callable[[Any], list[Any]]
+    like: Sequence[torch.Tensor],
+    read: Callable[[int, torch.Tensor], object],
+    rank: int,
+    gather: Callable[[Any], list[Any]],
 ) -> list[torch.Tensor]:
     """Return flat tensors with the values of some weights; on one machine they are there once.
 
     Args:
-        weights: The same on all ranks.
+        like: Tensors of the size and dtype of each weight, the same on all ranks.
+        read: Copies a weight, given its number, into a flat tensor of that size and dtype.
         rank: The number of this rank.
         gather: Returns what all ranks have given to it, by rank. All ranks call this function.
 
@@ -69,57 +51,30 @@ def shared(
     """
     nodes = gather(node())
     near = [each for each, name in enumerate(nodes) if name and name == nodes[rank]]
-    if len(near) < 2:
-        found = [_read(weight) for weight in weights]
-        gather(None)
-        gather(None)
-        return found
-    places, sizes = _dealt(weights, len(near))
-    file = os.memfd_create("ds_finepage")
+    is_alone = len(near) < 2
+    ends = [0, *accumulate(align_up(each.nbytes, ALIGNMENT) for each in like)]
+    file = None if is_alone else os.memfd_create("ds_finepage")
     try:
-        mine = near.index(rank)
-        placed = zip(weights, places, strict=True)
-        _fill(file, sizes[mine], [(weight, at) for weight, (owner, at) in placed if owner == mine])
         files = gather([os.getpid(), file])
-        maps = [_mapped(*files[each], size=size) for each, size in zip(near, sizes, strict=True)]
-        gather(None)  # the others have mapped this file
+        path = "" if is_alone else "/proc/{}/fd/{}".format(*files[near[0]])
+        memory = torch.empty(ends[-1], dtype=torch.uint8) if is_alone else _mapped(path, ends[-1])
+        for i, weight in enumerate(like):
+            if is_alone or near[i % len(near)] == rank:
+                read(i, _view(memory, weight, ends[i]))
+        gather(None)  # all weights are read
+        if not is_alone:
+            memory = _mapped(path, ends[-1], is_private=True)
+        gather(None)  # the others have mapped the file
     finally:
-        os.close(file)
-    return [_view(maps[p[0]], weight, p[1]) for weight, p in zip(weights, places, strict=True)]
+        if file is not None:
+            os.close(file)
+    return [_view(memory, weight, at) for weight, at in zip(like, ends, strict=False)]
 
 
-def _dealt(weights: Sequence[Whole], num_ranks: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Give each weight to the rank that has the least bytes.
-
-    Returns:
-        The rank of each weight and its offset in that rank's file, and the bytes of the files.
-    """
-    sizes, places = [0] * num_ranks, []
-    for weight in weights:
-        owner = min(range(num_ranks), key=sizes.__getitem__)
-        places.append((owner, sizes[owner]))
-        sizes[owner] += align_up(weight.nbytes, ALIGNMENT)
-    return places, sizes
+def _mapped(path: str, size: int, *, is_private: bool = False) -> torch.Tensor:
+    """Map a file, and make it that large; in private, writes go into a copy of their pages."""
+    return torch.from_file(path, shared=not is_private, size=max(size, 1), dtype=torch.uint8)
 
 
-def _fill(file: int, size: int, weights: Sequence[tuple[Whole, int]]) -> None:
-    os.ftruncate(file, max(size, 1))
-    memory = _mapped(os.getpid(), file, size=size, is_shared=True)
-    for weight, at in weights:
-        weight.read_into(_view(memory, weight, at))
-
-
-def _mapped(process: int, file: int, *, size: int, is_shared: bool = False) -> torch.Tensor:
-    """Map a file of a process; without sharing, writes go into a copy of their pages."""
-    path = f"/proc/{process}/fd/{file}"
-    return torch.from_file(path, shared=is_shared, size=max(size, 1), dtype=torch.uint8)
-
-
-def _view(memory: torch.Tensor, weight: Whole, at: int) -> torch.Tensor:
-    return memory[at : at + weight.nbytes].view(weight.dtype)
-
-
-def _read(weight: Whole) -> torch.Tensor:
-    found = torch.empty(weight.num_elements, dtype=weight.dtype)
-    weight.read_into(found)
-    return found
+def _view(memory: torch.Tensor, like: torch.Tensor, at: int) -> torch.Tensor:
+    return memory[at : at + like.nbytes].view(like.dtype)

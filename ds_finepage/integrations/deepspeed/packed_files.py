@@ -15,21 +15,21 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed.checkpoint_files import DTYPES, open_file
+from ds_finepage.integrations.deepspeed.checkpoint_files import DTYPES
+from ds_finepage.integrations.deepspeed.deferred import open_files
 from ds_finepage.integrations.transformers.packed_loading import VERSION
 from ds_finepage.packing.form import PackedForm
 
 logger = logging.getLogger(__name__)
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class PackedFile:
@@ -80,7 +80,7 @@ class PackedFile:
                 f"{self.path} has the packed weights of another model, form or version. Delete it, "
                 "or give finepage.weights_dir another folder."
             )
-        return open_file(self.path)
+        return open_files([self.path])
 
     def write(self, model: torch.nn.Module) -> None:
         """Keep the weights of a model; where there is no room, say so and go on.
@@ -89,22 +89,19 @@ class PackedFile:
             model: Packed; tensors on the meta device are those that the checkpoint did not bring,
                 tied ones among them.
         """
-        tensors = {name: t for name, t in model.state_dict().items() if not t.is_meta}
-        unusual = {str(t.dtype) for t in tensors.values()} - set(map(str, _NAMES))
+        tensors = {name: t.contiguous() for name, t in model.state_dict().items() if not t.is_meta}
+        unusual = {str(t.dtype) for t in tensors.values()} - set(map(str, DTYPES.values()))
         if unusual:
             logger.warning("packed weights are not kept: some are %s", ", ".join(sorted(unusual)))
             return
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "xb") as file:
-                file.write(_header(tensors, self._key))
-                for tensor in tensors.values():
-                    file.write(_bytes_of(tensor))
-                file.flush()
+            save_file(tensors, temporary, {"format": "pt", "finepage": self._key})
+            with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             logger.warning("packed weights are not kept for the next start: %s", error)
         finally:
             with contextlib.suppress(OSError):
@@ -123,32 +120,3 @@ def _signs_of(file: str) -> tuple[str, int, int]:
     """Return the signs by which a file of a checkpoint is known: name, bytes, time of change."""
     status = os.stat(file)
     return Path(file).name, status.st_size, status.st_mtime_ns
-
-
-def _header(tensors: dict[str, torch.Tensor], key: str) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "finepage": key}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def merged(opened: Iterable[dict[str, torch.Tensor] | None]) -> dict[str, torch.Tensor] | None:
-    """Return the tensors of several files; None where one of them has another dtype, or none."""
-    found: dict[str, torch.Tensor] = {}
-    for tensors in opened:
-        if tensors is None:
-            return None
-        found |= tensors
-    return found or None

@@ -21,9 +21,9 @@ PACKAGES = ("torch", "transformers", "deepspeed", "ds_finepage")
 """Packages whose versions must be the same on all ranks."""
 
 STORE_KEY = "ds_finepage/setup"
-"""Prefix of the keys in the store; the number of the engine and the rank follow."""
+"""Prefix of the keys in the store; the engine, the round and the rank follow."""
 
-FAILED = "error"
+VALUE, FAILED = "value", "error"
 
 _engines = itertools.count()
 
@@ -54,74 +54,25 @@ def setup_of_all_ranks(ds_config: Mapping[str, Any]) -> Iterator[Setup]:
     from deepspeed import comm
 
     setup = Setup()
-    number = next(_engines)
     if not comm.is_initialized() or comm.get_world_size() == 1:
         yield setup
         return
-    from ds_finepage._compat.torch import _get_default_store
-
-    ranks = Meeting(_get_default_store(), number, comm.get_rank(), comm.get_world_size())
+    meetings = Meetings()
     try:
         yield setup
     except FinepageError as error:
-        ranks.post({FAILED: str(error)})
+        meetings.fail(error)
         raise
-    ranks.post(facts_of(ds_config))
-    if setup.wants_others:
-        ranks.compare()
-
-
-class Meeting:
-    """Compares what the ranks have posted in a store."""
-
-    def __init__(self, store: Any, name: int | str, rank: int, num_ranks: int) -> None:
-        """Take part.
-
-        Args:
-            store: The store of the process group.
-            name: Tells this meeting from others.
-            rank: The number of this rank.
-            num_ranks: Ranks altogether.
-        """
-        self._store, self._rank = store, rank
-        self._keys = [f"{STORE_KEY}/{name}/{each}" for each in range(num_ranks)]
-
-    def post(self, facts: Mapping[str, Any]) -> None:
-        """Say what this rank has."""
-        self._store.set(self._keys[self._rank], json.dumps(facts))
-
-    def posted(self) -> list[dict[str, Any]]:
-        """Wait for the other ranks, and return the facts of all; the store's timeout holds.
-
-        Raises:
-            RankError: A rank has failed, or does not come.
-        """
-        found: list[dict[str, Any]] = []
-        for rank, key in enumerate(self._keys):
-            try:
-                found.append(json.loads(self._store.get(key)))
-            except RuntimeError as error:
-                raise RankError(
-                    f"rank {rank} has not come: {error} Every rank must import ds_finepage before "
-                    f"deepspeed.initialize, and enable finepage."
-                ) from error
-            if FAILED in found[-1]:
-                raise RankError(f"rank {rank} refuses its setup: {found[-1][FAILED]}")
-        return found
-
-    def compare(self) -> None:
-        """Wait for the other ranks.
-
-        Raises:
-            RankError: A rank has other facts, has failed, or does not come.
-        """
-        text = differences(self.posted())
-        if text:
-            raise RankError(f"{text} Start all ranks with the same ds_config and versions.")
+    if not setup.wants_others:
+        meetings.post(facts_of(ds_config))
+        return
+    text = differences(meetings.gather(facts_of(ds_config)))
+    if text:
+        raise RankError(f"{text} Start all ranks with the same ds_config and versions.")
 
 
 class Meetings:
-    """Several meetings in a row, all of the same ranks."""
+    """Rounds in which all ranks say what they have, through the store of the process group."""
 
     def __init__(self) -> None:
         """Take part; every rank has to do this."""
@@ -131,25 +82,43 @@ class Meetings:
 
         self.rank, self._num_ranks = comm.get_rank(), comm.get_world_size()
         self._store, self._number = _get_default_store(), next(_engines)
-        self._rounds = itertools.count()
+        self._round = 0
+
+    def post(self, value: Any) -> None:
+        """Say what this rank has, and wait for no other."""
+        self._post({VALUE: value})
+
+    def fail(self, error: Exception) -> None:
+        """Let the other ranks know of an error of this one."""
+        self._post({FAILED: str(error)})
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks.
+        """Return the values of all ranks; the store's timeout holds.
 
         Raises:
             RankError: A rank has failed, or does not come.
         """
-        meeting = self._next()
-        meeting.post({"value": value})
-        return [each["value"] for each in meeting.posted()]
+        self.post(value)
+        found = []
+        for rank in range(self._num_ranks):
+            try:
+                posted = json.loads(self._store.get(self._key(rank)))
+            except RuntimeError as error:
+                raise RankError(
+                    f"rank {rank} has not come: {error} Every rank must import ds_finepage before "
+                    f"deepspeed.initialize, and enable finepage."
+                ) from error
+            if FAILED in posted:
+                raise RankError(f"rank {rank} refuses its setup: {posted[FAILED]}")
+            found.append(posted[VALUE])
+        return found
 
-    def fail(self, error: Exception) -> None:
-        """Let the other ranks know of an error of this one."""
-        self._next().post({FAILED: str(error)})
+    def _post(self, posted: Mapping[str, Any]) -> None:
+        self._round += 1
+        self._store.set(self._key(self.rank), json.dumps(posted))
 
-    def _next(self) -> Meeting:
-        name = f"{self._number}/{next(self._rounds)}"
-        return Meeting(self._store, name, self.rank, self._num_ranks)
+    def _key(self, rank: int) -> str:
+        return f"{STORE_KEY}/{self._number}/{self._round}/{rank}"
 
 
 def facts_of(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Loads a checkpoint for tensor parallelism: each rank reads its own shard.
+"""Gives a loaded model the values of the tensors that transformers has left unread.
 
-transformers builds the model without memory, and converts tensors that are not read. DeepSpeed's
-AutoTP cuts the model as it is. The view that it leaves of a parameter tells which part the rank
-needs. That part is read straight into the master. A parameter that is not cut is read once for all
-ranks of one machine, if masters are not pinned.
+For tensor parallelism, transformers builds the model without memory. DeepSpeed's AutoTP cuts it as
+it is. The view that AutoTP leaves of a parameter tells which part the rank needs. That part is read
+straight into the master. A parameter that is not cut is read once for all ranks of one machine, if
+masters are not pinned.
 
 Imported only while a checkpoint is loaded, and by DeepSpeed's engine.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +21,14 @@ from ds_finepage._compat.deepspeed import Init, PartitionedParamStatus, ZeroPara
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 from ds_finepage.integrations.deepspeed.deferred import DeferredTensor, Part, part_of, whole_of
-from ds_finepage.integrations.deepspeed.node_memory import Whole, shared
+from ds_finepage.integrations.deepspeed.node_memory import shared
 from ds_finepage.integrations.deepspeed.ranks import Meetings
 
 PENDING = "finepage_pending"
 """The attribute of a parameter that is not read yet."""
+
+OWN_ATTRIBUTES = ("origin", "is_alone", PENDING)
+"""The attributes of an unread parameter that one with values has not."""
 
 
 @dataclass(slots=True)
@@ -49,32 +51,46 @@ class Pending:
         return self.part != whole_of(self.whole)
 
 
+def read_all(model: nn.Module) -> None:
+    """Read the parameters and buffers of a model that are not read."""
+    _give(model, {id(p): _alike(p, p.value()) for p in _deferred(model)})
+    _read_buffers(model)
+
+
 def leave_unread(model: nn.Module) -> None:
-    """Give each deferred parameter of a loaded model the shape of one without memory.
+    """Give each unread parameter of a loaded model the shape of one without memory.
 
     Buffers are read.
     """
-    _replace(model, {id(p): _unread(p) for p in model.parameters() if _is_deferred(p)})
+    made = {}
+    for parameter in _deferred(model):
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        made[id(parameter)] = _alike(parameter, whole)
+        setattr(made[id(parameter)], PENDING, Pending(parameter, whole))
+    _give(model, made)
+    _read_buffers(model)
+
+
+def _deferred(model: nn.Module) -> list[Any]:
+    return [parameter for parameter in model.parameters() if isinstance(parameter, DeferredTensor)]
+
+
+def _read_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, DeferredTensor):
                 module._buffers[name] = buffer.value()
 
 
-def _is_deferred(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter.data, DeferredTensor)
-
-
-def _unread(value: Any) -> nn.Parameter:
-    whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    made = nn.Parameter(whole, requires_grad=value.requires_grad)
-    made.__dict__.update(value.__dict__)  # marks of transformers
-    del made.__dict__["origin"]
-    setattr(made, PENDING, Pending(value, whole))
+def _alike(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with other data, and with the marks that others have put on one."""
+    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    marks = {name: v for name, v in vars(parameter).items() if name not in OWN_ATTRIBUTES}
+    vars(made).update(marks)
     return made
 
 
-def _replace(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+def _give(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
     """Put parameters in the place of others, wherever those are used.
 
     Args:
@@ -151,13 +167,12 @@ def read_parts(engine: Any, model: nn.Module) -> None:
     for parameter in model.parameters():
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    wanted = [Whole(p.numel(), p.dtype, partial(_read, each)) for p, each in found]
-    masters = _masters(wanted, found, init.pin_memory)
+    masters = _masters(found, init.pin_memory)
     made = {
         id(parameter): _partitioned(init, parameter, master)
         for (parameter, _), master in zip(found, masters, strict=True)
     }
-    _replace(model, made)
+    _give(model, made)
     init._convert_to_zero_parameters(model.parameters())  # those that no checkpoint brought
     trim_heap()
 
@@ -169,42 +184,38 @@ def _dtype_of(engine: Any) -> torch.dtype | None:
     return torch.bfloat16 if engine.bfloat16_enabled() else None
 
 
-def _read(found: Pending, target: torch.Tensor) -> None:
-    assert found.part is not None
-    found.values.read_into(target.view([len(each) for each in found.part]), found.part)
-
-
-def _masters(
-    wanted: Sequence[Whole], found: Sequence[tuple[nn.Parameter, Pending]], is_pinned: bool
-) -> list[torch.Tensor]:
+def _masters(found: Sequence[tuple[nn.Parameter, Pending]], is_pinned: bool) -> list[torch.Tensor]:
     """Read the masters; those that are not cut are shared with the other ranks."""
     from deepspeed.accelerator import get_accelerator
+
+    def read(i: int, master: torch.Tensor) -> torch.Tensor:
+        parameter, unread = found[i]
+        assert unread.part is not None
+        unread.values.read_into(master.view(parameter.shape), unread.part)
+        return master
 
     meetings = Meetings()
     # A cut may leave one rank the whole weight, and the others nothing.
     rows = meetings.gather([each.is_cut for _, each in found])
-    is_shared = [not is_pinned and not any(of_ranks) for of_ranks in zip(*rows, strict=True)]
+    once = [i for i, cuts in enumerate(zip(*rows, strict=True)) if not is_pinned and not any(cuts)]
     masters: dict[int, torch.Tensor] = {}
     try:
-        for i, weight in enumerate(wanted):
-            if not is_shared[i]:
-                master = torch.empty(weight.num_elements, dtype=weight.dtype)
-                masters[i] = get_accelerator().pin_memory(master) if is_pinned else master
-                weight.read_into(masters[i])
-        shared_by_all = [i for i, each in enumerate(is_shared) if each]
-        once = shared([wanted[i] for i in shared_by_all], meetings.rank, meetings.gather)
+        for i, (parameter, _) in enumerate(found):
+            if i not in once:
+                master = torch.empty(parameter.numel(), dtype=parameter.dtype)
+                masters[i] = read(i, get_accelerator().pin_memory(master) if is_pinned else master)
+        like = [found[i][0].data for i in once]
+        alike = shared(like, lambda at, t: read(once[at], t), meetings.rank, meetings.gather)
     except Exception as error:
         meetings.fail(error)
         raise
-    masters.update(zip(shared_by_all, once, strict=True))
-    return [masters[i] for i in range(len(wanted))]
+    masters.update(zip(once, alike, strict=True))
+    return [masters[i] for i in range(len(found))]
 
 
 def _partitioned(init: Any, parameter: nn.Parameter, master: Any) -> Any:
     """Return a parameter of ZeRO on one rank, whose partition has its values already."""
-    made: Any = nn.Parameter(master.view(parameter.shape), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)  # marks of AutoTP
-    delattr(made, PENDING)
+    made: Any = _alike(parameter, master.view(parameter.shape))
     init._convert_to_deepspeed_param(made)
     master.ds_numel = made.ds_numel_aligned = made.ds_numel
     master.status, master.final_location = PartitionedParamStatus.AVAILABLE, None

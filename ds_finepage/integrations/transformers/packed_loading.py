@@ -10,7 +10,7 @@ in memory as it was trained. A checkpoint that was saved packed brings numbers, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.packing.experts import PackedExperts, PackedMatrices, pack_matrices
 from ds_finepage.packing.form import PackedForm
-from ds_finepage.packing.linear import PackedLinear
-from ds_finepage.packing.model import METHOD, PACKED_LAYERS, pack_model, weights_of
+from ds_finepage.packing.linear import PackedLinear, PackedWeight
+from ds_finepage.packing.model import METHOD, pack_model, weights_of
 from ds_finepage.packing.sliced import slice_output
 
 VERSION = 2
@@ -83,9 +83,11 @@ class PackedQuantizer(HfQuantizer):
         refusal: The error of a weight that cannot be packed, which transformers only logs.
         waiting: Packed matrices of experts whose other weights have not come yet, by the name of
             the module and of the weight.
+        read: Returns the values of a weight that is not read yet.
     """
 
     quantization_config: PackedConfig
+    read: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda weight: weight)
     refusal: ConfigError | None = None
     waiting: dict[str, dict[str, PackedMatrices]]
 
@@ -166,7 +168,7 @@ class PackWeight(ConversionOps):
             ConfigError: The weight has another shape, or values that are not finite.
         """
         (value,) = input_dict.values()
-        weight = value[0] if isinstance(value, list) else value
+        weight = self._quantizer.read(value[0] if isinstance(value, list) else value)
         try:
             missing_keys.difference_update(self._replace(model, full_layer_name, weight))
         except ConfigError as error:
@@ -200,11 +202,11 @@ class PackWeight(ConversionOps):
             matrices = self._quantizer.waiting.pop(path)
             made = PackedExperts(layer, {name: matrices[name] for name in weights})
         made._is_hf_initialized = True
-        layers: list[Any] = [m for m in made.modules() if isinstance(m, PACKED_LAYERS)]
-        for packed in layers:
-            packed._is_hf_initialized = True
-            for parameter in (packed.numbers, packed.scales, packed.minima):
-                parameter._is_hf_initialized = True  # else transformers would fill it
+        for layer in made.modules():
+            if isinstance(layer, PackedWeight):
+                parts: tuple[Any, ...] = (layer, *layer.packed)
+                for part in parts:
+                    part._is_hf_initialized = True  # else transformers would fill it
         outer, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(outer), attribute, made)
         return [f"{path}.{name}" for name in weights]

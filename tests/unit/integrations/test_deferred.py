@@ -11,16 +11,23 @@ from safetensors.torch import save_file
 
 pytest.importorskip("deepspeed")
 
-from ds_finepage.errors import ConfigError
+from ds_finepage.errors import ConfigError, StoreError
 from ds_finepage.integrations.deepspeed import deferred
-from ds_finepage.integrations.deepspeed.checkpoint_files import open_file
-from ds_finepage.integrations.deepspeed.deferred import DeferredTensor, part_of, whole_of
+from ds_finepage.integrations.deepspeed.deferred import (
+    DeferredTensor,
+    open_files,
+    part_of,
+    whole_of,
+)
 
 PLAIN = {
     "a": torch.arange(48.0).view(8, 6) / 7,
     "b": -torch.arange(48.0).view(8, 6) / 7,
     "scale": torch.tensor(3.5),
     "cube": torch.arange(120.0).view(4, 5, 6),
+    "empty": torch.empty(0, 3),
+    "flags": torch.tensor([True, False, True]),
+    "half": torch.arange(15.0).view(3, 5).to(torch.float16),
 }
 
 
@@ -29,24 +36,32 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred, "PIECE_BYTES", 100)
 
 
-@pytest.fixture(name="unread")
-def _unread(tmp_path: Path) -> dict[str, Any]:
+@pytest.fixture(name="path")
+def _path(tmp_path: Path) -> Path:
     save_file(PLAIN, tmp_path / "file.safetensors")
-    opened: Any = open_file(tmp_path / "file.safetensors")
-    return {name: DeferredTensor.of(tensor.region) for name, tensor in opened.items()}
+    return tmp_path / "file.safetensors"
+
+
+@pytest.fixture(name="unread")
+def _unread(path: Path) -> dict[str, Any]:
+    found: Any = open_files([path])
+    assert found.keys() == PLAIN.keys()
+    return found
 
 
 def read(tensor: Any, part: deferred.Part | None = None) -> torch.Tensor:
     part = whole_of(tensor) if part is None else part
-    found = torch.full([len(each) for each in part], -1.0, dtype=tensor.dtype)
+    found = torch.ones([len(each) for each in part], dtype=tensor.dtype)
     tensor.read_into(found, part)
     return found
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_whole_tensor_is_read(unread: dict[str, Any], name: str) -> None:
-    assert torch.equal(read(unread[name]), PLAIN[name])
-    assert torch.equal(unread[name].value(), PLAIN[name])
+    plain = PLAIN[name]
+    assert unread[name].dtype is plain.dtype and unread[name].device.type == "cpu"
+    for found in (read(unread[name]), unread[name].value(), plain.clone().copy_(unread[name])):
+        assert found.shape == plain.shape and torch.equal(found, plain)
 
 
 @pytest.mark.parametrize("dim", (0, 1))
@@ -113,9 +128,49 @@ def test_an_op_without_a_shape_before_it_ran_runs_now(unread: dict[str, Any]) ->
     assert torch.equal(unread["a"].nonzero(), PLAIN["a"].nonzero())
 
 
-def test_an_op_that_writes_is_refused(unread: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="cannot be loaded shard by shard: its conversion writes"):
-        unread["a"].zero_()
+def test_what_cannot_be_copied_by_rows_is_copied(unread: dict[str, Any]) -> None:
+    a = PLAIN["a"]
+    assert torch.equal(torch.empty(6, 8).T.copy_(unread["a"]), a)
+    assert torch.equal(torch.empty(2, 8, 6).copy_(unread["a"])[1], a)
+    assert torch.equal(torch.empty(8, 6, dtype=torch.bfloat16).copy_(unread["a"]), a.bfloat16())
+
+
+def test_a_tensor_leaves_for_another_device_at_once(unread: dict[str, Any]) -> None:
+    assert type(unread["a"].to("meta")) is torch.Tensor
+
+
+def test_a_change_lasts(unread: dict[str, Any], path: Path) -> None:
+    unread["a"].mul_(2)
+    assert torch.equal(read(unread["a"]), PLAIN["a"] * 2)
+    assert torch.equal(read(unread["a"].t().contiguous()), PLAIN["a"].t() * 2)
+    assert torch.equal(read(open_files([path])["a"]), PLAIN["a"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("use", [lambda t: t[2:4], lambda t: t.t(), lambda t: t * 2])
+@pytest.mark.parametrize("writes_first", [False, True])
+def test_a_write_beside_another_use_is_refused(
+    unread: dict[str, Any], use: Any, writes_first: bool
+) -> None:
+    """A view would have to see it, and a result that was computed before must not."""
+    made = use(unread["a"])
+    written = unread["a"] if writes_first else made
+    if made.is_alone and not writes_first:  # a tensor of its own
+        assert torch.equal(read(made.zero_()), torch.zeros(8, 6))
+        return
+    with pytest.raises(ConfigError, match="cannot be loaded piece by piece: its conversion writes"):
+        written.zero_()
+
+
+def test_a_file_that_became_shorter_is_refused(unread: dict[str, Any], path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(StoreError, match=r"file.safetensors ends within cube: .* load it again"):
+        read(unread["cube"])
+
+
+def test_files_with_another_dtype_are_left_to_stock(path: Path) -> None:
+    other = path.with_name("other.safetensors")
+    save_file({"a": torch.ones(2, dtype=torch.complex64)}, other)
+    assert open_files([path, other]) is None
 
 
 def test_only_ranges_of_a_tensor_are_parts_of_it() -> None:
@@ -123,6 +178,8 @@ def test_only_ranges_of_a_tensor_are_parts_of_it() -> None:
     assert part_of(whole, whole.narrow(1, 2, 3)) == (range(4), range(2, 5))
     assert part_of(whole, whole) == whole_of(whole)
     assert part_of(whole, whole.t()) is None
+    assert part_of(whole.t(), whole.t()) is None
+    assert part_of(whole[:1].expand(4, 6), whole[:1].expand(4, 6)) is None
     assert part_of(whole, whole.clone()) is None
     assert part_of(whole, torch.cat(whole.chunk(2))) is None
     assert part_of(whole, whole.view(2, 12)) is None

@@ -36,12 +36,13 @@ class Two:
         monkeypatch.setattr("ds_finepage._compat.torch._get_default_store", lambda: self.store)
         monkeypatch.setattr(ranks, "_engines", iter([0, 1]))
 
-    def rank_1_has(self, facts: dict[str, Any], number: int | str = 0) -> None:
-        self.store.set(f"{ranks.STORE_KEY}/{number}/1", json.dumps(facts))
+    def rank_1_has(self, value: Any, number: str = "0/1", kind: str = ranks.VALUE) -> None:
+        self.store.set(f"{ranks.STORE_KEY}/{number}/1", json.dumps({kind: value}))
 
-    def rank_0_has(self, number: int | str = 0) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.store.get(f"{ranks.STORE_KEY}/{number}/0"))
-        return found
+    def rank_0_has(self, number: str = "0/1", kind: str = ranks.VALUE) -> Any:
+        (found,) = json.loads(self.store.get(f"{ranks.STORE_KEY}/{number}/0")).items()
+        assert found[0] == kind
+        return found[1]
 
 
 @pytest.fixture(name="two")
@@ -57,9 +58,9 @@ def compare(config: dict[str, Any] = CONFIG) -> None:
 def test_the_same_setup_goes_on(two: Two) -> None:
     two.rank_1_has(ranks.facts_of(CONFIG))
     compare()
-    two.rank_1_has(ranks.facts_of(CONFIG), number=1)
+    two.rank_1_has(ranks.facts_of(CONFIG), number="1/1")
     compare()  # of the next engine
-    assert two.rank_0_has() == two.rank_0_has(1) == ranks.facts_of(CONFIG)
+    assert two.rank_0_has() == two.rank_0_has("1/1") == ranks.facts_of(CONFIG)
 
 
 def test_what_differs_is_named_with_the_ranks(two: Two) -> None:
@@ -82,7 +83,7 @@ def test_another_version_of_this_package_is_named(two: Two) -> None:
 
 
 def test_a_setup_that_another_rank_refuses_is_refused_here(two: Two) -> None:
-    two.rank_1_has({ranks.FAILED: "unknown key"})
+    two.rank_1_has("unknown key", kind=ranks.FAILED)
     with pytest.raises(RankError, match="rank 1 refuses its setup: unknown key"):
         compare()
 
@@ -95,7 +96,7 @@ def test_a_rank_that_does_not_come_is_named(two: Two) -> None:
 def test_the_others_learn_of_a_refusal_here(two: Two) -> None:
     with pytest.raises(ConfigError), ranks.setup_of_all_ranks(CONFIG):
         raise ConfigError("unknown key")
-    assert two.rank_0_has() == {ranks.FAILED: "unknown key"}
+    assert two.rank_0_has(kind=ranks.FAILED) == "unknown key"
 
 
 def test_a_stock_engine_waits_for_no_other_and_says_what_it_has(two: Two) -> None:
@@ -162,18 +163,18 @@ def test_several_ranks_are_those_of_the_tensor_parallel_group(
 
 def test_ranks_gather_values_round_by_round(two: Two) -> None:
     meetings = ranks.Meetings()
-    two.rank_1_has({"value": "b"}, number="0/0")
+    two.rank_1_has("b")
     assert meetings.gather("a") == ["a", "b"]
-    two.rank_1_has({"value": None}, number="0/1")
+    two.rank_1_has(None, number="0/2")
     assert meetings.gather([1, 2]) == [[1, 2], None]
-    two.rank_1_has({ranks.FAILED: "no such file"}, number="0/2")
+    two.rank_1_has("no such file", number="0/3", kind=ranks.FAILED)
     with pytest.raises(RankError, match="rank 1 refuses its setup: no such file"):
         meetings.gather(0)
 
 
 def test_an_error_of_this_rank_reaches_the_others(two: Two) -> None:
     meetings = ranks.Meetings()
-    two.rank_1_has({"value": 0}, number="0/0")
+    two.rank_1_has(0)
     meetings.gather(0)
     meetings.fail(OSError("no such file"))
-    assert two.rank_0_has("0/1") == {ranks.FAILED: "no such file"}
+    assert two.rank_0_has("0/2", ranks.FAILED) == "no such file"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_finepage.packing import op
-from ds_finepage.packing.form import Packed, PackedForm, pack, pack_each
+from ds_finepage.packing.form import Packed, PackedForm, pack
 from ds_finepage.packing.fused import fused_product
 
 
@@ -21,7 +21,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def packed_weight(form: PackedForm, *shape: int, dtype: torch.dtype = torch.float32) -> Packed:
     torch.manual_seed(0)
     weight = torch.randn(shape, dtype=dtype)
-    return pack(weight, form) if len(shape) == 2 else pack_each(weight, form)
+    return pack(weight, form)
 
 
 def rows_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

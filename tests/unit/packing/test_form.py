@@ -122,7 +122,7 @@ def test_a_group_that_does_not_divide_is_refused() -> None:
         pack(weight(2, 96), PackedForm(4), "a.weight")
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2, 64), (0, 64), (4, 0)])
+@pytest.mark.parametrize("shape", [(4,), (2, 2, 2, 64), (0, 64), (4, 0), (2, 0, 64)])
 def test_only_matrices_are_packed(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="is not a matrix"):
         pack(torch.zeros(shape), PackedForm(4))

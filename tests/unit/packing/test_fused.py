@@ -26,7 +26,7 @@ from ds_finepage.packing.experts import PackedMatrices
 from ds_finepage.packing.form import Packed, PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model, set_fused
-from ds_finepage.packing.stock import StockPackedMatrices, pack_as_stock
+from ds_finepage.packing.stock import StockPacked, pack_as_stock
 from tests.unit.packing.products import everywhere, packed_weight, rows_of
 
 __all__ = ["everywhere"]
@@ -198,7 +198,7 @@ def test_stock_layers_do_as_their_form_says(fused_calls: list[int]) -> None:
 def test_matrices_of_experts_do_as_their_form_says(fused_calls: list[int]) -> None:
     form = PackedForm(4, 6, fused=True)
     matrices = PackedMatrices(packed_weight(form, 2, 8, 18), form)
-    for layer in (matrices, StockPackedMatrices(matrices)):
+    for layer in (matrices, StockPacked(matrices)):
         layer(rows_of(3, 18), torch.tensor([1, 3], dtype=torch.int32))
         assert fused_calls == [3]
         fused_calls.clear()

@@ -22,9 +22,9 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from ds_finepage.errors import ConfigError
 from ds_finepage.packing import op
 from ds_finepage.packing.experts import PackedExperts, PackedMatrices, expert_weights, unknown
-from ds_finepage.packing.form import Packed, PackedForm, pack_each, unpack
+from ds_finepage.packing.form import Packed, PackedForm, pack, unpack
 from ds_finepage.packing.model import form_of, pack_model
-from ds_finepage.packing.stock import StockPackedMatrices, pack_as_stock
+from ds_finepage.packing.stock import StockPacked, pack_as_stock
 
 FORM = PackedForm(4, 32)
 SMALL: dict[str, Any] = {
@@ -41,7 +41,7 @@ ENDS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)  # two experts have no rows
 
 def matrices(form: PackedForm, num_out: int = 28, dtype: torch.dtype = torch.float32) -> Packed:
     torch.manual_seed(0)
-    return pack_each(torch.randn(4, num_out, 64, dtype=dtype), form)
+    return pack(torch.randn(4, num_out, 64, dtype=dtype), form)
 
 
 def mixtral(**changes: Any) -> Any:
@@ -94,7 +94,7 @@ def test_slices_are_products_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_matrices_are_packed_each_by_itself_and_on_the_meta_device() -> None:
     packed = matrices(FORM)
-    again = pack_each(torch.randn(4, 28, 64, device="meta"), FORM)
+    again = pack(torch.randn(4, 28, 64, device="meta"), FORM)
     assert [p.shape for p in packed] == [p.shape for p in again]
     assert packed.numbers.shape == (4, 28, 32) and packed.scales.shape == (4, 28, 2)
     made = PackedMatrices(packed, FORM)
@@ -241,7 +241,7 @@ def test_stock_keeps_the_matrices_in_one_parameter(bits: int) -> None:
     pack_model(model, PackedForm(bits, 32))
     pack_as_stock(stock, PackedForm(bits, 32))
     experts = stock.model.layers[0].mlp.experts
-    assert all(isinstance(m, StockPackedMatrices) for m in experts.matrices)
+    assert all(isinstance(m, StockPacked) for m in experts.matrices)
     names = [name for name, _ in experts.named_parameters()]
     assert names == ["gate_up.weight", "down.weight"]
     tokens = torch.arange(7)[None]

@@ -10,7 +10,7 @@ from deepspeed.inference.quantization.utils import Quantizer, concat_to_compat_p
 
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
-from ds_finepage.packing.stock import StockPackedLinear, pack_as_stock
+from ds_finepage.packing.stock import StockPacked, pack_as_stock
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -19,7 +19,7 @@ def test_results_are_those_of_the_packed_layer(bits: int, bias: bool) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(128, 300, bias=bias, dtype=torch.bfloat16)
     layer = PackedLinear.from_linear(linear, PackedForm(bits)).eval()
-    stock = StockPackedLinear(layer)
+    stock = StockPacked(layer)
     x = torch.randn(3, 128, dtype=torch.bfloat16)
     assert torch.equal(stock(x), layer(x))
     assert not stock.training and not stock.weight.requires_grad
@@ -34,14 +34,14 @@ def test_the_bytes_are_those_of_deepspeed(bits: int, group: int) -> None:
     config = {"num_bits": bits, "group_size": group, "group_dim": 1, "symmetric": False}
     numbers, scales, minima = Quantizer(config).quantize(linear.weight.data)
     theirs = concat_to_compat_param(numbers.view(torch.bfloat16), scales, minima)
-    ours = StockPackedLinear(PackedLinear.from_linear(linear, PackedForm(bits, group))).weight
+    ours = StockPacked(PackedLinear.from_linear(linear, PackedForm(bits, group))).weight
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
 def test_numbers_that_fill_no_whole_element_are_padded() -> None:
     linear = torch.nn.Linear(6, 3, bias=False)
     layer = PackedLinear.from_linear(linear, PackedForm(4, 2))
-    stock = StockPackedLinear(layer)
+    stock = StockPacked(layer)
     assert layer.numbers.numel() == 9 and stock.weight.numel() == 3 + 9 + 9
     assert torch.equal(stock(torch.eye(6)), layer(torch.eye(6)))
 
@@ -51,7 +51,7 @@ def test_layers_that_are_one_stay_one() -> None:
     model = torch.nn.Sequential(linear, torch.nn.ReLU(), linear)
     expected = copy.deepcopy(model)
     pack_as_stock(model, PackedForm(8))
-    assert isinstance(model[0], StockPackedLinear) and model[0] is model[2]
+    assert isinstance(model[0], StockPacked) and model[0] is model[2]
     assert expected(torch.ones(1, 64)).shape == model(torch.ones(1, 64)).shape
 
 
