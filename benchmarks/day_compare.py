@@ -446,7 +446,7 @@ def phase_cells(phase: PhaseFigures) -> Cells:
 @contextmanager
 def shared_model(model: Any) -> Iterator[None]:
     """Give every arm that loads a model this one."""
-    modules = {arm.module for arm in ARMS.values() if arm.missing is None}
+    modules = {arm.module for arm in ARMS.values()}
     with ExitStack() as stack:
         for module in map(import_module, sorted(modules)):
             for name in ("load_model", "load_unpacked"):

@@ -147,7 +147,7 @@ def _storage_of(value: Any) -> int | None:
     """Return the address of a tensor's storage; None for what is no tensor."""
     try:
         return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
-    except NotImplementedError:
+    except RuntimeError:  # it wraps another tensor, as all do within torch.vmap
         return HIDDEN
 
 

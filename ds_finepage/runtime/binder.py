@@ -13,6 +13,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.parts import on_device
 from ds_finepage.planning.finepage.stacking import residents_of
 from ds_finepage.planning.pipeline import Planned, graph_to_plan, plan_checked
+from ds_finepage.planning.policies import CYCLIC
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.parted_ranks import shape_of
 from ds_finepage.runtime.pass_table import PassTable
@@ -168,5 +169,7 @@ class Binder:
         self._most_arena_bytes = min(most, allowed)
         if needs.min_arena_bytes > self._most_arena_bytes:
             return allowed
+        if settings.planning.policy not in CYCLIC:
+            return self._most_arena_bytes  # where plans leave gaps, more bytes save copies
         wanted = max(self._table.maker.most_arena_bytes, needs.needed_arena_bytes)
         return min(self._most_arena_bytes, align_up(wanted, alignment))

@@ -78,6 +78,7 @@ def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
     expected = generate(plain.to(plain_on(device)), plain_on(device))
     weight_bytes = weight_bytes_of(plain)
     request = request_of(model_dir, device, weight_bytes * 9 // 10)
+    request = dataclasses.replace(request, settings={"modules_on_device": 100})
     engine = load_arm(request)
     with DeviceMeter(device) as meter, engine.counting():
         engine.place()

@@ -47,6 +47,20 @@ class Broken(nn.Module):
         return self.third(x)
 
 
+def test_a_model_runs_by_plan_after_others_were_compiled_up_to_the_limit() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 16)
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for _ in range(4):
+            torch.compile(Broken(""), backend=lambda graph, _: graph.forward)(x)
+        model = Broken("").eval()
+        plain = model(x)
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        assert torch.equal(model(x), plain)
+        assert handle.stats.num_unplanned_modules == 0 and handle.stats.num_captures == 1
+        handle.detach()
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_run_without_a_plan(kind: type[nn.RNNBase]) -> None:
     """In a graph torch takes other kernels for them, with other last bits."""
@@ -339,20 +353,6 @@ def test_any_number_of_models_of_a_class_run_by_plan_one_after_another() -> None
             assert handle.stats.num_unplanned_modules == 0
             handle.detach()
         assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__)
-
-
-def test_a_model_runs_by_plan_after_others_were_compiled_up_to_the_limit() -> None:
-    torch._dynamo.reset()
-    x = torch.randn(2, 16)
-    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
-        for _ in range(4):
-            torch.compile(Broken(""), backend=lambda graph, _: graph.forward)(x)
-        model = Broken("").eval()
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        assert torch.equal(model(x), plain)
-        assert handle.stats.num_unplanned_modules == 0 and handle.stats.num_captures == 1
-        handle.detach()
 
 
 @pytest.mark.parametrize(

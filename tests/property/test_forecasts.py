@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import JOIN, TO_HOST, Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.choices import Chooser, Selection
 from ds_finepage.planning.finepage.forecast import Forecast, moved_bytes
-from ds_finepage.planning.finepage.held_rows import lengths_of_holding
+from ds_finepage.planning.finepage.held_rows import ways_to_hold
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.streaming import RingPlanner, plan_streaming
@@ -73,7 +72,6 @@ def copying(graph: TaskGraph, rng: random.Random) -> TaskGraph:
 def shapes(weights: WeightClasses, room: int, rng: random.Random) -> Iterator[RingShape]:
     """Yield the rings that a search tries, and others."""
     yield from weights.ring_shapes(room)
-    yield from weights.grained_rings(room)
     for _ in range(3):
         length = rng.randrange(64, max(128, room)) // 64 * 64
         yield RingShape(length, max(64, length // rng.choice([1, 2, 4])))
@@ -86,7 +84,7 @@ def forecasts(graph: TaskGraph, rng: random.Random, profile: HardwareProfile | N
     num_found = 0
     for may_split in (True, False):
         weights = WeightClasses.of(problem, may_split=may_split)
-        for held in lengths_of_holding(problem, (1.0, math.inf)):
+        for held in ways_to_hold(problem):
             placed = place_activations(problem, held)
             planner = RingPlanner(weights, placed, held)
             for ring in shapes(weights, planner.room, rng):

@@ -1,14 +1,19 @@
-"""The best plans of a search, and the bounds that it holds them against."""
+"""Scores the plans of a search by their time and their bytes, and remembers the best."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.bounds import LowerBound, lower_bound
-from ds_finepage.planning.finepage.forecast import Plan
-from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.forecast import Forecast, Plan, moved_bytes, written
+from ds_finepage.planning.finepage.held_rows import copies_to_host
+from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.late_experts import wait_for_routes
+from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.planning.time_bound import least_time_ns
 
 
@@ -25,41 +30,22 @@ class BestPlans:
 
     Attributes:
         tried: The plans, fewest bytes first.
+        has_good: One of all plans is close to the lower bound of time.
+        has_fastest: Hardly any other can be faster.
     """
 
-    def __init__(self, options: FinepageOptions) -> None:
-        """Start without a plan."""
+    def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
+        """Start without a plan.
+
+        Args:
+            problem: The pass as it was captured.
+            options: The numbers and switches.
+        """
         self.tried: list[Candidate] = []
-        self._options = options
-
-    @property
-    def fastest_ns(self) -> int:
-        """The least time of all plans."""
-        return self.tried[-1].total_ns
-
-    @property
-    def best(self) -> Candidate:
-        """The plan with the fewest bytes."""
-        return self.tried[0]
-
-    def add(self, moved_bytes: int, total_ns: int, plan: Plan) -> None:
-        """Take a plan, unless another one is as good or clearly faster."""
-        tried = sorted(
-            [*self.tried, Candidate(moved_bytes, total_ns, plan)], key=lambda found: found[:2]
-        )
-        most_ns = self._options.equal_times * min(found.total_ns for found in tried)
-        self.tried = []
-        for found in tried:
-            if found.total_ns <= most_ns and not (self.tried and self.fastest_ns <= found.total_ns):
-                self.tried.append(found)
-
-
-class SearchBounds:
-    """The bounds of a problem: no plan moves fewer bytes or takes less time."""
-
-    def __init__(self, problem: Problem, options: FinepageOptions) -> None:
-        """Compute nothing yet."""
+        self.has_good = self.has_fastest = False
         self._problem, self._options = problem, options
+
+    # The bounds: no plan moves fewer bytes or takes less time.
 
     @cached_property
     def lower(self) -> LowerBound:
@@ -80,3 +66,99 @@ class SearchBounds:
         problem = self._problem
         assert problem.profile is not None
         return least_time_ns(self.lower, problem.profile, problem.arena_bytes)
+
+    # The best plans.
+
+    @property
+    def fastest_ns(self) -> int:
+        """The least time of all plans."""
+        return self.tried[-1].total_ns
+
+    @property
+    def best(self) -> MemGraph | None:
+        """The plan with the fewest bytes; None if there is no plan."""
+        return written(self.tried[0].plan) if self.tried else None
+
+    @property
+    def moves_nothing(self) -> bool:
+        """True if the best plan moves nothing, and waits for no copy of a task's results."""
+        if not self.tried or self.tried[0].moved_bytes > 0:
+            return False
+        return self.has_fastest or not copies_to_host(self._problem.graph)
+
+    @property
+    def is_done(self) -> bool:
+        """True if no other plan is faster than the best, or moves clearly fewer bytes.
+
+        Without a profile, and beside shared residents, every good plan is the last.
+        """
+        if not self.has_good or self._problem.profile is None or self._problem.shared:
+            return self.has_good
+        best, equal_ns = self.tried[0], self._options.equal_times * self.least_ns
+        return best.total_ns <= equal_ns and best.moved_bytes <= self.few_bytes
+
+    def may_win(self, moved: int, num_copies: int) -> bool:
+        """Tell whether a plan that moves at least so much can be as fast as the fastest.
+
+        Args:
+            moved: Bytes, those of all ranks together.
+            num_copies: Copies.
+        """
+        profile = self._problem.profile
+        if profile is None or not self.tried:
+            return True
+        limit_ns = self._options.equal_times * self.fastest_ns
+        latencies_ns = num_copies * profile.transfer_latency_ns
+        rate = profile.h2d_bytes_per_s * self._problem.graph.num_ranks
+        return moved * 10**9 <= (limit_ns - latencies_ns) * rate
+
+    def offer_all(self, plans: Iterable[Plan | None]) -> bool:
+        """Offer plans until no other can be better.
+
+        Returns:
+            Whether there is any plan now.
+        """
+        for plan in plans:
+            self.offer(plan)
+            if self.is_done:
+                break
+        return bool(self.tried)
+
+    def offer(self, plan: Plan | None) -> None:
+        """Take a plan, or the same plan with delayed experts, if it is one of the best so far."""
+        if plan is None:
+            return
+        if isinstance(plan, Forecast) or not self._options.delays_experts:
+            self._score(plan)
+            return
+        late = wait_for_routes(plan)
+        self._score(late)
+        # Reloads ahead of the router copy all experts, which alone may take longer.
+        if late is not plan and self.may_win(moved_bytes(plan), 0):
+            self._score(plan)
+
+    def _score(self, plan: Plan) -> None:
+        """Predict a plan's time, hold it against the bound, and take the plan if it is as fast."""
+        moved, profile, options = moved_bytes(plan), self._problem.profile, self._options
+        if profile is None:
+            self._add(Candidate(moved, 0, plan))
+            self.has_good = self.has_fastest = self.has_good or moved == 0
+            return
+        if isinstance(plan, Forecast):
+            total_ns, bound_ns = plan.total_ns, self.least_ns
+        else:
+            total_ns, alone_ns = predicted_ns(plan, profile)
+            # Beside shared residents no plan comes near the bound of a pass that is alone.
+            bound_ns = alone_ns if self._problem.shared else self.least_ns
+        self._add(Candidate(moved, total_ns, plan))
+        self.has_good = self.has_good or total_ns <= options.good_enough * bound_ns
+        self.has_fastest = self.has_fastest or total_ns <= options.equal_times * bound_ns
+
+    def _add(self, candidate: Candidate) -> None:
+        """Take a plan, unless another one is as good or clearly faster."""
+        tried = sorted([*self.tried, candidate], key=lambda found: found[:2])
+        most_ns = self._options.equal_times * min(found.total_ns for found in tried)
+        self.tried = []
+        for found in tried:
+            if found.total_ns <= most_ns and not (self.tried and self.fastest_ns <= found.total_ns):
+                self.tried.append(found)

@@ -2,11 +2,12 @@
 
 New rows of a KV cache in host memory are copied beside the tasks that follow. A task that used
 their bytes again right away would wait for the copy. To hold the bytes takes room from weights, so
-the search tries several lengths of time.
+the search tries to hold them for long, shortly, and not at all.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,20 +36,14 @@ class HeldRows:
 NOTHING_HELD = HeldRows()
 
 
-def lengths_of_holding(problem: Problem, lengths: tuple[float, ...]) -> Iterator[HeldRows]:
-    """Yield what to hold, for the longest time first, and at last nothing.
-
-    Args:
-        problem: The pass.
-        lengths: Longest times to hold rows, in units of the time of their copy, ascending.
-    """
-    seen: list[Mapping[int, int]] = [{}]
+def ways_to_hold(problem: Problem) -> Iterator[HeldRows]:
+    """Yield what to hold: rows until their copy is done, or for the time of one copy; nothing."""
     if problem.profile is not None and copies_to_host(problem.graph):
-        for length in reversed(lengths):
-            held = _held(problem, length)
-            if held.ends not in seen:
-                seen.append(held.ends)
-                yield held
+        long, short = _held(problem, math.inf), _held(problem, 1)
+        if long.ends:
+            yield long
+        if short.ends and short != long:
+            yield short
     yield NOTHING_HELD
 
 
@@ -57,8 +52,8 @@ def copies_to_host(graph: TaskGraph) -> bool:
     return any(task.op == TO_HOST for task in graph.tasks)
 
 
-def _held(problem: Problem, length: float) -> HeldRows:
-    """Hold what is copied to host memory until its copy is done, or for the longest time."""
+def _held(problem: Problem, most_copies: float) -> HeldRows:
+    """Hold what is copied to host memory until its copy is done, for the time of some copies."""
     graph, profile = problem.graph, problem.profile
     assert profile is not None
     costs, ends_ns = Costs(profile), end_times_ns(alone_ns(graph, profile), profile)
@@ -69,7 +64,7 @@ def _held(problem: Problem, length: float) -> HeldRows:
             continue
         copy_ns, ready_ns = costs.task_ns(graph, task), ends_ns[task.index]
         link_ns = max(link_ns, ready_ns) + copy_ns
-        done = bisect_left(ends_ns, min(link_ns, ready_ns + length * copy_ns))
+        done = bisect_left(ends_ns, min(link_ns, ready_ns + most_copies * copy_ns))
         for buffer in task.reads:
             if graph.buffers[buffer].kind is BufferKind.ACTIVATION:
                 wanted[buffer] = max(done, wanted.get(buffer, 0))

@@ -24,6 +24,21 @@ from ds_finepage.planning.rewrite.split import (
 )
 from ds_finepage.planning.time_bound import alone_ns, end_times_ns
 
+RING_WEIGHTS = (1, 1.5, 2)
+"""Lengths of the ring for whole weights, in units of each of the two largest ones."""
+
+LARGE_SLICES = ((1, 1), (2, 3), (8, 9))
+"""Slices that a ring for few large ones holds, and for how many its length is the best. One slice
+needs the fewest copies, and the next copy waits for its task. Many help where some stretches
+of a pass use many weights. Slices leave gaps, so the ring is a little longer."""
+
+NEARLY_FULL = 0.5
+"""A ring for just the largest whole weights, and embedding tables that stay, cost bytes and save
+copies. They are tried if at most this share of the weights is missing."""
+
+ALWAYS_SLICES = 500
+"""As many slices are always fine."""
+
 MAX_RUN = 128
 """Most tasks from the first to the last of those that unpack a weight which streams."""
 
@@ -36,6 +51,7 @@ class RingShape:
         nbytes: Length of the ring.
         slice_bytes: Most bytes of a slice of a cut weight.
         grain_bytes: Least bytes to stream of a weight that is cut; 0: the same share of all.
+        keeps_small: Weights smaller than the grain are kept, if the others have enough bytes.
     """
 
     nbytes: int
@@ -127,33 +143,30 @@ class WeightClasses:
         Yields:
             Just a ring without bytes if all weights fit into the room.
         """
-        for nbytes in self._ring_lengths(self.missing_bytes(room)):
+        missing = self.missing_bytes(room)
+        if missing <= 0:
+            yield RingShape(0, 0)
+            return
+        for nbytes in self._ring_lengths(missing):
             yield RingShape(nbytes, nbytes // self.options.slices_in_ring)
+        if self.latency_bytes and not self.problem.shared:
+            yield from self._large_rings(room, missing)
 
     def _ring_lengths(self, missing: int) -> Iterator[int]:
-        if missing <= 0:
-            yield 0
+        """Yield lengths of the ring: for cut weights by bytes, for whole ones by their sizes."""
+        if self.divisible:
+            # Half of the largest weight is plenty: a plan of whole weights needs more.
+            plenty = max(self.sizes[b] for b in self.divisible) // 2
+            wanted = min(int(missing * self.options.ring_share), plenty)
+            yield self.aligned(max(self.least_ring_bytes(), wanted))
+            yield self.least_ring_bytes()
             return
-        if not self.divisible:
-            whole = sorted({self.sizes[b] for b in self.order}, reverse=True)[:3]
-            factors = self.options.ring_weights
-            least = max(self._runs_bytes(set(self.order)), default=0)
-            last = 0
-            for length in sorted(
-                max(least, self.aligned(int(n * f))) for n in whole for f in factors
-            ):
-                if length > last * self.options.other_length:
-                    yield length
-                    last = length
-            return
-        least = self.least_ring_bytes()
-        shares = self.options.ring_shares
-        sizes = {self.aligned(max(least, int(missing * f))) for f in shares}
-        # Half of the largest weight is plenty: a plan of whole weights needs more.
-        plenty = max(self.sizes[b] for b in self.divisible) // 2
-        first = self.aligned(max(least, min(int(missing * shares[0]), plenty)))
-        yield first
-        yield from sorted((sizes | {least}) - {first}, reverse=True)
+        for size in sorted({self.sizes[b] for b in self.order}, reverse=True)[:2]:
+            yield from (self._whole_ring_bytes(int(factor * size)) for factor in RING_WEIGHTS)
+
+    def _whole_ring_bytes(self, wanted: int) -> int:
+        """Return the length of a ring for whole weights, at least that of the longest run."""
+        return self.aligned(max(wanted, *self._runs_bytes(set(self.order)), 0))
 
     def aligned(self, nbytes: int) -> int:
         """Return the bytes of the extent of ``nbytes``."""
@@ -204,53 +217,40 @@ class WeightClasses:
                 found.append((ends[behind] - ends[at]) * min(2, behind - at))
         return found
 
-    def grained_rings(self, room: int) -> Iterator[RingShape]:
-        """Yield shapes of the ring for few large slices.
+    def _large_rings(self, room: int, missing: int) -> Iterator[RingShape]:
+        """Yield shapes of the ring for few large pieces.
 
-        A longer ring reloads more bytes, and needs fewer copies. The sum of both is least where the
-        latencies of all copies take as long as the bytes of the ring. In a small arena a ring takes
-        all the room that there is.
+        A ring of L bytes holds n slices. It takes L bytes of the room of kept weights, so they are
+        reloaded too. The ``missing`` bytes come in n x missing / L copies, and each copy costs the
+        link as much as ``latency_bytes`` do. The sum L + n x latency_bytes x missing / L is least
+        for L = sqrt(n x latency_bytes x missing). In a small arena a ring takes all the room that
+        there is. Small weights stream too, or are kept. Where the link has time to spare, the ring
+        for one slice holds four, and moves the fewest bytes.
 
         Args:
             room: Bytes of the arena beside the activations.
+            missing: The bytes that have no room.
         """
-        missing = self.missing_bytes(room)
-        if self.latency_bytes == 0 or missing <= 0:
-            return
-        is_short = len(self.problem.graph.tasks) <= self.options.most_tasks_of_short
         if not self.divisible:
-            # In a long pass a copy costs little beside the pass, and a plan takes longer to make.
-            streamable = sum(self.sizes[b] for b in self.order)
+            all_bytes = sum(self.sizes[b] for b in self.order) + self.fixed_bytes
             # What a rank reloads, the others collect too: more bytes cost more there.
-            share = self.options.nearly_full / self.problem.graph.num_ranks
-            if is_short and missing <= share * (streamable + self.fixed_bytes):
-                yield from self._rings_of_large_weights()
+            if self.order and missing * self.problem.graph.num_ranks <= NEARLY_FULL * all_bytes:
+                # Just the largest weights stream, as a whole.
+                largest = max(self.sizes[b] for b in self.order)
+                yield RingShape(self._whole_ring_bytes(largest), 0, largest, keeps_small=True)
             return
-        least = self.least_ring_bytes()
-        alignment = self.problem.alignment
+        least, alignment = self.least_ring_bytes(), self.problem.alignment
         most = (room - self.fixed_bytes) // alignment * alignment
-        seen: set[RingShape] = set()
-        rings = self.options.grained_rings
-        if is_short:
-            rings += self.options.rings_of_short_passes
-        for ring in rings:
-            best = math.sqrt(ring.num_slices * self.latency_bytes * missing)
-            ring_bytes = max(least, min(most, self.aligned(int(best * ring.length))))
-            slice_bytes = ring_bytes // ring.num_slices
-            grain_bytes = int(slice_bytes * ring.grain)
-            shape = RingShape(ring_bytes, slice_bytes, grain_bytes, ring.keeps_small)
-            if shape not in seen:
-                seen.add(shape)
-                yield shape
 
-    def _rings_of_large_weights(self) -> Iterator[RingShape]:
-        """Yield shapes of the ring through which just the largest weights stream, as a whole."""
-        sizes = sorted({self.sizes[b] for b in self.order}, reverse=True)
-        least = max(self._runs_bytes(set(self.order)), default=0)
-        for size in sizes[: self.options.large_sizes]:
-            for factor in self.options.large_rings:
-                nbytes = self.aligned(max(least, int(size * factor)))
-                yield RingShape(nbytes, 0, size, keeps_small=True)
+        def shape(num_slices: int, best_for: int, *, keeps_small: bool) -> RingShape:
+            best = self.aligned(int(math.sqrt(best_for * self.latency_bytes * missing)))
+            nbytes = max(least, min(most, best))
+            return RingShape(nbytes, nbytes // num_slices, nbytes // num_slices, keeps_small)
+
+        yield shape(4, 1, keeps_small=False)
+        for num_slices, best_for in LARGE_SLICES:
+            yield shape(num_slices, best_for, keeps_small=True)
+            yield shape(num_slices, best_for, keeps_small=False)
 
     def has_short_slices(self, room: int, ring: RingShape) -> bool:
         """Tell whether the slices in a ring are so short that their number costs time.
@@ -264,7 +264,7 @@ class WeightClasses:
         if ring.slice_bytes < self.latency_bytes:
             return True
         most = self.options.slices_a_task * len(self.problem.graph.tasks)
-        most = max(most, self.options.always_slices)
+        most = max(most, ALWAYS_SLICES)
         return self.missing_bytes(room - ring.nbytes) > ring.slice_bytes * most
 
     @cached_property

@@ -13,11 +13,16 @@ from collections.abc import Iterator, Mapping, Set
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.routes import packed_experts
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.settling import is_settled
+from ds_finepage.planning.settling import is_settled, settle
+
+SETTLING_ROUNDS = 3
+"""Passes to plan again by the published algorithm until one leaves what it finds."""
+
+LOWER_FACTORS = (1.0, 1.5, 3.0)
+"""Sizes of the lower region, in units of the smallest in which every task can run."""
 
 
 def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[int]:
@@ -37,33 +42,21 @@ def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[in
     return sorted(used, key=lambda b: (found[b][0], b))
 
 
-def keeping_plans(
-    problem: Problem, options: FinepageOptions = DEFAULTS
-) -> Iterator[MemGraph | None]:
+def keeping_plans(problem: Problem) -> Iterator[MemGraph | None]:
     """Yield plans that keep sets of whole weights; None for a set that leaves too little room."""
-    for chosen in sets_to_keep(problem, options):
+    for chosen in sets_to_keep(problem):
         yield _plan_stacked(problem, chosen)
 
 
-def settling_plans(
-    problem: Problem, options: FinepageOptions = DEFAULTS
-) -> Iterator[MemGraph | None]:
-    """Yield plans by the published algorithm, which keeps whatever the last pass has left.
+def settled_plans(problem: Problem) -> Iterator[MemGraph]:
+    """Yield the plan by the published algorithm that leaves what it finds, if one comes soon."""
 
-    The last one is a pass that leaves what it finds. Passes before it differ at their ends in some
-    weights. The others stay in place from pass to pass, so plans that keep just these come first.
-    They are all there is if no pass settles.
-    """
-    at = problem
-    for _ in range(options.settling_rounds + 1):
-        found = HorizonPlanner(at, policy="finepage").plan_working_set()
-        if is_settled(found):
-            yield found
-            return
-        stays = {r.buffer: r.extent for r in set(found.entry) & set(found.exit)}
-        if stays:
-            yield plan_keeping(problem, stays) or _plan_stacked(problem, stays.keys())
-        at = dataclasses.replace(problem, entry=found.exit)
+    def plan(problem: Problem) -> MemGraph:
+        return HorizonPlanner(problem, policy="finepage").plan_working_set()
+
+    found = settle(plan, problem, SETTLING_ROUNDS)
+    if is_settled(found):
+        yield found
 
 
 def _plan_stacked(problem: Problem, kept: Set[int]) -> MemGraph | None:
@@ -73,23 +66,21 @@ def _plan_stacked(problem: Problem, kept: Set[int]) -> MemGraph | None:
     return plan_keeping(problem, stack_down(order, problem.sizes(weights), problem.top))
 
 
-def shared_keeping_plans(
-    problem: Problem, options: FinepageOptions = DEFAULTS
-) -> Iterator[MemGraph | None]:
+def shared_keeping_plans(problem: Problem) -> Iterator[MemGraph | None]:
     """Yield plans that keep just shared residents, all of them first; None as above."""
     graph = problem.graph
     mine = {graph.buffers[b].key: b for b in weights_by_first_use(graph)}
     at = {mine[s.buffer.key]: s.extent for s in problem.shared if s.buffer.key in mine}
     least = least_lower_bytes(problem, at.keys())
     tried = set()
-    for lower_bytes in (0, *(int(least * factor) for factor in options.lower_factors)):
+    for lower_bytes in (0, *(int(least * factor) for factor in LOWER_FACTORS)):
         kept = {b: e for b, e in at.items() if e.offset >= lower_bytes}
         if frozenset(kept) not in tried:
             tried.add(frozenset(kept))
             yield plan_keeping(problem, kept)
 
 
-def sets_to_keep(problem: Problem, options: FinepageOptions = DEFAULTS) -> list[frozenset[int]]:
+def sets_to_keep(problem: Problem) -> list[frozenset[int]]:
     """List sets of weights to keep, without repeats, in a fixed order."""
     weights = weights_by_first_use(problem.graph)
     sizes = problem.sizes(weights)
@@ -98,11 +89,11 @@ def sets_to_keep(problem: Problem, options: FinepageOptions = DEFAULTS) -> list[
     chosen = packed_experts(problem.graph)
     # A weight that is larger than the others needs a large lower region if it streams, so it may
     # pay to keep just these. A weight that is used twice may have to be reloaded twice.
-    for limit in sorted(set(sizes.values()), reverse=True)[:4]:
+    for limit in sorted(set(sizes.values()), reverse=True)[:2]:
         always = [b for b in weights if sizes[b] > limit or times_used[b] > 1]
         rest = [b for b in weights if b not in set(always)]
         least = least_lower_bytes(problem, set(always))
-        for factor in options.lower_factors:
+        for factor in LOWER_FACTORS:
             room = problem.arena_bytes - int(least * factor) - sum(sizes[b] for b in always)
             if room >= 0:
                 found[frozenset(always) | spread(rest, sizes, room)] = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser, Selection
 from ds_finepage.planning.finepage.forecast import Forecaster, Plan, can_forecast
-from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows, lengths_of_holding
+from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows, ways_to_hold
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
@@ -23,7 +23,7 @@ def resident_plans(
 ) -> Iterator[MemGraph | None]:
     """Yield the plans that reload nothing, if all weights fit."""
     weights = WeightClasses.of(problem, may_split=False, options=options)
-    for held in lengths_of_holding(problem, options.held_copies):
+    for held in ways_to_hold(problem):
         placed = place_activations(problem, held)
         if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:
             whole = Choice(problem.graph, [])
@@ -63,21 +63,14 @@ def streaming_plans(
             if choice is not None:
                 yield planner.plan(choice, ring)
 
-    shapes = list(weights.ring_shapes(room))
-    if not problem.shared:
-        shapes += weights.grained_rings(room)
+    shapes = list(dict.fromkeys(weights.ring_shapes(room)))
     num_found = 0
     for plan in plans(s for s in shapes if not weights.has_short_slices(room, s)):
         num_found += plan is not None
         yield plan
-    if num_found:
-        return
-    short = [s for s in shapes if weights.has_short_slices(room, s)]
-    for plan in plans(sorted(short, key=lambda s: s.nbytes, reverse=True)):
-        num_found += plan is not None
-        yield plan
-        if num_found == options.most_short_lengths:
-            return
+    if not num_found:
+        short = (s for s in shapes if weights.has_short_slices(room, s))
+        yield from plans(sorted(short, key=lambda s: s.nbytes, reverse=True))
 
 
 class RingPlanner:

@@ -17,6 +17,7 @@ from ds_finepage.graph.taskgraph import (
     TaskGraph,
     TensorView,
 )
+from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.rewrite.split import varies
 
 EMBEDDING = "aten.embedding.default"
@@ -44,9 +45,25 @@ def looked_up_bytes(graph: TaskGraph) -> dict[int, int]:
     return found
 
 
-def gather_rows(
-    graph: TaskGraph, *, whole_tables: bool = False, kept: Set[int] = frozenset()
-) -> TaskGraph:
+def gather_rows_that_pay(graph: TaskGraph, arena_bytes: int) -> TaskGraph:
+    """Replace embedding tables by rows; leave those that another op or lookup uses too.
+
+    Such a table (of a tied product) has to be reloaded anyway, and once is enough. If it has no
+    room beside the activations, it would be reloaded for each use, so it gives way too.
+
+    Args:
+        graph: The pass.
+        arena_bytes: Size of the arena.
+
+    Returns:
+        As :func:`gather_rows`.
+    """
+    room = arena_bytes - max(live_activation_bytes(graph, alignment=1), default=0)
+    tied = {b.id for b in graph.buffers if len(graph.uses[b.id]) > 1 and b.nbytes <= room}
+    return gather_rows(graph, kept=tied)
+
+
+def gather_rows(graph: TaskGraph, *, kept: Set[int] = frozenset()) -> TaskGraph:
     """Replace embedding tables by the rows that the call looks up.
 
     The host must know the indices before the pass, so they have to be inputs of the call. The table
@@ -54,20 +71,15 @@ def gather_rows(
 
     Args:
         graph: The pass.
-        whole_tables: Leave a table alone that another op (a tied product) or a second lookup uses,
-            because it has to be reloaded anyway.
         kept: Tables to leave alone.
 
     Returns:
         ``graph`` itself if nothing is replaced, so that callers can tell.
     """
-    used = graph.uses
     buffers, tensors, tasks = list(graph.buffers), list(graph.tensors), list(graph.tasks)
     for task in graph.tasks:
         lookup = _lookup(graph, task)
         if lookup is None or lookup.table.buffer in kept:
-            continue
-        if whole_tables and len(used[lookup.table.buffer]) > 1:
             continue
         table, indices, num_rows = lookup.table, lookup.indices, lookup.num_rows
         whole = graph.buffers[table.buffer]

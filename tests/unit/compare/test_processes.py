@@ -23,9 +23,9 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has su
 
 def test_the_output_of_a_process_is_in_its_log(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    code = "import os, sys; print('one'); print(os.environ['DS_FINEPAGE_CACHE']); sys.exit(3)"
+    code = "import os, sys; print('one'); print(os.environ['HF_HUB_OFFLINE']); sys.exit(3)"
     assert run_process(["-c", code], log) == 3
-    assert log.read_text() == "one\n0\n" and last_line(log) == "0"
+    assert log.read_text() == "one\n1\n" and last_line(log) == "1"
     log.write_text("")
     assert last_line(log) == "no output"
     with pytest.raises(ConfigError, match="cannot write"):

@@ -10,7 +10,8 @@ from ds_finepage.graph.collectives import ALL_GATHER, ALL_REDUCE, collects_of
 from ds_finepage.graph.memgraph import Lane, MemGraph, NodeKind
 from ds_finepage.graph.parts import with_parts
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage.search import _Search, plan_finepage
+from ds_finepage.planning.finepage.best_plans import BestPlans
+from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import PAGING, plan
 from ds_finepage.planning.problem import Problem
@@ -131,13 +132,13 @@ def test_no_plan_beats_the_bound_of_its_collects(num_parted: int) -> None:
 def test_few_bytes_are_those_of_one_rank() -> None:
     problem = Problem(uneven(), 2560, 64, PLAIN)
     alone = replace(problem, graph=replace(problem.graph, parted=(), num_ranks=1))
-    assert _Search(problem)._bounds.few_bytes == _Search(alone)._bounds.few_bytes / 2 > 0
+    assert BestPlans(problem).few_bytes == BestPlans(alone).few_bytes / 2 > 0
 
 
 def test_two_ranks_reload_twice_as_fast() -> None:
     problem = Problem(uneven(), 2560, 64, PLAIN)
-    search = _Search(problem)
+    search = BestPlans(problem)
     search.offer(plan_finepage(problem))
-    ((_, fastest_ns, _),) = search._plans.tried
-    assert search._may_win(2 * fastest_ns, 0)  # PLAIN copies a byte in a nanosecond
-    assert not search._may_win(3 * fastest_ns, 0)
+    ((_, fastest_ns, _),) = search.tried
+    assert search.may_win(2 * fastest_ns, 0)  # PLAIN copies a byte in a nanosecond
+    assert not search.may_win(3 * fastest_ns, 0)

@@ -102,6 +102,14 @@ def test_the_arena_is_no_larger_than_the_passes_need() -> None:
     assert counters.num_plans == 2
 
 
+def test_a_policy_whose_plans_leave_gaps_gets_the_rest_of_the_budget() -> None:
+    for policy, is_all in (("finepage", False), ("horizon", True)):
+        made, memory, _ = binder()
+        found = sized_pass(GRAPH)
+        made.bind(found, settings_for(found, 1 << 30, policy=policy))
+        assert (memory.arenas == [1 << 30]) is is_all
+
+
 def test_a_pass_that_the_shared_arena_is_too_small_for_gets_its_own() -> None:
     made, memory, _ = binder()
     few, wide = sized_pass(chain(9, nbytes=64)), sized_pass(GRAPH)

@@ -11,7 +11,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import TO_HOST, ExpertMatrices, TaskGraph
 from ds_finepage.planning.finepage import streaming
 from ds_finepage.planning.finepage.forecast import can_forecast
-from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.stacking import residents_of
 from ds_finepage.planning.problem import Problem
@@ -54,6 +53,5 @@ def test_a_search_writes_the_best_plan_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     plan_streaming = streaming.plan_streaming
     monkeypatch.setattr(streaming, "plan_streaming", noted)
-    options = FinepageOptions(ring_weights=(1.0, 2.0, 3.0, 4.0), tries_exact=False)
-    found = plan_finepage(Problem(chain(16), 12 * UNIT, UNIT, FAST), options)
+    found = plan_finepage(Problem(chain(16), 12 * UNIT, UNIT, FAST))
     assert written == [found]

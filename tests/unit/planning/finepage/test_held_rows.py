@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from ds_finepage.planning.finepage.held_rows import (
     NOTHING_HELD,
     HeldRows,
     copies_to_host,
-    lengths_of_holding,
+    ways_to_hold,
 )
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.ring import place_activations
@@ -69,30 +68,26 @@ def named(problem: Problem, held: HeldRows) -> tuple[dict[str, int], dict[str, l
 
 
 @pytest.mark.parametrize(
-    ("copy_ns", "length", "end", "freed_with"),
+    ("copy_ns", "end", "freed_with"),
     [
-        (250, math.inf, 4, "a2"),  # the copy ends at 350, and task 4 at 400
-        (250, 1.0, 4, "a2"),
-        (250, 0.5, 3, "a1"),
-        (90, math.inf, 3, "a1"),  # it ends in task 2, and task 3 is the next to end a live range
+        (250, 4, "a2"),  # the copy ends at 350, and task 4 at 400
+        (90, 3, "a1"),  # it ends in task 2, and task 3 is the next to end a live range
     ],
 )
-def test_rows_stay_until_their_copy_is_done(
-    copy_ns: int, length: float, end: int, freed_with: str
-) -> None:
+def test_rows_stay_until_their_copy_is_done(copy_ns: int, end: int, freed_with: str) -> None:
     problem = rows(copy_ns=copy_ns)
-    first, *_ = lengths_of_holding(problem, (length,))
+    first, *_ = ways_to_hold(problem)
     assert named(problem, first) == ({"a0": end}, {freed_with: ["a0"]})
 
 
 def test_rows_whose_copy_takes_longer_than_the_pass_stay_to_its_end() -> None:
-    first, *_ = lengths_of_holding(rows(copy_ns=5000), (math.inf,))
+    first, *_ = ways_to_hold(rows(copy_ns=5000))
     assert first == HeldRows({0: 5}, {})
 
 
 def test_activations_are_placed_for_each_choice_of_held_rows() -> None:
     problem = rows()
-    held, nothing = lengths_of_holding(problem, (math.inf,))
+    held, nothing = ways_to_hold(problem)
     alone, beside = place_activations(problem, nothing), place_activations(problem, held)
     assert alone != beside
     assert place_activations(problem, nothing) is alone
@@ -110,14 +105,10 @@ def test_copies_follow_one_another_on_their_link() -> None:
         "a4 ->",
     )
     problem = Problem(graph, 8 * UNIT, UNIT, replace(PLAIN, d2h_bytes_per_s=UNIT * 1e9 / 150))
-    first, *_ = lengths_of_holding(problem, (math.inf,))
-    assert named(problem, first)[0] == {"a0": 4, "a1": 5}  # at 250 and 400
-
-
-def test_the_longest_time_comes_first_and_nothing_held_comes_last() -> None:
-    found = list(lengths_of_holding(rows(), (0.5, 1.0, math.inf)))
-    assert [max(held.ends.values(), default=0) for held in found] == [4, 3, 0]
-    assert found[-1] is NOTHING_HELD
+    until_done, for_one_copy, nothing = ways_to_hold(problem)
+    assert named(problem, until_done)[0] == {"a0": 4, "a1": 5}  # at 250 and 400
+    assert named(problem, for_one_copy)[0] == {"a0": 4, "a1": 4}  # both at 250
+    assert nothing is NOTHING_HELD
 
 
 def test_nothing_is_held_without_copies_or_without_a_machine() -> None:
@@ -127,12 +118,12 @@ def test_nothing_is_held_without_copies_or_without_a_machine() -> None:
     other = problem.of(replace(problem.graph, tasks=tasks))
     assert not copies_to_host(other.graph)
     for without in (other, replace(problem, profile=None)):
-        assert list(lengths_of_holding(without, (math.inf,))) == [NOTHING_HELD]
+        assert list(ways_to_hold(without)) == [NOTHING_HELD]
 
 
-def planned(problem: Problem, *lengths: float) -> tuple[MemGraph, int]:
-    """Return the first plan that reloads nothing, and its time."""
-    plan = next(resident_plans(problem, FinepageOptions(held_copies=lengths)))
+def planned(problem: Problem, *, holds: bool = True) -> tuple[MemGraph, int]:
+    """Return the first plan that reloads nothing, or the last one, which holds none; its time."""
+    plan = list(resident_plans(problem))[0 if holds else -1]
     assert plan is not None
     return check(plan), time_of(plan, problem)
 
@@ -143,15 +134,15 @@ def time_of(plan: MemGraph, problem: Problem) -> int:
 
 
 def test_no_task_waits_for_a_copy_where_there_is_room() -> None:
-    held, held_ns = planned(rows(), math.inf)
-    _, plain_ns = planned(rows())
+    held, held_ns = planned(rows())
+    _, plain_ns = planned(rows(), holds=False)
     assert (held_ns, plain_ns) == (5 * TASK_NS, 5 * TASK_NS + 250)
     order = names(held)
     assert order.index("drop a2") < order.index("drop a0") < order.index("compute 5")
 
 
 def test_what_stays_to_the_end_is_dropped_there() -> None:
-    plan, _ = planned(rows(copy_ns=5000), math.inf)
+    plan, _ = planned(rows(copy_ns=5000))
     assert names(plan)[-1] == "drop a0"
 
 
@@ -172,28 +163,18 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
         "w1 a3 ->",
     )
     problem = replace(rows(num_units=4), graph=graph, split=split)
-    _, resident_ns = planned(problem)
+    _, resident_ns = planned(problem, holds=False)
     plan = check(plan_finepage(problem, FinepageOptions(tries_whole=not split)))
     assert plan.reloaded_bytes > 0
     assert time_of(plan, problem) < resident_ns == 5 * TASK_NS + 250
 
 
 @pytest.mark.parametrize(
-    ("ends_search", "copy_ns", "most_tasks", "ends"),
-    [
-        (0.0, 250, 6, [4, 3, 0]),
-        (0.0, 250, 5, [4, 0]),  # plans of a long pass take long to make
-        (0.0, 8000, 6, [5, 0]),
-        (1.02, 8000, 6, [5, 0]),  # 1.0125 times the bound
-        (1.02, 8000, 5, [5]),
-    ],
+    ("good_enough", "copy_ns", "ends"),
+    [(0.0, 250, [4, 0]), (0.0, 8000, [5, 0]), (1.02, 8000, [5])],
 )
-def test_a_search_tries_lengths_until_a_plan_is_good(
-    ends_search: float,
-    copy_ns: int,
-    most_tasks: int,
-    ends: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_search_tries_what_to_hold_until_a_plan_is_good(
+    good_enough: float, copy_ns: int, ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
 
@@ -202,13 +183,7 @@ def test_a_search_tries_lengths_until_a_plan_is_good(
         return streaming_plans(*args, held=held, **others)
 
     monkeypatch.setattr(search, "streaming_plans", noted)
-    options = FinepageOptions(
-        held_copies=(0.5, math.inf),
-        good_enough=ends_search,
-        ends_search=ends_search,
-        most_tasks_of_short=most_tasks,
-        recomputes=False,
-    )
+    options = FinepageOptions(good_enough=good_enough, recomputes=False)
     plan_finepage(rows(copy_ns=copy_ns), options)
     assert tried == ends
 
@@ -217,13 +192,13 @@ def test_no_plan_is_faster_than_the_bound_where_the_host_is_slow() -> None:
     problem = rows()
     assert problem.profile is not None
     machine = replace(problem.profile, host_op_ns=1000, host_copy_ns=10)
-    plan, total_ns = planned(replace(problem, profile=machine), math.inf)
+    plan, total_ns = planned(replace(problem, profile=machine))
     bound = lower_bound(plan.graph, problem.arena_bytes, UNIT, may_cut=False)
     assert least_time_ns(bound, machine, problem.arena_bytes) == total_ns == 6000 + TASK_NS
 
 
 def test_a_copy_to_host_memory_runs_beside_the_next_task() -> None:
-    plan, _ = planned(rows(), math.inf)
+    plan, _ = planned(rows())
     problem = rows()
     assert problem.profile is not None
     spans = {

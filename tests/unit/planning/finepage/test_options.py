@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import JOIN, TaskGraph
-from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage import best_plans, residency
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.finepage.small_arena import sets_to_keep
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.simulator import predicted_ns
-from tests.property.brute_force import tiny_graph
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.finepage.test_search import machine, search, tight_and_roomy
-from tests.unit.planning.sketches import chain, sketch
+from tests.unit.planning.sketches import sketch
 
 UNIT = 64
 
@@ -50,28 +46,12 @@ def test_a_plan_whose_bytes_alone_take_longer_is_not_simulated(
         simulated.append(plan)
         return 1000 + len(simulated), 0
 
-    monkeypatch.setattr(finepage_search, "predicted_ns", predicted)
-    monkeypatch.setattr(finepage_search, "wait_for_routes", lambda _: roomy)
+    monkeypatch.setattr(best_plans, "predicted_ns", predicted)
+    monkeypatch.setattr(best_plans, "wait_for_routes", lambda _: roomy)
     tried = search(machine(h2d=h2d))
     tried.offer(tight)
     assert simulated == [roomy, tight][:number]
     assert tried.best is roomy
-
-
-def test_tiny_passes_move_fewer_bytes_with_the_exact_search() -> None:
-    graphs = [tiny_graph(random.Random(seed)) for seed in range(20)]
-
-    def moved(**options: bool) -> int:
-        plans = [planned(graph, 2 * UNIT, **options) for graph in graphs]
-        return sum(p.reloaded_bytes + p.offloaded_bytes for p in plans)
-
-    assert moved() < moved(tries_exact=False)
-
-
-def test_lengths_of_the_ring_are_those_of_the_options() -> None:
-    options = FinepageOptions(ring_weights=(2.0, 7.0))
-    weights = WeightClasses.of(Problem(chain(16), 0, UNIT), may_split=False, options=options)
-    assert [s.nbytes for s in weights.ring_shapes(5 * UNIT)] == [2 * UNIT, 7 * UNIT]
 
 
 def test_weights_up_to_the_fixed_share_are_kept() -> None:
@@ -82,24 +62,16 @@ def test_weights_up_to_the_fixed_share_are_kept() -> None:
         assert found.fixed_bytes == fixed_bytes
 
 
-def test_a_small_arena_tries_the_lower_regions_of_the_options() -> None:
-    problem = Problem(chain(8), 6 * UNIT, UNIT)
-    one = sets_to_keep(problem, FinepageOptions(lower_factors=(1.0,)))
-    assert set(one) < set(sets_to_keep(problem))
-
-
-def test_whole_weights_are_tried_beside_cut_ones_only_if_that_is_on() -> None:
+def test_whole_weights_are_tried_beside_cut_ones_only_if_that_is_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residency, "LARGE_SLICES", ())  # a ring of one slice does as well
     graph = gather_rows(matmul_chain([256] * 13, num_rows=4))
     profile = dataclasses.replace(machine(h2d=1e9), transfer_latency_ns=200_000)
     arena_bytes = needed_arena_bytes(graph, UNIT) * 95 // 100
     problem = Problem(graph, arena_bytes, UNIT, profile, split=True)
 
-    def time_ns(plan: MemGraph) -> int:
-        return predicted_ns(plan, profile)[0]
-
     for tries_whole in (True, False):
-        options = FinepageOptions(tries_whole=tries_whole, rings_of_short_passes=())
+        options = FinepageOptions(tries_whole=tries_whole)
         plan = check(plan_finepage(problem, options))
         assert any(task.op == JOIN for task in plan.graph.tasks) is not tries_whole
-        best = plan_finepage(problem, FinepageOptions(tries_whole=tries_whole))
-        assert time_ns(best) <= time_ns(plan)  # a ring of one slice does as well as whole weights

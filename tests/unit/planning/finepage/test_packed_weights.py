@@ -87,7 +87,8 @@ def planned(graph: TaskGraph, arena_bytes: int, **more: object) -> MemGraph:
 
 
 def test_the_planner_knows_the_op() -> None:
-    assert packed.PACKED_PRODUCTS == {f"ds_finepage.{name}.default" for name in op._ARGUMENTS}
+    names = [name for name in vars(op) if name.startswith("packed_")]
+    assert {str(getattr(op, name).default) for name in names} == packed.PACKED_PRODUCTS
 
 
 @pytest.mark.parametrize("bits", [4, 8])

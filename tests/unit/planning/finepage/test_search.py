@@ -18,6 +18,7 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import search as finepage_search
+from ds_finepage.planning.finepage.best_plans import BestPlans, Candidate
 from ds_finepage.planning.finepage.forecast import Forecast
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.search import _Search, _with_rows, plan_finepage
@@ -239,8 +240,13 @@ LONG = FinepageOptions(most_tasks_of_short=0)
 """Every pass with a task is long."""
 
 
-def search(profile: HardwareProfile | None = None, options: FinepageOptions = DEFAULTS) -> _Search:
-    return _Search(Problem(chain(16), ARENA, UNIT, profile), options)
+def search(profile: HardwareProfile | None = None) -> BestPlans:
+    return BestPlans(Problem(chain(16), ARENA, UNIT, profile))
+
+
+def is_good(tried: BestPlans, plan: MemGraph) -> bool:
+    tried.offer(plan)
+    return tried.has_good
 
 
 def search_among(*plans: MemGraph, profile: HardwareProfile | None = None) -> MemGraph:
@@ -274,13 +280,13 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
 def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
     tight, roomy = tight_and_roomy()
     options = FinepageOptions(equal_times=1.005)
-    tried = _Search(Problem(chain(16), ARENA, UNIT), options)
-    tried._plans.add(50, 1000, tight)
-    tried._plans.add(40, 1004, roomy)
+    tried = BestPlans(Problem(chain(16), ARENA, UNIT), options)
+    tried._add(Candidate(50, 1000, tight))
+    tried._add(Candidate(40, 1004, roomy))
     assert tried.best is roomy
-    tried._plans.add(30, 1008, tight)
+    tried._add(Candidate(30, 1008, tight))
     assert tried.best is roomy
-    tried._plans.add(60, 996, roomy)  # too fast for the second plan, not for the first
+    tried._add(Candidate(60, 996, roomy))  # too fast for the second plan, not for the first
     assert tried.best is tight
 
 
@@ -300,17 +306,14 @@ def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves
 
 def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     slow, (tight, _) = machine(h2d=1e6), tight_and_roomy()
-    for options in (LONG, DEFAULTS):  # the plan takes 1.008 times the bound
-        tried = search(machine(h2d=1e15), options)
-        assert tried.offer(tight)
-        assert tried.has_good is (options is LONG)  # a thorough search goes on
+    assert is_good(search(machine(h2d=1e15)), tight)  # it takes 1.008 times the bound
     late = planned(chain(3, nbytes=6400), 201)
     timeline = simulate(late, machine(h2d=64e9))
     assert timeline.total_ns > 1.02 * timeline.lower_bound_ns
-    assert not _Search(Problem(late.graph, 201 * UNIT, UNIT, machine(h2d=64e9))).offer(late)
-    assert not search().offer(tight)
-    assert search().offer(planned(chain(16), 17))
-    assert search(slow).offer(planned(chain(16), 17))
+    assert not is_good(BestPlans(Problem(late.graph, 201 * UNIT, UNIT, machine(h2d=64e9))), late)
+    assert not is_good(search(), tight)
+    assert is_good(search(), planned(chain(16), 17))
+    assert is_good(search(slow), planned(chain(16), 17))
 
 
 def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> None:
@@ -326,7 +329,7 @@ def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> No
         """List the plans that the search takes from its candidates."""
         plans = iter([tight, roomy, None])
         options = FinepageOptions(equal_times=equal_times, few_bytes=few_bytes)
-        assert _Search(problem, options).try_plans(plans) == (True, True)
+        assert BestPlans(problem, options).offer_all(plans)
         return [tight, roomy, None][: 3 - len(list(plans))]
 
     assert tried() == [tight, roomy]  # the first moves too much
@@ -335,9 +338,8 @@ def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> No
     assert tried(equal_times=1, few_bytes=10) == [tight, roomy, None]  # not as fast as the bound
 
 
-@pytest.mark.parametrize("most_tasks_of_short", (0, 16))
 def test_time_decides_and_bytes_decide_between_equal_times(
-    monkeypatch: pytest.MonkeyPatch, most_tasks_of_short: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tight, roomy = tight_and_roomy()
     problem = Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e9))
@@ -346,25 +348,25 @@ def test_time_decides_and_bytes_decide_between_equal_times(
     def best(tight_ns: int, roomy_ns: int = 100_400) -> MemGraph | None:
         times = {tight.reloaded_bytes: tight_ns, roomy.reloaded_bytes: roomy_ns}
         monkeypatch.setattr(
-            "ds_finepage.planning.finepage.search.predicted_ns",
+            "ds_finepage.planning.finepage.best_plans.predicted_ns",
             lambda plan, _, **settings: (times[plan.reloaded_bytes], 0),
         )
-        tried = _Search(problem, FinepageOptions(most_tasks_of_short=most_tasks_of_short))
+        tried = BestPlans(problem)
         for plan in (tight, roomy):
             tried.offer(plan)
         return tried.best
 
     assert best(100_350) is roomy  # as fast
-    assert best(100_301) is roomy
-    assert best(100_299) is tight
-    assert best(100_000) is tight  # however many bytes it moves
+    assert best(99_901) is roomy
+    assert best(99_899) is tight
+    assert best(99_000) is tight  # however many bytes it moves
     assert best(100_450) is best(110_000) is roomy
 
 
 def test_without_a_profile_the_first_good_plan_ends_a_list() -> None:
     _, roomy = tight_and_roomy()
     plans = iter([planned(chain(16), 17), roomy])
-    assert search().try_plans(plans) == (True, True)
+    assert search().offer_all(plans)
     assert next(plans) is roomy
 
 
@@ -372,7 +374,7 @@ def test_a_plan_is_good_for_the_tasks_of_the_pass_not_for_those_that_it_adds() -
     fast, longer = machine(h2d=1e15), planned(chain(32), 33)
     timeline = simulate(longer, fast)
     assert timeline.total_ns == timeline.lower_bound_ns
-    assert not search(fast).offer(longer)
+    assert not is_good(search(fast), longer)
 
 
 def with_latency(latency_ns: int) -> HardwareProfile:
@@ -425,23 +427,21 @@ def test_tables_are_tried_if_a_short_pass_has_a_plan_and_little_is_missing(
         tried = _Search(problem, options)
         tried._try_tables(problem)
         assert not asked  # no plan so far
-        tried.offer(tight_and_roomy()[1])
+        tried.plans.offer(tight_and_roomy()[1])
         tried._try_tables(problem)
-    assert asked == [pytest.approx(1601 / 1000)]  # of the time of that plan
+    assert asked == [pytest.approx(1601 * 0.005)]  # of the time of that plan
 
 
 def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     tight, roomy = tight_and_roomy()
     tried = search(dataclasses.replace(machine(h2d=1e6), transfer_latency_ns=1000))
-    assert tried.try_plans([None]) == (False, False)
+    assert not tried.offer_all([None])
     tried.offer(roomy)
     num_copies = sum(node.kind is NodeKind.RELOAD for node in roomy.nodes)
-    assert tried._may_win(roomy.reloaded_bytes, num_copies)
-    assert not tried._left_out
-    assert not tried._may_win(roomy.reloaded_bytes, 10**6)
-    assert not tried._may_win(2 * tight.reloaded_bytes, num_copies)
-    assert tried._left_out
-    assert search()._may_win(10**12, 1)  # without a machine, nothing is known of time
+    assert tried.may_win(roomy.reloaded_bytes, num_copies)
+    assert not tried.may_win(roomy.reloaded_bytes, 10**6)
+    assert not tried.may_win(2 * tight.reloaded_bytes, num_copies)
+    assert search().may_win(10**12, 1)  # without a machine, nothing is known of time
 
 
 def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(
@@ -450,11 +450,11 @@ def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(
     problem = Problem(chain(8), 6 * UNIT, UNIT)
     entries = []
 
-    def settling(tried: Problem, _: FinepageOptions) -> list[MemGraph]:
+    def settling(tried: Problem) -> list[MemGraph]:
         entries.append(tried.entry)
         return []
 
-    monkeypatch.setattr(finepage_search, "settling_plans", settling)
+    monkeypatch.setattr(finepage_search, "settled_plans", settling)
     found = plan_finepage(problem)
     again = plan_finepage(dataclasses.replace(problem, entry=found.exit[:1]))
     assert again.entry == found.entry == again.exit
@@ -469,7 +469,6 @@ def test_every_choice_of_tables_has_its_own_pass() -> None:
     rows = _with_rows(problem)
     assert rows.graph != problem.graph
     assert _with_rows(problem).graph is rows.graph
-    assert _with_rows(problem, whole_tables=True).graph is problem.graph
     assert _with_rows(problem, kept={table}).graph is problem.graph
 
 
@@ -488,6 +487,6 @@ def test_cheap_tasks_run_again_for_time_or_for_room(monkeypatch: pytest.MonkeyPa
     problem = Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e6))
     for has_room in (True, False, True):
         search = _Search(problem)
-        search.offer(Forecast(10**9, UNIT, lambda: planned(chain(16), 10)))
+        search.plans.offer(Forecast(10**9, UNIT, lambda: planned(chain(16), 10)))
         search.try_both_graphs(functools.partial(_answer, has_room))
     assert asked == [problem.profile, None]

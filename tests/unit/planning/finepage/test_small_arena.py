@@ -9,12 +9,11 @@ import pytest
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.planning.finepage import small_arena
-from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.small_arena import (
     least_lower_bytes,
     plan_keeping,
     sets_to_keep,
-    settling_plans,
+    settled_plans,
     spread,
     weights_by_first_use,
 )
@@ -89,36 +88,9 @@ def test_what_is_kept_outside_the_arena_is_no_plan() -> None:
     assert plan_keeping(Problem(graph, 4 * UNIT, UNIT), {0: Extent(-UNIT, UNIT)}) is None
 
 
-def test_the_published_algorithm_settles() -> None:
+def test_the_published_algorithm_settles(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy = Problem(chain(8), 9 * UNIT, UNIT)
-    *before, found = settling_plans(roomy)
-    assert found is not None and set(found.entry) == set(found.exit) != set()
-    assert len(before) < FinepageOptions().settling_rounds
-    assert list(settling_plans(roomy, FinepageOptions(settling_rounds=0))) == []
-
-
-@pytest.mark.parametrize("units", [5, 6, 7])
-def test_of_passes_that_do_not_settle_the_weights_that_stay_in_place_are_kept(units: int) -> None:
-    problem = Problem(chain(8), units * UNIT, UNIT)
-    found = [plan for plan in settling_plans(problem) if plan is not None]
-    assert found
-    for plan in found:
-        assert set(check(plan).entry) == set(plan.exit) != set()
-
-
-def test_weights_that_stay_in_the_way_of_others_are_kept_at_the_upper_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried: list[dict[int, Extent]] = []
-
-    def refused_in_place(problem: Problem, kept: dict[int, Extent]) -> object:
-        tried.append(dict(kept))
-        return plan_keeping(problem, kept) if len(tried) % 2 == 0 else None
-
-    monkeypatch.setattr(small_arena, "plan_keeping", refused_in_place)
-    plans = list(settling_plans(Problem(chain(8), 6 * UNIT, UNIT)))
-    assert None not in plans and len(tried) == 2 * len(plans)
-    in_place, stacked = tried[:2]
-    assert in_place.keys() == stacked.keys()
-    ends = sorted(extent.end for extent in stacked.values())
-    assert ends == [(6 - i) * UNIT for i in reversed(range(len(stacked)))]
+    (found,) = settled_plans(roomy)
+    assert set(check(found).entry) == set(found.exit) != set()
+    monkeypatch.setattr(small_arena, "SETTLING_ROUNDS", 0)
+    assert list(settled_plans(roomy)) == []

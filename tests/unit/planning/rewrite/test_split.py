@@ -9,7 +9,12 @@ import pytest
 
 from ds_finepage.execution.moving import MovingViews
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
-from ds_finepage.planning.rewrite.embeddings import gather_rows, looked_up_bytes
+from ds_finepage.planning.liveness import live_activation_bytes
+from ds_finepage.planning.rewrite.embeddings import (
+    gather_rows,
+    gather_rows_that_pay,
+    looked_up_bytes,
+)
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.property.matmul_chains import matmul_chain
 
@@ -170,13 +175,15 @@ def test_no_index_is_nothing_to_gather() -> None:
     assert gather_rows(graph) == graph
 
 
-def test_a_table_with_another_use_can_be_left_whole() -> None:
+def test_a_table_with_another_use_stays_whole_where_it_has_room_beside_activations() -> None:
     graph = matmul_chain([8, 16], num_rows=3)
-    assert gather_rows(graph, whole_tables=True) == gather_rows(graph)
+    assert gather_rows_that_pay(graph, 10**6) == gather_rows(graph) != graph
     again = dataclasses.replace(graph.tasks[0], index=len(graph.tasks))
     graph = dataclasses.replace(graph, tasks=(*graph.tasks, again))
-    assert gather_rows(graph, whole_tables=True) == graph
-    assert gather_rows(graph) != graph
+    (table,) = (b for b in graph.buffers if b.name == "table")
+    least = table.nbytes + max(live_activation_bytes(graph, alignment=1))
+    assert gather_rows_that_pay(graph, least) == graph
+    assert gather_rows_that_pay(graph, least - 1) == gather_rows(graph) != graph
 
 
 # Sizes that differ from call to call.
