@@ -83,7 +83,7 @@ setup(
             "peft",
             "pytest",
             "pytest-cov",
-            "pytest-xdist",
+            "pytest-xdist>=3.8",
             "ruff",
             "torchao>=0.18",
         ],
