@@ -217,9 +217,21 @@ class Day:
                 self.by_plan(ds_finepage.handle_of(engine), engine.module, where, cells)
             finally:
                 engine.destroy()
+        from ds_finepage.compare.zero_arms import counting_fetches
+
         fetches = ForwardCounter()
-        fetches.install()
         fetches.watch(self.model)
+        with counting_fetches(fetches.add):
+            self.all_stock(config, fetches, where)
+
+    def all_stock(self, config: Cells, fetches: ForwardCounter, where: torch.device) -> None:
+        """Run stock ZeRO-Inference with its defaults, with the least prefetch, and tuned.
+
+        Args:
+            config: The ds_config.
+            fetches: Counts the bytes that it fetches.
+            where: DeepSpeed's device.
+        """
         self.stock(config, fetches, where, "default", {})
         least = least_prefetch(self.model)
         least_bytes = self.stock(config, fetches, where, "least prefetch", least)
@@ -279,29 +291,16 @@ class Day:
 
 
 class ForwardCounter:
-    """Counts the bytes that stock DeepSpeed fetches, and lets each fetch copy as on a GPU.
+    """Counts the bytes that stock DeepSpeed fetches in a forward.
 
     ``prefill_bytes`` and ``decode_bytes`` are those of the last forward of each kind.
     """
 
     prefill_bytes = decode_bytes = nbytes = 0
 
-    def install(self) -> None:
-        """Wrap the one function of DeepSpeed that fetches on a single rank."""
-        from ds_finepage._compat.deepspeed import partition_parameters
-
-        fetch = partition_parameters._no_gather_coalesced
-
-        def counted(params: Any) -> Any:
-            params = list(params)
-            handle = fetch(params)
-            for param in params:
-                self.nbytes += param.ds_tensor.nbytes
-                if param.data.device == param.ds_tensor.device:
-                    param.data = param.data.clone()
-            return handle
-
-        partition_parameters._no_gather_coalesced = counted
+    def add(self, nbytes: int) -> None:
+        """Count the bytes of a fetch."""
+        self.nbytes += nbytes
 
     def watch(self, module: Any) -> None:
         """Count anew with each forward of ``module``, before DeepSpeed's hooks fetch."""

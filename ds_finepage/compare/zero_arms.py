@@ -55,6 +55,34 @@ class DeepSpeedEngine(Engine):
             self.engine.destroy()
 
 
+@contextmanager
+def counting_fetches(add: Callable[[int], None]) -> Iterator[None]:
+    """Count every fetch of stock DeepSpeed, and let it copy.
+
+    One function of DeepSpeed fetches on a single rank. On the CPU it only gives the host partition
+    another name. A counted fetch copies, as on a GPU, so that a meter sees it.
+
+    Args:
+        add: Takes the bytes of each weight that is fetched.
+    """
+    fetch: Callable[[list[Any]], Any] = partition_parameters._no_gather_coalesced
+
+    def counted(params: Iterable[Any]) -> Any:
+        params = list(params)
+        handle = fetch(params)
+        for param in params:
+            add(param.ds_tensor.nbytes)
+            if param.data.device == param.ds_tensor.device:
+                param.data = param.data.clone()
+        return handle
+
+    partition_parameters._no_gather_coalesced = counted
+    try:
+        yield
+    finally:
+        partition_parameters._no_gather_coalesced = fetch
+
+
 class ZeroEngine(DeepSpeedEngine):
     """Stock ZeRO-Inference."""
 
@@ -62,27 +90,12 @@ class ZeroEngine(DeepSpeedEngine):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count every fetch, and let it copy.
-
-        One function of DeepSpeed fetches on a single rank. On the CPU it only gives the host
-        partition another name. A counted fetch copies, as on a GPU, so that a meter sees it.
-        """
-        fetch: Callable[[list[Any]], Any] = partition_parameters._no_gather_coalesced
-
-        def counted(params: Iterable[Any]) -> Any:
-            params = list(params)
-            handle = fetch(params)
-            for param in params:
-                self._nbytes += param.ds_tensor.nbytes
-                if param.data.device == param.ds_tensor.device:
-                    param.data = param.data.clone()
-            return handle
-
-        partition_parameters._no_gather_coalesced = counted
-        try:
+        """Count every fetch, and let it copy."""
+        with counting_fetches(self._add):
             yield
-        finally:
-            partition_parameters._no_gather_coalesced = fetch
+
+    def _add(self, nbytes: int) -> None:
+        self._nbytes += nbytes
 
     def begin_forward(self) -> None:
         """Start to count again."""
