@@ -1,6 +1,6 @@
 """What a decode step costs the host, beside plain transformers in the same process, on the CPU.
 
-    python benchmarks/host_time.py --out benchmarks/host_time_2026-11-21.json
+    python benchmarks/host_time.py --out benchmarks/host_time_2026-11-22.json
 
 Two figures a model: the time of a step over that of plain transformers where everything fits, and
 at a budget of 25% of what the model needs, with the copies of weights left out, the time a task
