@@ -8,13 +8,13 @@ change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_finepage.execution.arena import view_of
+from ds_finepage.execution.arena import place
 from ds_finepage.execution.ops import Patch
 from ds_finepage.graph.taskgraph import Buffer, Length, TaskGraph, TensorView
 
@@ -83,25 +83,26 @@ class MovingViews:
         if any(nbytes[b] > self._planned[b] for b in self._buffers):
             return False
         for tensor, (shape, stride, offset) in zip(self._varying, values, strict=False):
-            self.views[tensor] = replace(
-                self.views[tensor], shape=shape, stride=stride, offset=offset
-            )
+            old = self.views[tensor]
+            self.views[tensor] = TensorView(tensor, old.buffer, old.dtype, shape, stride, offset)
         self._nbytes = nbytes
         if self._arguments is None:
             texts = [p.patch.size.formula for p in self._places if p.patch.size is not None]
             self._arguments = self._compile(texts)
-        arguments = iter(self._arguments(*sizes))
-        for place in self._places:
-            patch = place.patch
-            if patch.tensor is None:
-                patch.container[patch.key] = next(arguments)
-            else:
-                assert place.storage_of is not None
-                patch.container[patch.key] = view_of(
-                    place.storage_of, self.views[patch.tensor], place.offset_bytes
-                )
+        self._fill(iter(self._arguments(*sizes)))
         self._sizes = sizes
         return True
+
+    def _fill(self, arguments: Iterator[Any]) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # once, not for each of many views
+            for found in self._places:
+                patch = found.patch
+                if patch.tensor is None:
+                    patch.container[patch.key] = next(arguments)
+                else:
+                    assert found.storage_of is not None
+                    view = self.views[patch.tensor]
+                    patch.container[patch.key] = place(found.storage_of, view, found.offset_bytes)
 
     def _compile(self, texts: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
         body = "".join(f"{text}, " for text in texts)

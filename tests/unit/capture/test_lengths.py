@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from ds_finepage.capture.lengths import Evaluator, evaluate, with_known_shapes
 from ds_finepage.execution.moving import MovingViews
+from ds_finepage.execution.ops import Patch
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Length, TaskGraph, TensorView
 
 
@@ -48,6 +52,27 @@ def test_views_follow_the_call_as_far_as_the_plan_has_room() -> None:
     assert views.nbytes(graph.buffers[0]) == 80
     assert not views.set_sizes([None, 17])
     assert views.views[0].shape == (5, 4)  # as it was
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_tensors_of_a_size_can_be_written_in_every_mode(mode: Callable[[], Any]) -> None:
+    rows = Length(16, "s0")
+    graph = TaskGraph(
+        name="g",
+        buffers=(Buffer(0, BufferKind.ACTIVATION, Length(256, "16*s0")),),
+        tensors=(TensorView(0, 0, "float32", (rows, 4), (4, 1)),),
+        tasks=(),
+        symbols=(("s0", 1),),
+    )
+    views = MovingViews(graph)
+    places: list[Any] = [None]
+    views.add(Patch(places, 0, tensor=0), torch.zeros(512, dtype=torch.uint8), 128)
+    with mode():
+        assert views.set_sizes([None, 5])
+    (found,) = places
+    assert found.shape == (5, 4) and found.storage_offset() == 32
+    assert not found.is_inference() and not found.requires_grad
+    found.add_(1)
 
 
 def test_what_is_added_to_a_product_is_expanded_only_to_symbols() -> None:
