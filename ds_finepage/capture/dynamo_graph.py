@@ -87,11 +87,7 @@ class DynamoGraph:
         self._host_module = self._slice_host_outputs()
 
     def blocks_of(self, args: Sequence[Any]) -> list[list[int]]:
-        """Return the positions of the arguments that share a block of memory, block by block.
-
-        Args:
-            args: Of a call.
-        """
+        """Return the positions of the arguments that share a block of memory, block by block."""
         found: dict[int, list[int]] = {}
         for position in self._shared_positions:
             found.setdefault(args[position].untyped_storage()._cdata, []).append(position)
@@ -101,9 +97,6 @@ class DynamoGraph:
         """Describe how the arguments of a call lie in the blocks that they share.
 
         Calls with different descriptions need different taskgraphs.
-
-        Args:
-            args: Of the call.
         """
         if not self._shared_positions:
             return ()
@@ -127,9 +120,6 @@ class DynamoGraph:
 
     def release_buffers(self, names: Sequence[str]) -> None:
         """Say that some weights may be changed by the graph.
-
-        Args:
-            names: Of weights.
 
         Raises:
             BufferChangedError: One of them is a buffer.

@@ -26,12 +26,6 @@ def make_fakes(
 ) -> tuple[list[Any], tuple[GraphInput, ...]]:
     """Make the fake arguments of a call, and register their buffers.
 
-    Args:
-        graph: Of the call.
-        args: Of the call.
-        recorder: Takes the buffers.
-        sizes: The sizes that are symbols.
-
     Returns:
         The arguments, and the inputs of the taskgraph.
 

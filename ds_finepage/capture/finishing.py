@@ -33,14 +33,8 @@ def finish(
 ) -> TaskGraph:
     """Turn a recording into a taskgraph, without the tasks whose results are unused.
 
-    Args:
-        recorder: What was recorded.
-        name: Of the graph.
-        inputs: Which call argument carries which tensor.
-        outputs: What is returned.
-        versions: Of the packages that the capture depends on.
-        values: What to take the symbols of a recording for that has any.
-        symbols: Their names, and the call position that carries each.
+    ``values`` are those of the symbols of a recording that has any. ``symbols`` are their names,
+    and the call position that carries each.
     """
     size = Evaluator(values or {})
     returned = {recorder.tensors[o.tensor].buffer for o in outputs if o.tensor is not None}

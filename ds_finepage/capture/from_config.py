@@ -257,12 +257,8 @@ def _source_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a model with an encoder, its caches among them.
 
-    Args:
-        model: Runs once beforehand, to learn the shapes of its caches.
-        inputs: Get the arguments.
-        phase: "prefill" or "decode".
-        batch: Sequences in the batch.
-        seq: Tokens of the source, and rows of the decoder after a decode step.
+    The model runs once beforehand, to learn the shapes of its caches. The source has ``seq``
+    tokens, and the decoder as many rows after a decode step.
     """
     source = torch.empty(batch, seq, dtype=torch.int64)
     token = torch.empty(batch, 1, dtype=torch.int64)
@@ -394,9 +390,7 @@ class _LayerRows(CacheLayerMixin):
     def make_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the buffers of the rows, outside of the pass.
 
-        Args:
-            key_states: Keys of any number of rows, (batch, heads, rows, width).
-            value_states: Values likewise.
+        Keys and values of any number of rows, (batch, heads, rows, width), tell the other sizes.
         """
         self.keys = self._rows_like(key_states)
         self.values = self._rows_like(value_states)

@@ -53,7 +53,6 @@ class Evaluator:
     """Turns the sizes of a recording into integers, those that vary into :class:`Length`."""
 
     def __init__(self, values: Mapping[str, int]) -> None:
-        """Evaluate at these values of the symbols."""
         self._values = dict(values)
         self._printer = PythonPrinter()
         self._known: dict[sympy.Expr, Length] = {}

@@ -22,12 +22,7 @@ PAGED_CACHE = "PagedAttentionCache"
 
 
 def open_paged_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Prepare the paged KV caches among the arguments of a call, before it is traced.
-
-    Args:
-        args: The positional arguments.
-        kwargs: The named arguments.
-    """
+    """Prepare the paged KV caches among the arguments of a call, before it is traced."""
     for value in _paged_caches(args, kwargs):
         if "update" not in vars(value):
             update = type(value).update

@@ -19,10 +19,6 @@ def prepare_shapes(
 
     Its parameters are on the meta device meanwhile. There such functions make shapes only, while
     of a FakeTensor on the CPU they would ask for values.
-
-    Args:
-        model: The model.
-        prepare: The function; None changes nothing.
     """
     if prepare is None:
         return

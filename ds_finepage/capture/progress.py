@@ -18,7 +18,6 @@ class Progress:
     """A status line on stderr where that is a terminal, and a line in the log."""
 
     def __init__(self) -> None:
-        """Show nothing yet."""
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._status: Any = None

@@ -82,14 +82,7 @@ class Recorder(TorchDispatchMode):
     def add_buffer(
         self, tensor: torch.Tensor, kind: BufferKind, nbytes: Size, name: str = ""
     ) -> int:
-        """Register the storage of a tensor; return its buffer.
-
-        Args:
-            tensor: Any tensor on the storage.
-            kind: The contents of the storage, and its owner.
-            nbytes: Its size.
-            name: Of a weight or an argument.
-        """
+        """Register the storage of a tensor; return its buffer."""
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = len(self.buffers)
         self.buffers.append(BufferDraft(storage, kind, nbytes, name))
@@ -119,11 +112,6 @@ class Recorder(TorchDispatchMode):
         self, name: str, returned: Sequence[Any], args: Sequence[Any]
     ) -> tuple[GraphOutput, ...]:
         """Describe the values that a graph returns.
-
-        Args:
-            name: Of the graph, for messages.
-            returned: The values.
-            args: The graph's arguments.
 
         Raises:
             CaptureError: A value is a view of a weight.

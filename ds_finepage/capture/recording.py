@@ -98,18 +98,12 @@ class Recordings:
     """The recordings of one graph, each for a range of sizes."""
 
     def __init__(self, graph: DynamoGraph) -> None:
-        """Start without one."""
         self._graph = graph
         self._found: list[Recording] = []
         self._is_of_one_size = False  # the graph cannot be recorded for a range of sizes
 
     def bucket_of(self, args: Sequence[Any], strides_of: StridesOf) -> Bucket | None:
-        """Return the bucket of a call; None where the call must be recorded for its sizes alone.
-
-        Args:
-            args: Of the call.
-            strides_of: Tells how ops lay out their results, where the call is recorded now.
-        """
+        """Return the bucket of a call; None where the call must be recorded for its sizes alone."""
         sharing = self._graph.sharing_of(args)
         for recording in self._found:
             values = recording.values_of(args)
@@ -208,12 +202,7 @@ class Recording:
         return {**values, **{name: values[name] + more for name in self.growing(values)}}
 
     def room_to_grow(self, values: Mapping[str, int], has_room: Callable[[TaskGraph], bool]) -> int:
-        """Return by how much a call can grow until it has no room, or needs another plan.
-
-        Args:
-            values: The sizes of the call.
-            has_room: Tells whether a taskgraph has room.
-        """
+        """Return by how much a call can grow until it has no room, or needs another plan."""
         top, growing = self.upper_end(values), self.growing(values)
         most = max((top[name] - values[name] for name in growing), default=0)
 
@@ -247,10 +236,7 @@ def record(
 ) -> TaskGraph:
     """Capture a call for exactly its sizes.
 
-    Args:
-        graph: Of the call.
-        args: Of the call.
-        strides_of: Tells how ops lay out their results; by default, what torch says is taken.
+    Without ``strides_of``, results lie as torch says.
 
     Raises:
         CaptureError: The graph cannot be written down as a taskgraph: a size or a branch
@@ -263,11 +249,6 @@ def record_range(
     graph: DynamoGraph, args: Sequence[Any], *, strides_of: StridesOf | None = None
 ) -> Recording | None:
     """Capture a call with the sizes that differ from call to call as symbols.
-
-    Args:
-        graph: Of the call.
-        args: Of the call.
-        strides_of: As in :func:`record`.
 
     Returns:
         None where there are no such sizes.

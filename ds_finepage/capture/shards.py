@@ -108,11 +108,6 @@ def cut_model(model: nn.Module, *, num_ranks: int, then: Change | None = None) -
 def require_heads(config: Any, num_ranks: int, name: str) -> None:
     """Refuse ranks that the heads of a model cannot be divided among.
 
-    Args:
-        config: The model's config of transformers.
-        num_ranks: Ranks to cut over.
-        name: The model, in words.
-
     Raises:
         ConfigError: The ranks do not divide the attention heads or the KV heads.
     """

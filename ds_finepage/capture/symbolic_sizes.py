@@ -23,14 +23,7 @@ MAX_ANSWERS = 4096
 
 
 def new_size(env: ShapeEnv, name: str, value: int, ranges: Any) -> torch.SymInt:
-    """Make a size that varies.
-
-    Args:
-        env: Gets a symbol for it.
-        name: Of the size; one name, one symbol.
-        value: A value of it.
-        ranges: The values that it can have.
-    """
+    """Make a size that varies."""
     source = ConstantSource(name)
     symbol = env.create_symbol(
         value,

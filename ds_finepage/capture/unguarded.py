@@ -24,8 +24,7 @@ class Unguarded:
     def __init__(self, module: torch.nn.Module) -> None:
         """Look at them now.
 
-        Args:
-            module: The model. Its parts are those of now.
+        The parts of the model are those of now.
         """
         parts = list(module.modules())
         self._hooks = [hooks for part in parts for hooks in _hooks_of(part)] + [*GLOBAL_HOOKS]

@@ -33,10 +33,6 @@ class HostCopies:
     def reload(self, node: Node, latest: Contents) -> Contents:
         """Verify that a RELOAD finds a valid copy.
 
-        Args:
-            node: The RELOAD.
-            latest: The newest contents of its buffer.
-
         Returns:
             The contents that it brings in.
         """

@@ -20,10 +20,7 @@ class Report:
     def wrong(self, fault: Fault, node: int | None, message: str) -> None:
         """Add a violation.
 
-        Args:
-            fault: Its kind.
-            node: The node at which it shows; None for no single node.
-            message: The rest of the sentence that begins with the node.
+        The message is the rest of a sentence that begins with the node, if there is one.
         """
         where = "" if node is None else f"{self.title(node)} "
         self.found.append(Violation(fault, node, where + message))
@@ -41,11 +38,7 @@ class Report:
     ) -> None:
         """Require an edge from each of some nodes to one node.
 
-        Args:
-            fault: The violation if an edge is missing.
-            before: The nodes that must end first; None is skipped.
-            after: The node that must wait.
-            why: The role of the first nodes, for the message.
+        ``why`` is the role of the first nodes, for the message.
         """
         for b in before:
             if b is not None and (b, after) not in self._edges:

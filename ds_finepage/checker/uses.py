@@ -14,13 +14,7 @@ def require_contents(
 ) -> None:
     """Require that a task finds the contents in a buffer that program order gives it.
 
-    Args:
-        report: Takes the violations.
-        node: The COMPUTE node of the task.
-        task: The task.
-        buffer: One of its buffers.
-        found: The contents at this point of the walk.
-        expected: The contents at this point of program order.
+    ``found`` are those at this point of the walk, ``expected`` those of program order.
     """
     name = title_of(report.memgraph.graph, buffer)
     if buffer in task.reads:
@@ -39,15 +33,7 @@ def require_contents(
 
 
 def use(report: Report, node: int, task: Task, buffer: int, life: Life) -> None:
-    """Require the waits of a task on one of its buffers, and then apply its effect.
-
-    Args:
-        report: Takes the violations.
-        node: The COMPUTE node of the task.
-        task: The task.
-        buffer: One of its buffers.
-        life: The present life of the buffer.
-    """
+    """Require the waits of a task on one of its buffers, and then apply its effect."""
     name = title_of(report.memgraph.graph, buffer)
     reads, touches = buffer in task.reads, buffer in task.touches
     writes = buffer in task.writes

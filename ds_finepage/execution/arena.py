@@ -32,7 +32,6 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Allocate ``nbytes`` on ``device``."""
         self.nbytes = nbytes
         # Outside of inference mode, so that every mode can write its views.
         with torch.inference_mode(False):
@@ -48,13 +47,7 @@ class Arena:
 
 
 def free_extent(held: Iterable[Extent], arena_bytes: int, nbytes: int) -> Extent:
-    """Return the first place of an arena that no extent holds; its end, if there is none.
-
-    Args:
-        held: Extents.
-        arena_bytes: The size of the arena, at least ``nbytes``.
-        nbytes: The size of the place.
-    """
+    """Return the first place of an arena that no extent holds; its end, if there is none."""
     begin = 0
     for extent in sorted(held, key=lambda extent: extent.offset):
         if extent.offset - begin >= nbytes:
@@ -77,13 +70,7 @@ def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -
 
 
 def place(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -> torch.Tensor:
-    """Build a tensor as :func:`view_of` does, in the caller's own mode of autograd.
-
-    Args:
-        storage_of: Any tensor; only its storage is used.
-        view: Dtype, shape, strides, and the offset in elements from ``offset_bytes``.
-        offset_bytes: The begin of the buffer in the storage.
-    """
+    """Build a tensor as :func:`view_of` does, in the caller's own mode of autograd."""
     dtype: torch.dtype = getattr(torch, view.dtype)
     return torch.empty(0, dtype=dtype, device=storage_of.device).set_(
         storage_of.untyped_storage(),
@@ -108,7 +95,6 @@ class HostPool:
     """
 
     def __init__(self, *, pinned: bool) -> None:
-        """Start empty."""
         self.pinned = pinned
         self.bytes = torch.empty(0, dtype=torch.uint8)
 

@@ -28,14 +28,7 @@ class CallTensors:
         device: torch.device,
         pinned: bool,
     ) -> None:
-        """Copy the constants to the device.
-
-        Args:
-            graph: The taskgraph of the plan.
-            sizes: The graph's tensors in the shapes of the current call.
-            device: Where outputs and constants are.
-            pinned: True if outputs in host memory are pinned.
-        """
+        """Copy the constants to the device."""
         self._graph, self._sizes = graph, sizes
         self._device, self._pinned = device, pinned
         buffer_of = [graph.buffers[t.buffer] for t in graph.tensors]
@@ -63,9 +56,6 @@ class CallTensors:
 
     def of_call(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Return the caller's tensors and new outputs, by tensor id.
-
-        Args:
-            args: The call's arguments, as Dynamo passes them.
 
         Raises:
             TaskMismatchError: An argument has another shape, or other strides, than planned.
@@ -101,13 +91,7 @@ class CallTensors:
     def outputs(
         self, args: Sequence[Any], host_outputs: Sequence[Any], tensors: dict[int, torch.Tensor]
     ) -> tuple[Any, ...]:
-        """Return the values that the call returns.
-
-        Args:
-            args: The call's arguments.
-            host_outputs: The returned Python numbers.
-            tensors: The result of :meth:`of_call`.
-        """
+        """Return the values that the call returns."""
 
         def value(output: GraphOutput) -> Any:
             if output.position is not None:

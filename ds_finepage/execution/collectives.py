@@ -44,11 +44,7 @@ def _(x: torch.Tensor, reduce_op: str, group: str, num_ranks: int) -> None:
 def all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: int) -> None:
     """Write the tensors of all ranks into one, one after the other along the first dimension.
 
-    Args:
-        out: The result, contiguous.
-        x: This rank's tensor, contiguous.
-        group: The name of the process group.
-        num_ranks: Its ranks; for predictions.
+    Both are contiguous; ``num_ranks`` is for predictions.
 
     Raises:
         RankError: Another rank is gone.
@@ -64,10 +60,7 @@ def _(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: int) -> None:
 def gather_into(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     """Write the tensors of all ranks into one, as :func:`all_gather_into_` does.
 
-    Args:
-        out: The result, contiguous.
-        x: This rank's tensor, contiguous. It may be its place in the result.
-        group: The name of the process group.
+    This rank's tensor may be its place in the result.
 
     Raises:
         RankError: Another rank is gone.

@@ -48,13 +48,7 @@ class DeviceMemoryError(FinepageError, torch.OutOfMemoryError):
     def of(
         cls, error: torch.OutOfMemoryError, where: torch.device, budget_bytes: int
     ) -> DeviceMemoryError:
-        """Make the error.
-
-        Args:
-            error: What torch raised.
-            where: The device.
-            budget_bytes: The device budget.
-        """
+        """Make the error."""
         free, total = device_of(where).memory_info()
         return cls(
             f"{where} is out of memory within device_budget {format_bytes(budget_bytes)} "
@@ -130,8 +124,7 @@ class Device:
     def show(self, host: torch.Tensor) -> torch.Tensor:
         """Return host memory as memory of the device, at the same address.
 
-        Args:
-            host: A 1-d uint8 tensor in host memory.
+        It is 1-d uint8.
 
         Raises:
             StoreError: The device cannot address memory that is not pinned.
@@ -223,12 +216,7 @@ class Accelerator(Device):
         return hasattr(self._module, "_sleep")
 
     def delay(self, stream: torch.Stream, delay_us: float) -> None:
-        """Let a stream do nothing for a while; the host does not wait.
-
-        Args:
-            stream: The stream.
-            delay_us: The longest time, in microseconds.
-        """
+        """Let a stream do nothing for a while; the host does not wait."""
         if delay_us:
             with stream:
                 self._module._sleep(int(delay_us * CYCLES_PER_US))
@@ -288,9 +276,6 @@ class Accelerator(Device):
 
         Memory that is not pinned is registered in place first, and stays registered for the life of
         the process.
-
-        Args:
-            host: A 1-d uint8 tensor in host memory.
 
         Raises:
             StoreError: The device cannot address memory that is not pinned.

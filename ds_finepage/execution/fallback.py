@@ -66,7 +66,6 @@ class RunningCall:
     """
 
     def __init__(self) -> None:
-        """Start while no call runs."""
         self.number = next(_numbers)
         self.thread: int | None = None
         _active[self.number] = False

@@ -70,12 +70,6 @@ class LargeBuffers:
     """The large tensors beside the parameters of a module; see the note of this file."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
-        """Find none yet.
-
-        Args:
-            module: The root.
-            device: Where the model computes.
-        """
         self._module = module
         self._device = device
         self._places: list[_Place] = []
@@ -85,8 +79,7 @@ class LargeBuffers:
     def find(self, masters: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors that are weights now, by qualified name, each once.
 
-        Args:
-            masters: Of the parameters; a tensor that is one of them is no weight of its own.
+        A tensor that is the master of a parameter is no weight of its own.
         """
         places = [p for p in _places(self._module) if p.name not in self._refused]
         tensors = {id(p.tensor): p.tensor for p in places}
@@ -126,9 +119,6 @@ class LargeBuffers:
 
     def refuse(self, names: Iterable[str]) -> list[torch.Tensor]:
         """Note that the forward changes tensors, so that they are no weights from now on.
-
-        Args:
-            names: Of places.
 
         Returns:
             The tensors that were there.

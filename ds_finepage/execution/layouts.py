@@ -32,11 +32,7 @@ class LayoutProbe:
     ) -> Strides | None:
         """Return the strides of each result that is a tensor; None where they cannot be found out.
 
-        Args:
-            op: The overload.
-            args: Its arguments, with a :class:`Layout` for each tensor.
-            kwargs: Its named arguments, likewise.
-            results: What torch says of the results.
+        :data:`ds_finepage.capture.layouts.StridesOf` describes the arguments.
         """
         key = (str(op), _frozen(args), _frozen(kwargs))
         if key not in self._known:

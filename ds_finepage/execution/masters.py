@@ -170,10 +170,7 @@ def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> H
 def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> None:
     """Make a tensor the master of a weight.
 
-    Args:
-        weight: The weight; its shape, strides and dtype become those of the tensor.
-        value: The tensor, on any device.
-        device: The device that computes.
+    The weight takes the shape, strides and dtype of the tensor, which is on any device.
     """
     host = _host_tensor(value)
     weight.master = device_of(device).pinned(_master_of(host))

@@ -35,7 +35,6 @@ class DeviceMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Measure ``device``."""
         self._device = device_of(device)
         self._profiler: profile | None = None
         self._blocks: dict[int, int] = {}  # address -> bytes

@@ -36,7 +36,6 @@ class MovingViews:
     """
 
     def __init__(self, graph: TaskGraph) -> None:
-        """Compile the formulas of a graph."""
         self.views: list[TensorView] = list(graph.tensors)
         self._positions = [position for _, position in graph.symbols]
         self._varying = [t.id for t in graph.tensors if any(_lengths(t))]

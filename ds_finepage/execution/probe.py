@@ -111,7 +111,6 @@ class Walk:
     """Goes round some memory piece by piece, so that caches have lost the next one."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """Start at the beginning."""
         self._memory, self._at = memory, 0
         self.device = memory.device
 

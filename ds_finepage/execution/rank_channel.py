@@ -47,8 +47,7 @@ class RankChannel:
     def __init__(self, group: str) -> None:
         """Connect all ranks; each of them has to do this.
 
-        Args:
-            group: The name of the process group of the model's collectives.
+        The group is that of the model's collectives.
         """
         self.rank = distributed.get_rank()
         self.num_ranks = distributed.get_world_size()

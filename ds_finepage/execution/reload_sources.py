@@ -36,13 +36,6 @@ class ReloadSources:
     def __init__(
         self, graph: TaskGraph, masters: Mapping[str, torch.Tensor], *, pinned: bool
     ) -> None:
-        """Start without sources.
-
-        Args:
-            graph: The taskgraph of the plan.
-            masters: Weight name -> host master, 1-d uint8.
-            pinned: True if host memory for rows is pinned.
-        """
         self._graph, self._masters, self._pinned = graph, masters, pinned
         self._positions = {i.tensor: i.position for i in graph.inputs}
         # Buffer -> (table, rows of this call), both of shape (rows, bytes of a row).

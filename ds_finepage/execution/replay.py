@@ -33,12 +33,7 @@ MOST_GRAPHS = 1024
 
 
 def can_be_recorded(task: Task, bound: BoundTask) -> bool:
-    """Tell whether a task enqueues the same kernels in each pass, without memory of its own.
-
-    Args:
-        task: The task.
-        bound: It, bound to tensors that stay where they are.
-    """
+    """Tell whether a task enqueues the same kernels in each pass, without memory of its own."""
     leaves_the_plan = bound.call in (run_and_copy, copy_to_host) or task.workspace_bytes > 0
     return not (bound.waits or leaves_the_plan or is_random(task))
 
@@ -48,10 +43,6 @@ def joined(program: Program, recordable: Collection[int]) -> tuple[Program, list
 
     In a run, tasks follow one another on the compute lane. Only its first task waits for another
     lane, and another lane waits only for its last task.
-
-    Args:
-        program: A lowered pass.
-        recordable: The nodes whose tasks can be recorded.
 
     Returns:
         The program, in which a run is a step of its first node, and the nodes of each run.
@@ -87,11 +78,6 @@ class Graphs:
     """
 
     def __init__(self, device: Accelerator) -> None:
-        """Start without graphs.
-
-        Args:
-            device: A device that has graphs.
-        """
         self._device = device
         self._stream = device.new_stream()
         self._replays: list[Action] = []  # they hold the graphs
@@ -99,9 +85,6 @@ class Graphs:
 
     def run_and_record(self, actions: Sequence[Action]) -> Action:
         """Enqueue tasks for the caller's stream, and record them.
-
-        Args:
-            actions: The tasks.
 
         Returns:
             What replays them. If they can't be recorded, it enqueues them one by one.
@@ -140,12 +123,6 @@ class RecordedRun:
     """The action of a run: recorded when it is called first, replayed then."""
 
     def __init__(self, graphs: Graphs, actions: Sequence[Action]) -> None:
-        """Record nothing yet.
-
-        Args:
-            graphs: Records and owns the graph.
-            actions: The tasks, in order.
-        """
         self._graphs, self._actions = graphs, actions
         self._generation = -1
         self._replay: Action | None = None
@@ -165,14 +142,7 @@ def replayed(
     recordable: Collection[int],
     graphs: Graphs,
 ) -> tuple[Program, dict[int, Action]]:
-    """Return a pass that replays its runs.
-
-    Args:
-        program: A lowered pass.
-        actions: Its actions, by node.
-        recordable: The nodes whose tasks can be recorded.
-        graphs: Records and owns the graphs.
-    """
+    """Return a pass that replays its runs."""
     program, runs = joined(program, recordable)
     recorded = {nodes[0]: RecordedRun(graphs, [actions[n] for n in nodes]) for nodes in runs}
     return program, {**actions, **recorded}

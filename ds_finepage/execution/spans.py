@@ -27,7 +27,6 @@ class CpuSpanRecorder:
     """
 
     def __init__(self) -> None:
-        """Start without spans."""
         self.began_ns = 0
         self._spans: list[Span] = []
 

@@ -157,9 +157,6 @@ class PartTable:
     def require_whole(self, what: str) -> None:
         """Refuse what runs without a plan if this rank has parts of the weights only.
 
-        Args:
-            what: What runs without a plan, and why.
-
         Raises:
             StoreError: Some weights lie in parts on several ranks.
         """
@@ -184,12 +181,7 @@ class WeightTable(PartTable):
     """
 
     def __init__(self, weights: Iterable[HostWeight], device: torch.device) -> None:
-        """Take the weights; :meth:`install` then frees their device bytes.
-
-        Args:
-            weights: The host masters with their parameters.
-            device: Where to compute.
-        """
+        """Take the weights; :meth:`install` then frees their device bytes."""
         self._weights = list(weights)
         self._device = device
         self._shown = {}  # by id(parameter)
@@ -237,9 +229,8 @@ class WeightTable(PartTable):
     def exchange(self, named: Mapping[str, torch.Tensor], take: TakeWeights) -> None:
         """Continue with the weights that a changed module has now.
 
-        Args:
-            named: All parameters and large buffers of the module, each once.
-            take: Makes the masters of new ones.
+        ``named`` are all parameters and large buffers, each once; ``take`` makes masters of new
+        ones.
 
         Raises:
             StoreError: A new parameter has no data, or another attached model has it. Nothing is
@@ -267,11 +258,7 @@ class WeightTable(PartTable):
         return [s.weight.name for s in self._buffers if s.is_written]
 
     def release(self, tensors: Collection[torch.Tensor]) -> None:
-        """Put buffers on the device, as they are; they are weights no longer.
-
-        Args:
-            tensors: The buffers.
-        """
+        """Put buffers on the device, as they are; they are weights no longer."""
         self.unload()
         for tensor in tensors:
             self.empty(tensor)
@@ -407,11 +394,7 @@ class WeightTable(PartTable):
         self.on_device = found
 
     def reload(self, names: Iterable[str]) -> None:
-        """Copy some weights to the device again, if all weights are there.
-
-        Args:
-            names: Qualified names.
-        """
+        """Copy some weights to the device again, if all weights are there."""
         wanted = set(names) if self.on_device else set()
         for weight in self._weights:
             if weight.name in wanted:

@@ -61,11 +61,7 @@ class _Parts:
         return found if list(found) == list(self.leaves) else None
 
     def whole(self, tensors: dict[str, Any]) -> Any:
-        """Return the parameter, with inner tensors that are plain again.
-
-        Args:
-            tensors: The present tensors by the names of the leaves.
-        """
+        """Return the parameter, with inner tensors that are plain again."""
         plain = {at: data_of(tensors[at]) for at in self.leaves}
         _fill(self._layout, self.parameter, plain)
         return self.parameter
@@ -177,9 +173,6 @@ class TakenApart:
 
     def __init__(self, module: torch.nn.Module) -> None:
         """Take apart all that there are.
-
-        Args:
-            module: The root.
 
         Raises:
             StoreError: torch's protocol cannot take a parameter apart. The module is as before.

@@ -80,14 +80,6 @@ class Trial:
         device: torch.device,
         unused: frozenset[int] = frozenset(),
     ) -> None:
-        """Look at a task; nothing is allocated yet.
-
-        Args:
-            graph: Where the task stands.
-            task: What to try.
-            device: Where the scratch is.
-            unused: Results that no task reads; see :func:`ds_finepage.execution.ops.bind`.
-        """
         self._graph, self._task, self._device, self._unused = graph, task, device, unused
         self._guard = _tile(GUARD, torch.uint8, device)
         self._made = {*task.writes, *task.touches} - {*task.reads}
@@ -140,8 +132,7 @@ class Trial:
     def fault(self, wanted: list[torch.Tensor]) -> str | None:
         """Say what a bound task that has run once did wrong; None if nothing.
 
-        Args:
-            wanted: What :meth:`alone` returned.
+        ``wanted`` is what :meth:`alone` returned.
         """
         for index, look in self._looks.items():
             if _look(self._tensors[index]) != look:

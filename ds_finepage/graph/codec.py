@@ -192,10 +192,6 @@ def _canonical(profile: HardwareProfile) -> HardwareProfile:
 def loads(text: str, expect: type[_T]) -> _T:
     """Return the object that a JSON text stands for.
 
-    Args:
-        text: A text of `dumps`.
-        expect: The class of the object.
-
     Raises:
         InvalidPlanError: The text is not JSON, or of another kind or format version; or a field is
             missing, unknown, of the wrong type or out of range.
@@ -215,10 +211,6 @@ def loads_memgraph(text: str, graph: TaskGraph) -> MemGraph:
     """Return the memgraph that a JSON text stands for, on the taskgraph that it was made for.
 
     This verifies its form; the checker verifies the plan.
-
-    Args:
-        text: A text of `dumps`.
-        graph: The taskgraph.
 
     Raises:
         InvalidPlanError: As for `loads`; or the memgraph was made for another taskgraph, or with
@@ -431,10 +423,6 @@ def load_plan(path: str | os.PathLike[str]) -> MemGraph:
 
 def load(path: str | os.PathLike[str], expect: type[_T]) -> _T:
     """Read an object from a file.
-
-    Args:
-        path: The file.
-        expect: The class of the object.
 
     Raises:
         ConfigError: The file cannot be read.

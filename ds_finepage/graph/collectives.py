@@ -58,9 +58,7 @@ def order_of(graph: TaskGraph) -> str:
 def collects_of(memgraph: MemGraph, missing: Collection[int]) -> str:
     """Return a digest of the weights whose parts the ranks collect in a pass, in order.
 
-    Args:
-        memgraph: The plan.
-        missing: Buffers of ``memgraph.entry`` that are not in the arena.
+    ``missing`` are buffers of ``memgraph.entry`` that are not in the arena.
     """
     buffers = memgraph.graph.buffers
     found = [

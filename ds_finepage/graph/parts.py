@@ -34,11 +34,8 @@ def with_parts(graph: TaskGraph, whole_bytes: Mapping[str, int], num_ranks: int)
 def on_device(graph: TaskGraph, device: str) -> TaskGraph:
     """Return a taskgraph whose ops make their results on a device.
 
-    Each rank captures with the name of its own device.
-
-    Args:
-        graph: The pass of another rank.
-        device: The name of the device; one without a number leaves the taskgraph as it is.
+    Each rank captures with the name of its own device. A device without a number leaves the
+    taskgraph as it is.
     """
     if ":" not in device:
         return graph

@@ -96,14 +96,6 @@ class Attachment:
         calls: TakesCalls,
         device: torch.device,
     ) -> None:
-        """Install it.
-
-        Args:
-            module: The root.
-            weights: Its weights.
-            calls: Receives the calls.
-            device: Where the model computes; the buffers of its modules go there.
-        """
         self._module = module
         self._weights = weights
         self._calls = calls

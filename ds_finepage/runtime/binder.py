@@ -25,12 +25,7 @@ from ds_finepage.units import align_up
 
 
 def alternating_plan(found: Pass, arena_bytes: int) -> MemGraph | None:
-    """Return the plan of the pass that a pass alternates with; forget one in a larger arena.
-
-    Args:
-        found: The pass.
-        arena_bytes: Size of its arena.
-    """
+    """Return the plan of the pass that a pass alternates with; forget one in a larger arena."""
     theirs = None if found.alternating is None else found.alternating.memgraph
     if theirs is not None and theirs.arena_bytes <= arena_bytes:
         return theirs
@@ -41,11 +36,7 @@ def alternating_plan(found: Pass, arena_bytes: int) -> MemGraph | None:
 def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Counters) -> Planned:
     """Plan a pass; the plan is checked.
 
-    Args:
-        found: The pass. It forgets the pass that it alternates with if that has another arena now.
-        arena_bytes: Size of the arena.
-        settings: The settings of now.
-        counters: Counts new plans.
+    It forgets the pass that it alternates with if that has another arena now.
 
     Raises:
         PlanInfeasibleError: There is no plan in this arena.
@@ -78,15 +69,6 @@ class Binder:
         hooks: Sequence[OpHook],
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """Start without a pass.
-
-        Args:
-            table: Measures the tasks that a plan rewrote.
-            memory: The device memory.
-            counters: Counts plans.
-            hooks: The user's op hooks, read again in every run.
-            ranks: The ranks, which may have to run one plan.
-        """
         self._ranks = ranks
         self._table = table
         self._memory = memory
@@ -101,11 +83,6 @@ class Binder:
     def bind_for(self, found: Pass, args: Sequence[Any], settings: RunSettings) -> Executor | None:
         """Bind a pass, and prepare it for the sizes of a call.
 
-        Args:
-            found: The pass.
-            args: The arguments of the call.
-            settings: The settings of now.
-
         Returns:
             The executor; None where the plan is too small for these sizes.
 
@@ -117,10 +94,6 @@ class Binder:
 
     def bind(self, found: Pass, settings: RunSettings) -> Executor:
         """Bind a pass; plan it first where it has no plan for the present arena.
-
-        Args:
-            found: The pass.
-            settings: The settings of now.
 
         Raises:
             PlanInfeasibleError: The pass does not fit in the budget.

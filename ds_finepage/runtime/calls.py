@@ -56,15 +56,7 @@ class CallTaker:
     ) -> None:
         """Take over the calls of a model.
 
-        Args:
-            module: The model.
-            weights: Its host masters, installed in its parameters.
-            runner: Runs graph calls by plan.
-            apart: The parameters that are taken apart.
-            buffers: The large buffers that are weights.
-            take: Makes host masters of weights that the model gets later.
-            around_call: Makes a context that holds while the model runs.
-            handle: The handle of the model.
+        :class:`ds_finepage.runtime.handle.Handle` describes the arguments.
         """
         self.handle = handle
         self.running = RunningCall()
@@ -94,11 +86,6 @@ class CallTaker:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model or of a part of it.
-
-        Args:
-            module: The module that is called.
-            args: Its positional arguments.
-            kwargs: Its named arguments.
 
         Raises:
             PlanInfeasibleError: There is no room; the error names the need of the step that was
@@ -144,11 +131,6 @@ class CallTaker:
         Weights are arguments of a graph. Where a graph is the forward of one module, Dynamo runs
         it for other modules of the same class too. Each choice of weights is a graph of ours, and
         so are other settings of torch's kernels.
-
-        Args:
-            module: The graph.
-            positions: The arguments that are weights.
-            args: The arguments.
         """
         self.num_graph_runs += 1
         if self.num_graph_runs > self._first_graph_run:  # other code ran since the last graph
@@ -169,11 +151,7 @@ class CallTaker:
         return self._runner.run(self._graphs[chosen], args)
 
     def run_unplanned(self, module: torch.nn.Module) -> None:
-        """Prepare for a module that is called outside any graph.
-
-        Args:
-            module: The module.
-        """
+        """Prepare for a module that is called outside any graph."""
         self._weights.require_whole("a module that is called outside any graph")
         self._runner.counters.num_unplanned_modules += 1
         if module not in self._unplanned_modules:
@@ -195,10 +173,6 @@ class CallTaker:
         """Refuse a generation that would run out of memory, before its first token.
 
         A shard is not checked: the model's config tells the sizes of the whole model.
-
-        Args:
-            args: The positional arguments of ``generate``.
-            kwargs: Its named arguments.
 
         Raises:
             ConfigError: The prompt has no tokens, or more than a table of positions.
@@ -223,11 +197,7 @@ class CallTaker:
             self._attachment.install()
 
     def take_over(self, changes: WeightChanges) -> None:
-        """Forget everything that a change of weights made wrong.
-
-        Args:
-            changes: The changes.
-        """
+        """Forget everything that a change of weights made wrong."""
         if changes is NO_CHANGES:
             return
         if changes.reshaped:

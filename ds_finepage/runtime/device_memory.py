@@ -43,12 +43,6 @@ class DeviceMemory:
     """
 
     def __init__(self, weights: WeightTable, settings: RunSettings) -> None:
-        """Start in state RELEASED.
-
-        Args:
-            weights: The host masters.
-            settings: Name the device, and the debug checks.
-        """
         self.residents: Residents = {}
         self._weights = weights
         self._device = settings.device
@@ -93,8 +87,7 @@ class DeviceMemory:
     def to_paged(self, arena_bytes: int) -> None:
         """Hold one arena.
 
-        Args:
-            arena_bytes: Its size; an arena of another size is freed, with what is resident in it.
+        An arena of another size is freed, with what is resident in it.
         """
         self._weights.unload()
         if self._arena is not None and self._arena.nbytes != arena_bytes:
@@ -135,11 +128,8 @@ class DeviceMemory:
     ) -> Executor:
         """Bind a planned pass to the arena.
 
-        Args:
-            found: The pass.
-            arena_bytes: Size of the arena, at least that of its plan.
-            in_place: Tasks that may write their results into their extents.
-            hooks: The user's op hooks, read again in every run.
+        The arena is at least as large as that of the plan. The tasks ``in_place`` may write their
+        results into their extents.
 
         Raises:
             StoreError: A master is missing or has another size than the captured weight.
@@ -199,11 +189,7 @@ class DeviceMemory:
     # Changes from outside.
 
     def reload(self, names: Sequence[str]) -> None:
-        """Take over new values of weights.
-
-        Args:
-            names: Weights whose host masters changed.
-        """
+        """Take over new values of weights."""
         changed = set(names)
         for key in [k for k in self.residents if name_of_key(k) in changed]:
             del self.residents[key]

@@ -35,10 +35,6 @@ def entries(module: torch.nn.Module, weights: WeightTable) -> list[torch.nn.Modu
 
     ``generate`` calls an encoder by itself, for example. A part with own weights is mostly a single
     op, and a plan does no more for it than the fallback.
-
-    Args:
-        module: The root.
-        weights: Its weights.
     """
     found = [module]
     for part in module.modules():
@@ -56,10 +52,6 @@ def captured_call(module: torch.nn.Module, weights: WeightTable) -> Callable[...
     Dynamo skips ``_call_impl`` and captures the forward that it calls. That leaves out hooks, which
     matter where the module has own weights. It leaves out everything where forward belongs to torch
     itself (``Sequential``). An outer frame brings both in.
-
-    Args:
-        module: The module.
-        weights: The weights of the whole model.
     """
     if own_weights(module, weights) or trace_rules.check(module.forward):
         return wrap_inline(module._call_impl)
@@ -125,12 +117,6 @@ class ModuleTree:
     """The modules of a model and their parameters, as of the last look."""
 
     def __init__(self, module: torch.nn.Module, weights: WeightTable) -> None:
-        """Look at them now.
-
-        Args:
-            module: The model.
-            weights: Its weights.
-        """
         self._module = module
         self._weights = weights
         self.see()
@@ -176,9 +162,7 @@ def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
 def moved_buffers(module: torch.nn.Module, device: torch.device) -> list[Callable[[], None]]:
     """Move the buffers of a module's parts to a device; return functions that bring them back.
 
-    Args:
-        module: The root.
-        device: Where the buffers go. One that is there already stays as it is.
+    One that is there already stays as it is.
     """
     undo: list[Callable[[], None]] = []
     moved: dict[int, torch.Tensor] = {}  # by id of the tensor before; two parts may share it
@@ -213,12 +197,8 @@ def eager_where_refused(
     """Return a compiled call that runs eagerly where Dynamo fails.
 
     A forward may take another path while it is traced (transformers makes masks then that it leaves
-    out otherwise), and fail there. The modules that run without a graph are counted.
-
-    Args:
-        compiled: The call.
-        module: The module that it is a call of.
-        num_runs: Counts the graphs that ran. A call can start again if none of its graphs ran.
+    out otherwise), and fail there. The modules that run without a graph are counted. ``num_runs``
+    counts the graphs that ran: a call can start again if none of its own did.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -90,14 +90,6 @@ class KVOffload:
         make_room: MakeRoom = lambda rooms, after: None,
         note_live: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
-        """Start without a cache.
-
-        Args:
-            counters: Counts the caches that move.
-            pinned: Whether host memory is to be pinned.
-            make_room: Makes room for rows that move.
-            note_live: Called with the rows that a caller gets.
-        """
         self._counters = counters
         self._make_room = make_room
         self._note_live = note_live
@@ -111,11 +103,7 @@ class KVOffload:
 
     @contextmanager
     def generation(self, use: CacheUse) -> Iterator[None]:
-        """Give callers their own cache layers back at the end of a generation, not at each step.
-
-        Args:
-            use: How it uses its KV cache.
-        """
+        """Give callers their own cache layers back at the end of a generation, not at each step."""
         if self._num_generations:  # another thread generates too, or this one within its generation
             is_reordered = use.is_reordered or self.use.is_reordered
             use = replace(self.use, is_reordered=is_reordered)
@@ -138,10 +126,8 @@ class KVOffload:
     def call(self, call: CapturedCall, *, may_move: bool, starts_on_host: bool = False) -> Any:
         """Run a call.
 
-        Args:
-            call: The call.
-            may_move: The policy allows KV caches in host memory.
-            starts_on_host: They move there before anything is refused.
+        KV caches go to host memory if they ``may_move``; before anything is refused if the call
+        ``starts_on_host``.
 
         Raises:
             StoreError: A cache belongs to another model.
@@ -196,9 +182,7 @@ class KVOffload:
     def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
         """Give the layers of a call room for its new rows.
 
-        Args:
-            call: The call.
-            shrinks: Whether rooms that are larger than need be become smaller.
+        If it ``shrinks``, rooms that are larger than need be become smaller.
 
         Raises:
             PlanInfeasibleError: The budget has no room for the rows.
@@ -218,9 +202,7 @@ class KVOffload:
     def _resize(self, layers: Sequence[RoomLayer], capacities: Mapping[RoomLayer, int]) -> None:
         """Move the rows of layers into rooms of other capacities.
 
-        Args:
-            layers: All layers of a cache.
-            capacities: The rows of the new rooms, for layers that get some.
+        ``layers`` are all those of a cache, ``capacities`` the rows of the new rooms.
 
         Raises:
             PlanInfeasibleError: The budget has no room for the rows.

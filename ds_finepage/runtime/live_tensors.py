@@ -23,7 +23,6 @@ class LiveTensors:
     """Refers weakly to the device tensors that passes have read or returned."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._latest: list[weakref.ref[torch.Tensor]] = []
         self._known: dict[StorageWeakRef, int] = {}  # -> bytes
         self._last: tuple[Pass | None, bool] = None, False  # what came to ``reserve`` last
@@ -52,12 +51,8 @@ class LiveTensors:
     ) -> None:
         """Let a pass leave room for live tensors that are no arguments of its call.
 
-        Args:
-            found: The pass that runs next; None where the call runs without a plan.
-            args: The arguments of its call.
-            budget_bytes: The limit on all device bytes.
-            is_reordered: Whether the sequences of its KV cache get another order after it.
-            ranks: The ranks, which leave the same room.
+        Nothing is left where the call runs without a plan (``found`` is None). If its KV cache
+        ``is_reordered`` after it, its sequences are copied.
         """
         before, self._last = self._last, (found, is_reordered)
         # A pass that repeats mostly finds that its own earlier results are gone.
@@ -74,11 +69,7 @@ class LiveTensors:
         found.leave_room(ranks.most("room for live tensors", live_bytes), budget_bytes)
 
     def bytes_beside(self, inputs: Iterable[torch.Tensor]) -> int:
-        """Add up the bytes of live tensors that are no inputs of the next pass.
-
-        Args:
-            inputs: Device tensors that the next pass reads.
-        """
+        """Add up the bytes of live tensors that are no inputs of the next pass."""
         alive = (ref() for ref in self._latest)
         self.note_more(tensor for tensor in alive if tensor is not None)
         self._latest = []

@@ -45,7 +45,6 @@ class Observer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start off, without passes."""
         self.is_on = False
         self._device = device
         self._called_ns = 0
@@ -84,11 +83,7 @@ class Observer:
             )
 
     def observed(self, profile: HardwareProfile) -> list[ObservedPass]:
-        """Return the recorded passes, in the order of their last run.
-
-        Args:
-            profile: The rates of this machine, for the prediction.
-        """
+        """Return the recorded passes, in the order of their last run."""
         found, seen = [], Counter[str]()
         for each in self._passes.values():
             name = name_of(each.memgraph.graph)

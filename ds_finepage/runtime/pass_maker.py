@@ -46,12 +46,8 @@ class PassMaker:
     ) -> None:
         """Start without a pass.
 
-        Args:
-            meter: What ops take on this device.
-            model_bytes: Bytes of the whole model on the device.
-            free_device: Frees the device memory that is ours, before something is measured there.
-            prepare: Makes a captured taskgraph ready for the way in which its masters lie.
-            ranks: The ranks, which plan with the same costs.
+        ``free_device`` frees our device memory before something is measured there. ``prepare``
+        makes a captured taskgraph ready for the way in which its masters lie.
         """
         self._prepare, self._ranks = prepare, ranks
         self.meter = meter
@@ -92,10 +88,6 @@ class PassMaker:
     def size(self, graph: TaskGraph, settings: RunSettings) -> Pass:
         """Measure a taskgraph, and add up its needs.
 
-        Args:
-            graph: The taskgraph.
-            settings: The settings of now.
-
         Raises:
             CaptureError: An op writes where its schema does not say it would.
             PlanInfeasibleError: Some task needs more than the budget, and plans cannot cut it.
@@ -119,12 +111,7 @@ class PassMaker:
         return Pass(graph, needs, resident_bytes=resident)
 
     def measured(self, graph: TaskGraph, settings: RunSettings) -> TaskGraph:
-        """Return a taskgraph with the costs of its ops, measured where they are not known.
-
-        Args:
-            graph: The taskgraph.
-            settings: The settings of now.
-        """
+        """Return a taskgraph with the costs of its ops, measured where they are not known."""
         measured = self._measured(graph, settings)
         if not self._ranks.collects_weights:
             return measured

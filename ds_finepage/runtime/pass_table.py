@@ -38,10 +38,7 @@ class PassTable:
     ) -> None:
         """Start empty.
 
-        Args:
-            maker: Makes new passes.
-            counters: Counts captures and forgotten passes.
-            on_unplanned: Called with the reason where a call must run without a plan.
+        ``on_unplanned`` gets the reason where a call must run without a plan.
         """
         self.maker = maker
         self._counters = counters
@@ -78,11 +75,6 @@ class PassTable:
         longest call with room follows, so that a growing cache needs no plan for each token. A pass
         for exactly the call's sizes is the last one. All of them are of one recording. None stands
         for a run without a plan.
-
-        Args:
-            graph: The graph that is called.
-            args: The arguments.
-            settings: The settings of now.
 
         Raises:
             PlanInfeasibleError: The call is new and has no room in the budget.
@@ -163,12 +155,7 @@ class PassTable:
                     other.forget_alternating()
 
     def measured(self, graph: TaskGraph, settings: RunSettings) -> TaskGraph:
-        """Return a taskgraph with the costs of its ops, measured where they are not known.
-
-        Args:
-            graph: The taskgraph.
-            settings: The settings of now.
-        """
+        """Return a taskgraph with the costs of its ops, measured where they are not known."""
         found = self.maker.measured(graph, settings)
         self._count_library()
         return found

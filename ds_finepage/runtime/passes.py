@@ -43,7 +43,6 @@ class Pass:
     """
 
     def __init__(self, graph: TaskGraph, needs: Needs, *, resident_bytes: int = 0) -> None:
-        """Start sized."""
         self.graph = graph
         self.needs = needs
         self.resident_bytes = resident_bytes
@@ -66,11 +65,7 @@ class Pass:
         self._lower_bound_bytes = planned.lower_bound_bytes
 
     def set_costs(self, graph: TaskGraph) -> None:
-        """Take the measured costs of the tasks that the plan rewrote.
-
-        Args:
-            graph: The taskgraph of the plan, with them.
-        """
+        """Take the measured costs of the tasks that the plan rewrote."""
         assert self.memgraph is not None
         self.memgraph = replace(self.memgraph, graph=graph)
 
@@ -99,8 +94,7 @@ class Pass:
     def count_rewritten_workspace(self, workspace_bytes: int) -> bool:
         """Count the workspace of a plan's rewritten tasks.
 
-        Args:
-            workspace_bytes: The largest workspace of a task of the plan.
+        It is the largest of any task of the plan.
 
         Returns:
             True where it is more than was known; the plan is dropped then.
@@ -114,12 +108,7 @@ class Pass:
         return True
 
     def has_room(self, live_bytes: int, budget_bytes: int) -> bool:
-        """Tell whether the pass can run beside live tensors of other passes.
-
-        Args:
-            live_bytes: Bytes of tensors on the device that are no arguments of the call.
-            budget_bytes: The limit on all device bytes.
-        """
+        """Tell whether the pass can run beside live tensors of other passes."""
         counted = live_bytes if live_bytes > IGNORED_LIVE_BYTES else 0
         return self.needs.min_budget_bytes - self.live_bytes + counted <= budget_bytes
 
@@ -128,10 +117,6 @@ class Pass:
 
         The reservation grows in steps of a quarter, since a plan for each size is too many. It
         shrinks only where the budget is too small for it.
-
-        Args:
-            live_bytes: Bytes of tensors on the device that are no arguments of the call.
-            budget_bytes: The limit on all device bytes.
         """
         wanted = live_bytes if live_bytes > IGNORED_LIVE_BYTES else 0
         if wanted > self.live_bytes:
@@ -148,10 +133,8 @@ class Pass:
     def may_be_resident(self, most_resident_bytes: int, budget_bytes: int) -> bool:
         """Tell whether the whole model may stay on the device.
 
-        Args:
-            most_resident_bytes: The largest ``resident_bytes`` of any pass. If only some passes
-                had room, the weights would come and go between passes.
-            budget_bytes: The limit on all device bytes.
+        The largest ``resident_bytes`` of any pass counts. If only some passes had room, the weights
+        would come and go between passes.
         """
         return max(self.resident_bytes, most_resident_bytes) <= budget_bytes
 
@@ -167,10 +150,6 @@ class Pass:
 
         A decode step repeats, and a prefill comes between decode steps. Weights that the prefill
         keeps for itself are gone each time, so it should leave those of the decode step in place.
-
-        Args:
-            before: The pass that ran last; None where none did.
-            may_adapt: The policy can plan around the residents of another pass.
         """
         if before is self:
             return

@@ -75,15 +75,6 @@ class PlanRunner:
         *,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """Start without a pass.
-
-        Args:
-            settings: The settings.
-            weights: The host masters.
-            memory: The device memory.
-            meter: What ops take on the device.
-            ranks: Runs each pass together with other ranks.
-        """
         self.settings = settings
         self.memory = memory
         self.counters = Counters()
@@ -123,8 +114,7 @@ class PlanRunner:
     def use(self, settings: RunSettings) -> None:
         """Go on under other settings; every pass is planned again when it runs next.
 
-        Args:
-            settings: The new settings; the device memory follows them already.
+        The device memory follows them already.
         """
         self.settings = settings
         self.binder.reset_arena()
@@ -144,19 +134,12 @@ class PlanRunner:
         self.observer.forget()
 
     def warn_unplanned(self, reason: str) -> None:
-        """Log and count that something runs without a plan.
-
-        Args:
-            reason: Why, in words.
-        """
+        """Log and count that something runs without a plan."""
         log_unplanned(reason, len(self.counters.unplanned_reasons))
         self.counters.unplanned_reasons.append(reason)
 
     def call(self, call: CapturedCall) -> Any:
         """Run a call of a module; its graphs come to :meth:`run`.
-
-        Args:
-            call: The call.
 
         Raises:
             StoreError: A KV cache belongs to another model.
@@ -168,8 +151,7 @@ class PlanRunner:
     def generation(self, use: CacheUse) -> AbstractContextManager[None]:
         """Return the context of a generation.
 
-        Args:
-            use: How it uses its KV cache. Ranks that run the same steps give it the same room.
+        Ranks that run the same steps give it the same room.
 
         Raises:
             RankError: Another rank does not generate, or fails.
@@ -183,9 +165,7 @@ class PlanRunner:
     def _make_room(self, rooms: Sequence[torch.Tensor], after: Sequence[int]) -> KeepRows | None:
         """Make room for a KV cache that moves to other tensors; the arena makes way if it must.
 
-        Args:
-            rooms: Its tensors.
-            after: The bytes of the tensors that take their places, in order.
+        ``after`` are the bytes of the tensors that take the places of ``rooms``, in order.
 
         Returns:
             What keeps the rows of one tensor while its old room is freed and its new one is made;
@@ -214,10 +194,6 @@ class PlanRunner:
 
     def run(self, graph: DynamoGraph, args: Sequence[Any]) -> Any:
         """Run a call of a graph.
-
-        Args:
-            graph: The graph.
-            args: The arguments, as Dynamo passes them.
 
         Returns:
             What the graph returns.

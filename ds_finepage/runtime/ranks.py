@@ -80,11 +80,7 @@ class Ranks:
 
     @contextmanager
     def together(self, args: Sequence[Any] = ()) -> Iterator[None]:
-        """Hold while a pass is found, planned and run.
-
-        Args:
-            args: The arguments of the call, for errors.
-        """
+        """Hold while a pass is found, planned and run."""
         yield
 
     def agree(self, collectives: str | None, args: Sequence[Any]) -> None:
@@ -139,13 +135,7 @@ class Ranks:
     def with_link(
         self, profile: HardwareProfile, where: torch.device, scratch_bytes: int
     ) -> HardwareProfile:
-        """Return a profile with the link between ranks, measured now.
-
-        Args:
-            profile: The profile of this rank's device.
-            where: The device.
-            scratch_bytes: The most bytes to use there.
-        """
+        """Return a profile with the link between ranks, measured now."""
         return profile
 
 
@@ -159,7 +149,6 @@ class RankGroup(Ranks):
     )
 
     def __init__(self, channel: Channel) -> None:
-        """Stand for this end of a channel."""
         self._channel = channel
         self._is_compared = False  # all ranks know whether they run the pass
         self._is_running = False  # from before the comparison, if that ends well
@@ -258,22 +247,14 @@ class RankGroup(Ranks):
 
 
 def shapes_of(args: Sequence[Any]) -> str:
-    """Return the sizes of the first tensors of a call that are no weights, in words.
-
-    Args:
-        args: The arguments of the call.
-    """
+    """Return the sizes of the first tensors of a call that are no weights, in words."""
     tensors = (a for a in args if isinstance(a, torch.Tensor))
     given = (t for t in tensors if not isinstance(t, torch.nn.Parameter))
     return ", ".join("x".join(map(str, t.shape)) for t in itertools.islice(given, NUM_SHAPES))
 
 
 def differences(facts: Sequence[dict[str, Any]]) -> str:
-    """Say in words which facts the ranks do not have in common.
-
-    Args:
-        facts: Of each rank, by name.
-    """
+    """Say in words which facts the ranks do not have in common."""
     names = sorted({name for each in facts for name in each})
     found = []
     for name in names:

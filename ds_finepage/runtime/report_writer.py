@@ -56,13 +56,7 @@ class ReportWriter:
     def __init__(
         self, name: str, runner: PlanRunner, observed: Callable[[], list[ObservedPass]]
     ) -> None:
-        """Look whether the report can be written, and see to it that it is.
-
-        Args:
-            name: The folder, as the ds_config names it.
-            runner: Runs the model.
-            observed: Returns the passes so far.
-        """
+        """Look whether the report can be written, and see to it that it is."""
         self._runner, self._observed = runner, observed
         self._folder: Path | None = None
         try:
@@ -151,13 +145,7 @@ _NO = "This run goes on and writes no report."
 
 
 def run_of(settings: RunSettings, passes: Sequence[ObservedPass], stats: Stats) -> Run:
-    """Return the figures of a run that its handle knows.
-
-    Args:
-        settings: The settings of the run.
-        passes: Its passes.
-        stats: Its counters.
-    """
+    """Return the figures of a run that its handle knows."""
     device = device_of(settings.device)
     by_name = {found.name: found for found in passes}
     first = by_name.get(DECODE) or by_name.get(PREFILL) or passes[0]
