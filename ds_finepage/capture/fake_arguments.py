@@ -14,8 +14,7 @@ import torch
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.capture.lengths import size_of
-from ds_finepage.capture.plain import require_plain
-from ds_finepage.capture.recorder import Recorder
+from ds_finepage.capture.recorder import Recorder, require_plain
 from ds_finepage.capture.symbolic_sizes import SymbolicSizes
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput

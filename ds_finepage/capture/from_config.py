@@ -28,7 +28,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -53,7 +53,6 @@ from ds_finepage._compat.torch import (
 from ds_finepage._compat.transformers import cache_name
 from ds_finepage.capture.finishing import finish
 from ds_finepage.capture.models import positions_of
-from ds_finepage.capture.preparing import prepare_shapes
 from ds_finepage.capture.recorder import Recorder
 from ds_finepage.capture.recording import versions
 from ds_finepage.errors import CaptureError, ConfigError
@@ -70,18 +69,6 @@ PHASES = ("prefill", "decode")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-class HostOps(Protocol):
-    """The two ops of ``execution/host_ops.py``, which capture knows."""
-
-    @property
-    def to_device(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Brings rows in from host memory, to the device of the second tensor."""
-
-    @property
-    def to_host(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Writes rows to host memory."""
-
-
 def capture_config(
     config: PretrainedConfig,
     *,
@@ -89,7 +76,7 @@ def capture_config(
     batch: int,
     seq: int,
     dtype: str = "float16",
-    host_ops: HostOps | None = None,
+    host_ops: Any = None,
     prepare: Callable[[torch.nn.Module], object] | None = None,
 ) -> TaskGraph:
     """Capture one pass of a language model, with or without an encoder.
@@ -102,8 +89,8 @@ def capture_config(
         seq: Tokens of a sequence that are in the KV cache after the pass, and tokens that an
             encoder reads.
         dtype: Of weights, activations and KV cache: a name in ``DTYPES``.
-        host_ops: The ops that copy between host memory and the device. With them, layers without a
-            window keep their rows in host memory, as
+        host_ops: The module ``execution/host_ops.py``, whose ops copy between host memory and the
+            device. With it, layers without a window keep their rows in host memory, as
             :mod:`ds_finepage.integrations.transformers.host_cache` does.
         prepare: Changes the model once it is built, for example packs its weights.
 
@@ -121,7 +108,7 @@ def capture_config(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.no_grad(), mode:
         model = _build(config, dtype)
-        prepare_shapes(model, prepare)
+        _prepare_shapes(model, prepare)
         inputs = _Inputs(recorder)
         for name, parameter in model.named_parameters():
             inputs.add(parameter, BufferKind.WEIGHT, name)
@@ -161,14 +148,31 @@ def _capture_errors(model: torch.nn.Module) -> Iterator[None]:
         raise CaptureError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
 
 
-def count_parameters(config: PretrainedConfig) -> int:
-    """Count a model's parameters, tied ones once.
+def _prepare_shapes(
+    model: torch.nn.Module, prepare: Callable[[torch.nn.Module], object] | None
+) -> None:
+    """Let a function change a model whose weights have no values.
 
-    Raises:
-        ConfigError: transformers cannot build the model.
+    Its parameters are on the meta device meanwhile. There such functions make shapes only, while
+    of a FakeTensor on the CPU they would ask for values.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return sum(p.numel() for p in _build(config, "float16").parameters())
+    if prepare is None:
+        return
+    with _disable_current_modes():
+        _move_parameters(model, "meta")
+        prepare(model)
+    _move_parameters(model, "cpu")
+
+
+def _move_parameters(model: torch.nn.Module, device: str) -> None:
+    """Make all parameters on a device; tied ones stay tied."""
+    moved: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if old not in moved:
+                empty = torch.empty(old.shape, dtype=old.dtype, device=device)
+                moved[old] = torch.nn.Parameter(empty, requires_grad=old.requires_grad)
+            setattr(module, name, moved[old])
 
 
 def _require_arguments(
@@ -345,7 +349,7 @@ class _StaticRows(Cache):
         *,
         num_new: int,
         num_past: int,
-        host_ops: HostOps | None,
+        host_ops: Any,
     ) -> None:
         self.new_rows: list[torch.Tensor] = []
         text = config.get_text_config(decoder=True)
@@ -440,7 +444,7 @@ class _HostRows(_LayerRows):
         num_past: int,
         positions: torch.Tensor,
         inputs: _Inputs,
-        host_ops: HostOps,
+        host_ops: Any,
         new_rows: list[torch.Tensor],
     ) -> None:
         super().__init__(name, num_past, num_past, positions, inputs)

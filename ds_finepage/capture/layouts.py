@@ -9,8 +9,8 @@ same as everywhere and there are no bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,20 +28,10 @@ from ds_finepage.graph.layout import Layout
 _PLAIN_TYPES = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class StridesOf(Protocol):
-    """Runs an op on scratch tensors and says how its results lie in memory."""
-
-    def __call__(
-        self, op: Any, args: Any, kwargs: Any, results: Sequence[Layout]
-    ) -> Sequence[tuple[int, ...]] | None:
-        """Return the strides of each result that is a tensor; None where that is not known.
-
-        Args:
-            op: The overload.
-            args: Its arguments, with a :class:`Layout` for each tensor.
-            kwargs: Its named arguments, likewise.
-            results: What torch says of the results.
-        """
+StridesOf = Callable[[Any, Any, Any, Sequence[Layout]], Sequence[tuple[int, ...]] | None]
+"""Runs an op on scratch tensors and returns the strides of each result that is a tensor; None where
+they are not known. Takes the overload, its arguments and named arguments with a :class:`Layout` for
+each tensor, and what torch says of the results."""
 
 
 class LayoutFixer:

@@ -28,7 +28,6 @@ from ds_finepage.capture.collectives import NAMESPACES
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
 from ds_finepage.capture.drafts import BufferDraft, CallDraft, Formula, TaskDraft
 from ds_finepage.capture.lengths import Size, size_of, sizes_of, with_known_shapes
-from ds_finepage.capture.plain import require_plain
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import (
     TO_DEVICE,
@@ -281,6 +280,19 @@ def layout_of(tensor: torch.Tensor) -> DraftLayout:
         sizes_of(tensor.stride()),
         size_of(tensor.storage_offset()),
     )
+
+
+def require_plain(tensor: torch.Tensor) -> None:
+    """Refuse a tensor that only wraps others, as quantized ones do: there is no storage to place.
+
+    Raises:
+        CaptureError: It is such a tensor.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise CaptureError(
+            f"a tensor of type {type(tensor).__name__} wraps other tensors, and has no bytes of "
+            f"its own that could be planned"
+        )
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -28,6 +29,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.utils.hooks import RemovableHandle
 
 from ds_finepage._compat.torch import (
@@ -38,8 +40,12 @@ from ds_finepage._compat.torch import (
     register_bytecode_hook,
 )
 from ds_finepage.capture.paged_cache import open_paged_caches
-from ds_finepage.capture.progress import Progress
 from ds_finepage.capture.unguarded import Unguarded
+
+logger = logging.getLogger(__name__)
+
+TEXT = "ds_finepage captures and plans the first call"
+"""Shown while Dynamo is at work."""
 
 _TORCH = Path(torch.__file__).parent
 COMPILER_FILES = (
@@ -127,6 +133,13 @@ def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         maybe_mark_dynamic(mask, 1)
 
 
+def _status() -> contextlib.AbstractContextManager[object]:
+    """Return a status line on stderr, where that is a terminal; the log gets a line too."""
+    logger.info("%s", TEXT)
+    console = Console(stderr=True)
+    return console.status(TEXT) if console.is_terminal else contextlib.nullcontext()
+
+
 class QuickTracing:
     """Hides the hooks while Dynamo compiles the outermost frame; stops the collector.
 
@@ -153,7 +166,6 @@ class QuickTracing:
         self._given: Arguments = ((), {})
         self._has_traced = self._stopped_collector = False
         self._settings = contextlib.ExitStack()  # of Dynamo, while it traces
-        self._progress = Progress()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled call that is traced quickly when it has no graph yet."""
@@ -194,7 +206,6 @@ class QuickTracing:
     def _stop_listening(self) -> None:
         self._end()
         self._restore_compiler()
-        self._progress.stop()
         try:
             callback_handler.remove_start_callback(self._begin)
             callback_handler.remove_end_callback(self._end)
@@ -209,7 +220,6 @@ class QuickTracing:
         assert frame is not None
         if not self._is_outermost(frame.f_back):
             return
-        self._progress.start()
         self._hooks.hide()
         mark_growing(*self._given)
         open_paged_caches(*self._given)
@@ -238,6 +248,7 @@ class QuickTracing:
         settings = {"run_gc_after_compile": False, "specialize_float": True}
         self._settings.enter_context(dynamo_config.patch(settings))
         self._settings.callback(register_bytecode_hook(self._take).remove)
+        self._settings.enter_context(_status())
         if gc.isenabled():
             self._stopped_collector = True
             gc.disable()

@@ -432,21 +432,6 @@ def load(path: str | os.PathLike[str], expect: type[_T]) -> _T:
         return loads(text, expect)
 
 
-def load_memgraph(path: str | os.PathLike[str], graph: TaskGraph) -> MemGraph:
-    """Read a memgraph from a file.
-
-    Args:
-        path: The file.
-        graph: The taskgraph that the memgraph was made for.
-
-    Raises:
-        ConfigError: The file cannot be read.
-        InvalidPlanError: As for `loads_memgraph`; the message begins with the path.
-    """
-    with _text_of(path) as text:
-        return loads_memgraph(text, graph)
-
-
 @contextlib.contextmanager
 def _text_of(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the text of a file; errors inside the block name the file."""

@@ -245,13 +245,6 @@ class TaskGraph:
             largest[is_copy] = max(largest[is_copy], task.workspace_bytes)
         return sum(largest.values())
 
-    @cached_property
-    def external_bytes(self) -> int:
-        """Bytes of the pass that are on the device but outside the arena."""
-        return sum(
-            b.nbytes for b in self.buffers if not b.kind.is_paged and b.kind is not BufferKind.HOST
-        )
-
     def is_handed(self, buffer: Buffer) -> bool:
         """Tell whether a buffer's contents are a tensor that the call gives in host memory.
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
 
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing
 from ds_finepage.capture.unguarded import Unguarded
-from ds_finepage.execution.fallback import RunningCall, hook_modules
+from ds_finepage.execution.fallback import hook_modules
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.batching import BATCHING, BudgetedBatching
-from ds_finepage.integrations.transformers.preflight import WatchedGenerate, WatchesGeneration
+from ds_finepage.integrations.transformers.preflight import WatchedGenerate
 from ds_finepage.runtime.interception import (
     ModuleTree,
     PlannedCall,
@@ -26,35 +26,15 @@ from ds_finepage.runtime.interception import (
 )
 from ds_finepage.runtime.recompiles import CodeClaim
 
+if TYPE_CHECKING:
+    from ds_finepage.runtime.calls import CallTaker
+
 COMPILED_ONLY = ("use_associative_scan",)
 """Attributes by which modules of transformers take another algorithm where they are compiled. Its
 last bits differ from those of the plain model."""
 
 
-class TakesCalls(WatchesGeneration, Protocol):
-    """Receives the calls of an attached module."""
-
-    handle: object
-    running: RunningCall
-    num_graph_runs: int
-
-    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the root, or of a part of it, by plan."""
-
-    def run_graph(self, module: GraphModule, positions: Sequence[int], args: Sequence[Any]) -> Any:
-        """Run one of Dynamo's graphs; ``positions`` are the arguments that are weights."""
-
-    def is_weight(self, value: Any) -> bool:
-        """Tell whether an argument of a graph is a weight."""
-
-    def budget_bytes(self) -> int:
-        """Return the device budget."""
-
-    def run_unplanned(self, module: torch.nn.Module) -> None:
-        """Prepare for a module that is called outside any graph."""
-
-
-def weak_backend(calls: TakesCalls) -> Callable[..., Any]:
+def weak_backend(calls: CallTaker) -> Callable[..., Any]:
     """Return a Dynamo backend that does not keep the receiver of its graphs alive.
 
     Dynamo keeps compiled code, and with it the backend, for as long as the code object of the
@@ -93,7 +73,7 @@ class Attachment:
         self,
         module: torch.nn.Module,
         weights: WeightTable,
-        calls: TakesCalls,
+        calls: CallTaker,
         device: torch.device,
     ) -> None:
         self._module = module

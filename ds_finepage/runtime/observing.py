@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_finepage.execution.executor import Executor
-from ds_finepage.execution.spans import SpanRecorder, make_span_recorder
+from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
@@ -68,7 +68,7 @@ class Observer:
         before = self._passes.pop(found, None)  # in case the run fails
         self._begins_ns = None if before is None else before.begins_ns[-MOST_BEGINS:]
         if executor.recorder is None:
-            executor.recorder = make_span_recorder(self._device)
+            executor.recorder = SpanRecorder(self._device)
 
     def after_run(self, found: Pass, executor: Executor) -> None:
         """Keep what an executor has recorded of its last run."""

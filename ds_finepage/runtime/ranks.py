@@ -17,12 +17,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ds_finepage.errors import FinepageError, PlanInfeasibleError, RankError
 from ds_finepage.graph.hardware import HardwareProfile
+
+if TYPE_CHECKING:
+    from ds_finepage.execution.rank_channel import RankChannel
 
 T = TypeVar("T")
 
@@ -37,34 +40,6 @@ NUM_SHAPES = 4
 
 LINK_BYTES = 4 << 20
 """The tensor that the link between ranks is measured with."""
-
-
-class Channel(Protocol):
-    """Connects the ranks; ``execution/rank_channel.py`` describes the methods."""
-
-    rank: int
-    num_ranks: int
-
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all ranks."""
-
-    def gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks."""
-
-    def post(self, text: str) -> None:
-        """Leave an error of this rank for the others."""
-
-    def share(self, value: Any) -> Any:
-        """Return the value of rank 0."""
-
-    def posted(self) -> dict[int, str]:
-        """Return the errors that other ranks have left."""
-
-    def leave(self) -> None:
-        """Close every connection."""
-
-    def measure_link(self, where: torch.device, scratch_bytes: int) -> tuple[float, int]:
-        """Return the bytes per second of the link, and the nanoseconds of a step."""
 
 
 class Ranks:
@@ -148,7 +123,7 @@ class RankGroup(Ranks):
         "give all of them the same inputs and the same seed."
     )
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
         self._is_compared = False  # all ranks know whether they run the pass
         self._is_running = False  # from before the comparison, if that ends well

@@ -11,7 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import QuantizedLayer
 
 from ds_finepage.api import attach
-from ds_finepage.capture.plain import require_plain
+from ds_finepage.capture.recorder import require_plain
 from ds_finepage.errors import CaptureError
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.families import CACHE, make_model, token_ids, tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.convert_frame import _bytecode_hooks
 
-from ds_finepage.capture.progress import Progress
+from ds_finepage.capture import tracing
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing, mark_growing
 from ds_finepage.capture.unguarded import Unguarded
 
@@ -108,17 +110,33 @@ def test_hooks_are_away_while_dynamo_traces_and_the_collector_until_the_call_end
     assert not callback_handler.end_callbacks
 
 
-def test_progress_is_shown_while_dynamo_traces_and_not_afterwards(
-    model: Pair, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_status_is_shown_while_dynamo_traces_and_not_afterwards(
+    model: Pair,
+    is_terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(Progress, "start", lambda self: order.append("start"))
-    monkeypatch.setattr(Progress, "stop", lambda self: order.append("stop"))
+
+    class Terminal:
+        def __init__(self, stderr: bool) -> None:
+            assert stderr
+            self.is_terminal = is_terminal
+
+        @contextmanager
+        def status(self, text: str) -> Iterator[None]:
+            order.append(text)
+            yield
+            order.append("gone")
+
+    monkeypatch.setattr(tracing, "Console", Terminal)
     call = compiled(model, hooked(model), [])
-    call(torch.ones(1, 4))
-    assert order == ["start", "stop"]
-    call(torch.ones(1, 4))
-    assert order == ["start", "stop", "stop"]
+    for _ in range(2):
+        with caplog.at_level("INFO", tracing.logger.name):
+            call(torch.ones(1, 4))
+    assert order == ([tracing.TEXT, "gone"] if is_terminal else [])
+    assert caplog.text.count(tracing.TEXT) == 1
 
 
 def test_frames_behind_a_graph_break_see_the_hooks(model: Pair) -> None:

@@ -10,7 +10,7 @@ import torch
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.program import lower
-from ds_finepage.execution.spans import CpuSpanRecorder
+from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import TO_HOST
 from ds_finepage.planning.liveness import min_arena_bytes
@@ -110,7 +110,7 @@ def test_every_step_of_a_steady_pass_has_a_span(rig: Callable[..., Rig], poison:
     graph, weights = deep()
     made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), poison=poison)
     made(torch.randn(N, N))
-    made.executor.recorder = recorder = CpuSpanRecorder()
+    made.executor.recorder = recorder = SpanRecorder(torch.device("cpu"))
     for _ in range(2):  # a pass begins with none
         made(torch.randn(N, N))
     spans = recorder.spans()
@@ -123,7 +123,7 @@ def test_spans_of_a_lane_follow_each_other(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), delay_seed=1)
     made(torch.randn(N, N))
-    made.executor.recorder = recorder = CpuSpanRecorder()
+    made.executor.recorder = recorder = SpanRecorder(torch.device("cpu"))
     made(torch.randn(N, N))
     for lane in Lane:
         times = [t for s in recorder.spans() if s.lane is lane for t in (s.start_ns, s.end_ns)]
@@ -133,7 +133,7 @@ def test_spans_of_a_lane_follow_each_other(rig: Callable[..., Rig]) -> None:
 def test_a_pass_that_reloads_its_entry_has_spans_of_that(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     made = rig(graph, weights)
-    made.executor.recorder = recorder = CpuSpanRecorder()
+    made.executor.recorder = recorder = SpanRecorder(torch.device("cpu"))
     made(torch.randn(N, N))
     missing = {r.buffer for r in made.memgraph.entry}
     assert made.executor.entry_missing == missing != set()

@@ -23,7 +23,7 @@ from ds_finepage.execution.replay import (
     joined,
     replayed,
 )
-from ds_finepage.execution.spans import CpuSpanRecorder
+from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, Draft
@@ -311,7 +311,7 @@ def test_a_recorded_pass_has_a_span_of_each_task(device: FakeDevice) -> None:
     for _ in range(3):
         rig(torch.randn(8, 8))
     device.log.clear()
-    rig.executor.recorder = recorder = CpuSpanRecorder()
+    rig.executor.recorder = recorder = SpanRecorder(torch.device("cpu"))
     rig(torch.randn(8, 8))
     assert device.log == []
     assert {s.node for s in recorder.spans()} == {s.node.id for s in lower(rig.memgraph).merged}

@@ -19,14 +19,14 @@ def test_save_and_load(tmp_path: Path) -> None:
         path = tmp_path / f"{position}.json"
         codec.save(obj, path)
         assert codec.load(path, type(obj)) == codec.load(str(path), expect=type(obj)) == obj
-    codec.save(make_memgraph(GRAPH), tmp_path / "plan.json")
-    assert codec.load_memgraph(tmp_path / "plan.json", GRAPH) == make_memgraph(GRAPH)
+    codec.save_plan(make_memgraph(GRAPH), tmp_path / "plan.json")
+    assert codec.load_plan(tmp_path / "plan.json") == make_memgraph(GRAPH)
 
 
 def test_errors_of_files_begin_with_the_path(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     codec.save(make_timeline(), path)
-    for read in (lambda: codec.load(path, TaskGraph), lambda: codec.load_memgraph(path, GRAPH)):
+    for read in (lambda: codec.load(path, TaskGraph), lambda: codec.load_plan(path)):
         with pytest.raises(InvalidPlanError, match=f"^{re.escape(str(path))}: kind is"):
             read()
 
@@ -43,7 +43,7 @@ def test_unreadable_file_is_the_users_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         codec.load(tmp_path / name, TaskGraph)
     with pytest.raises(ConfigError, match="cannot read"):
-        codec.load_memgraph(tmp_path / name, GRAPH)
+        codec.load_plan(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["missing/plan.json", "null\0byte"])
