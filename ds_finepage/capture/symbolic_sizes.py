@@ -22,23 +22,6 @@ MAX_ANSWERS = 4096
 """Sizes for which it is remembered whether a recording holds."""
 
 
-def new_size(env: ShapeEnv, name: str, value: int, ranges: Any) -> torch.SymInt:
-    """Make a size that varies."""
-    source = ConstantSource(name)
-    symbol = env.create_symbol(
-        value,
-        source,
-        dynamic_dim=DimDynamic.DYNAMIC,
-        constraint_dim=None,
-        positive=None,
-        do_not_specialize_zero_one=True,
-    )
-    env.var_to_range[symbol] = ranges
-    found = env.create_symintnode(symbol, hint=value, source=source)
-    assert isinstance(found, torch.SymInt)
-    return found
-
-
 class SymbolicSizes:
     """The symbols of one call of a Dynamo graph.
 
@@ -67,7 +50,18 @@ class SymbolicSizes:
     def _make(self, example: torch.SymInt, value: int, position: int) -> torch.SymInt:
         env: Any = example.node.shape_env
         theirs = env.var_to_range.get(example.node.expr, ValueRanges.unknown_int())
-        found = new_size(self.env, f"call_{position}", value, theirs)
+        source = ConstantSource(f"call_{position}")
+        symbol = self.env.create_symbol(
+            value,
+            source,
+            dynamic_dim=DimDynamic.DYNAMIC,
+            constraint_dim=None,
+            positive=None,
+            do_not_specialize_zero_one=True,
+        )
+        self.env.var_to_range[symbol] = theirs
+        found = self.env.create_symintnode(symbol, hint=value, source=source)
+        assert isinstance(found, torch.SymInt)
         self.positions[str(found.node.expr)] = position
         self.values[str(found.node.expr)] = value
         return found

@@ -12,6 +12,7 @@ workspaces when it drops any graph of a stream, so all graphs of a stream go at 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -71,27 +72,25 @@ def joined(program: Program, recordable: Collection[int]) -> tuple[Program, list
 
 
 class Graphs:
-    """The graphs of a device, recorded on one stream.
-
-    Attributes:
-        generation: Counts the times that all graphs were dropped.
-    """
+    """The graphs of a device, recorded on one stream; it is a device that has graphs."""
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._stream = device.new_stream()
-        self._replays: list[Action] = []  # they hold the graphs
-        self.generation = 0
+        self._numbers = itertools.count()
+        self._replays: dict[int, Action] = {}  # by the number of a run; they hold the graphs
 
-    def run_and_record(self, actions: Sequence[Action]) -> Action:
-        """Enqueue tasks for the caller's stream, and record them.
+    def run_of(self, actions: Sequence[Action]) -> Action:
+        """Return the action of a run of tasks: recorded when it is called first, replayed then.
 
-        Returns:
-            What replays them. If they can't be recorded, it enqueues them one by one.
-
-        Raises:
-            BaseException: The error of a task.
+        It enqueues them for the caller's current stream; one by one if they can't be recorded.
         """
+        return partial(self._run, next(self._numbers), actions)
+
+    def _run(self, number: int, actions: Sequence[Action]) -> None:
+        if number in self._replays:
+            self._replays[number]()
+            return
         if len(self._replays) >= MOST_GRAPHS:
             self.clear()
         current = self._device.current_stream()
@@ -99,41 +98,22 @@ class Graphs:
         with self._stream:
             _run(actions)
         current.wait_stream(self._stream)
+        replay = partial(_run, actions)
         try:
-            replay = self._device.record(partial(_run, actions), self._stream)
+            self._replays[number] = self._device.record(replay, self._stream)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             logger.warning(
                 "%d tasks run one by one: they cannot be recorded: %s", len(actions), error
             )
-            return partial(_run, actions)
-        self._replays.append(replay)
-        return replay
+            self._replays[number] = replay
 
     def clear(self) -> None:
         """Drop all graphs; the host waits until none of them runs."""
         if self._replays:
             self._device.synchronize()
         self._replays.clear()
-        self.generation += 1
-
-
-class RecordedRun:
-    """The action of a run: recorded when it is called first, replayed then."""
-
-    def __init__(self, graphs: Graphs, actions: Sequence[Action]) -> None:
-        self._graphs, self._actions = graphs, actions
-        self._generation = -1
-        self._replay: Action | None = None
-
-    def __call__(self) -> None:
-        """Enqueue the run on the caller's current stream."""
-        if self._replay is None or self._generation != self._graphs.generation:
-            self._replay = self._graphs.run_and_record(self._actions)
-            self._generation = self._graphs.generation
-        else:
-            self._replay()
 
 
 def replayed(
@@ -144,7 +124,7 @@ def replayed(
 ) -> tuple[Program, dict[int, Action]]:
     """Return a pass that replays its runs."""
     program, runs = joined(program, recordable)
-    recorded = {nodes[0]: RecordedRun(graphs, [actions[n] for n in nodes]) for nodes in runs}
+    recorded = {nodes[0]: graphs.run_of([actions[n] for n in nodes]) for nodes in runs}
     return program, {**actions, **recorded}
 
 

@@ -97,28 +97,27 @@ class Attachment:
         self._undo += moved_buffers(module, self._device)
         self._own_hooks = OwnHooks(module, hooks)
         for part in entries(module, self._weights):
-            self._undo.append(attribute_restorer(part, "_compiled_call_impl"))
-            part._compiled_call_impl = PlannedCall(part, calls.call, calls.running, calls.handle)
+            planned = PlannedCall(part, calls.call, calls.running, calls.handle)
+            self._set(part, "_compiled_call_impl", planned)
         for part in module.modules():
             for name in COMPILED_ONLY:
                 if getattr(part, name, None) is True:
-                    self._undo.append(attribute_restorer(part, name))
-                    setattr(part, name, False)
+                    self._set(part, name, False)
         self._claim = CodeClaim(calls)
         self._undo.append(self._claim.close)
         generation = getattr(module, "generation_config", None)
         if generation is not None:  # transformers would compile a compiled call once more
-            self._undo.append(attribute_restorer(generation, "disable_compile"))
-            generation.disable_compile = True
+            self._set(generation, "disable_compile", True)
         if generation is not None and hasattr(module, "generate"):
-            self._undo.append(attribute_restorer(module, "generate"))
-            watched: Any = WatchedGenerate(module, calls)
-            module.generate = watched
+            self._set(module, "generate", WatchedGenerate(module, calls))
         if hasattr(module, BATCHING):
-            self._undo.append(attribute_restorer(module, BATCHING))
-            setattr(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
+            self._set(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
         self.tree.see()
         self._unguarded = Unguarded(module)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append(attribute_restorer(owner, name))
+        setattr(owner, name, value)
 
     def remove(self) -> None:
         """Remove it; the module is as it was."""

@@ -16,13 +16,7 @@ from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.ops import bind
 from ds_finepage.execution.program import Program, lower
-from ds_finepage.execution.replay import (
-    Graphs,
-    RecordedRun,
-    can_be_recorded,
-    joined,
-    replayed,
-)
+from ds_finepage.execution.replay import Graphs, can_be_recorded, joined, replayed
 from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
@@ -182,13 +176,12 @@ def graphs_of(device: FakeDevice) -> Graphs:
 FIRST = ["recorder waits for caller", "a on recorder", "b on recorder", "caller waits for recorder"]
 
 
-def run_of(device: FakeDevice, graphs: Graphs) -> tuple[RecordedRun, list[Action]]:
-    actions = [device.enqueue("a"), device.enqueue("b")]
-    return RecordedRun(graphs, actions), actions
+def run_of(device: FakeDevice, graphs: Graphs) -> Action:
+    return graphs.run_of([device.enqueue("a"), device.enqueue("b")])
 
 
 def test_a_run_is_enqueued_where_it_is_recorded_and_replayed_then(device: FakeDevice) -> None:
-    run, _ = run_of(device, graphs_of(device))
+    run = run_of(device, graphs_of(device))
     run()
     assert device.log == [*FIRST, "record"]
     device.log.clear()
@@ -198,7 +191,7 @@ def test_a_run_is_enqueued_where_it_is_recorded_and_replayed_then(device: FakeDe
 
 def test_runs_whose_graphs_were_dropped_are_recorded_again(device: FakeDevice) -> None:
     graphs = graphs_of(device)
-    run, _ = run_of(device, graphs)
+    run = run_of(device, graphs)
     run()
     graphs.clear()
     assert device.log[-1] == "synchronize"
@@ -212,7 +205,7 @@ def test_all_graphs_are_dropped_together_when_there_are_many(
 ) -> None:
     monkeypatch.setattr(replay_module, "MOST_GRAPHS", 2)
     graphs = graphs_of(device)
-    runs = [run_of(device, graphs)[0] for _ in range(3)]
+    runs = [run_of(device, graphs) for _ in range(3)]
     for run in runs[:2]:
         run()
     assert "synchronize" not in device.log
@@ -228,7 +221,7 @@ def test_a_run_that_cannot_be_recorded_is_enqueued_task_by_task(
     device: FakeDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     device.refuses = RuntimeError("not while capturing")
-    run, _ = run_of(device, graphs_of(device))
+    run = run_of(device, graphs_of(device))
     with caplog.at_level(logging.WARNING):
         run()
     assert caplog.messages == [
@@ -244,7 +237,7 @@ def test_other_errors_of_a_recording_are_the_callers(
     device: FakeDevice, error: BaseException
 ) -> None:
     device.refuses = error
-    run, _ = run_of(device, graphs_of(device))
+    run = run_of(device, graphs_of(device))
     with pytest.raises(type(error)):
         run()
     device.refuses = None
@@ -254,7 +247,7 @@ def test_other_errors_of_a_recording_are_the_callers(
 
 
 def test_an_error_of_a_task_is_the_callers_and_nothing_is_recorded(device: FakeDevice) -> None:
-    run = RecordedRun(graphs_of(device), [fail(ValueError("stop"))])
+    run = graphs_of(device).run_of([fail(ValueError("stop"))])
     for _ in range(2):
         with pytest.raises(ValueError, match="stop"):
             run()
@@ -268,7 +261,7 @@ def test_a_replayed_pass_has_an_action_for_each_step(device: FakeDevice) -> None
     for step in found.merged:
         recorded[step.node.id]()
     assert log == [0, 1, 2, 3]
-    assert [type(recorded[s.node.id]) is RecordedRun for s in found.merged] == [False, True, False]
+    assert [recorded[s.node.id] != actions[s.node.id] for s in found.merged] == [False, True, False]
 
 
 # --- the executor ----------------------------------------------------------------------------
