@@ -50,11 +50,7 @@ class BoundPlan:
         poison: bool,
         parts: RankParts | None = None,
     ) -> None:
-        """Bind every node; :class:`Executor` describes the arguments.
-
-        Raises:
-            StoreError: A master is missing, or smaller than the captured weight.
-        """
+        """Bind every node; :class:`Executor` describes the arguments and the errors."""
         graph = memgraph.graph
         self._memgraph, self._graph = memgraph, graph
         self._arena, self._pool = arena, pool

@@ -155,11 +155,7 @@ class PartTable:
                 shown.show_form(is_whole=False)
 
     def require_whole(self, what: str) -> None:
-        """Refuse what runs without a plan if this rank has parts of the weights only.
-
-        Raises:
-            StoreError: Some weights lie in parts on several ranks.
-        """
+        """Refuse what runs without a plan if this rank has parts of the weights only."""
         parts = self.parts
         if parts is not None:
             raise StoreError(
@@ -412,11 +408,7 @@ def own_weights(module: torch.nn.Module, weights: WeightTable) -> list[torch.Ten
 
 
 def _refuse_whole(weight: HostWeight) -> None:
-    """Refuse a tensor of a parameter whose weight lies in parts on several ranks.
-
-    Raises:
-        StoreError: It does.
-    """
+    """Refuse a tensor of a parameter whose weight lies in parts on several ranks."""
     if weight.parts is not None:
         raise StoreError(
             f"parameter {weight.name} holds a whole tensor, and its weight lies in parts on "

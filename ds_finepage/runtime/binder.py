@@ -81,14 +81,7 @@ class Binder:
         self._most_arena_bytes = None
 
     def bind_for(self, found: Pass, args: Sequence[Any], settings: RunSettings) -> Executor | None:
-        """Bind a pass, and prepare it for the sizes of a call.
-
-        Returns:
-            The executor; None where the plan is too small for these sizes.
-
-        Raises:
-            PlanInfeasibleError: The pass does not fit in the budget.
-        """
+        """Bind a pass, and prepare it for the sizes of a call; None if its plan is too small."""
         executor = self.bind(found, settings)
         return executor if executor.set_sizes(args) else None
 
