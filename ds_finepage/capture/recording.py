@@ -135,13 +135,7 @@ class Recordings:
 class Recording:
     """A captured call, to be had as the taskgraph of any sizes that it admits.
 
-    Attributes:
-        name: Of the graph.
-        recorder: Holds the drafts of buffers, tensors and tasks.
-        inputs: The arguments that are tensors.
-        outputs: The returned values.
-        sizes: The symbols.
-        sharing: How arguments lie in blocks of memory that they share.
+    ``sharing`` says how arguments lie in blocks of memory that they share.
     """
 
     name: str

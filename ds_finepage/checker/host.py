@@ -14,11 +14,7 @@ from ds_finepage.graph.taskgraph import BufferKind
 
 
 class HostCopies:
-    """Contents of the host copies, and the nodes that wrote and read them.
-
-    Attributes:
-        contents: Contents of the host copy of each buffer that has one.
-    """
+    """Contents of the host copies, and the nodes that wrote and read them."""
 
     def __init__(self, report: Report) -> None:
         self._report = report

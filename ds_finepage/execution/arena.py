@@ -26,9 +26,7 @@ POISON = 0xFF
 class Arena:
     """One allocation of bytes on a device.
 
-    Attributes:
-        nbytes: The size.
-        bytes: The allocation as a 1-d uint8 tensor.
+    ``bytes`` is a 1-d uint8 tensor of ``nbytes``.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -89,9 +87,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 class HostPool:
     """The pinned pool: host memory for offloaded buffers. It grows between passes only.
 
-    Attributes:
-        pinned: True if a copy engine can read its pages by itself.
-        bytes: The memory as a 1-d uint8 tensor.
+    ``bytes`` is a 1-d uint8 tensor. If it is pinned, a copy engine can read its pages by itself.
     """
 
     def __init__(self, *, pinned: bool) -> None:

@@ -60,9 +60,7 @@ _numbers = itertools.count()
 class RunningCall:
     """Tells which thread runs a call of an attached model.
 
-    Attributes:
-        number: Tells attached models apart.
-        thread: Identifies the thread; None while no call runs.
+    The number tells attached models apart.
     """
 
     def __init__(self) -> None:

@@ -43,12 +43,7 @@ _OURS = __name__.partition(".")[0]
 class _Place:
     """Where a module has a tensor.
 
-    Attributes:
-        name: Qualified name.
-        container: The dictionary or sequence that has it.
-        key: Its key there.
-        tensor: The tensor.
-        is_registered: True for a buffer of a module, which goes where the module computes.
+    A buffer that is registered goes where the module computes.
     """
 
     name: str

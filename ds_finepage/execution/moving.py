@@ -31,8 +31,7 @@ class _Place:
 class MovingViews:
     """The tensors of a graph in the shapes of the current call.
 
-    Attributes:
-        views: By tensor id.
+    ``views`` has them by tensor id.
     """
 
     def __init__(self, graph: TaskGraph) -> None:

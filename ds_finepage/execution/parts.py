@@ -17,10 +17,7 @@ from ds_finepage.execution.collectives import gather_into
 class RankParts:
     """The place of a rank among those that hold a weight together.
 
-    Attributes:
-        rank: The number of this rank in the group.
-        num_ranks: Ranks of the group.
-        group: The name of the process group.
+    The group is the name of a process group.
     """
 
     rank: int

@@ -37,12 +37,7 @@ def _while_all_are_there() -> Iterator[None]:
 
 
 class RankChannel:
-    """Connects this rank to the others, and raises RankError if it asks them and one is gone.
-
-    Attributes:
-        rank: The number of this rank.
-        num_ranks: Ranks altogether.
-    """
+    """Connects this rank to the others, and raises RankError if it asks them and one is gone."""
 
     def __init__(self, group: str) -> None:
         """Connect all ranks; each of them has to do this.

@@ -103,9 +103,7 @@ def _routes(graph: TaskGraph, task: Task, last_writer: dict[int, int]) -> Iterat
 class Groups:
     """Rows that are sorted by group.
 
-    Attributes:
-        rows: The tensor of rows.
-        ends: The tensor that holds the end of each group.
+    A tensor of rows, and one that holds the end of each group.
     """
 
     rows: int

@@ -63,11 +63,7 @@ def weak_backend(calls: CallTaker) -> Callable[..., Any]:
 
 
 class Attachment:
-    """All that is installed in a module while it is attached.
-
-    Attributes:
-        tree: The modules and parameters that it was installed in.
-    """
+    """All that is installed in a module while it is attached."""
 
     def __init__(
         self,

@@ -65,10 +65,8 @@ RunCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 class PlannedCall:
     """Runs the calls of one module, as its ``_compiled_call_impl``.
 
-    A copy of the module is an ordinary module: copying and pickling leave this object out.
-
-    Attributes:
-        handle: The handle of the whole model, which the model keeps by this.
+    A copy of the module is an ordinary module: copying and pickling leave this object out. The
+    model keeps its handle by this.
     """
 
     def __init__(

@@ -45,14 +45,7 @@ Returns what keeps the rows of one tensor meanwhile; None if its old and new roo
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """One call of an attached model, or of a part of it.
-
-    Attributes:
-        compiled: The call as Dynamo compiled it.
-        module: The module that is called.
-        args: Its positional arguments.
-        kwargs: Its named arguments.
-    """
+    """One call of an attached model, or of a part of it."""
 
     compiled: Callable[..., Any]
     module: torch.nn.Module
@@ -77,9 +70,6 @@ class KVOffload:
 
     Weights make way first: the arena is the rest of the budget beside the cache. Then the room
     behind the rows becomes small, and at last the cache moves to host memory.
-
-    Attributes:
-        use: How the generation that goes on uses its KV cache.
     """
 
     def __init__(

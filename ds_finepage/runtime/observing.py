@@ -38,11 +38,7 @@ class _Observation:
 
 
 class Observer:
-    """Records the passes that run by plan, while it is on.
-
-    Attributes:
-        is_on: Whether the next passes are recorded.
-    """
+    """Records the passes that run by plan, while it is on."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = False

@@ -28,9 +28,6 @@ class PassTable:
 
     A call selects its pass by the graph and by what the recording depends on: a bucket of sizes
     where one recording serves many, else the exact shapes.
-
-    Attributes:
-        maker: Makes new passes.
     """
 
     def __init__(

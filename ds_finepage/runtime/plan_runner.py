@@ -51,20 +51,7 @@ def log_unplanned(reason: str, num_before: int) -> None:
 
 
 class PlanRunner:
-    """Runs graph calls under one :class:`RunSettings` at a time.
-
-    Attributes:
-        settings: The settings of now.
-        memory: The device memory.
-        table: The passes so far.
-        kv_offload: Runs calls whose KV cache may have to move to host memory.
-        counters: Events so far.
-        hooks: The user's op hooks.
-        live: Device tensors that earlier passes have seen.
-        binder: Plans passes and binds them.
-        observer: Records the timelines of passes.
-        ranks: Runs each pass together with other ranks.
-    """
+    """Runs graph calls under one :class:`RunSettings` at a time."""
 
     def __init__(
         self,
