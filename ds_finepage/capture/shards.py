@@ -125,8 +125,9 @@ def _layers_to_cut(model: nn.Module) -> Iterator[tuple[str, str]]:
         ConfigError: There is no plan for the model, or AutoTP cannot follow it.
     """
     config: Any = model.config
-    plan = {**(getattr(config, "base_model_tp_plan", None) or {}), **_plan_of_class(model)}
-    plan = plan or PLANS.get(config.model_type, {})
+    of_layers = getattr(config, "base_model_tp_plan", None) or {}
+    of_output = getattr(type(model), "_tp_plan", None) or {}
+    plan = {**of_layers, **of_output} or PLANS.get(config.model_type, {})
     others = sorted({style for style in plan.values() if style not in STYLES})
     if others or not plan:
         reason = (
@@ -147,11 +148,6 @@ def _layers_to_cut(model: nn.Module) -> Iterator[tuple[str, str]]:
         style = next((style for found, style in patterns if found.fullmatch(name)), WHOLE)
         if style != WHOLE:
             yield name, style
-
-
-def _plan_of_class(model: nn.Module) -> dict[str, str]:
-    """Return what a class adds to the plan of its config: the output layer."""
-    return getattr(type(model), "_tp_plan", None) or {}
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

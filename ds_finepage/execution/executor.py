@@ -112,7 +112,10 @@ class Executor:
         )
         self.actions = self._bound.actions
         self._steady = lower(memgraph, poison=poison)
-        self._replayed = None if graphs is None else self._with_runs(graphs)
+        self._replayed = None
+        if graphs is not None:
+            recordable = self._bound.recordable
+            self._replayed = replayed(self._steady, self.actions, recordable, graphs)
         self._planned_reload_bytes = self._reload_bytes()
         buffers = self._graph.buffers
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
@@ -124,9 +127,6 @@ class Executor:
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
-
-    def _with_runs(self, graphs: Graphs) -> tuple[Program, dict[int, Action]]:
-        return replayed(self._steady, self.actions, self._bound.recordable, graphs)
 
     def _reload_bytes(self) -> int:
         reloads = (n.buffer for n in self.memgraph.nodes if n.kind is NodeKind.RELOAD)

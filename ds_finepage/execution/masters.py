@@ -65,8 +65,12 @@ class HostWeight:
     @property
     def value(self) -> torch.Tensor:
         """The master as a tensor of the weight's shape."""
+        return self.shaped(self.master)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return bytes of the weight, on any device, as a tensor of its shape."""
         with torch.inference_mode(False), torch.no_grad():
-            flat = self.master.view(self.dtype)
+            flat = flat.view(self.dtype)
             return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     @property
@@ -197,15 +201,3 @@ def _master_of(host: torch.Tensor) -> torch.Tensor:
         if master.is_inference():  # only inference mode could write it
             master = master.clone()
     return master
-
-
-def device_view(weight: HostWeight, device: torch.device) -> torch.Tensor:
-    """Return a weight in host memory as a tensor of the device, without a copy.
-
-    Raises:
-        StoreError: The device cannot address the weight's memory.
-    """
-    flat = device_of(device).show(weight.master)
-    with torch.inference_mode(False), torch.no_grad():
-        flat = flat.view(weight.dtype)
-        return flat.as_strided(weight.shape, weight.stride, flat.storage_offset())

@@ -90,10 +90,6 @@ def _result_bytes(graph: TaskGraph, tensor: int) -> int:
     return math.prod(view.shape) * int(getattr(torch, view.dtype).itemsize)
 
 
-def _is_state(graph: TaskGraph, tensor: int) -> bool:
-    return graph.buffers[graph.tensors[tensor].buffer].kind is BufferKind.STATE
-
-
 def _unpacked_bytes(graph: TaskGraph, task: Task, *, on_accelerator: bool) -> int:
     """Return the bytes that a product with a packed weight takes to unpack some of it."""
     if task.op not in PACKED_PRODUCTS:
@@ -262,8 +258,9 @@ def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
 
 def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
     """Estimate an op that cannot be tried, such as one that refuses random numbers."""
-    made = [r for r in task.results if r is not None and not _is_state(graph, r)]
-    results = sum(_result_bytes(graph, r) for r in made)
+    made = [graph.tensors[r] for r in task.results if r is not None]
+    new = [t.id for t in made if graph.buffers[t.buffer].kind is not BufferKind.STATE]
+    results = sum(_result_bytes(graph, r) for r in new)
     has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
     fault = "writes to a tensor given as out= and could not be tried" if has_out else None
     return OpCost(time_ns=None, workspace_bytes=results, fault=fault)

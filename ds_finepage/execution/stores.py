@@ -18,7 +18,7 @@ import torch
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
-from ds_finepage.execution.masters import HostWeight, device_view, rehome
+from ds_finepage.execution.masters import HostWeight, rehome
 from ds_finepage.execution.parts import RankParts, freed
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
 from ds_finepage.graph.parts import with_parts
@@ -69,7 +69,7 @@ class _Shown:
             self.view = data_of(self.weight.parameter)
             self._form = freed(self.weight.shape, self.weight.stride, self.weight.dtype)
             return
-        self.view = device_view(self.weight, self._device)
+        self.view = self.weight.shaped(device_of(self._device).show(self.weight.master))
         if not self.shows_view:
             set_data(self.weight.parameter, self.view)
 
@@ -383,9 +383,7 @@ class WeightTable(PartTable):
                 nbytes = weight.nbytes
                 part = block[end : end + nbytes]
                 weight.copy_to(part)
-                flat = part.view(weight.dtype)
-                whole = flat.as_strided(weight.shape, weight.stride, flat.storage_offset())
-                found[weight.name] = whole.detach()
+                found[weight.name] = weight.shaped(part).detach()
                 end += align_up(nbytes, BLOCK_ALIGNMENT)
         self.on_device = found
 
