@@ -98,8 +98,7 @@ class Executor:
         Raises:
             StoreError: A master is missing, or smaller than the captured weight.
         """
-        self.memgraph = memgraph
-        self._graph = memgraph.graph
+        self.memgraph, self._graph = memgraph, memgraph.graph
         self._arena, self._lanes, self._poison, self._hooks = arena, lanes, poison, hooks
         self._bound = BoundPlan(
             memgraph,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ds_finepage.checker.checker import check
 from ds_finepage.execution.executor import Executor, OpHook
@@ -79,11 +78,6 @@ class Binder:
     def reset_arena(self) -> None:
         """Choose the shared arena size again."""
         self._most_arena_bytes = None
-
-    def bind_for(self, found: Pass, args: Sequence[Any], settings: RunSettings) -> Executor | None:
-        """Bind a pass, and prepare it for the sizes of a call; None if its plan is too small."""
-        executor = self.bind(found, settings)
-        return executor if executor.set_sizes(args) else None
 
     def bind(self, found: Pass, settings: RunSettings) -> Executor:
         """Bind a pass; plan it first where it has no plan for the present arena.

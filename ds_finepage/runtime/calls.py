@@ -119,8 +119,10 @@ class CallTaker:
         return self._runner.settings.budget_bytes
 
     def _run(self, call: CapturedCall) -> Any:
+        runner, settings = self._runner, self._runner.settings
+        moves, starts = settings.moves_kv_caches, settings.starts_on_host
         try:
-            return self._runner.call(call)
+            return runner.kv_offload.call(call, may_move=moves, starts_on_host=starts)
         except PlanInfeasibleError as error:
             refusal = error.of_one_step()
         raise refusal

@@ -23,7 +23,7 @@ from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.device_memory import DeviceMemory, DeviceState
-from ds_finepage.runtime.kv_offload import CapturedCall, KVOffload
+from ds_finepage.runtime.kv_offload import KVOffload
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.observing import Observer
 from ds_finepage.runtime.pass_maker import PassMaker
@@ -125,16 +125,6 @@ class PlanRunner:
         log_unplanned(reason, len(self.counters.unplanned_reasons))
         self.counters.unplanned_reasons.append(reason)
 
-    def call(self, call: CapturedCall) -> Any:
-        """Run a call of a module; its graphs come to :meth:`run`.
-
-        Raises:
-            StoreError: A KV cache belongs to another model.
-            PlanInfeasibleError: There is no room, wherever the KV cache is.
-        """
-        moves, starts = self.settings.moves_kv_caches, self.settings.starts_on_host
-        return self.kv_offload.call(call, may_move=moves, starts_on_host=starts)
-
     def generation(self, use: CacheUse) -> AbstractContextManager[None]:
         """Return the context of a generation.
 
@@ -225,12 +215,12 @@ class PlanRunner:
                 found.follow(self._last, may_adapt=settings.is_cyclic)
                 self._last = found
                 try:
-                    executor = self.binder.bind_for(found, args, settings)
+                    executor = self.binder.bind(found, settings)
                 except PlanInfeasibleError as error:
                     refusal = error.bare()
                     continue  # smaller sizes may still have room
-                if executor is None:
-                    continue
+                if not executor.set_sizes(args):
+                    continue  # the plan is too small for these sizes
                 self.ranks.agree(_collectives(found, executor, memory.residents), args)
                 self.observer.before_run(found, executor)
                 result = executor.run(args, graph.host_outputs(args), memory.residents)
