@@ -242,9 +242,7 @@ class StreamLanes:
             max_delay_us: The longest delay.
         """
         self._device = device
-        self._h2d = device.new_stream()
-        self._d2h = device.new_stream()
-        self._ranks: torch.Stream | None = None  # made for the first program that collects
+        self._h2d, self._d2h, self._ranks = (device.new_stream() for _ in range(3))
         self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
         self._begin, self._end = device.new_event(), device.new_event()
@@ -308,14 +306,9 @@ class StreamLanes:
 
     def _streams_of(self, program: Program) -> dict[Lane, torch.Stream]:
         """Return the stream of each lane that has steps, without the compute lane."""
-        if program.lanes[Lane.RANKS] and self._ranks is None:
-            self._ranks = self._device.new_stream()
         streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
-        return {  # a lane without steps need not be woken
-            lane: stream
-            for lane, stream in streams.items()
-            if stream is not None and program.lanes[lane]
-        }
+        # A lane without steps need not be woken.
+        return {lane: stream for lane, stream in streams.items() if program.lanes[lane]}
 
     def _enqueue_steps(
         self, stream: torch.Stream, steps: list[_Enqueued], actions: dict[int, Action]
