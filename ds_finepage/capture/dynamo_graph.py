@@ -55,12 +55,8 @@ class DynamoGraph:
     ) -> None:
         """Look at a graph once, before any call.
 
-        Args:
-            module: What Dynamo handed to its backend.
-            example_args: The arguments that came with it; parameters enter as the objects
-                themselves, so they are recognised by identity and never by address.
-            weight_names: ``id(parameter)`` -> qualified name, of the weights to page.
-            name: For messages.
+        Parameters enter as the objects themselves, so they are recognised by identity and never by
+        address.
         """
         put_in_collectives(module)
         self.module = module

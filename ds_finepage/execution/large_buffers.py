@@ -156,12 +156,8 @@ def _within(
 ) -> Iterator[_Place]:
     """Yield the places of the tensors in a container and in the objects there.
 
-    Args:
-        path: Name of the container.
-        parts: Those of its items that count: a dictionary or a sequence.
-        seen: Identities of the objects that were looked into.
-        depth: How many objects lie around it.
-        container: The container itself, where ``parts`` is not.
+    ``parts`` are those of its items that count, ``depth`` the objects around it. The container
+    itself is given where ``parts`` is not.
     """
     for key, value in parts.items() if isinstance(parts, dict) else enumerate(parts):
         name = f"{path}.{key}" if path else str(key)

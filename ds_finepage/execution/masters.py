@@ -51,8 +51,7 @@ class HostWeight:
     def copy_to(self, target: torch.Tensor) -> None:
         """Copy the weight; of a weight in parts every rank has to do this.
 
-        Args:
-            target: 1-d uint8 of ``nbytes``.
+        It goes to 1-d uint8 of ``nbytes``.
 
         Raises:
             RankError: Another rank is gone.

@@ -65,10 +65,6 @@ def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> Tas
     Nothing is run: an op without an ``out=`` overload takes the bytes of its results once more,
     until they are copied to their place. The workspace of a kernel itself is not counted unless the
     op is ours, and every ``out=`` overload counts as writing into place.
-
-    Args:
-        graph: The pass.
-        on_accelerator: It is to run on an accelerator, where our ops take more.
     """
     known: dict[Any, int] = {}
     tasks = []
@@ -205,13 +201,7 @@ def _try(
 ) -> OpCost:
     """Run a task on scratch tensors, into place if that is safe, else with a copy.
 
-    Args:
-        graph: Where the task stands.
-        task: What to run.
-        where: The device.
-        unused: Results that no task reads.
-        run: Runs a bound task, calls the check once it has run, and returns what the task takes: a
-            time, and its workspace.
+    ``run`` calls the check once the task has run, and returns its time and its workspace.
     """
     fault = None
     # How many numbers a random op draws may depend on its form.

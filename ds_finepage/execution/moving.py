@@ -64,10 +64,7 @@ class MovingViews:
     ) -> None:
         """Fill a place for each call from now on.
 
-        Args:
-            patch: The place: of a size, or of a tensor.
-            storage_of: For a tensor: any tensor on its storage.
-            offset_bytes: For a tensor: the begin of its buffer in the storage.
+        A tensor gets any tensor on its storage, and the begin of its buffer there.
         """
         self._places.append(_Place(patch, storage_of, offset_bytes))
 

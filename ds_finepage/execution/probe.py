@@ -80,10 +80,7 @@ def _small_copy(device: torch.device) -> Callable[[], object]:
 def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
     """Measure the links.
 
-    Args:
-        nbytes: Scratch on the device.
-        device: The device.
-        latency: Seconds of a copy beyond those of its bytes.
+    ``latency`` is the seconds of a copy beyond those of its bytes.
 
     Returns:
         Fields of the profile.
@@ -176,12 +173,8 @@ def _seconds(
 ) -> float:
     """Measure how long a run takes.
 
-    Args:
-        run: Issues work to the device.
-        device: The device.
-        repeats: Measurements; the shortest counts.
-        in_a_row: Runs in one measurement.
-        is_issued: Measure until the host has issued the work, not until the device has done it.
+    The shortest of the repeats counts. If it ``is_issued``, the time ends when the host has issued
+    the work, not when the device has done it.
     """
     best, known = float("inf"), device_of(device)
     for _ in range(repeats):

@@ -51,12 +51,7 @@ class RoutedReload:
     ) -> None:
         """Bind a reload.
 
-        Args:
-            route: The weight, and the way to find its used slices.
-            on_device: The weight's extent, 1-d uint8.
-            on_host: The weight's bytes in host memory, 1-d uint8 of the same length; or 2-d, one
-                row a slice, with gaps between the rows.
-            read: Reads the numbers of the slices.
+        Both are 1-d uint8 of the same length; or the master is 2-d, one row a slice, with gaps.
         """
         self._route = route
         self._on_device = on_device.view(route.num_slices, -1)

@@ -36,10 +36,6 @@ class SpanRecorder:
     def begin(self, steps: Sequence[Step], actions: Mapping[int, Action]) -> dict[int, Action]:
         """Begin a pass, and forget the last one.
 
-        Args:
-            steps: The steps of the pass.
-            actions: Node id -> what the node does.
-
         Returns:
             The actions, which also record when they begin and end.
         """

@@ -77,14 +77,9 @@ def _form(
 ) -> _Form:
     """Derive a form from a dataclass.
 
-    Args:
-        cls: The dataclass.
-        kind: See `_Form`.
-        version: See `_Form`.
-        without: A field of the class that the file does not have.
-        optional: Fields that a file may lack; the class has defaults for them.
-        sparse: Optional fields that are not written where they have their default.
-        more: Fields of the file that the class does not have, with their types.
+    ``without`` names a field that the file does not have. It may lack the ``optional`` and the
+    ``sparse`` ones, which have defaults; the latter are written only where they differ. ``more``
+    are fields, with types, that the class does not have.
     """
     hints = get_type_hints(cls, include_extras=True)
     types = {"kind": str, "format": int, **more}
@@ -332,11 +327,7 @@ def _require_graph_positions(graph: TaskGraph) -> None:
 def _require_known(table: str, column: str, ids: Iterable[Any], num_ids: int) -> None:
     """Refuse a table in which a row names an id that does not exist.
 
-    Args:
-        table: The table, for the message.
-        column: The column, for the message.
-        ids: An id, several ids or None for each row.
-        num_ids: All ids are below this.
+    The table and the column are for the message. A row has an id, several or None.
     """
     for position, value in enumerate(ids):
         for found in value if isinstance(value, (tuple, list)) else (value,):

@@ -12,10 +12,7 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 def with_parts(graph: TaskGraph, whole_bytes: Mapping[str, int], num_ranks: int) -> TaskGraph:
     """Note which weights lie in parts on the ranks, and give their buffers room for all parts.
 
-    Args:
-        graph: The pass, with whole weights.
-        whole_bytes: Weight name -> bytes of all its parts, which have the same size.
-        num_ranks: The ranks.
+    All parts of a weight have the same size; ``whole_bytes`` is that of all together.
 
     Returns:
         The taskgraph; ``graph`` itself if it is prepared already, or no weight lies in parts.

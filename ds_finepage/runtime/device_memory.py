@@ -165,9 +165,6 @@ class DeviceMemory:
         Nothing but residents is alive in the arena between two passes. Those that lie in the place
         no longer count as valid, so the next pass that wants them reloads them.
 
-        Args:
-            nbytes: The most bytes of rows.
-
         Returns:
             The function; its copy is valid until the next call of it, or the next pass. None
             without an arena that is large enough.

@@ -74,13 +74,8 @@ class PlannedCall:
     ) -> None:
         """Take over the calls of ``module``.
 
-        Args:
-            module: The module.
-            run: Runs a call by plan.
-            running: Tells which thread runs a call of the model now. In that thread
-                PyTorch calls the parts itself: Dynamo traces the call, or the call is between two
-                graphs.
-            handle: The handle of the whole model.
+        In the thread that is ``running`` a call of the model now, PyTorch calls the parts itself:
+        Dynamo traces the call, or the call is between two graphs.
         """
         self.handle = handle
         self._module = module

@@ -47,8 +47,7 @@ class CodeClaim:
     def __init__(self, owner: object) -> None:
         """Raise the limits.
 
-        Args:
-            owner: The claim ends with it, at the latest.
+        The claim ends with its owner, at the latest.
         """
         self._codes: set[CodeType] = set()
         with _lock:
