@@ -52,8 +52,13 @@ class Walk:
         """Find everything that is wrong."""
         self._tasks_once()
         self._entry()
-        for node in self.memgraph.nodes:
-            self._step[node.kind](self, node)
+        for node in self.memgraph.nodes:  # RESIDENT nodes are verified by now
+            if node.kind is NodeKind.ALLOC:
+                self._alloc(node)
+            elif node.kind is NodeKind.COMPUTE:
+                self._compute(node)
+            elif node.kind in self._in_life and (life := self._life(node)) is not None:
+                self._in_life[node.kind](self, node, life)
         self.host.end()
         self._exit()
         return self.report.found
@@ -124,7 +129,7 @@ class Walk:
     # -- one node
 
     def _life(self, node: Node) -> Life | None:
-        """Return the life that a RELOAD, OFFLOAD or DROP belongs to."""
+        """Return the life that a RELOAD, COLLECT, OFFLOAD or DROP belongs to."""
         if not self.arena.accepts(node):
             return None
         buffer, extent = placed(node)
@@ -137,9 +142,6 @@ class Walk:
             self.report.wrong(Fault.EXTENT_CHANGED, node.id, text)
         return life
 
-    def _at_start(self, node: Node) -> None:
-        """Do nothing: RESIDENT nodes were verified before the walk."""
-
     def _alloc(self, node: Node) -> None:
         if not self.arena.accepts(node):
             return
@@ -150,10 +152,7 @@ class Walk:
         self.arena.take(node)
         self.lives[buffer] = Life(UNDEFINED, node.id, extent, is_empty=True)
 
-    def _reload(self, node: Node) -> None:
-        life = self._life(node)
-        if life is None:
-            return
+    def _reload(self, node: Node, life: Life) -> None:
         buffer, _ = placed(node)
         if not life.is_empty or life.contents.is_defined:
             text = "is reloaded over what is already there"
@@ -168,10 +167,7 @@ class Walk:
             contents = UNDEFINED  # the other ranks have the rest
         life.hold(node.id, contents)
 
-    def _collect(self, node: Node) -> None:
-        life = self._life(node)
-        if life is None:
-            return
+    def _collect(self, node: Node, life: Life) -> None:
         contents = self.collected_by.get(-1 if life.holder is None else life.holder)
         if contents is None:
             self.report.wrong(Fault.COLLECT_WRONG, node.id, "follows no reload of this rank's part")
@@ -217,19 +213,13 @@ class Walk:
             self.latest[buffer] = life.contents
         self.computed.add(task.index)
 
-    def _offload(self, node: Node) -> None:
-        life = self._life(node)
-        if life is None:
-            return
+    def _offload(self, node: Node, life: Life) -> None:
         before = dict.fromkeys([*life.held_by(), *life.users])
         self.report.require_waits(Fault.NO_USE_OFFLOAD_EDGE, before, node.id, "a user")
         self.host.offload(node, life.contents)
         self._vacate(node, life)
 
-    def _drop(self, node: Node) -> None:
-        life = self._life(node)
-        if life is None:
-            return
+    def _drop(self, node: Node, life: Life) -> None:
         buffer, _ = placed(node)
         if (
             life.contents.is_defined
@@ -257,12 +247,9 @@ class Walk:
     def _is_weight(self, buffer: int) -> bool:
         return self.graph.buffers[buffer].kind is BufferKind.WEIGHT
 
-    _step: ClassVar[dict[NodeKind, Callable[[Walk, Node], None]]] = {
-        NodeKind.RESIDENT: _at_start,
-        NodeKind.ALLOC: _alloc,
+    _in_life: ClassVar[dict[NodeKind, Callable[[Walk, Node, Life], None]]] = {
         NodeKind.RELOAD: _reload,
         NodeKind.COLLECT: _collect,
-        NodeKind.COMPUTE: _compute,
         NodeKind.OFFLOAD: _offload,
         NodeKind.DROP: _drop,
     }
