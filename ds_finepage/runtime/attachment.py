@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,10 @@ from ds_finepage.integrations.transformers.preflight import WatchedGenerate
 from ds_finepage.runtime.interception import (
     ModuleTree,
     PlannedCall,
-    attribute_restorer,
     captured_call,
     eager_where_refused,
     entries,
-    moved_buffers,
+    move_buffers,
 )
 from ds_finepage.runtime.recompiles import CodeClaim
 
@@ -76,7 +76,7 @@ class Attachment:
         self._weights = weights
         self._calls = calls
         self._device = device
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
         self.tree = ModuleTree(module, weights)
         try:
@@ -90,7 +90,7 @@ class Attachment:
         module, calls = self._module, self._calls
         hooks = hook_modules(module, self._weights, calls.run_unplanned, calls.running)
         self._undo += [hook.remove for hook in hooks]
-        self._undo += moved_buffers(module, self._device)
+        move_buffers(module, self._device, self._undo)
         self._own_hooks = OwnHooks(module, hooks)
         for part in entries(module, self._weights):
             planned = PlannedCall(part, calls.call, calls.running, calls.handle)
@@ -112,7 +112,11 @@ class Attachment:
         self._unguarded = Unguarded(module)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append(attribute_restorer(owner, name))
+        """Set an attribute; :meth:`remove` restores the object's own one, or its absence."""
+        if name in vars(owner):
+            self._undo.append(partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self._undo.append(partial(vars(owner).pop, name, None))
         setattr(owner, name, value)
 
     def remove(self) -> None:

@@ -144,20 +144,13 @@ class ModuleTree:
         return False
 
 
-def attribute_restorer(owner: Any, name: str) -> Callable[[], None]:
-    """Return a function that restores an object's own attribute, or its absence."""
-    if name not in vars(owner):
-        return lambda: vars(owner).pop(name, None)
-    before = vars(owner)[name]
-    return lambda: setattr(owner, name, before)
-
-
-def moved_buffers(module: torch.nn.Module, device: torch.device) -> list[Callable[[], None]]:
-    """Move the buffers of a module's parts to a device; return functions that bring them back.
+def move_buffers(
+    module: torch.nn.Module, device: torch.device, undo: list[Callable[[], object]]
+) -> None:
+    """Move the buffers of a module's parts to a device; ``undo`` gets what brings them back.
 
     One that is there already stays as it is.
     """
-    undo: list[Callable[[], None]] = []
     moved: dict[int, torch.Tensor] = {}  # by id of the tensor before; two parts may share it
 
     def restore(owner: torch.nn.Module, name: str, before: torch.Tensor, now: torch.Tensor) -> None:
@@ -166,22 +159,16 @@ def moved_buffers(module: torch.nn.Module, device: torch.device) -> list[Callabl
                 before.copy_(now)
             owner._buffers[name] = before
 
-    try:
-        for owner in module.modules():
-            for name, before in owner._buffers.items():
-                if before is None:
-                    continue
-                if id(before) not in moved:
-                    moved[id(before)] = before.to(device)
-                now = moved[id(before)]
-                if now is not before:
-                    owner._buffers[name] = now
-                    undo.append(partial(restore, owner, name, before, now))
-    except BaseException:
-        for back in undo:
-            back()
-        raise
-    return undo
+    for owner in module.modules():
+        for name, before in owner._buffers.items():
+            if before is None:
+                continue
+            if id(before) not in moved:
+                moved[id(before)] = before.to(device)
+            now = moved[id(before)]
+            if now is not before:
+                owner._buffers[name] = now
+                undo.append(partial(restore, owner, name, before, now))
 
 
 def eager_where_refused(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_finepage.execution.stores import WeightTable
-from ds_finepage.runtime.interception import ModuleTree, moved_buffers
+from ds_finepage.runtime.interception import ModuleTree, move_buffers
 from tests.unit.execution.parameters import CPU, scripted, weights_of_module
 
 ELSEWHERE = torch.device("meta")
@@ -47,7 +47,8 @@ def buffers(module: nn.Module) -> dict[str, int]:
 def test_a_buffer_is_moved_once_and_comes_back_with_its_value(moves: list[torch.Tensor]) -> None:
     module = Parts()
     before = buffers(module)
-    undo = moved_buffers(module, ELSEWHERE)
+    undo: list[Any] = []
+    move_buffers(module, ELSEWHERE, undo)
     assert len(moves) == 3 and set(buffers(module).values()) == set(map(id, moves))
     module.first.shared.add_(1)
     for back in undo:
@@ -67,14 +68,15 @@ def test_a_module_of_torchscript_has_no_parts_to_look_at() -> None:
 
 def test_a_buffer_that_the_caller_has_replaced_stays() -> None:
     module, new = Parts(), torch.ones(1)
-    undo = moved_buffers(module, ELSEWHERE)
+    undo: list[Any] = []
+    move_buffers(module, ELSEWHERE, undo)
     module.first.first = new
     for back in undo:
         back()
     assert module.first.first is new
 
 
-def test_a_move_without_room_leaves_all_buffers_where_they_were(
+def test_buffers_that_moved_before_there_was_no_room_can_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module, copy, num_moves = Parts(), torch.Tensor.to, 0
@@ -88,6 +90,10 @@ def test_a_move_without_room_leaves_all_buffers_where_they_were(
         return copy(tensor, device)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
+    undo: list[Any] = []
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        moved_buffers(module, ELSEWHERE)
+        move_buffers(module, ELSEWHERE, undo)
+    assert undo and buffers(module) != before
+    for back in undo:
+        back()
     assert buffers(module) == before
