@@ -37,7 +37,8 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
     half = max(4096, scratch_bytes // 2)
     known = device_of(device)
     with torch.inference_mode(False), torch.no_grad():
-        op, copy = _small_op(device), _small_copy(device)
+        one, host = torch.empty(1, device=device), known.pinned(torch.empty(1))
+        op, copy = partial(one.add_, 1), partial(one.copy_, host, non_blocking=True)
         launch = _seconds(op, device, in_a_row=IN_A_ROW)
         latency = _seconds(copy, device, in_a_row=IN_A_ROW)
         # On the CPU the host runs an op itself, so the op's own time has the host's in it.
@@ -64,17 +65,6 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
         host_copy_ns=int(host_copy * 1e9),
         **links,
     )
-
-
-def _small_op(device: torch.device) -> Callable[[], object]:
-    one = torch.empty(1, device=device)
-    return lambda: one.add_(1)
-
-
-def _small_copy(device: torch.device) -> Callable[[], object]:
-    host = device_of(device).pinned(torch.empty(1))
-    on_device = torch.empty(1, device=device)
-    return lambda: on_device.copy_(host, non_blocking=True)
 
 
 def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
