@@ -200,16 +200,12 @@ class CpuLanes:
             for lane, position in step.waits:
                 clock.wait(lane, position)
             if self._random is not None:
-                self._delay()
+                if delay_us := _delay_us(self._random, self._max_delay_us):
+                    time.sleep(delay_us * 1e-6)
             if clock.failed:
                 raise LaneAborted
             actions[step.node.id]()
             clock.advance(step)
-
-    def _delay(self) -> None:
-        assert self._random is not None
-        if delay_us := _delay_us(self._random, self._max_delay_us):
-            time.sleep(delay_us * 1e-6)
 
 
 def _wait_through_interrupts(idle: threading.Event) -> None:

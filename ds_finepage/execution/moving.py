@@ -37,8 +37,7 @@ class MovingViews:
     def __init__(self, graph: TaskGraph) -> None:
         self.views: list[TensorView] = list(graph.tensors)
         self._positions = [position for _, position in graph.symbols]
-        self._varying = [t.id for t in graph.tensors if any(_lengths(t))]
-        self._is_varying = frozenset(self._varying)
+        self._varying = dict.fromkeys(t.id for t in graph.tensors if _varies(t))  # in order
         self._sizes: tuple[int, ...] | None = None
         self._places: list[_Place] = []
         self._buffers = [b.id for b in graph.buffers if isinstance(b.nbytes, Length)]
@@ -53,7 +52,7 @@ class MovingViews:
 
     def varies(self, tensor: int) -> bool:
         """Return True if a tensor's shape, strides or offset depend on the call."""
-        return tensor in self._is_varying
+        return tensor in self._varying
 
     def nbytes(self, buffer: Buffer) -> int:
         """Return the bytes of a buffer in the current call."""
@@ -108,8 +107,8 @@ class MovingViews:
         return compiled
 
 
-def _lengths(view: TensorView) -> list[bool]:
-    return [isinstance(n, Length) for n in (*view.shape, *view.stride, view.offset)]
+def _varies(view: TensorView) -> bool:
+    return any(isinstance(n, Length) for n in (*view.shape, *view.stride, view.offset))
 
 
 def _text(view: TensorView) -> str:

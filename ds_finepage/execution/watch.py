@@ -91,8 +91,7 @@ class DataWatch:
 
     def set(self, value: torch.Tensor) -> torch.Tensor:
         """Record that ``data`` is set; return the tensor to store."""
-        self._note()
-        self._aliases.append(weakref.ref(value))
+        self.read(value)
         return value if self._replace is None else self._replace(value)
 
     def _note(self) -> None:
