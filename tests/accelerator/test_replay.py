@@ -151,10 +151,9 @@ def test_graphs_go_with_the_arena(device: torch.device) -> None:
 
     fill(found.budgets[0])
     graphs = graphs_of(found)
-    generation = graphs.generation
     assert graphs._replays
     found.handle.replan(budget_bytes=found.budgets[1])
-    assert graphs.generation > generation and not graphs._replays
+    assert not graphs._replays
     fill(found.budgets[1])
     assert graphs_of(found) is graphs and graphs._replays
     found.detach()
