@@ -153,7 +153,11 @@ class _UnknownLayoutError(Exception):
 
 
 def _described(value: Any) -> Any:
-    """Return all of an op's argument or result that layouts follow from, to be looked up."""
+    """Return all of an op's argument or result that layouts follow from, to be looked up.
+
+    Raises:
+        _UnknownLayoutError: It is a kind of value that is not described here.
+    """
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise _UnknownLayoutError

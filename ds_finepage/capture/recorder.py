@@ -283,7 +283,11 @@ def layout_of(tensor: torch.Tensor) -> DraftLayout:
 
 
 def require_plain(tensor: torch.Tensor) -> None:
-    """Refuse a tensor that only wraps others, as quantized ones do: no storage can be placed."""
+    """Refuse a tensor that only wraps others, as quantized ones do: there is no storage to place.
+
+    Raises:
+        CaptureError: It is such a tensor.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         raise CaptureError(
             f"a tensor of type {type(tensor).__name__} wraps other tensors, and has no bytes of "

@@ -242,7 +242,14 @@ def record(
 def record_range(
     graph: DynamoGraph, args: Sequence[Any], *, strides_of: StridesOf | None = None
 ) -> Recording | None:
-    """Capture a call with the sizes that vary between calls as symbols; None without such sizes."""
+    """Capture a call with the sizes that differ from call to call as symbols.
+
+    Returns:
+        None where there are no such sizes.
+
+    Raises:
+        CaptureError: As :func:`record`.
+    """
     sizes = SymbolicSizes(graph.placeholders, args)
     if not sizes:
         return None
@@ -289,7 +296,11 @@ def _without_place(error: Exception) -> str:
 
 
 def _require_ops_of_eager(graph: TaskGraph) -> None:
-    """Refuse a graph in which an op does more than in eager PyTorch: its last bits may differ."""
+    """Refuse a graph in which an op does more than it would in eager PyTorch.
+
+    Raises:
+        CaptureError: There is one; the last bits of its results may be others.
+    """
     named = Counter(b for task in graph.tasks for b in task.buffers)
     named.update(graph.tensors[o.tensor].buffer for o in graph.outputs if o.tensor is not None)
     for task in graph.tasks:

@@ -106,7 +106,11 @@ def cut_model(model: nn.Module, *, num_ranks: int, then: Change | None = None) -
 
 
 def require_heads(config: Any, num_ranks: int, name: str) -> None:
-    """Refuse ranks that the heads of a model cannot be divided among."""
+    """Refuse ranks that the heads of a model cannot be divided among.
+
+    Raises:
+        ConfigError: The ranks do not divide the attention heads or the KV heads.
+    """
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)

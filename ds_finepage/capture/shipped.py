@@ -61,5 +61,8 @@ def require_model(name_or_path: str) -> None:
 
     Args:
         name_or_path: As for :func:`config_text`.
+
+    Raises:
+        ConfigError: There is no such model, or its config cannot be read.
     """
     config_text(name_or_path)

@@ -50,7 +50,11 @@ class BoundPlan:
         poison: bool,
         parts: RankParts | None = None,
     ) -> None:
-        """Bind every node; :class:`Executor` describes the arguments and the errors."""
+        """Bind every node; :class:`Executor` describes the arguments.
+
+        Raises:
+            StoreError: A master is missing, or smaller than the captured weight.
+        """
         graph = memgraph.graph
         self._memgraph, self._graph = memgraph, graph
         self._arena, self._pool = arena, pool

@@ -45,6 +45,9 @@ def all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str, num_ranks: 
     """Write the tensors of all ranks into one, one after the other along the first dimension.
 
     Both are contiguous; ``num_ranks`` is for predictions.
+
+    Raises:
+        RankError: Another rank is gone.
     """
     gather_into(out, x, group)
 
@@ -58,6 +61,9 @@ def gather_into(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     """Write the tensors of all ranks into one, as :func:`all_gather_into_` does.
 
     This rank's tensor may be its place in the result.
+
+    Raises:
+        RankError: Another rank is gone.
     """
     gather = getattr(distributed, "all_gather_single", None)  # its name since torch 2.13
     with _named("all-gather"):

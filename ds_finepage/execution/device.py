@@ -276,6 +276,9 @@ class Accelerator(Device):
 
         Memory that is not pinned is registered in place first, and stays registered for the life of
         the process.
+
+        Raises:
+            StoreError: The device cannot address memory that is not pinned.
         """
         if not host.numel():
             return host.to(self.where)

@@ -153,13 +153,16 @@ class Executor:
         return self._bound.sizes.set_sizes(args)
 
     def run(self, args: Sequence[Any], host_outputs: Sequence[Any], residents: Residents) -> Any:
-        """Run a pass, and return its outputs. Call :meth:`set_sizes` with its arguments first.
+        """Run a pass. Call :meth:`set_sizes` with the same arguments first.
 
         Args:
             args: The call's arguments, as Dynamo passes them.
             host_outputs: The returned Python numbers.
             residents: The weights in the arena before the pass; replaced by those after it. It is
                 empty while the pass runs, so after an error no weight counts as valid.
+
+        Returns:
+            The outputs, as a tuple.
 
         Raises:
             TaskMismatchError: An argument has another shape, or other strides, than planned.

@@ -85,7 +85,14 @@ class RunningCall:
         _active[self.number] = False
 
     def refuse(self, what: str) -> None:
-        """Refuse a change, by the name of its function, while a call runs."""
+        """Refuse a change while a call runs.
+
+        Args:
+            what: Name of the refused function.
+
+        Raises:
+            FinepageError: A call runs.
+        """
         if self.is_active:
             raise FinepageError(
                 f"{what}() was called while the model runs, by one of its hooks or callbacks. "

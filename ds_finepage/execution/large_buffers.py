@@ -113,7 +113,11 @@ class LargeBuffers:
         return [p.name for p in self._places if p.is_replaced]
 
     def refuse(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Note that the forward changes tensors, which are no weights from now on; return them."""
+        """Note that the forward changes tensors, so that they are no weights from now on.
+
+        Returns:
+            The tensors that were there.
+        """
         wanted = set(names)
         tensors = {id(p.tensor): p.tensor for p in self._places if p.name in wanted}
         self._refused |= {p.name for p in self._places if id(p.tensor) in tensors}

@@ -131,7 +131,11 @@ def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[
 
 
 def refuse_watched(name: str, parameter: torch.Tensor) -> None:
-    """Refuse a parameter of an attached model."""
+    """Refuse a parameter of an attached model.
+
+    Raises:
+        StoreError: The parameter belongs to an attached model.
+    """
     if is_watched(parameter):
         raise StoreError(
             f"parameter {name} belongs to a model that ds_finepage is attached to; detach it first"

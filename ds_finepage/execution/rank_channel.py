@@ -51,7 +51,11 @@ class RankChannel:
         self._group: Any = distributed.new_group(backend="gloo")
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all ranks."""
+        """Return the numbers of all ranks.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
         mine = torch.tensor(list(numbers), dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         with _while_all_are_there():
@@ -59,14 +63,22 @@ class RankChannel:
         return [row.tolist() for row in found]
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks."""
+        """Return the texts of all ranks.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
         found: list[str] = [""] * self.num_ranks
         with _while_all_are_there():
             distributed.all_gather_object(found, text, group=self._group)
         return found
 
     def share(self, value: Any) -> Any:
-        """Return the value of rank 0; any object that can be pickled."""
+        """Return the value of rank 0; any object that can be pickled.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
         found = [value]
         with _while_all_are_there():
             distributed.broadcast_object_list(found, src=0, group=self._group)
@@ -100,6 +112,9 @@ class RankChannel:
 
         Returns:
             Its bytes per second, and the time of a step in nanoseconds.
+
+        Raises:
+            RankError: Another rank is gone.
         """
         steps = 2 * (self.num_ranks - 1)
         elements = max(2 * SMALL_ELEMENTS, scratch_bytes // 4)

@@ -155,7 +155,11 @@ class PartTable:
                 shown.show_form(is_whole=False)
 
     def require_whole(self, what: str) -> None:
-        """Refuse what runs without a plan if this rank has parts of the weights only."""
+        """Refuse what runs without a plan if this rank has parts of the weights only.
+
+        Raises:
+            StoreError: Some weights lie in parts on several ranks.
+        """
         parts = self.parts
         if parts is not None:
             raise StoreError(
@@ -406,7 +410,11 @@ def own_weights(module: torch.nn.Module, weights: WeightTable) -> list[torch.Ten
 
 
 def _refuse_whole(weight: HostWeight) -> None:
-    """Refuse a tensor of a parameter whose weight lies in parts on several ranks."""
+    """Refuse a tensor of a parameter whose weight lies in parts on several ranks.
+
+    Raises:
+        StoreError: It does.
+    """
     if weight.parts is not None:
         raise StoreError(
             f"parameter {weight.name} holds a whole tensor, and its weight lies in parts on "

@@ -74,7 +74,11 @@ class PassMaker:
         return self._probe
 
     def require_room(self, graph: TaskGraph, settings: RunSettings) -> None:
-        """Refuse a taskgraph for which no plan has room in the budget."""
+        """Refuse a taskgraph for which no plan has room in the budget.
+
+        Raises:
+            PlanInfeasibleError: Some task needs more than the budget.
+        """
         self._needs(graph, settings).require_room(settings.budget_bytes)
 
     def has_room(self, graph: TaskGraph, settings: RunSettings) -> bool:

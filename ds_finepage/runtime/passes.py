@@ -92,9 +92,12 @@ class Pass:
         self.needs = replace(self.needs, non_arena_bytes=non_arena_bytes)
 
     def count_rewritten_workspace(self, workspace_bytes: int) -> bool:
-        """Count the largest workspace of a task that the plan rewrote.
+        """Count the workspace of a plan's rewritten tasks.
 
-        If it is more than known, the plan is dropped, and True returned.
+        It is the largest of any task of the plan.
+
+        Returns:
+            True where it is more than was known; the plan is dropped then.
         """
         more = workspace_bytes - self.graph.workspace_bytes - self._rewrite_workspace_bytes
         if more <= 0:

@@ -172,6 +172,9 @@ class PlanRunner:
     def run(self, graph: DynamoGraph, args: Sequence[Any]) -> Any:
         """Run a call of a graph.
 
+        Returns:
+            What the graph returns.
+
         Raises:
             PlanInfeasibleError: There is no room for it in the budget.
             DeviceMemoryError: The device has no room for the budget.
