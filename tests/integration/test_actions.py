@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.actions import lives
+from tests.integration.actions import lives, weights
 from tests.integration.actions.runner import NET_ACTIONS, run_in_a_process
 
 
@@ -12,6 +12,13 @@ def test_there_are_enough_of_them() -> None:
     assert len(NET_ACTIONS) >= 60
 
 
-@pytest.mark.parametrize("name", [*NET_ACTIONS, *lives.PLAIN_ACTIONS, *lives.LANGUAGE_ACTIONS])
+ALONE = [name for name in NET_ACTIONS if name not in weights.READS]
+
+
+@pytest.mark.parametrize("name", [*ALONE, *lives.PLAIN_ACTIONS, *lives.LANGUAGE_ACTIONS])
 def test_action(name: str) -> None:
     run_in_a_process(name, deepspeed=False)
+
+
+def test_actions_that_change_nothing() -> None:
+    run_in_a_process(*weights.READS, deepspeed=False)

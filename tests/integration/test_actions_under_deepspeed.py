@@ -7,7 +7,7 @@ import pytest
 from tests.integration.actions import lives
 from tests.integration.actions.runner import run_in_a_process
 
-OF_WEIGHTS = (
+READS = (
     "print_the_model",
     "numpy_of_a_weight",
     "checksum_of_all",
@@ -18,26 +18,35 @@ OF_WEIGHTS = (
     "deepcopy_a_weight",
     "save_and_load_the_state",
     "pickle_the_model",
-    "add_in_place",
+    "call_the_engine",
+    "consolidated_state",
+)
+WRITES = (
     "add_to_data",
-    "set_data_transposed",
-    "set_the_storage",
     "write_through_a_view",
     "write_through_state_dict",
     "write_in_inference_mode",
+    "write_through_data_that_is_kept",
+    "write_through_numpy_and_refresh",
     "vector_to_parameters",
+    "swap_two_weights",
     "replace_a_buffer",
+    "set_the_storage",
+    "add_in_place",  # because the next one sets what is set by the one before
+    "set_data_transposed",
+)
+ALONE = (
     "prune_a_weight",
     "load_and_assign_a_state",
-    "write_through_data_that_is_kept",
     "write_into_the_tensor_that_became_data",
-    "write_through_numpy_and_refresh",
-    "swap_two_weights",
+    *(name for name in lives.DEEPSPEED_ACTIONS if name not in READS),
+    *("generate_after_a_change", "save_pretrained", "pickle_and_generate"),
 )
-"""Each way to read, copy, save and change weights once; all of them run without DeepSpeed."""
-OF_LANGUAGE_MODELS = ("generate_after_a_change", "save_pretrained", "pickle_and_generate")
+"""What leaves another model than before, or none. All others can follow one another."""
 
 
-@pytest.mark.parametrize("name", [*OF_WEIGHTS, *lives.DEEPSPEED_ACTIONS, *OF_LANGUAGE_MODELS])
-def test_action(name: str) -> None:
-    run_in_a_process(name, deepspeed=True)
+@pytest.mark.parametrize(
+    "names", [READS, WRITES, *((name,) for name in ALONE)], ids=["reads", "writes", *ALONE]
+)
+def test_actions(names: tuple[str, ...]) -> None:
+    run_in_a_process(*names, deepspeed=True)

@@ -318,23 +318,27 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_imports_does_not_matter(order: str) -> None:
-    assert imports(ORDERS[order]) == str(order != "taken out")
+def test_the_order_of_imports_does_not_matter() -> None:
+    """Each order in a process that is forked before DeepSpeed is imported."""
+    code = """
+import os, sys, torch, transformers
 
+def is_in(order):
+    exec(order)
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from ds_finepage._compat import ENGINE_CONFIGURE
+    from ds_finepage.integrations.deepspeed.patches import is_wrapped
+    return is_wrapped(DeepSpeedEngine, ENGINE_CONFIGURE)
 
-def imports(code: str) -> str:
-    """Run imports in a fresh interpreter; say whether the seam is in."""
-    code += (
-        "\nfrom deepspeed.runtime.engine import DeepSpeedEngine"
-        "\nfrom ds_finepage.integrations.deepspeed.patches import is_wrapped"
-        f"\nprint(is_wrapped(DeepSpeedEngine, {ENGINE_CONFIGURE!r}))"
-    )
+for order in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        os._exit(3 + is_in(order))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 3)
+"""
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip().splitlines()[-1]
+    command = [sys.executable, "-c", code, *ORDERS.values()]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(int(order != "taken out")) for order in ORDERS]
 
 
 def test_the_defaults_leave_it_off() -> None:

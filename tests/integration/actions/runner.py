@@ -1,4 +1,4 @@
-"""Runs an action in a process of its own, so that a crash is that action's.
+"""Runs actions in a process of their own, so that a crash is theirs.
 
 The processes are forked from one that has imported everything already, and has attached to a model.
 """
@@ -35,12 +35,15 @@ ALL_ACTIONS: dict[str, Callable[[Subject], None]] = {
 }
 
 
-def run_in_a_process(name: str, *, deepspeed: bool) -> None:
-    """Run an action; fail with what it said, or with the status that its process ended with."""
+def run_in_a_process(*names: str, deepspeed: bool) -> None:
+    """Run actions on one model, one by one.
+
+    Fails with what the first one said that went wrong, or with the status of the process.
+    """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_act, args=(name, deepspeed, sender))
+    process = context.Process(target=_act, args=(names, deepspeed, sender))
     process.start()
     sender.close()
     try:
@@ -56,19 +59,24 @@ def run_in_a_process(name: str, *, deepspeed: bool) -> None:
     assert not found, found
 
 
-def _act(name: str, deepspeed: bool, answer: Any) -> None:
-    is_language_model = name in lives.LANGUAGE_ACTIONS
+def _act(names: tuple[str, ...], deepspeed: bool, answer: Any) -> None:
+    (is_language_model,) = {name in lives.LANGUAGE_ACTIONS for name in names}
+    name = "nothing"
     try:
         if deepspeed:  # whose process group has threads, which do not outlive a fork
             with one_process_deepspeed():
-                ALL_ACTIONS[name](make_subject(deepspeed=True, language_model=is_language_model))
+                subject = make_subject(deepspeed=True, language_model=is_language_model)
+                for name in names:
+                    ALL_ACTIONS[name](subject)
         else:
             from tests.integration.actions.warm import SUBJECTS  # made before the fork
 
             SUBJECTS.pop(not is_language_model).handle.detach()
-            ALL_ACTIONS[name](SUBJECTS.pop(is_language_model))
+            subject = SUBJECTS.pop(is_language_model)
+            for name in names:
+                ALL_ACTIONS[name](subject)
         answer.send("")
     except pytest.skip.Exception as skipped:
         answer.send(f"skipped: {skipped}")
     except BaseException:
-        answer.send(traceback.format_exc())
+        answer.send(f"{name}: {traceback.format_exc()}")

@@ -21,6 +21,8 @@ from tests.integration.actions.subjects import (
 )
 
 ACTIONS: dict[str, Callable[[Subject], None]] = {}
+READS: list[str] = []
+"""Names of actions that change nothing, so that they can follow one another."""
 
 
 def action(act: Callable[[Subject], None]) -> Callable[[Subject], None]:
@@ -40,6 +42,7 @@ def _reads(name: str, read: Callable[[Any], Any]) -> None:
         subject.same()
 
     ACTIONS[name] = act
+    READS.append(name)
 
 
 _reads("print_the_model", repr)
