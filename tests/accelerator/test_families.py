@@ -20,7 +20,7 @@ def test_results_are_equal_and_the_budget_holds(
 ) -> None:
     """Under poison, and delays on the device, at budgets from the least to all weights."""
     torch._dynamo.reset()
-    found = subject(device, family, dtype)
+    found = subject(device, family, dtype, num_hidden_layers=2)
     for seed, budget_bytes in enumerate(found.budgets):
         found.check_at(budget_bytes, seed=seed)
     found.detach()

@@ -120,20 +120,6 @@ def test_a_step_that_fails_hangs_or_dies_never_stops_the_next(
     assert "| hangs | over its limit |" in text and "| works | ok |" in text
 
 
-def test_rows_are_in_the_files_while_their_step_still_runs(
-    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report, _ = run_scripts(
-        gpu_day,
-        tmp_path,
-        monkeypatch,
-        waits="row(table='t', first='a row that was written early')\n"
-        "out = pathlib.Path(__file__).parent / 'out'\n"
-        "while not any('written early' in p.read_text() for p in out.glob('*.json')): pass",
-    )
-    assert report.outcomes[0].status == "ok"
-
-
 @pytest.mark.parametrize(
     "cells",
     [
@@ -204,12 +190,3 @@ def test_tests_that_passed_before_are_not_run_again(tmp_path: Path) -> None:
         options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
         assert pytest.main([*options, str(tmp_path)], plugins=[plugin]) == 0
     assert [(row["test"], row["outcome"]) for row in rows] == [("test_x.py::test_b", "passed")]
-
-
-def test_steps_can_be_chosen_by_name(gpu_day: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--out", "x", "--only", "link; engines, 7B"]
-    assert [step.name for step in gpu_day.parse(words).steps] == ["link", "engines, 7B"]
-    with pytest.raises(SystemExit) as error:
-        gpu_day.parse(["--out", "x", "--only", "lunch"])
-    assert error.value.code == 2
-    assert "there is no step 'lunch'; the steps are machine; small run;" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_the_host_never_waits_inside_a_pass(
 
     monkeypatch.setattr(ReloadSources, "gather_rows", gather_before_the_pass)
     ids = token_ids(7).to(device)
-    model = make_model("gpt2", torch.bfloat16)
+    model = make_model("gpt2", torch.bfloat16, num_hidden_layers=1)
     handle = ds_finepage.attach(model, device_budget=AMPLE, device=device)
     logits(model, ids)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
@@ -80,7 +80,7 @@ def test_the_host_never_waits_inside_a_pass(
 
 def test_experts_that_are_not_chosen_are_not_brought_in(device: torch.device) -> None:
     torch._dynamo.reset()
-    ids, some = token_ids(7), {"num_local_experts": 8}
+    ids, some = token_ids(7), {"num_local_experts": 8, "num_hidden_layers": 1}
     _, wanted = plain_results(
         make_model("mixtral", torch.bfloat16, **some), ids, device, cache=None
     )

@@ -26,7 +26,7 @@ NUM_STEPS = 4
 
 @pytest.fixture(scope="module")
 def llama(device: torch.device) -> Iterator[Subject]:
-    found = subject(device, "llama")
+    found = subject(device, "llama", num_hidden_layers=1)
     yield found
     found.detach()
 

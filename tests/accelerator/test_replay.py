@@ -21,7 +21,7 @@ from tests.unit.execution.graphs import ACTIVATION, INPUT, Draft
 
 @pytest.fixture(scope="module")
 def llama(device: torch.device) -> Iterator[Subject]:
-    found = subject(device, "llama", graphs=True)
+    found = subject(device, "llama", graphs=True, num_hidden_layers=1)
     yield found
     found.detach()
 
@@ -36,7 +36,7 @@ def test_passes_that_are_replayed_give_equal_results_within_the_budget(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prompts, and tokens whose KV cache grows: twice each, so that the second one replays."""
-    found = subject(device, "mixtral", graphs=True)
+    found = subject(device, "mixtral", graphs=True, num_hidden_layers=1)
     with caplog.at_level(logging.WARNING):
         for budget_bytes in found.budgets:
             found.check_at(budget_bytes)
@@ -142,7 +142,7 @@ def test_new_weights_are_seen_by_replayed_passes(llama: Subject) -> None:
 
 
 def test_graphs_go_with_the_arena(device: torch.device) -> None:
-    found = subject(device, "llama", graphs=True)
+    found = subject(device, "llama", graphs=True, num_hidden_layers=1)
 
     def fill(budget_bytes: int) -> None:
         found.handle.replan(budget_bytes=budget_bytes)

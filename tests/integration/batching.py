@@ -30,7 +30,7 @@ LENGTHS = (5, 40, 17, 3, 60, 33)
 
 def llama() -> Any:
     torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).eval()
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "num_hidden_layers": 2})).eval()
 
 
 def gemma3() -> Any:

@@ -21,5 +21,12 @@ def _plain_linear() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _frozen_heap() -> None:
     """Take what is there by now out of later collections; it is large, and each goes over it."""
+    torch.set_num_threads(1)  # for fixtures of a whole module, too
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def fresh() -> None:
+    """Take away what Dynamo has compiled for earlier tests."""
+    torch._dynamo.reset()

@@ -33,7 +33,6 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    torch.set_num_threads(1)
     torch._dynamo.reset()
     made = Rig()
     yield made

@@ -16,6 +16,8 @@ from ds_finepage.errors import CaptureError
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.families import CACHE, make_model, token_ids, tokens
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 BUDGET = 700_000
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {"cache": "dynamic"},
@@ -24,17 +26,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "static"), ("llama", "fp8"), ("mistral", "dynamic")]
 )
 def test_every_kind_of_cache_gives_its_tokens_within_the_budget(family: str, kind: str) -> None:
-    model = make_model(family)
+    model = make_model(family, num_hidden_layers=1)
     ids = token_ids(24, batch=2)
     plain = tokens(model, ids, 8, **KINDS[kind])
     handle = attach(model, device_budget=BUDGET, device="cpu")
@@ -58,10 +54,10 @@ class Halves(QuantizedLayer):
 
 
 def test_a_cache_of_tensors_that_wrap_others_gives_its_tokens() -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
 
     def generate() -> torch.Tensor:
-        cache = Cache(layers=[Halves(residual_length=3) for _ in range(2)])
+        cache = Cache(layers=[Halves(residual_length=3)])
         given: dict[str, Any] = {CACHE: cache}
         return model.generate(token_ids(9, batch=2), max_new_tokens=6, do_sample=False, **given)
 

@@ -14,11 +14,7 @@ from ds_finepage.api import attach
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.batching import gemma3, llama, outputs_of, tokens_of
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @contextmanager
@@ -50,7 +46,8 @@ def test_requests_get_the_plain_tokens_within_the_budget(
         stats = handle.stats
         assert 0 < meter.peak_bytes <= stats.budget_bytes
         assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
-        assert min(p.num_tasks for p in stats.passes) > 100  # the whole model is one graph
+        num_tasks = 40 * model.config.num_hidden_layers
+        assert min(p.num_tasks for p in stats.passes) > num_tasks  # the whole model is one graph
         assert stats.num_captures <= 6
         assert tokens_of(model, max_memory_percent=0.6) == expected  # a cache of another size
         assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0

@@ -41,7 +41,7 @@ def expert_bytes(model: torch.nn.Module) -> int:
     ids=str,
 )
 def test_a_step_reloads_the_experts_that_it_uses(family: str, way: str, dtype: torch.dtype) -> None:
-    model = make_model(family, dtype, **EXPERTS[family])
+    model = make_model(family, dtype, **EXPERTS[family], num_hidden_layers=1)
     model.set_experts_implementation(way)
     expected = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
     handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOWER_LINK)

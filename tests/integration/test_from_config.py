@@ -49,46 +49,18 @@ PUBLISHED_PARAMETERS = {
     "deepseek-v3": 671_026_419_200 - 58 * 256,  # the biases of its routers are buffers here
 }
 
-LLAMA = transformers.LlamaConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=100,
-    max_position_embeddings=64,
-)
-OPT = transformers.OPTConfig(
-    hidden_size=64,
-    ffn_dim=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=100,
-    max_position_embeddings=64,
-    word_embed_proj_dim=64,
-    dropout=0.0,
-)
-MISTRAL = transformers.MistralConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=100,
-    max_position_embeddings=64,
-    sliding_window=8,
-)
-MIXTRAL = transformers.MixtralConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    vocab_size=100,
-    max_position_embeddings=64,
-)
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2}
+LLAMA = transformers.LlamaConfig(**GROUPED)
+OPT = transformers.OPTConfig(**SIZES, ffn_dim=128, word_embed_proj_dim=64, dropout=0.0)
+MISTRAL = transformers.MistralConfig(**GROUPED, sliding_window=8)
+MIXTRAL = transformers.MixtralConfig(**GROUPED, num_local_experts=8, num_experts_per_tok=2)
 
 
 def capture(config: Any = LLAMA, phase: str = "prefill", **changes: Any) -> TaskGraph:
@@ -382,14 +354,7 @@ def test_sizes_that_do_not_go_together() -> None:
 
 
 def test_a_state_that_is_no_kv_cache() -> None:
-    config = transformers.Qwen3Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-    )
+    config = transformers.Qwen3Config(**GROUPED)
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(CaptureError, match="linear_attention"):
         capture(config)

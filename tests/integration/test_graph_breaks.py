@@ -15,6 +15,8 @@ from ds_finepage.config import DebugConfig
 from ds_finepage.errors import StoreError
 from tests.integration.parity import shows_masters
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 DEBUG = DebugConfig(poison_vacated=True, lane_delay_seed=7)
 
 
@@ -48,7 +50,6 @@ class Broken(nn.Module):
 
 
 def test_a_model_runs_by_plan_after_others_were_compiled_up_to_the_limit() -> None:
-    torch._dynamo.reset()
     x = torch.randn(2, 16)
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
         for _ in range(4):
@@ -64,7 +65,6 @@ def test_a_model_runs_by_plan_after_others_were_compiled_up_to_the_limit() -> No
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_run_without_a_plan(kind: type[nn.RNNBase]) -> None:
     """In a graph torch takes other kernels for them, with other last bits."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = kind(16, 32, batch_first=True, dtype=torch.float64).eval()
     x = torch.randn(3, 5, 16, dtype=torch.float64)
@@ -87,7 +87,6 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 def test_a_model_with_breaks_runs_in_pieces(
     kind: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch._dynamo.reset()
     model, inputs = Broken(kind).eval(), [torch.randn(n, 16) for n in (8, 8, 5)]
     with torch.no_grad():
         plain = [model(x) for x in inputs]
@@ -116,7 +115,6 @@ def test_a_model_with_breaks_runs_in_pieces(
 def test_a_graph_with_a_size_that_depends_on_data_runs_without_a_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    torch._dynamo.reset()
     model = Broken("data-dependent size in the graph").eval()
     inputs = [torch.randn(8, 16) for _ in range(3)]
     with torch.no_grad():
@@ -169,7 +167,6 @@ OUTSIDE: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_a_module_outside_any_graph_gets_its_weights(kind: str) -> None:
-    torch._dynamo.reset()
     name, make = OUTSIDE[kind]
     model, x = make(), torch.randn(4, 16)
     with torch.no_grad():
@@ -213,7 +210,6 @@ class Stack(nn.Module):
 
 
 def test_layers_that_share_a_graph_have_weights_of_their_own() -> None:
-    torch._dynamo.reset()
     model, x = Stack().eval(), torch.randn(4, 16)
     with torch.no_grad():
         plain = model(x)
@@ -242,7 +238,6 @@ class FailsWhileTraced(nn.Module):
 
 
 def test_a_forward_that_fails_only_while_it_is_traced_runs_eagerly() -> None:
-    torch._dynamo.reset()
     model, x = FailsWhileTraced().eval(), torch.randn(8, 16)
     suppressed = torch._dynamo.config.suppress_errors
     with torch.no_grad():
@@ -258,7 +253,6 @@ def test_a_forward_that_fails_only_while_it_is_traced_runs_eagerly() -> None:
 
 
 def test_an_error_of_the_forward_itself_is_that_of_plain_pytorch() -> None:
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
     handle = attach(model, device_budget="1MiB", device="cpu")
     with torch.no_grad(), pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
@@ -288,7 +282,6 @@ class Scans(nn.Module):
 
 
 def test_an_algorithm_for_compiled_models_is_not_taken() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = nn.Sequential(Scans()).eval(), torch.randn(32, 16)
     with torch.no_grad():
@@ -316,7 +309,6 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("through_view", (False, True))
 def test_a_forward_that_changes_a_weight_is_refused(through_view: bool) -> None:
-    torch._dynamo.reset()
     model, x = Counts(through_view), torch.zeros(4)
     handle = attach(model, device_budget="1MiB", device="cpu")
     for _ in range(2):
@@ -329,7 +321,6 @@ def test_a_forward_that_changes_a_weight_is_refused(through_view: bool) -> None:
 
 
 def test_behind_the_recompile_limit_a_model_still_runs() -> None:
-    torch._dynamo.reset()
     model = Broken("").eval()
     inputs = [torch.randn(n, 16) for n in (2, 3, 4, 5)]
     with torch.no_grad():
@@ -343,7 +334,6 @@ def test_behind_the_recompile_limit_a_model_still_runs() -> None:
 
 
 def test_any_number_of_models_of_a_class_run_by_plan_one_after_another() -> None:
-    torch._dynamo.reset()
     x = torch.randn(2, 16)
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
         for _ in range(4):
@@ -375,7 +365,6 @@ def test_odd_little_graphs(function: Callable[[torch.Tensor], Any]) -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return function(x)
 
-    torch._dynamo.reset()
     model, x = Odd(), torch.arange(12.0).view(4, 3)
     plain = model(x)
     handle = attach(model, device_budget="1MiB", device="cpu")
@@ -404,7 +393,6 @@ class SharesWithABreak(nn.Module):
 
 
 def test_a_module_outside_any_graph_leaves_weights_to_graphs_that_run_by_themselves() -> None:
-    torch._dynamo.reset()
     model, x = SharesWithABreak().eval(), torch.randn(4, 16)
     with torch.no_grad():
         plain = model(x)
@@ -417,7 +405,6 @@ def test_a_module_outside_any_graph_leaves_weights_to_graphs_that_run_by_themsel
 def test_nothing_stays_on_the_device_when_loading_all_weights_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch._dynamo.reset()
     model, x = with_module(nn.Linear(16, 16)), torch.randn(4, 16)
     with torch.no_grad():
         plain = model(x)

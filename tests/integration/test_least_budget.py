@@ -14,15 +14,17 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.families import CACHE, make_model, token_ids
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 CPU = torch.device("cpu")
 TINY_BYTES = 1000
 POOL_BYTES = 8 << 20
 ALIGNMENT = 64
-SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256}
 
 
 def t5(dtype: torch.dtype) -> Any:
-    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4}
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 1, "num_heads": 4}
     torch.manual_seed(0)
     config = hf.T5Config(vocab_size=256, decoder_start_token_id=0, **sizes)
     model = hf.T5ForConditionalGeneration(config).eval().to(dtype)
@@ -54,12 +56,6 @@ def generate(model: Any, **settings: Any) -> torch.Tensor:
 
 def beams(model: Any) -> torch.Tensor:
     return generate(model, num_beams=3)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
 
 
 MOST_REFUSALS = 12

@@ -8,6 +8,8 @@ import torch
 from ds_finepage.api import attach
 from tests.integration.families import make_model, token_ids, tokens
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 
 @pytest.mark.parametrize(
     ("prompt", "num_tokens", "less", "num_plans"),
@@ -23,8 +25,6 @@ from tests.integration.families import make_model, token_ids, tokens
 def test_lengths_that_fit_alone_are_neither_captured_nor_planned_one_by_one(
     prompt: int, num_tokens: int, less: int, num_plans: list[int]
 ) -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
     model = make_model("llama", num_hidden_layers=2, intermediate_size=64)
     ids = token_ids(prompt, batch=16)
     plain = tokens(model, ids, num_tokens, cache=None)
@@ -43,8 +43,6 @@ def test_lengths_that_fit_alone_are_neither_captured_nor_planned_one_by_one(
 
 
 def test_a_loop_over_prompts_of_many_lengths_makes_each_plan_once() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
     model = make_model("llama", num_hidden_layers=1)
     prompts = [token_ids(length) for length in (5, 20, 40, 9, 70, 33)]
     plain = [tokens(model, ids, 2, cache=None) for ids in prompts]

@@ -30,15 +30,11 @@ from tests.integration.families import (
     tokens,
 )
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_a_prompt_longer_than_the_positions_is_refused() -> None:
-    model = make_model("gpt2")
+    model = make_model("gpt2", num_hidden_layers=1)
     plain = tokens(model, token_ids(6), 3)
     handle = attach(model, device_budget="64MiB", device="cpu")
     with pytest.raises(ConfigError, match="prompt has 300 tokens, and the model knows 256"):
@@ -62,9 +58,10 @@ def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
     handle.detach()
 
 
-@pytest.mark.parametrize("change", ({"num_hidden_layers": 3}, {"num_key_value_heads": 4}))
+@pytest.mark.parametrize("change", ({"num_hidden_layers": 2}, {"num_key_value_heads": 4}))
 def test_the_cache_of_another_model_is_refused(change: dict[str, int]) -> None:
-    model, other = make_model("llama"), make_model("llama", **change)
+    sizes = {"num_hidden_layers": 1}
+    model, other = make_model("llama", **sizes), make_model("llama", **{**sizes, **change})
     cache = DynamicCache(config=other.config)
     with torch.no_grad():
         other(token_ids(4), **{CACHE: cache}, **LAST)
@@ -128,7 +125,7 @@ def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
 
 
 def test_the_last_step_reads_the_weights_as_they_are_packed() -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     last = Longest(num_sequences=1, num_tokens=20, prompt_tokens=5)
     plain = Preflight(model)._capture(last)
     pack_model(model, PackedForm(4, 32))
@@ -139,7 +136,7 @@ def test_the_last_step_reads_the_weights_as_they_are_packed() -> None:
 
 @pytest.mark.parametrize("has_config", [False, True])
 def test_weights_that_another_library_has_quantised_tell_nothing(has_config: bool) -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     if has_config:
         model.config.quantization_config = {"quant_method": "another"}
     else:
@@ -168,7 +165,8 @@ def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.Monkey
 def test_layers_that_differ_are_not_asked_for_one_width() -> None:
     config = transformers.CONFIG_MAPPING["gemma4_text"](
         **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
-        **{"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
         **{"global_head_dim": 32, "hidden_size_per_layer_input": 8, "pad_token_id": 0},
         **{"vocab_size_per_layer_input": 64, "eos_token_id": None},
     )
@@ -183,7 +181,7 @@ def test_layers_that_differ_are_not_asked_for_one_width() -> None:
 
 
 def test_the_call_s_own_settings_are_looked_at() -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     ids = token_ids(6)
     settings = GenerationConfig(max_new_tokens=4, num_beams=3, use_cache=False)
     assert longest_of(model, (ids, settings), {}) == Longest(3, 10, 6)

@@ -18,6 +18,8 @@ from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import CACHE, LAST, greedy, make_model, prompt_and_steps, token_ids
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -26,12 +28,6 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
 
 
 @contextmanager
@@ -79,7 +75,7 @@ def two_chats(model: Any) -> list[torch.Tensor]:
 
 
 def test_two_chats_take_turns_and_callers_change_their_caches() -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     plain = two_chats(model)
     with attached(model, two_chats) as handle:
         handle.replan(budget_bytes=handle.stats.min_budget_bytes * 3 // 2)

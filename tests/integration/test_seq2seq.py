@@ -20,8 +20,8 @@ CHUNK_SECONDS = 2  # Whisper hears so much at a time, instead of 30
 
 _BART_SIZES: dict[str, Any] = {
     "d_model": HIDDEN,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 2 * HIDDEN,
@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[], Any]] = {
             d_model=HIDDEN,
             d_kv=HIDDEN // 4,
             d_ff=2 * HIDDEN,
-            num_layers=2,
+            num_layers=1,
             num_heads=4,
             decoder_start_token_id=0,
             **sizes,

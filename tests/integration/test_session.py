@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_finepage.api import attach
+from ds_finepage.capture.tracing import OwnHooks
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import StoreError
 from ds_finepage.graph.taskgraph import Task
@@ -21,11 +22,6 @@ from tests.integration.families import logits, make_model, tiny, token_ids, toke
 
 PROMPT = token_ids(6)
 DEBUG = DebugConfig(poison_vacated=True, lane_delay_seed=7)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +132,23 @@ def test_weights_of_two_types_and_odd_layouts() -> None:
     handle.detach()
     assert model.down.weight.stride() == (1, 32)
     assert torch.equal(model(x), plain)
+
+
+def test_hooks_are_hidden_once_for_each_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    model, x, hidden = tiny(), torch.ones(2, 16), []
+    hide = OwnHooks.hide
+
+    def counted(hooks: OwnHooks) -> None:
+        hide(hooks)
+        hidden.append(len(hooks._hidden))
+
+    monkeypatch.setattr(OwnHooks, "hide", counted)
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    for _ in range(3):
+        model(x)
+    assert hidden == [6]  # three dictionaries of each of two layers
+    handle.detach()
 
 
 # Budgets and policies.

@@ -53,7 +53,6 @@ class Attached:
 
 @pytest.fixture(scope="module", params=CUT)
 def attached(request: pytest.FixtureRequest) -> Iterator[Attached]:
-    torch.set_num_threads(1)
     torch._dynamo.reset()
     model = make_model(request.param)
     plain = tokens(model, token_ids(5), NUM_TOKENS, cache=None)

@@ -13,13 +13,9 @@ from ds_finepage.api import attach
 from ds_finepage.errors import StoreError
 from ds_finepage.runtime.handle import Handle
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 WIDTH = 64
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
 
 
 class Rig:
