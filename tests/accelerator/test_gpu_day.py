@@ -190,3 +190,12 @@ def test_tests_that_passed_before_are_not_run_again(tmp_path: Path) -> None:
         options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
         assert pytest.main([*options, str(tmp_path)], plugins=[plugin]) == 0
     assert [(row["test"], row["outcome"]) for row in rows] == [("test_x.py::test_b", "passed")]
+
+
+def test_steps_can_be_chosen_by_name(gpu_day: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--out", "x", "--only", "link; engines, 7B"]
+    assert [step.name for step in gpu_day.parse(words).steps] == ["link", "engines, 7B"]
+    with pytest.raises(SystemExit) as error:
+        gpu_day.parse(["--out", "x", "--only", "lunch"])
+    assert error.value.code == 2
+    assert "there is no step 'lunch'; the steps are machine; small run;" in capsys.readouterr().err

@@ -7,7 +7,6 @@ and a checkpoint that stock partitions, on any number of ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,12 +18,14 @@ from rank_worker import (
     LLAMA_SIZES,
     MAKERS,
     MODE,
+    ONE_LAYER,
     RANK,
     ds_config,
     engine_of,
     error_of,
-    fail_at_the_tenth_task,
     share_of_one_rank,
+    with_an_exception,
+    without_room,
     write,
 )
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -45,13 +46,13 @@ def odd_llama() -> Any:
     """
     odd = {"vocab_size": 97, "hidden_size": 99, "intermediate_size": 301}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32}
-    return LlamaForCausalLM(LlamaConfig(**{**LLAMA_SIZES, **odd, **heads}))
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA_SIZES, **ONE_LAYER, **odd, **heads}))
 
 
 def gpt2() -> Any:
     """Make a model with biases, of which some have an odd number of elements."""
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=97, n_embd=100, n_layer=2, n_head=5, n_positions=31, n_inner=301)
+        GPT2Config(vocab_size=97, n_embd=100, n_layer=1, n_head=5, n_positions=31, n_inner=301)
     )
 
 
@@ -147,26 +148,14 @@ def changed(model: Any, plain: Any) -> dict[str, Any]:
 
 def out_of_step(engine: Any) -> dict[str, Any]:
     """Let one rank do something else, and at last fail."""
-    model, handle = engine.module, ds_finepage.handle_of(engine)
-    found = {"other lengths": error_of(lambda: model(own_prompt(7 + RANK), use_cache=False))}
-    found["in step"] = error_of(lambda: model(own_prompt(), use_cache=False))
-    budget_bytes = handle.stats.budget_bytes
-    if RANK == 1:
-        handle.replan(budget_bytes=1)
-    found["no room"] = error_of(lambda: model(own_prompt(), use_cache=False))
-    handle.replan(budget_bytes=budget_bytes)
-    found["in step again"] = error_of(lambda: model(own_prompt(), use_cache=False))
-    found["without a plan"] = error_of(lambda: model.lm_head(torch.zeros(1, 1, 128)))
-    hook = fail_at_the_tenth_task() if RANK == 1 else lambda task, operands: None
-    handle.register_op_hook(before=hook)
-    begin = time.monotonic()
-    try:
-        found["exception"] = error_of(lambda: model(own_prompt(), use_cache=False))
-    except KeyError as error:
-        found["exception"] = repr(error)
-    found["in time"] = time.monotonic() - begin < 30
-    found["afterwards"] = error_of(lambda: model(own_prompt(), use_cache=False))
-    return found
+    model = engine.module
+    return {
+        "other lengths": error_of(lambda: model(own_prompt(7 + RANK), use_cache=False)),
+        "in step before": error_of(lambda: model(own_prompt(), use_cache=False)),
+        **without_room(engine, own_prompt()),
+        "without a plan": error_of(lambda: model.lm_head(torch.zeros(1, 1, 128))),
+        **with_an_exception(engine, own_prompt()),
+    }
 
 
 def run_loaded() -> dict[str, Any]:

@@ -54,6 +54,8 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 LLAMA_SIZES = {**SIZES, "intermediate_size": 384, "num_key_value_heads": max(2, NUM_RANKS)}
+ONE_LAYER = {"num_hidden_layers": 1}
+"""Of families whose second layer is like the first, and is not needed to reach a small budget."""
 CUT_OF_MIXTRAL = {
     "use_default_specs": False,
     "layer_specs": [
@@ -69,11 +71,16 @@ CUT_OF_MIXTRAL = {
 MAKERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES)),
     "llama of 4": lambda: LlamaForCausalLM(
-        LlamaConfig(**{**LLAMA_SIZES, "num_key_value_heads": 4, "vocab_size": 98})
+        LlamaConfig(**{**LLAMA_SIZES, **ONE_LAYER, "num_key_value_heads": 4, "vocab_size": 98})
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA_SIZES, head_dim=32)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**LLAMA_SIZES, **ONE_LAYER}, head_dim=32)),
     "opt": lambda: OPTForCausalLM(
-        OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=128, max_position_embeddings=64)
+        OPTConfig(
+            **{**SIZES, **ONE_LAYER},
+            ffn_dim=512,
+            word_embed_proj_dim=128,
+            max_position_embeddings=64,
+        )
     ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)),
@@ -205,41 +212,52 @@ def reloaded(model: Any, handle: Any) -> int:
 
 
 def reloaded_by_one_rank(plain: Any) -> int:
-    model = copy.deepcopy(plain)
-    handle = ds_finepage.attach(model, device_budget="1GiB")
-    found = reloaded(model, handle)
-    handle.detach()
-    return found
+    """Let rank 0 run the whole model; tell all ranks what it has reloaded."""
+    found: list[int | None] = [None]
+    if RANK == 0:
+        model = copy.deepcopy(plain)
+        handle = ds_finepage.attach(model, device_budget="1GiB")
+        found = [reloaded(model, handle)]
+        handle.detach()
+    torch.distributed.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
 
 
-def out_of_step(engine: Any) -> dict[str, str]:
+def out_of_step(engine: Any) -> dict[str, Any]:
     """Let one rank do something else: other tokens, no room, and at last an exception."""
-    model, handle = engine.module, ds_finepage.handle_of(engine)
-    found = {"other tokens": error_of(lambda: model(prompt() + RANK))}
+    other = {"other tokens": error_of(lambda: engine.module(prompt() + RANK))}
+    return {**other, **without_room(engine, prompt()), **with_an_exception(engine, prompt())}
+
+
+def without_room(engine: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Let rank 1 have no room for a call, and then room again."""
+    handle = ds_finepage.handle_of(engine)
     budget_bytes = handle.stats.budget_bytes
     if RANK == 1:
         handle.replan(budget_bytes=1)
-    found["no room"] = error_of(lambda: model(prompt(), use_cache=False))
+    found = {"no room": error_of(lambda: engine.module(ids, use_cache=False))}
     handle.replan(budget_bytes=budget_bytes)
-    found["in step"] = error_of(lambda: model(prompt(), use_cache=False))
-    if RANK == 1:
-        handle.register_op_hook(before=fail_at_the_tenth_task())
-    begin = time.monotonic()
-    try:
-        found["exception"] = error_of(lambda: model(prompt(), use_cache=False))
-    except KeyError as error:
-        found["exception"] = repr(error)
-    found["in time"] = "" if time.monotonic() - begin < 30 else "late"
-    found["afterwards"] = error_of(lambda: model(prompt(), use_cache=False))
-    return found
+    return {**found, "in step": error_of(lambda: engine.module(ids, use_cache=False))}
 
 
-def fail_at_the_tenth_task() -> Callable[..., None]:
+def with_an_exception(engine: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Let rank 1 fail in the middle of a call."""
+
     def before(task: Any, operands: Any) -> None:
-        if task.index == 10:
+        if RANK == 1 and task.index == 10:
             raise KeyError("of the user")
 
-    return before
+    ds_finepage.handle_of(engine).register_op_hook(before=before)
+    found: dict[str, Any] = {}
+    begin = time.monotonic()
+    try:
+        found["exception"] = error_of(lambda: engine.module(ids, use_cache=False))
+    except KeyError as error:
+        found["exception"] = repr(error)
+    found["in time"] = time.monotonic() - begin < 30
+    found["afterwards"] = error_of(lambda: engine.module(ids, use_cache=False))
+    return found
 
 
 def be_killed() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_ranks import TORCHRUN, found_by, free_port, launch
+from tests.e2e.test_ranks import found_on
 from tests.integration.test_loading import make_large
 
 WORKER = Path(__file__).with_name("shard_worker.py")
@@ -26,9 +26,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 @pytest.fixture(scope="module")
 def ranks(checkpoints: tuple[Path, int], environment: dict[str, str]) -> list[dict[str, Any]]:
     folder, _ = checkpoints
-    torchrun = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port()]
-    launch(torchrun, "load", folder, environment, WORKER)
-    return [found_by(rank, folder) for rank in (0, 1)]
+    return found_on(2, "load", folder, environment, WORKER)
 
 
 def test_masters_are_those_of_a_model_that_was_loaded_whole(ranks: list[dict[str, Any]]) -> None:

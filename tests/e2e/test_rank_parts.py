@@ -7,32 +7,23 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_ranks import TORCHRUN, found_by, free_port, launch
+from tests.e2e.test_ranks import found_on
 
 WORKER = Path(__file__).with_name("part_worker.py")
-
-
-def found_on(
-    num_ranks: int, mode: str, folder: Path, environment: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Start ranks, and return what each has found."""
-    torchrun = [*TORCHRUN, "--nproc_per_node", str(num_ranks), "--master_port", free_port()]
-    launch(torchrun, mode, folder, environment, WORKER)
-    return [found_by(rank, folder) for rank in range(num_ranks)]
 
 
 @pytest.fixture(scope="module")
 def ranks(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    return found_on(2, "all", tmp_path_factory.mktemp("parts"), environment)
+    return found_on(2, "all", tmp_path_factory.mktemp("parts"), environment, WORKER)
 
 
 @pytest.fixture(scope="module")
 def four(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    return found_on(4, "more", tmp_path_factory.mktemp("four"), environment)
+    return found_on(4, "more", tmp_path_factory.mktemp("four"), environment, WORKER)
 
 
 def check_family(found: list[dict[str, Any]], rel: float) -> None:
@@ -105,7 +96,7 @@ def test_ranks_that_differ_before_a_pass_go_on_afterwards(ranks: list[dict[str, 
         assert "rank 0 has '2x7" in found["other lengths"]
         assert "rank 1 has '2x8" in found["other lengths"]
         assert found["no room"].startswith("RankError: The ranks differ in the next step: ")
-        assert (found["in step"], found["in step again"]) == ("", "")
+        assert (found["in step before"], found["in step"]) == ("", "")
         assert "cannot run without a plan on 2 ranks" in found["without a plan"]
 
 

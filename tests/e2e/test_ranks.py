@@ -27,6 +27,15 @@ def free_port() -> str:
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+FORKED = (sys.executable, str(Path(__file__).with_name("forked.py")))
+
+
+def found_on(
+    num_ranks: int, mode: str, folder: Path, environment: dict[str, str], worker: Path = WORKER
+) -> list[dict[str, Any]]:
+    """Start ranks, and return what each has found."""
+    launch([*FORKED, str(num_ranks), free_port()], mode, folder, environment, worker)
+    return [found_by(rank, folder) for rank in range(num_ranks)]
 
 
 def launch(
@@ -59,10 +68,7 @@ def found_by(rank: int, folder: Path) -> dict[str, Any]:
 def ranks(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    torchrun = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", free_port()]
-    launch(torchrun, "all", folder, environment)
-    return [found_by(rank, folder) for rank in (0, 1)]
+    return found_on(2, "all", tmp_path_factory.mktemp("ranks"), environment)
 
 
 def check_family(found: dict[str, Any]) -> None:
@@ -94,10 +100,8 @@ def test_a_rank_reloads_its_share_of_what_one_rank_reloads(
 def test_four_ranks_run_experts_under_every_budget(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    torchrun = [*TORCHRUN, "--nproc_per_node", "4", "--master_port", free_port()]
-    launch(torchrun, "experts", tmp_path, environment)
-    for rank in range(4):
-        check_family(found_by(rank, tmp_path))
+    for found in found_on(4, "experts", tmp_path, environment):
+        check_family(found)
 
 
 def test_two_nodes_with_a_rank_each_run_by_plan(
@@ -150,14 +154,12 @@ def test_an_exception_on_one_rank_ends_the_others(ranks: list[dict[str, Any]]) -
     own, other = ranks[1]["out of step"], ranks[0]["out of step"]
     assert own["exception"] == "KeyError('of the user')"
     assert other["exception"] == "RankError: Rank 1 failed: KeyError('of the user')"
-    assert (own["in time"], other["in time"]) == ("", "")
+    assert own["in time"] and other["in time"]
     assert "Start all ranks again." in own["afterwards"]
     assert "Start all ranks again." in other["afterwards"]
 
 
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, environment: dict[str, str]) -> None:
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    launcher += ["--master_port", free_port(), "--module", "ds_finepage.run"]
-    assert launch(launcher, "killed", tmp_path, environment) != 0
+    assert launch([*FORKED, "2", free_port()], "killed", tmp_path, environment) != 0
     error = found_by(0, tmp_path)["error"]
     assert error.startswith("RankError: A pass ended in the middle: an all-reduce with the other")

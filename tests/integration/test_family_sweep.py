@@ -25,6 +25,25 @@ def sweep() -> Any:
     return module
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--families", "lama"], "--families: unknown 'lama'. Did you mean 'llama'"),
+        (["--dtypes", "float16"], "--dtypes: unknown 'float16'"),
+        (["--prompts", "5,x"], "--prompts: 'x' is not a whole number"),
+        (["--tokens", "0"], "--tokens: 0 behind a prompt of 200"),
+        (["--tokens", "312"], "the models have 512 positions"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused(
+    sweep: Any, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        sweep.parse(words)
+    assert error.value.code == 2
+    assert text in capsys.readouterr().err
+
+
 def test_a_model_is_swept_and_reported(sweep: Any, tmp_path: Path) -> None:
     out = tmp_path / "families"
     words = ["--families", "llama", "--dtypes", "float32", "--prompts", "5", "--tokens", "6"]
