@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
@@ -31,7 +31,6 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows, gather_rows_that_pay
 from ds_finepage.planning.rewrite.exact_slices import slices_that_fit
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
-from ds_finepage.planning.settling import settle
 
 EngineSettings = ZeroSettings | MapSettings
 """Settings of a system that a baseline stands for, which hold for all passes of a model."""
@@ -224,4 +223,9 @@ def plan_steady(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
         )
     problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared, engine=engine)
-    return settle(chosen.plan, problem, MAX_STEADY_ROUNDS if chosen.carries_residency else 0)
+    found = chosen.plan(problem)
+    for _ in range(MAX_STEADY_ROUNDS if chosen.carries_residency else 0):
+        if set(found.entry) == set(found.exit):
+            break
+        found = chosen.plan(replace(problem, entry=found.exit))
+    return found

@@ -25,9 +25,9 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of
-from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.baselines.visits import ENTER, TASK, Visits, module_visits
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, live_bytes, realize
 
 POLICY = "accelerate-map"
 

@@ -35,11 +35,11 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of
-from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.baselines.unroll import Unrolled, unroll
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.simulator import predicted_ns, task_time_ns
 
 NUM_BATCHES = (1, 2, 4, 8)

@@ -30,8 +30,8 @@ from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Ref, TaskGraph
 from ds_finepage.planning.baselines.modules import module_calls
-from ds_finepage.planning.baselines.script import Act, Script, Step, realize
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, realize
 
 MAX_PASSES = 8
 """Forwards to simulate before the resident parameters must be those of the forward before."""

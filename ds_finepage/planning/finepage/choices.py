@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_finepage.graph.memgraph import Extent
@@ -29,21 +29,6 @@ class Choice:
     shared: Mapping[int, Extent] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The bytes of weights that are kept; no weight is cut yet.
-
-    Attributes:
-        kept: The whole weights that are kept.
-        kept_rows: The rows that are kept of each weight that can be cut.
-        starts: The rows at which the slices of each such weight begin.
-    """
-
-    kept: Set[int]
-    kept_rows: Mapping[int, int] = field(default_factory=dict)
-    starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-
-
 class Chooser:
     """Chooses weights to keep, by the room that the arena has."""
 
@@ -51,8 +36,8 @@ class Chooser:
         """Choose among the weights of one pass."""
         self._weights = weights
 
-    def select(self, room: int, ring: RingShape) -> Selection | None:
-        """Choose the weights to keep.
+    def choose(self, room: int, ring: RingShape) -> Choice | None:
+        """Choose the weights to keep, and cut the others.
 
         Args:
             room: Bytes of the arena beside the activations.
@@ -66,7 +51,7 @@ class Chooser:
         if left < 0:
             return None
         if ring.nbytes == 0:
-            return Selection(set(weights.order))
+            return Choice(weights.problem.graph, [])
         always = {b for b in weights.order if self._exceeds(b, ring.nbytes)}
         if not weights.per_call.isdisjoint(always):
             return None
@@ -85,13 +70,8 @@ class Chooser:
                 left = self._stream_in_grains(group, left, ring, kept, kept_rows)
             else:
                 left = self._spread(group, left, kept, kept_rows)
-        return Selection(kept, kept_rows, Slicer(weights).starts(kept_rows, kept, ring))
-
-    def cut(self, selection: Selection) -> Choice:
-        """Cut the weights of a selection."""
-        return Choice(
-            *Slicer(self._weights).cut(selection.starts, selection.kept_rows, selection.kept)
-        )
+        slicer = Slicer(weights)
+        return Choice(*slicer.cut(slicer.starts(kept_rows, kept, ring), kept_rows, kept))
 
     def _exceeds(self, buffer: int, ring_bytes: int) -> bool:
         """Tell whether a weight can go through the ring neither whole nor cut."""

@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Set
 from functools import partial
-from itertools import chain
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
@@ -41,7 +40,6 @@ from ds_finepage.planning.finepage.residency import NEARLY_FULL, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.small_arena import (
     keeping_plans,
-    settled_plans,
     shared_keeping_plans,
 )
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
@@ -158,7 +156,7 @@ class _Search:
         has_room = self.plans.offer_all(self._streaming_plans(whole, may_split=False))
         self._try_tables(problem)
         if not self.plans.tried or (self._is_short and not self.plans.has_good):
-            for plan in chain(keeping_plans(whole), settled_plans(whole)):
+            for plan in keeping_plans(whole):
                 if self.plans.moves_nothing:
                     break
                 self.plans.offer(plan)

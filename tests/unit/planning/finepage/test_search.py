@@ -450,11 +450,11 @@ def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(
     problem = Problem(chain(8), 6 * UNIT, UNIT)
     entries = []
 
-    def settling(tried: Problem) -> list[MemGraph]:
+    def keeping(tried: Problem) -> list[MemGraph]:
         entries.append(tried.entry)
         return []
 
-    monkeypatch.setattr(finepage_search, "settled_plans", settling)
+    monkeypatch.setattr(finepage_search, "keeping_plans", keeping)
     found = plan_finepage(problem)
     again = plan_finepage(dataclasses.replace(problem, entry=found.exit[:1]))
     assert again.entry == found.entry == again.exit
