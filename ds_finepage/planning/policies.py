@@ -1,4 +1,4 @@
-"""The policies by name, and the functions that plan with one."""
+"""The policies by name, and the function that plans with one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph, Residency
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.accelerate import (
     MapSettings,
@@ -113,30 +113,6 @@ def policy_named(name: str) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}. {did_you_mean(name, POLICIES)}")
     return POLICIES[name]
-
-
-def plan(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    policy: str,
-    alignment: int = 64,
-    entry: tuple[Residency, ...] = (),
-) -> MemGraph:
-    """Plan one pass, for few bytes.
-
-    Args:
-        graph: The pass.
-        arena_bytes: Size of the arena.
-        policy: A key of ``POLICIES``.
-        alignment: Of extents, in bytes.
-        entry: Weights that are resident before the pass; cyclic policies choose their own.
-
-    Raises:
-        ConfigError: Unknown policy.
-        PlanInfeasibleError: The arena is too small for this policy.
-    """
-    return policy_named(policy).plan(Problem(graph, arena_bytes, alignment, entry=entry))
 
 
 def unpacking_that_fits(graph: TaskGraph, *, policy: str, split: bool) -> TaskGraph:
