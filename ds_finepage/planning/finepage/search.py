@@ -40,6 +40,7 @@ from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.small_arena import (
     keeping_plans,
+    settled_plan,
     shared_keeping_plans,
 )
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
@@ -153,11 +154,14 @@ class _Search:
             pays = partial(gather_rows_that_pay, arena_bytes=problem.arena_bytes)
             whole = problem.of(problem.once(("rows that pay",), pays))
         has_room = self.plans.offer_all(self._streaming_plans(whole, may_split=False))
-        if not self.plans.tried or (self._is_short and not self.plans.has_good):
+        no_ring = not self.plans.tried
+        if no_ring or (self._is_short and not self.plans.has_good):
             for plan in keeping_plans(whole):
                 if self.plans.moves_nothing:
                     break
                 self.plans.offer(plan)
+        if no_ring and not self.plans.moves_nothing:
+            self.plans.offer(settled_plan(whole))
         if is_tiny(whole.graph) and not self.plans.moves_nothing:
             self.plans.offer(plan_exact(whole))
         return has_room

@@ -6,11 +6,14 @@ import random
 
 import pytest
 
+from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import Extent
+from ds_finepage.planning.finepage import small_arena
 from ds_finepage.planning.finepage.small_arena import (
     least_lower_bytes,
     plan_keeping,
     sets_to_keep,
+    settled_plan,
     spread,
     weights_by_first_use,
 )
@@ -83,3 +86,12 @@ def test_sets_to_keep_leave_room_for_the_rest() -> None:
 def test_what_is_kept_outside_the_arena_is_no_plan() -> None:
     graph = chain(3)
     assert plan_keeping(Problem(graph, 4 * UNIT, UNIT), {0: Extent(-UNIT, UNIT)}) is None
+
+
+def test_the_published_algorithm_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = Problem(chain(8), 9 * UNIT, UNIT)
+    found = settled_plan(roomy)
+    assert found is not None
+    assert set(check(found).entry) == set(found.exit) != set()
+    monkeypatch.setattr(small_arena, "SETTLING_ROUNDS", 1)
+    assert settled_plan(roomy) is None
