@@ -122,11 +122,10 @@ def _map_script(graph: TaskGraph, num_modules: int) -> Script:
     fetched: dict[int, list[int]] = {}  # call -> what it brought
     steps: list[Step] = []
     modules, events = walk(graph)
-    for event in events:
-        at = event.index
-        if event.what == "task":
+    for what, at in events:
+        if what == "task":
             steps.append(Step(Act.COMPUTE, at))
-        elif event.what == "enter":
+        elif what == "enter":
             fetched[at] = [b for b in modules[at].own if b not in present]
             present.update(fetched[at])
             if fetched[at]:

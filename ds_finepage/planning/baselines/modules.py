@@ -72,15 +72,9 @@ class Module:
     nested: tuple[int, ...]  # its own and those of all submodules
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A module is entered or left (by its position among the calls), or a task runs."""
-
-    what: str  # "enter" | "leave" | "task"
-    index: int
-
-
-def walk(graph: TaskGraph, leaf_classes: tuple[str, ...] = ()) -> tuple[list[Module], list[Event]]:
+def walk(
+    graph: TaskGraph, leaf_classes: tuple[str, ...] = ()
+) -> tuple[list[Module], list[tuple[str, int]]]:
     """List the called modules in the order of their calls, and all events in order.
 
     A module has the weights that are named after it. It also has those that its own tasks read and
@@ -89,6 +83,9 @@ def walk(graph: TaskGraph, leaf_classes: tuple[str, ...] = ()) -> tuple[list[Mod
     Args:
         graph: The pass.
         leaf_classes: Modules that have the weights of all their submodules, which are not listed.
+
+    Returns:
+        The modules; the events, "enter" or "leave" with a module's position, "task" with a task's.
     """
     weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT]
     owned: dict[str, list[int]] = {}
@@ -102,20 +99,20 @@ def walk(graph: TaskGraph, leaf_classes: tuple[str, ...] = ()) -> tuple[list[Mod
             below[call.name] = tuple(w.id for w in weights if w.name.startswith(prefix))
 
     modules: list[Module] = []
-    events: list[Event] = []
+    events: list[tuple[str, int]] = []
     open_calls: list[tuple[int, int, int]] = []  # depth, end, position of each open call
     done = 0
 
     def run_tasks(end: int) -> None:
         nonlocal done
-        events.extend(Event("task", i) for i in range(done, end))
+        events.extend(("task", i) for i in range(done, end))
         done = max(done, end)
 
     def leave(depth: int) -> None:
         while open_calls and open_calls[-1][0] >= depth:
             _, end, position = open_calls.pop()
             run_tasks(end)
-            events.append(Event("leave", position))
+            events.append(("leave", position))
 
     for call in module_calls(graph):
         leave(call.depth)
@@ -130,7 +127,7 @@ def walk(graph: TaskGraph, leaf_classes: tuple[str, ...] = ()) -> tuple[list[Mod
                 own |= dict.fromkeys(b for b in task.reads if b in is_weight and b not in others)
         nested = tuple(dict.fromkeys([*own, *below[call.name]]))
         open_calls.append((call.depth, call.end, len(modules)))
-        events.append(Event("enter", len(modules)))
+        events.append(("enter", len(modules)))
         modules.append(Module(call.name, is_leaf, tuple(sorted(own)), nested))
     leave(0)
     run_tasks(len(graph.tasks))

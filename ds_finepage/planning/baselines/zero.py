@@ -166,13 +166,13 @@ class _Coordinator:
     def forward(self) -> None:
         """Run one forward pass."""
         self._begin_forward()
-        for event in self._events:
-            if event.what == "enter":
-                self._fetch(self._modules[event.index])
-            elif event.what == "leave":
-                self._release(self._modules[event.index])
+        for what, index in self._events:
+            if what == "enter":
+                self._fetch(self._modules[index])
+            elif what == "leave":
+                self._release(self._modules[index])
             else:
-                self.steps.append(Step(Act.COMPUTE, event.index))
+                self.steps.append(Step(Act.COMPUTE, index))
         for parameter in list(self._group):  # prefetched, but not used
             del self._group[parameter]
             self._free(parameter)

@@ -168,9 +168,9 @@ class Chooser:
         }
         kept: dict[int, list[SharedResident]] = {}
         need = sum(weights.sizes[b] for b in must)
-        for pieces in self._units_of(weights.problem.shared):
+        for pieces in _units_of(weights):
             buffer = names.get(pieces[0].buffer.name)
-            if buffer is None or not self._can_keep(buffer, pieces):
+            if buffer is None or not _can_keep(weights, buffer, pieces):
                 continue
             still = need - weights.sizes[buffer] if buffer in must else need
             offset = min(piece.extent.offset for piece in pieces)
@@ -188,36 +188,6 @@ class Chooser:
         extents = {s.buffer.key: s.extent for pieces in kept.values() for s in pieces}
         cut = found.graph.buffers
         return replace(found, shared={b.id: extents[b.key] for b in cut if b.key in extents})
-
-    def _units_of(self, shared: Sequence[SharedResident]) -> Iterator[list[SharedResident]]:
-        """Yield shared residents one by one, those of a unit together where its last one comes."""
-        graph = self._weights.problem.graph
-        units = {
-            graph.buffers[b].name: [graph.buffers[part].name for part, _ in unit.parts]
-            for unit in self._weights.divisible.values()
-            for b, _ in unit.parts
-        }
-        seen: dict[str, SharedResident] = {}
-        for piece in shared:
-            names = units.get(piece.buffer.name, [piece.buffer.name])
-            seen[piece.buffer.name] = piece
-            if all(name in seen for name in names):
-                yield [seen.pop(name) for name in names]
-
-    def _can_keep(self, buffer: int, pieces: Sequence[SharedResident]) -> bool:
-        """Tell whether this pass can keep the alternating pass's pieces of a weight."""
-        graph, unit = self._weights.problem.graph, self._weights.divisible.get(buffer)
-        if any(p.buffer.offset or p.buffer.gather is not None for p in pieces):
-            return False
-        if graph.buffers[buffer].gather is not None:
-            return False
-        if unit is None:
-            return pieces[0].buffer.nbytes == graph.buffers[buffer].nbytes
-        rows = {
-            p.buffer.nbytes / row_bytes
-            for p, (_, row_bytes) in zip(pieces, unit.parts, strict=True)
-        }
-        return len(rows) == 1 and (rows == {unit.num_rows} or not min(rows) % quantum(unit))
 
     def _cut(self, kept_rows: Mapping[int, int], kept: Set[int], ring: RingShape) -> Choice:
         """Cut the weights that can be cut into their kept rows and slices for the ring.
@@ -289,3 +259,34 @@ class Chooser:
             elif buffer in may_stream and buffer not in kept:
                 found.append(buffer)
         return found
+
+
+def _units_of(weights: WeightClasses) -> Iterator[list[SharedResident]]:
+    """Yield shared residents one by one, those of a unit together where its last one comes."""
+    graph = weights.problem.graph
+    units = {
+        graph.buffers[b].name: [graph.buffers[part].name for part, _ in unit.parts]
+        for unit in weights.divisible.values()
+        for b, _ in unit.parts
+    }
+    seen: dict[str, SharedResident] = {}
+    for piece in weights.problem.shared:
+        names = units.get(piece.buffer.name, [piece.buffer.name])
+        seen[piece.buffer.name] = piece
+        if all(name in seen for name in names):
+            yield [seen.pop(name) for name in names]
+
+
+def _can_keep(weights: WeightClasses, buffer: int, pieces: Sequence[SharedResident]) -> bool:
+    """Tell whether this pass can keep the alternating pass's pieces of a weight."""
+    graph, unit = weights.problem.graph, weights.divisible.get(buffer)
+    if any(p.buffer.offset or p.buffer.gather is not None for p in pieces):
+        return False
+    if graph.buffers[buffer].gather is not None:
+        return False
+    if unit is None:
+        return pieces[0].buffer.nbytes == graph.buffers[buffer].nbytes
+    rows = {
+        p.buffer.nbytes / row_bytes for p, (_, row_bytes) in zip(pieces, unit.parts, strict=True)
+    }
+    return len(rows) == 1 and (rows == {unit.num_rows} or not min(rows) % quantum(unit))
