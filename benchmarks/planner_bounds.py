@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes
+from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.whatif import CapturedModel, PlannedModel, capture_model, plan_captured
 
 MODELS = ("llama-7b", "llama-65b", "llama-2-70b")
@@ -55,8 +55,8 @@ def measure(captured: CapturedModel, percent: int, hardware: str, *, horizon: bo
     budget_bytes = captured.graph.weight_bytes * percent // 100
     planned = plan_captured(captured, budget_bytes=budget_bytes, profile=profile, as_in_a_run=True)
     figures, memgraph = planned.figures, planned.memgraph
-    least_bytes = divisible_lower_bound_bytes(
-        captured.graph, memgraph.arena_bytes, memgraph.alignment
+    least_bytes = lower_bound_bytes(
+        captured.graph, memgraph.arena_bytes, memgraph.alignment, may_cut=True
     )
     other: PlannedModel | None = None
     if horizon:

@@ -140,7 +140,7 @@ def lower_bound(
         graph: The pass.
         arena_bytes: Size of the arena, beside which the largest workspace has room.
         alignment: Of extents, in bytes; the buffers that a task names count in whole units.
-        may_cut: Weights may be cut at will. See :func:`divisible_lower_bound_bytes`.
+        may_cut: Weights may be cut at will. See :func:`lower_bound_bytes`.
         own_workspaces: Each task takes its own workspace only, and weights may use what it leaves
             of the largest one. No plan in such an arena does that, but a schedule under the same
             device budget could.
@@ -177,11 +177,16 @@ def lower_bound(
 
 
 def lower_bound_bytes(
-    graph: TaskGraph, arena_bytes: int, alignment: int, *, own_workspaces: bool = False
+    graph: TaskGraph,
+    arena_bytes: int,
+    alignment: int,
+    *,
+    may_cut: bool = False,
+    own_workspaces: bool = False,
 ) -> int:
-    """Return the bytes that every steady pass of whole weights has to reload at least.
+    """Return the bytes that every steady pass has to reload at least.
 
-    The proof holds even if weights are kept by the byte:
+    The proof for whole weights holds even if they are kept by the byte:
 
     1. Let ``kept[w]`` be the bytes of weight w that the pass does not reload. They are needed when
        w is used, so they are resident when the pass begins. They are resident again when it ends,
@@ -206,10 +211,16 @@ def lower_bound_bytes(
     it tries only one family, chosen greedily by ``spare``. Rows that each call brings in itself are
     never kept.
 
+    If weights may be cut, conditions are weaker. A task needs its activations in the arena, but
+    perhaps only a few bytes of a weight at a time, packed or unpacked, and only the looked-up rows
+    of an embedding table. So at most ``arena - activations that one task names`` bytes of weights
+    are kept, and the others are reloaded. This holds for schedules that run tasks twice too.
+
     Args:
         graph: The pass.
         arena_bytes: Size of the arena.
         alignment: Of extents, in bytes; the buffers that a task names count in whole units.
+        may_cut: Weights may be cut at will.
         own_workspaces: See :func:`lower_bound`.
 
     Returns:
@@ -217,32 +228,7 @@ def lower_bound_bytes(
         byte is counted as kept.
     """
     return lower_bound(
-        graph, arena_bytes, alignment, may_cut=False, own_workspaces=own_workspaces
-    ).nbytes
-
-
-def divisible_lower_bound_bytes(
-    graph: TaskGraph, arena_bytes: int, alignment: int, *, own_workspaces: bool = False
-) -> int:
-    """Return the bytes that every steady pass has to reload at least, even if weights are cut.
-
-    The argument of :func:`lower_bound_bytes` with weaker conditions. A task needs its activations
-    in the arena, but perhaps only a few bytes of a weight at a time, packed or unpacked, and only
-    the looked-up rows of an embedding table. So at most ``arena - activations that one task names``
-    bytes of weights are kept, and the others are reloaded. This holds for schedules that run tasks
-    twice too.
-
-    Args:
-        graph: The pass.
-        arena_bytes: Size of the arena.
-        alignment: Of extents, in bytes; the buffers that a task names count in whole units.
-        own_workspaces: See :func:`lower_bound`.
-
-    Returns:
-        Bytes, never negative.
-    """
-    return lower_bound(
-        graph, arena_bytes, alignment, may_cut=True, own_workspaces=own_workspaces
+        graph, arena_bytes, alignment, may_cut=may_cut, own_workspaces=own_workspaces
     ).nbytes
 
 

@@ -1,14 +1,14 @@
-"""The policies by name, and the functions that plan with one."""
+"""The policies by name, and the function that plans with one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph, Residency
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.accelerate import (
     MapSettings,
@@ -31,7 +31,6 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows, gather_rows_that_pay
 from ds_finepage.planning.rewrite.exact_slices import slices_that_fit
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
-from ds_finepage.planning.settling import settle
 
 EngineSettings = ZeroSettings | MapSettings
 """Settings of a system that a baseline stands for, which hold for all passes of a model."""
@@ -114,30 +113,6 @@ def policy_named(name: str) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}. {did_you_mean(name, POLICIES)}")
     return POLICIES[name]
-
-
-def plan(
-    graph: TaskGraph,
-    *,
-    arena_bytes: int,
-    policy: str,
-    alignment: int = 64,
-    entry: tuple[Residency, ...] = (),
-) -> MemGraph:
-    """Plan one pass, for few bytes.
-
-    Args:
-        graph: The pass.
-        arena_bytes: Size of the arena.
-        policy: A key of ``POLICIES``.
-        alignment: Of extents, in bytes.
-        entry: Weights that are resident before the pass; cyclic policies choose their own.
-
-    Raises:
-        ConfigError: Unknown policy.
-        PlanInfeasibleError: The arena is too small for this policy.
-    """
-    return policy_named(policy).plan(Problem(graph, arena_bytes, alignment, entry=entry))
 
 
 def unpacking_that_fits(graph: TaskGraph, *, policy: str, split: bool) -> TaskGraph:
@@ -224,4 +199,9 @@ def plan_steady(
             graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment
         )
     problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared, engine=engine)
-    return settle(chosen.plan, problem, MAX_STEADY_ROUNDS if chosen.carries_residency else 0)
+    found = chosen.plan(problem)
+    for _ in range(MAX_STEADY_ROUNDS if chosen.carries_residency else 0):
+        if set(found.entry) == set(found.exit):
+            break
+        found = chosen.plan(replace(problem, entry=found.exit))
+    return found

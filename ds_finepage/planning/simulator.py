@@ -72,7 +72,12 @@ class Costs:
         }
 
     def task_ns(self, graph: TaskGraph, task: Task) -> int:
-        """Return the time of a task on the device."""
+        """Return the time of a task on the device: as measured, or the roofline of the profile.
+
+        The roofline is the longest of arithmetic (at the rate for the dtype of the first result),
+        traffic in device memory, and launch. A task that writes rows of a KV cache to host memory
+        takes as long as that copy.
+        """
         if task.time_ns is not None:
             return task.time_ns
         if is_collective(task):
@@ -124,19 +129,6 @@ def share_at(shares: Sequence[tuple[int, float]], nbytes: int) -> float:
         return shares[min(after, len(shares) - 1)][1]
     (small, low), (large, high) = shares[after - 1 : after + 1]
     return low + (high - low) * math.log(nbytes / small) / math.log(large / small)
-
-
-def task_time_ns(graph: TaskGraph, task: Task, profile: HardwareProfile) -> int:
-    """Return the time of a task: as measured, or the roofline of the profile.
-
-    The roofline is the longest of arithmetic (at the rate for the dtype of the first result),
-    traffic in device memory, and launch. A task that writes rows of a KV cache to host memory takes
-    as long as that copy.
-
-    Raises:
-        ConfigError: The profile has a rate or size that cannot be computed with.
-    """
-    return Costs(profile).task_ns(graph, task)
 
 
 def simulate(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import JOIN, TO_HOST, Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning.finepage.choices import Chooser, Selection
 from ds_finepage.planning.finepage.forecast import Forecast, moved_bytes
 from ds_finepage.planning.finepage.held_rows import ways_to_hold
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
@@ -88,13 +87,11 @@ def forecasts(graph: TaskGraph, rng: random.Random, profile: HardwareProfile | N
             placed = place_activations(problem, held)
             planner = RingPlanner(weights, placed, held)
             for ring in shapes(weights, planner.room, rng):
-                selection = planner.choose(ring)
-                if selection is None:
+                choice = planner.choose(ring)
+                if choice is None:
                     continue
-                assert isinstance(selection, Selection)
-                choice = Chooser(weights).cut(selection)
                 written = plan_streaming(problem, choice, placed, ring.nbytes, held=held)
-                found = planner.plan(selection, ring)
+                found = planner.plan(choice, ring)
                 if written is None:
                     assert found is None
                     continue

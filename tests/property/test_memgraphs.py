@@ -14,9 +14,10 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import PUBLISHED, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
-from ds_finepage.planning.policies import PAGING, POLICIES, plan
+from ds_finepage.planning.policies import PAGING, POLICIES
 from tests.property.strategies import taskgraphs
 from tests.property.token_interpreter import run_random_order
+from tests.unit.planning.sketches import plan
 
 NUM_ORDERS = 4
 NUM_PASSES = 3

@@ -15,7 +15,7 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.pipeline import Planned, PlanSettings, graph_to_plan, plan_checked
 from ds_finepage.planning.policies import POLICIES
-from ds_finepage.planning.simulator import task_time_ns
+from ds_finepage.planning.simulator import Costs
 from tests.property.experts import layers_of_experts
 from tests.property.independent_bounds import Machine, fewest_bytes, least_ns, least_ns_of_all
 from tests.property.matmul_chains import random_chain
@@ -53,7 +53,7 @@ def copied_bytes(planned: Planned) -> int:
 
 
 def machine_for(graph: TaskGraph, profile: HardwareProfile) -> Machine:
-    times = [task_time_ns(graph, task, profile) for task in graph.tasks]
+    times = [Costs(profile).task_ns(graph, task) for task in graph.tasks]
     return Machine(times, profile.h2d_bytes_per_s)
 
 

@@ -17,17 +17,16 @@ Source: ``AlignDevicesHook`` in ``hooks.py``, ``dispatch_model`` in ``big_modeli
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.baselines.modules import layer_of
-from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
-from ds_finepage.planning.baselines.visits import ENTER, TASK, Visits, module_visits
+from ds_finepage.planning.baselines.modules import layer_of, walk
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, live_bytes, realize
 
 POLICY = "accelerate-map"
 
@@ -78,16 +77,15 @@ def plan_accelerate_map_with(problem: Problem, num_modules: int) -> MemGraph:
     Raises:
         PlanInfeasibleError: It holds more bytes at one time than the arena has.
     """
-    return realize(problem, _map_script(problem.graph, module_visits(problem.graph), num_modules))
+    return realize(problem, _map_script(problem.graph, num_modules))
 
 
 def most_modules(problem: Problem) -> int:
     """Return how many modules can stay on the device; 0 if not even one can."""
-    visits = module_visits(problem.graph)
     least, most = 0, len(map_modules(problem.graph))
     while least < most:
         middle = (least + most + 1) // 2
-        script = _map_script(problem.graph, visits, middle)
+        script = _map_script(problem.graph, middle)
         if live_bytes(problem, script) <= problem.arena_bytes:
             least = middle
         else:
@@ -95,7 +93,7 @@ def most_modules(problem: Problem) -> int:
     # Live bytes fit; offsets may still leave gaps.
     for num_modules in range(least, 0, -1):
         try:
-            realize(problem, _map_script(problem.graph, visits, num_modules))
+            realize(problem, _map_script(problem.graph, num_modules))
         except PlanInfeasibleError:
             continue
         return num_modules
@@ -116,33 +114,25 @@ def map_module(weight: str) -> str:
     return layer_of(weight) or weight.rpartition(".")[0]
 
 
-def _map_script(graph: TaskGraph, visits: Visits, num_modules: int) -> Script:
+def _map_script(graph: TaskGraph, num_modules: int) -> Script:
+    """Write a pass with a number of modules on the device."""
     chosen = list(map_modules(graph).values())[:num_modules]
-    return _script(visits, [b for weights in chosen for b in weights])
-
-
-def _script(visits: Visits, kept: Collection[int]) -> Script:
-    """Write a pass.
-
-    Args:
-        visits: The modules of the pass.
-        kept: Weights that stay on the device.
-    """
+    kept = [b for weights in chosen for b in weights]
     present = set(kept)
     fetched: dict[int, list[int]] = {}  # call -> what it brought
     steps: list[Step] = []
-    for at, index in visits.events:
-        if at == TASK:
-            steps.append(Step(Act.COMPUTE, index))
-        elif at == ENTER:
-            missing = [b for b in visits.weights[index] if b not in present]
-            fetched[index] = missing
-            present.update(missing)
-            if missing:
+    modules, events = walk(graph)
+    for what, at in events:
+        if what == "task":
+            steps.append(Step(Act.COMPUTE, at))
+        elif what == "enter":
+            fetched[at] = [b for b in modules[at].own if b not in present]
+            present.update(fetched[at])
+            if fetched[at]:
                 steps.append(Step(Act.AWAIT_TASKS))
-                steps += [Step(Act.RELOAD, b) for b in missing]
+                steps += [Step(Act.RELOAD, b) for b in fetched[at]]
                 steps.append(Step(Act.AWAIT_COPIES))
         else:
-            steps += [Step(Act.DROP, b) for b in fetched[index]]
-            present.difference_update(fetched[index])
+            steps += [Step(Act.DROP, b) for b in fetched[at]]
+            present.difference_update(fetched[at])
     return Script(POLICY, tuple(kept), tuple(steps))

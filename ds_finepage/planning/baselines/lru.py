@@ -14,9 +14,9 @@ import contextlib
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Task
-from ds_finepage.planning.baselines.script import Act, Script, Step, realize
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, realize
 
 MAX_PASSES = 16
 """Passes to simulate before the resident buffers must be those of the pass before."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ds_finepage.graph.taskgraph import ModuleCall, TaskGraph
+from dataclasses import dataclass
+
+from ds_finepage.graph.taskgraph import BufferKind, ModuleCall, TaskGraph
 
 
 def module_calls(graph: TaskGraph) -> tuple[ModuleCall, ...]:
@@ -58,3 +60,75 @@ def layer_of(label: str) -> str | None:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module at one call."""
+
+    name: str
+    is_leaf: bool
+    own: tuple[int, ...]  # weights of its own, in the order in which they were registered
+    nested: tuple[int, ...]  # its own and those of all submodules
+
+
+def walk(
+    graph: TaskGraph, leaf_classes: tuple[str, ...] = ()
+) -> tuple[list[Module], list[tuple[str, int]]]:
+    """List the called modules in the order of their calls, and all events in order.
+
+    A module has the weights that are named after it. It also has those that its own tasks read and
+    no enclosing module has: tied weights, and DeepSpeed's external parameters.
+
+    Args:
+        graph: The pass.
+        leaf_classes: Modules that have the weights of all their submodules, which are not listed.
+
+    Returns:
+        The modules; the events, "enter" or "leave" with a module's position, "task" with a task's.
+    """
+    weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT]
+    owned: dict[str, list[int]] = {}
+    for weight in weights:
+        owned.setdefault(weight.name.rpartition(".")[0], []).append(weight.id)
+    is_weight = {w.id for w in weights}
+    below: dict[str, tuple[int, ...]] = {}  # by module, with those of its submodules
+    for call in module_calls(graph):
+        if call.name not in below:
+            prefix = f"{call.name}." if call.name else ""
+            below[call.name] = tuple(w.id for w in weights if w.name.startswith(prefix))
+
+    modules: list[Module] = []
+    events: list[tuple[str, int]] = []
+    open_calls: list[tuple[int, int, int]] = []  # depth, end, position of each open call
+    done = 0
+
+    def run_tasks(end: int) -> None:
+        nonlocal done
+        events.extend(("task", i) for i in range(done, end))
+        done = max(done, end)
+
+    def leave(depth: int) -> None:
+        while open_calls and open_calls[-1][0] >= depth:
+            _, end, position = open_calls.pop()
+            run_tasks(end)
+            events.append(("leave", position))
+
+    for call in module_calls(graph):
+        leave(call.depth)
+        if open_calls and modules[open_calls[-1][2]].is_leaf:
+            continue
+        run_tasks(call.begin)
+        is_leaf = call.class_name in leaf_classes
+        own = dict.fromkeys(below[call.name] if is_leaf else owned.get(call.name, ()))
+        others = {p for _, _, position in open_calls for p in modules[position].own}
+        for task in graph.tasks[call.begin : call.end]:
+            if is_leaf or task.label == call.name:
+                own |= dict.fromkeys(b for b in task.reads if b in is_weight and b not in others)
+        nested = tuple(dict.fromkeys([*own, *below[call.name]]))
+        open_calls.append((call.depth, call.end, len(modules)))
+        events.append(("enter", len(modules)))
+        modules.append(Module(call.name, is_leaf, tuple(sorted(own)), nested))
+    leave(0)
+    run_tasks(len(graph.tasks))
+    return modules, events

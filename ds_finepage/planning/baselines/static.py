@@ -1,64 +1,49 @@
 """Policies ``static*``: fixed shares, layer by layer, as FlexGen does it.
 
-A linear program chooses the share of the weights that stays on the device for good. The rest
-streams: while one layer computes, the weights of the next are reloaded, never more than one layer
-ahead; those of the first layer are reloaded during the last. Weights are assigned whole, the last
-ones of a layer to the device.
+A share of the weights stays on the device for good. The rest streams: while one layer computes, the
+weights of the next are reloaded, never more than one layer ahead; those of the first layer are
+reloaded during the last. Weights are assigned whole.
 
-``static`` is the row order: one batch goes through all layers. It also tries the largest share that
+``static`` is the row order: one batch goes through all layers. It tries the largest share that
 fits, in several forms: the first or the last weights of each layer stay, and the stretches before
 and after the layers take part, stream as a whole, or stay. The plan with the shortest predicted
 time is taken.
 
-``static-zigzag`` lets several
-batches go through a layer before it is replaced, so that one reload serves all of them. The pass is
-then unrolled: a plan's bytes and times are for ``graph.num_batches`` calls. The second share of the
-linear program says how many batches keep the activations between two layers on the device; those of
-the others wait in host memory. KV caches stay on the device, and their bytes are taken from the
-arena. With one batch both orders are the same.
+``static-zigzag`` lets several batches go through a layer before it is replaced, so that one reload
+serves all of them. The pass is then unrolled: a plan's bytes and times are for
+``graph.num_batches`` calls. The activations between two layers stay on the device, or those of all
+batches but one wait in host memory. KV caches stay on the device, and their bytes are taken from
+the arena. With one batch both orders are the same.
 
-Source: "FlexGen" (arXiv 2303.06865), section 4 and its cost model, with the KV cache not paged.
-Kinder than its code in four ways: one wait joins two layers, not one wait a batch; the copy of a
-layer is spread over all batches of the layer before; bytes that rounding to whole weights leaves
-over in one layer go to the next; ``static`` tries several forms.
+Source: "FlexGen" (arXiv 2303.06865), section 4, with the KV cache not paged. Kinder than its code
+in five ways: the shares are those of the shortest plan, not of a linear program over a cost model;
+one wait joins two layers, not one wait a batch; the copy of a layer is spread over all batches of
+the layer before; bytes that rounding to whole weights leaves over in one layer go to the next;
+``static`` tries several forms.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of
-from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.baselines.unroll import Unrolled, unroll
 from ds_finepage.planning.budget import non_arena_bytes
-from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.simulator import predicted_ns, task_time_ns
+from ds_finepage.planning.script import Act, Script, Step, live_bytes, realize
+from ds_finepage.planning.simulator import predicted_ns
 
-NUM_BATCHES = (1, 2, 4, 8)
+NUM_BATCHES = (2, 4, 8)
 """Numbers of alternating batches to choose from. More hide more copies, and need more KV cache."""
 
 FRAGMENTATION_STEPS = 10
-"""How often a form gives up two thousandths of its share until the offsets fit."""
-
-RESIDENT_BONUS = 1e-6
-"""Seconds that keeping everything may cost against keeping nothing; decides between ties."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The shares that stay on the device, 0 to 1, and the time that the cost model predicts."""
-
-    weights: float
-    activations: float
-    seconds: float  # of one pass of all batches
+"""How often a form gives up two thousandths of its share until the offsets fit, and then ten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +70,11 @@ def plan_static(problem: Problem) -> MemGraph:
     Raises:
         PlanInfeasibleError: Even two layers' weights in turn are too much for the arena.
     """
-    problem.require_feasible()
-    return Static(problem, 1, "static").searched()
+    return _in_rows(problem, "static")
 
 
 def plan_static_zigzag(problem: Problem) -> MemGraph:
-    """Plan with fixed shares, and the number of alternating batches that the cost model prefers.
+    """Plan with fixed shares, and the number of alternating batches with the shortest plan.
 
     Returns:
         A plan whose taskgraph is the pass unrolled for ``plan.graph.num_batches`` batches.
@@ -98,19 +82,31 @@ def plan_static_zigzag(problem: Problem) -> MemGraph:
     Raises:
         PlanInfeasibleError: As for ``static``.
     """
+    found = [_in_rows(problem, "static-zigzag")]
+    for num_batches in NUM_BATCHES:
+        static = Static(problem, num_batches, "static-zigzag")
+        for num_waiting in (0, num_batches - 1):
+            found += filter(None, [static.largest(FORMS[0], num_waiting)])
+    return min(found, key=lambda plan: _cost(problem, plan) / plan.graph.num_batches)
+
+
+def _in_rows(problem: Problem, policy: str) -> MemGraph:
+    """Plan one batch in the form that takes least time."""
     problem.require_feasible()
-    found = [Static(problem, n, "static-zigzag") for n in NUM_BATCHES]
-    feasible = [s for s in found if s.shares is not None]
-    for static in sorted(feasible, key=lambda s: (s.seconds_per_batch, s.num_batches)):
-        try:
-            return static.searched() if static.num_batches == 1 else static.plan()
-        except PlanInfeasibleError:
-            continue
-    return found[0].searched()
+    static = Static(problem, 1, policy)
+    plans = list(filter(None, map(static.largest, FORMS)))
+    return min(plans, key=partial(_cost, problem)) if plans else static.nothing_kept()
+
+
+def _cost(problem: Problem, plan: MemGraph) -> int:
+    """Return the predicted time of a plan; without a machine, the bytes that it reloads."""
+    if problem.profile is None:
+        return plan.reloaded_bytes
+    return predicted_ns(plan, problem.profile)[0]
 
 
 class Static:
-    """One number of batches: the linear program, then the schedule.
+    """The schedules of one number of batches.
 
     A *stretch* is the tasks of a layer in program order. The tasks before the first layer are a
     stretch too, and so are those after the last.
@@ -118,7 +114,7 @@ class Static:
 
     def __init__(self, problem: Problem, num_batches: int, policy: str) -> None:
         self._problem, self._policy = problem, policy
-        self._graph, self._profile = problem.graph, problem.profile
+        self._graph = problem.graph
         self._alignment = problem.alignment
         self.num_batches = num_batches
         self._starts = _stretches(problem.graph)
@@ -139,78 +135,6 @@ class Static:
                 if buffers[b].kind is BufferKind.WEIGHT
             )
         )
-
-    def _nbytes(self, buffers: list[int]) -> int:
-        return sum(self._graph.buffers[b].nbytes for b in buffers)
-
-    # The linear program.
-
-    @cached_property
-    def shares(self) -> Shares | None:
-        """The shares of the shortest pass, by the cost model; None if nothing fits.
-
-        Unknowns: the share of weights w, the share a of the activations that cross from layer to
-        layer, the time t::
-
-            minimize t, subject to
-            t >= n * compute
-            t >= ((1 - w) * weights + n * (1 - a) * crossing) / h2d rate
-            t >= n * (1 - a) * crossing / d2h rate
-            w * weights + (1 - w) * two largest layers + n * a * most that cross at once
-                + activations of one layer + further KV caches <= arena
-        """
-        # The import takes half a second, and no other policy needs it.
-        from scipy.optimize import linprog
-
-        n = self.num_batches
-        layers = [self._nbytes(w) for w in self._weights]
-        streamed = sum(layers)  # a tied weight, which two layers read, is streamed twice
-        resident = self._nbytes(sorted({b for w in self._weights for b in w}))
-        pairs = [a + b for a, b in zip(layers, [*layers[1:], layers[0]], strict=True)]
-        two_layers = min(max(pairs), resident)
-        crossing = [self._nbytes(self._crossing(start)) for start in self._starts[1:]]
-        crossing_sum, crossing_max = n * sum(crossing), n * max(crossing, default=0)
-        h2d = self._profile.h2d_bytes_per_s if self._profile else 1.0
-        d2h = self._profile.d2h_bytes_per_s if self._profile else 1.0
-        room = self._problem.arena_bytes - self._reserved_bytes - self._live_in_layer
-        if n == 1:  # the one batch is always at work, so nothing waits
-            crossing_sum = crossing_max = 0
-        found = linprog(
-            [-RESIDENT_BONUS, -RESIDENT_BONUS, 1.0],
-            A_ub=[
-                [0.0, 0.0, -1.0],
-                [-streamed / h2d, -crossing_sum / h2d, -1.0],
-                [0.0, -crossing_sum / d2h, -1.0],
-                [float(resident - two_layers), float(crossing_max), 0.0],
-            ],
-            b_ub=[
-                -n * self._compute_seconds,
-                -(streamed + crossing_sum) / h2d,
-                -crossing_sum / d2h,
-                float(room - two_layers),
-            ],
-            bounds=[(0, 1), (0, 1), (0, None)],
-            method="highs",
-        )
-        if not found.success:
-            return None
-        return Shares(*(float(x) for x in found.x))
-
-    @property
-    def seconds_per_batch(self) -> float:
-        """Return the time of the cost model, rounded so that ties are ties."""
-        assert self.shares is not None
-        return round(self.shares.seconds / self.num_batches, 9)
-
-    @cached_property
-    def _live_in_layer(self) -> int:
-        return max(live_activation_bytes(self._graph, self._alignment), default=0)
-
-    @cached_property
-    def _compute_seconds(self) -> float:
-        if self._profile is None:
-            return 0.0
-        return sum(task_time_ns(self._graph, t, self._profile) for t in self._graph.tasks) / 1e9
 
     @cached_property
     def _unrolled(self) -> Unrolled:
@@ -242,56 +166,40 @@ class Static:
 
     # The schedule.
 
-    def plan(self) -> MemGraph:
-        """Write the plan: the shares of the linear program, lowered until the plan fits."""
-        room = self._problem.arena_bytes - self._reserved_bytes
-        for script in self._scripts():
-            if live_bytes(self._unrolled_problem, script) > room:
-                continue
-            try:
-                return self._realize(script)
-            except PlanInfeasibleError:
-                continue
+    def nothing_kept(self) -> MemGraph:
+        """Write the plan that streams all weights.
+
+        Raises:
+            PlanInfeasibleError: It does not fit.
+        """
         return self._realize(self._script(0, 0))
 
-    def searched(self) -> MemGraph:
-        """Write the plan of the linear program, or of a form that is faster."""
-        plans = [self.plan(), *filter(None, map(self._largest, FORMS))]
-        return min(plans, key=self._cost)
+    def largest(self, form: Form, num_waiting: int = 0) -> MemGraph | None:
+        """Write the plan with the largest share that fits; None if no share does.
 
-    def _cost(self, memgraph: MemGraph) -> int:
-        if self._profile is None:
-            return memgraph.reloaded_bytes
-        return predicted_ns(memgraph, self._profile)[0]
-
-    def _largest(self, form: Form) -> MemGraph | None:
-        """Write the plan with the largest share that fits; None if no share does."""
+        Args:
+            form: Which weights stay.
+            num_waiting: The last batches, whose activations wait in host memory.
+        """
+        room = self._problem.arena_bytes - self._reserved_bytes
         least, most = 0, 1000
         while least < most:
             middle = (least + most + 1) // 2
-            script = self._script(middle, 0, form)
-            if live_bytes(self._unrolled_problem, script) <= self._problem.arena_bytes:
+            script = self._script(middle, num_waiting, form)
+            if live_bytes(self._unrolled_problem, script) <= room:
                 least = middle
             else:
                 most = middle - 1
-        for permille in range(least, max(-1, least - 2 * FRAGMENTATION_STEPS), -2):
+        fine = least - 2 * FRAGMENTATION_STEPS
+        for permille in (*range(least, max(-1, fine), -2), *range(fine, -1, -10)):
             try:
-                return self._realize(self._script(permille, 0, form))
+                return self._realize(self._script(permille, num_waiting, form))
             except PlanInfeasibleError:
                 continue
         return None
 
     def _realize(self, script: Script) -> MemGraph:
         return realize(self._unrolled_problem, script, reserved_bytes=self._reserved_bytes)
-
-    def _scripts(self) -> Iterator[Script]:
-        if self.shares is None:
-            return
-        waiting = round(self.num_batches * (1 - self.shares.activations))
-        if self.num_batches == 1:
-            waiting = 0
-        for percent in range(-(-int(100_000 * self.shares.weights) // 1000), -1, -1):
-            yield self._script(10 * percent, waiting)
 
     def _script(self, permille: int, num_waiting: int, form: Form = FORMS[0]) -> Script:
         """Write the schedule with a share of the weights kept.

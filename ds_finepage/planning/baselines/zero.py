@@ -29,9 +29,9 @@ from typing import Any
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, Ref, TaskGraph
-from ds_finepage.planning.baselines.modules import module_calls
-from ds_finepage.planning.baselines.script import Act, Script, Step, realize
+from ds_finepage.planning.baselines.modules import Module, walk
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, realize
 
 MAX_PASSES = 8
 """Forwards to simulate before the resident parameters must be those of the forward before."""
@@ -118,24 +118,6 @@ def _hidden_size(graph: TaskGraph) -> int:
 # The coordinator.
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """A module as the coordinator sees it, at one call."""
-
-    name: str
-    is_leaf: bool
-    own: tuple[int, ...]  # parameters to fetch, in the order in which they were registered
-    nested: tuple[int, ...]  # its own and those of all submodules
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """A module is entered or left (by its position among the calls), or a task runs."""
-
-    what: str  # "enter" | "leave" | "task"
-    index: int
-
-
 class _Coordinator:
     """The state of DeepSpeed's coordinator over several forwards.
 
@@ -147,7 +129,7 @@ class _Coordinator:
         self._settings = settings
         self._sizes = {b.id: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
         self._numel = element_counts(graph)
-        self._modules, self._events = _walk(graph, settings.leaf_classes)
+        self._modules, self._events = walk(graph, settings.leaf_classes)
         self._trace = [(p, step) for step, m in enumerate(self._modules) for p in m.own]
         self._persistent = self._mark_persistent()
         self._release_cache: dict[tuple[str, int], frozenset[int]] = {}
@@ -184,13 +166,13 @@ class _Coordinator:
     def forward(self) -> None:
         """Run one forward pass."""
         self._begin_forward()
-        for event in self._events:
-            if event.what == "enter":
-                self._fetch(self._modules[event.index])
-            elif event.what == "leave":
-                self._release(self._modules[event.index])
+        for what, index in self._events:
+            if what == "enter":
+                self._fetch(self._modules[index])
+            elif what == "leave":
+                self._release(self._modules[index])
             else:
-                self.steps.append(Step(Act.COMPUTE, event.index))
+                self.steps.append(Step(Act.COMPUTE, index))
         for parameter in list(self._group):  # prefetched, but not used
             del self._group[parameter]
             self._free(parameter)
@@ -207,7 +189,7 @@ class _Coordinator:
             self.steps.append(Step(Act.RELOAD, parameter))
         self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
 
-    def _fetch(self, module: _Module) -> None:
+    def _fetch(self, module: Module) -> None:
         self._gather(list(module.own))
         for parameter in module.own:
             self._active[parameter].add(module.name)
@@ -237,7 +219,7 @@ class _Coordinator:
         if chosen:
             self._gather(list(chosen))
 
-    def _release(self, module: _Module) -> None:
+    def _release(self, module: Module) -> None:
         to_release = self._to_release(module)
         for parameter in module.own:
             self._active[parameter].discard(module.name)
@@ -254,7 +236,7 @@ class _Coordinator:
         self._live_bytes -= self._sizes[parameter]
         self.steps.append(Step(Act.DROP, parameter))
 
-    def _to_release(self, module: _Module) -> frozenset[int]:
+    def _to_release(self, module: Module) -> frozenset[int]:
         """Choose the parameters to free when a module returns; like DeepSpeed, only once."""
         key = (module.name, self._step)
         if key not in self._release_cache:
@@ -288,59 +270,6 @@ def element_counts(graph: TaskGraph) -> dict[int, int]:
 
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
-
-
-def _walk(graph: TaskGraph, leaf_classes: tuple[str, ...]) -> tuple[list[_Module], list[_Event]]:
-    """List the modules that DeepSpeed hooks, in the order of their calls, and all events in order.
-
-    A module has the parameters that are named after it. It also has those that its own tasks read
-    and no enclosing module has: tied parameters, and DeepSpeed's external parameters.
-    """
-    weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT]
-    owned: dict[str, list[int]] = {}
-    for weight in weights:
-        owned.setdefault(weight.name.rpartition(".")[0], []).append(weight.id)
-    is_weight = {w.id for w in weights}
-    below: dict[str, tuple[int, ...]] = {}  # by module, with those of its submodules
-    for call in module_calls(graph):
-        if call.name not in below:
-            prefix = f"{call.name}." if call.name else ""
-            below[call.name] = tuple(w.id for w in weights if w.name.startswith(prefix))
-
-    modules: list[_Module] = []
-    events: list[_Event] = []
-    open_calls: list[tuple[int, int, int]] = []  # depth, end, position of each open call
-    done = 0
-
-    def run_tasks(end: int) -> None:
-        nonlocal done
-        events.extend(_Event("task", i) for i in range(done, end))
-        done = max(done, end)
-
-    def leave(depth: int) -> None:
-        while open_calls and open_calls[-1][0] >= depth:
-            _, end, position = open_calls.pop()
-            run_tasks(end)
-            events.append(_Event("leave", position))
-
-    for call in module_calls(graph):
-        leave(call.depth)
-        if open_calls and modules[open_calls[-1][2]].is_leaf:
-            continue
-        run_tasks(call.begin)
-        is_leaf = call.class_name in leaf_classes
-        own = dict.fromkeys(below[call.name] if is_leaf else owned.get(call.name, ()))
-        others = {p for _, _, position in open_calls for p in modules[position].own}
-        for task in graph.tasks[call.begin : call.end]:
-            if is_leaf or task.label == call.name:
-                own |= dict.fromkeys(b for b in task.reads if b in is_weight and b not in others)
-        nested = tuple(dict.fromkeys([*own, *below[call.name]]))
-        open_calls.append((call.depth, call.end, len(modules)))
-        events.append(_Event("enter", len(modules)))
-        modules.append(_Module(call.name, is_leaf, tuple(sorted(own)), nested))
-    leave(0)
-    run_tasks(len(graph.tasks))
-    return modules, events
 
 
 def simulate_coordinator(graph: TaskGraph, settings: ZeroSettings) -> ZeroPass:

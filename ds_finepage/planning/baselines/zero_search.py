@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.planning.baselines.script import Script, live_bytes, realize
 from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,
     ZeroSettings,
@@ -29,6 +28,7 @@ from ds_finepage.planning.baselines.zero import (
     script_of,
 )
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Script, live_bytes, realize
 from ds_finepage.planning.simulator import predicted_ns
 
 POLICY = "zero-persistence"

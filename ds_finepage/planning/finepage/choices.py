@@ -1,17 +1,17 @@
-"""Chooses the bytes of the weights that are kept; the rest streams through the ring."""
+"""Chooses the bytes of the weights that are kept, and cuts the rest for the ring."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.grains import stream_in_grains
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
-from ds_finepage.planning.finepage.slicing import Slicer
+from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import SharedResident
-from ds_finepage.planning.rewrite.split import quantum
+from ds_finepage.planning.rewrite.split import Divisible, cut_weights, quantum
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +29,6 @@ class Choice:
     shared: Mapping[int, Extent] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The bytes of weights that are kept; no weight is cut yet.
-
-    Attributes:
-        kept: The whole weights that are kept.
-        kept_rows: The rows that are kept of each weight that can be cut.
-        starts: The rows at which the slices of each such weight begin.
-    """
-
-    kept: Set[int]
-    kept_rows: Mapping[int, int] = field(default_factory=dict)
-    starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-
-
 class Chooser:
     """Chooses weights to keep, by the room that the arena has."""
 
@@ -51,8 +36,8 @@ class Chooser:
         """Choose among the weights of one pass."""
         self._weights = weights
 
-    def select(self, room: int, ring: RingShape) -> Selection | None:
-        """Choose the weights to keep.
+    def choose(self, room: int, ring: RingShape) -> Choice | None:
+        """Choose the weights to keep, and cut the others.
 
         Args:
             room: Bytes of the arena beside the activations.
@@ -66,7 +51,7 @@ class Chooser:
         if left < 0:
             return None
         if ring.nbytes == 0:
-            return Selection(set(weights.order))
+            return Choice(weights.problem.graph, [])
         always = {b for b in weights.order if self._exceeds(b, ring.nbytes)}
         if not weights.per_call.isdisjoint(always):
             return None
@@ -85,13 +70,7 @@ class Chooser:
                 left = self._stream_in_grains(group, left, ring, kept, kept_rows)
             else:
                 left = self._spread(group, left, kept, kept_rows)
-        return Selection(kept, kept_rows, Slicer(weights).starts(kept_rows, kept, ring))
-
-    def cut(self, selection: Selection) -> Choice:
-        """Cut the weights of a selection."""
-        return Choice(
-            *Slicer(self._weights).cut(selection.starts, selection.kept_rows, selection.kept)
-        )
+        return self._cut(kept_rows, kept, ring)
 
     def _exceeds(self, buffer: int, ring_bytes: int) -> bool:
         """Tell whether a weight can go through the ring neither whole nor cut."""
@@ -189,9 +168,9 @@ class Chooser:
         }
         kept: dict[int, list[SharedResident]] = {}
         need = sum(weights.sizes[b] for b in must)
-        for pieces in self._units_of(weights.problem.shared):
+        for pieces in _units_of(weights):
             buffer = names.get(pieces[0].buffer.name)
-            if buffer is None or not self._can_keep(buffer, pieces):
+            if buffer is None or not _can_keep(weights, buffer, pieces):
                 continue
             still = need - weights.sizes[buffer] if buffer in must else need
             offset = min(piece.extent.offset for piece in pieces)
@@ -205,41 +184,109 @@ class Chooser:
             for b in weights.order
             if b in weights.divisible
         }
-        slicer, whole = Slicer(weights), must | kept.keys()
-        cut, streamed = slicer.cut(slicer.starts(rows, whole, ring), rows, whole)
+        found = self._cut(rows, must | kept.keys(), ring)
         extents = {s.buffer.key: s.extent for pieces in kept.values() for s in pieces}
-        return Choice(
-            cut,
-            streamed,
-            {b.id: extents[b.key] for b in cut.buffers if b.key in extents},
-        )
+        cut = found.graph.buffers
+        return replace(found, shared={b.id: extents[b.key] for b in cut if b.key in extents})
 
-    def _units_of(self, shared: Sequence[SharedResident]) -> Iterator[list[SharedResident]]:
-        """Yield shared residents one by one, those of a unit together where its last one comes."""
-        graph = self._weights.problem.graph
-        units = {
-            graph.buffers[b].name: [graph.buffers[part].name for part, _ in unit.parts]
-            for unit in self._weights.divisible.values()
-            for b, _ in unit.parts
-        }
-        seen: dict[str, SharedResident] = {}
-        for piece in shared:
-            names = units.get(piece.buffer.name, [piece.buffer.name])
-            seen[piece.buffer.name] = piece
-            if all(name in seen for name in names):
-                yield [seen.pop(name) for name in names]
+    def _cut(self, kept_rows: Mapping[int, int], kept: Set[int], ring: RingShape) -> Choice:
+        """Cut the weights that can be cut into their kept rows and slices for the ring.
 
-    def _can_keep(self, buffer: int, pieces: Sequence[SharedResident]) -> bool:
-        """Tell whether this pass can keep the alternating pass's pieces of a weight."""
-        graph, unit = self._weights.problem.graph, self._weights.divisible.get(buffer)
-        if any(p.buffer.offset or p.buffer.gather is not None for p in pieces):
-            return False
-        if graph.buffers[buffer].gather is not None:
-            return False
-        if unit is None:
-            return pieces[0].buffer.nbytes == graph.buffers[buffer].nbytes
-        rows = {
-            p.buffer.nbytes / row_bytes
-            for p, (_, row_bytes) in zip(pieces, unit.parts, strict=True)
+        Args:
+            kept_rows: The rows to keep of each weight that can be cut.
+            kept: The whole weights to keep.
+            ring: The shape of the ring.
+        """
+        weights, starts, head = self._weights, dict[int, list[int]](), 0
+        for buffer in weights.order:
+            if buffer in kept_rows:
+                starts[buffer], head = self._slices(
+                    weights.divisible[buffer], kept_rows[buffer], head, ring
+                )
+            elif buffer not in kept:
+                size = weights.sizes[buffer]
+                head = size + (head if head + size <= ring.nbytes else 0)
+        cut = cut_weights(weights.problem.graph, starts)
+        return Choice(cut, self._streamed(cut, kept - kept_rows.keys(), kept_rows))
+
+    def _slices(
+        self, weight: Divisible, kept_rows: int, head: int, ring: RingShape
+    ) -> tuple[list[int], int]:
+        """Cut a weight into the kept part and slices for the ring.
+
+        A slice ends at the end of the ring, so that no bytes of the ring are left empty.
+
+        Args:
+            weight: The weight.
+            kept_rows: Its rows that are kept.
+            head: Offset in the ring of the first slice.
+            ring: The shape of the ring.
+
+        Returns:
+            The rows at which the slices begin, and the offset in the ring of the next slice.
+        """
+        unit = quantum(weight)
+        most = ring.slice_bytes // weight.row_bytes // unit * unit
+        starts = [0] if kept_rows else []
+        at = kept_rows
+        while at < weight.num_rows:
+            space = (ring.nbytes - head) // weight.row_bytes // unit * unit
+            if ring.grain_bytes and space < min(most, weight.num_rows - at):
+                space = 0
+            if space <= 0 < head:
+                head = 0
+                continue
+            starts.append(at)
+            num_rows = min(weight.num_rows - at, max(unit, min(most, space)))
+            at += num_rows
+            head += self._weights.slice_bytes(weight, num_rows)
+        return starts or [0], head
+
+    def _streamed(self, cut: TaskGraph, kept: Set[int], kept_rows: Mapping[int, int]) -> list[int]:
+        """List the weights and slices of the cut graph that stream, by use."""
+        kept_bytes = {
+            self._weights.problem.graph.buffers[b].name: rows * row_bytes
+            for unit, rows in kept_rows.items()
+            for b, row_bytes in self._weights.divisible[unit].parts
         }
-        return len(rows) == 1 and (rows == {unit.num_rows} or not min(rows) % quantum(unit))
+        may_stream = set(self._weights.order)
+        found = []
+        for buffer in weights_by_first_use(cut, per_call=True):
+            part = cut.buffers[buffer]
+            if part.name in kept_bytes:
+                if part.offset >= kept_bytes[part.name]:
+                    found.append(buffer)
+            elif buffer in may_stream and buffer not in kept:
+                found.append(buffer)
+        return found
+
+
+def _units_of(weights: WeightClasses) -> Iterator[list[SharedResident]]:
+    """Yield shared residents one by one, those of a unit together where its last one comes."""
+    graph = weights.problem.graph
+    units = {
+        graph.buffers[b].name: [graph.buffers[part].name for part, _ in unit.parts]
+        for unit in weights.divisible.values()
+        for b, _ in unit.parts
+    }
+    seen: dict[str, SharedResident] = {}
+    for piece in weights.problem.shared:
+        names = units.get(piece.buffer.name, [piece.buffer.name])
+        seen[piece.buffer.name] = piece
+        if all(name in seen for name in names):
+            yield [seen.pop(name) for name in names]
+
+
+def _can_keep(weights: WeightClasses, buffer: int, pieces: Sequence[SharedResident]) -> bool:
+    """Tell whether this pass can keep the alternating pass's pieces of a weight."""
+    graph, unit = weights.problem.graph, weights.divisible.get(buffer)
+    if any(p.buffer.offset or p.buffer.gather is not None for p in pieces):
+        return False
+    if graph.buffers[buffer].gather is not None:
+        return False
+    if unit is None:
+        return pieces[0].buffer.nbytes == graph.buffers[buffer].nbytes
+    rows = {
+        p.buffer.nbytes / row_bytes for p, (_, row_bytes) in zip(pieces, unit.parts, strict=True)
+    }
+    return len(rows) == 1 and (rows == {unit.num_rows} or not min(rows) % quantum(unit))

@@ -1,53 +1,54 @@
-"""Plans tiny passes with the fewest moved bytes, by dynamic programming.
+"""Plans tiny passes with the fewest moved bytes: the cheapest ways to make room, in turn.
 
-For a pass of a few tasks, this tries all sets of buffers that may be resident during each task. The
-cheapest sequence of sets that ends as it began gives the stays of each buffer, which are then
-placed offline. If no layout of the cheapest sequence is found, the next cheapest ones are tried.
+A *gap* is the time from one use of a buffer to its next one; the last gap of a weight reaches into
+the next pass. A buffer is held during a gap, or released and brought back. The search begins with
+all gaps held. Where a task has too little room, it releases one gap there after another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, combinations
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 
-from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
-from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
-from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.layout import Tenancy, first_fit
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, realize
 
 MAX_TASKS = 8
 MAX_BUFFERS = 14
 MAX_WEIGHTS = 6
-NUM_PATHS = 12
-NUM_SEQUENCES = 400
-"""Ways to the same residency, and whole sequences, that are tried at most."""
+MAX_TRIED = 2000
+"""Sets of released gaps to look at."""
 
-NUM_LAYOUTS = 200
-"""Orders in which the placement of a set of stays is tried at most."""
-
-Resident = frozenset[int]
+NUM_LAYOUTS = 10
+"""Orders in which the buffers of a set are placed at most."""
 
 
-@dataclass
-class _Stay:
-    """A buffer in one extent, during some tasks.
-
-    ``wraps``: a weight that has this extent when the pass begins, and again when it ends.
-    """
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """The time between two uses of a buffer."""
 
     buffer: int
-    tasks: list[int] = field(default_factory=list)
-    wraps: bool = False
+    after: int  # the task that uses it first
+    before: int  # the one that uses it next; no later than ``after`` for one of the next pass
+    is_needed: bool  # the next one reads what is there
+    version: int | None  # numbers the contents, which one copy to host memory saves; None: a weight
+
+    def covers(self, task: int) -> bool:
+        """Tell whether a task runs in between."""
+        if self.after < self.before:
+            return self.after < task < self.before
+        return task > self.after or task < self.before
 
 
 def is_tiny(graph: TaskGraph) -> bool:
-    """Tell whether a pass is small enough to try all residencies."""
-    found = graph.uses
-    paged = [b for b in graph.buffers if found[b.id] and b.kind.is_paged]
+    """Tell whether a pass is small enough to look at all residencies."""
+    paged = [b for b in graph.buffers if graph.uses[b.id] and b.kind.is_paged]
     weights = [b for b in paged if b.kind is BufferKind.WEIGHT]
     return (
         len(graph.tasks) <= MAX_TASKS
@@ -60,184 +61,68 @@ def is_tiny(graph: TaskGraph) -> bool:
 
 def plan_exact(problem: Problem) -> MemGraph | None:
     """Plan a tiny pass with the fewest moved bytes; None if no layout was found."""
-    search = _ExactSearch(problem)
-    for num_paths in (1, NUM_PATHS):
-        for entry, sequence in search.cheapest(num_paths):
-            placed = search.lay_out(_stays_of(entry, sequence))
-            if placed is not None:
-                return search.write(placed)
+    graph, gaps = problem.graph, _gaps_of(problem.graph)
+    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # moved bytes, released gaps
+    seen: set[tuple[int, ...]] = set()
+    while waiting and len(seen) < MAX_TRIED:
+        _, released = heapq.heappop(waiting)
+        held = [g for g in range(len(gaps)) if g not in released]
+        choice = _in_the_way(problem, gaps, held)
+        if choice is None:
+            choice = held  # unless the offsets fit
+            with contextlib.suppress(PlanInfeasibleError):
+                script = _script(graph, gaps, released)
+                return realize(problem, script, num_orders=NUM_LAYOUTS)
+        for gap in choice:
+            more = tuple(sorted((*released, gap)))
+            if more not in seen:
+                seen.add(more)
+                heapq.heappush(waiting, (_moved_bytes(graph, [gaps[g] for g in more]), more))
     return None
 
 
-class _ExactSearch:
-    """Finds the cheapest sequences of resident sets, and lays them out."""
-
-    def __init__(self, problem: Problem) -> None:
-        graph = problem.graph
-        self._graph, self._alignment = graph, problem.alignment
-        self._arena_bytes = problem.arena_bytes
-        self._sizes = [problem.size(b.id) for b in graph.buffers]
-        found = graph.uses
-        self._last_use = [u[-1] if u else -1 for u in found]
-        self._weights = frozenset(
-            b.id for b in graph.buffers if b.kind is BufferKind.WEIGHT and found[b.id]
-        )
-        self._needed_later = [
-            [self._is_needed(b.id, t.index, found[b.id]) for b in graph.buffers]
-            for t in graph.tasks
-        ]
-
-    def size(self, buffers: Resident) -> int:
-        return sum(self._sizes[b] for b in buffers)
-
-    def _is_needed(self, buffer: int, task: int, found: Sequence[int]) -> bool:
-        """Tell whether the contents that a buffer has after a task are read again."""
-        later = [u for u in found if u > task]
-        return bool(later) and buffer in self._graph.tasks[later[0]].reads
-
-    def cheapest(self, num_paths: int) -> list[tuple[Resident, tuple[Resident, ...]]]:
-        """List the cheapest residencies, at entry and during each task.
-
-        Args:
-            num_paths: Ways to the same residency that are followed at most.
-
-        Returns:
-            The cheapest first; with one path, it alone.
-        """
-        found = [
-            (cost, index, entry, path)
-            for index, entry in enumerate(_subsets(self._weights))
-            if self.size(entry) <= self._arena_bytes
-            for cost, path in self._paths_from(entry, num_paths)
-        ]
-        found.sort(key=lambda f: f[:2])
-        most = 1 if num_paths == 1 else NUM_SEQUENCES
-        return [(entry, path) for _, _, entry, path in found[:most]]
-
-    def _paths_from(
-        self, entry: Resident, num_paths: int
-    ) -> list[tuple[int, tuple[Resident, ...]]]:
-        # (residents after a task, those with a host copy) -> bytes moved, and the path
-        reached: dict[tuple[Resident, Resident], list[tuple[int, tuple[Resident, ...]]]] = {
-            (entry, frozenset()): [(0, ())]
-        }
-        for task in self._graph.tasks:
-            following: dict[tuple[Resident, Resident], list[tuple[int, tuple[Resident, ...]]]] = {}
-            for (resident, copied), paths in reached.items():
-                for state, during, cost in self._steps(resident, copied, task):
-                    following.setdefault(state, []).extend(
-                        (moved + cost, (*path, during)) for moved, path in paths
-                    )
-            reached = {
-                state: heapq.nsmallest(num_paths, paths, key=lambda p: p[0])
-                for state, paths in following.items()
-            }
-        return [p for (resident, _), paths in reached.items() if resident >= entry for p in paths]
-
-    def _steps(
-        self, resident: Resident, copied: Resident, task: Task
-    ) -> Iterator[tuple[tuple[Resident, Resident], Resident, int]]:
-        """Yield the choices for a task: the state after it, the residents during it, the cost."""
-        named = frozenset(self._graph.paged(task))
-        missing = named.intersection(task.reads) - resident
-        reloaded = sum(self._graph.buffers[b].nbytes for b in missing)
-        for kept in _subsets(resident - named):
-            during = kept | named
-            if self.size(during) > self._arena_bytes:
-                continue
-            cost, clean = self._leave(resident - during, copied, task.index, reloaded)
-            after = frozenset(
-                b for b in during if b in self._weights or self._last_use[b] > task.index
-            )
-            yield (after, clean - frozenset(task.writes)), during, cost
-
-    def _leave(
-        self, gone: Resident, copied: Resident, task: int, moved: int
-    ) -> tuple[int, Resident]:
-        """Add the bytes to offload when buffers leave before a task."""
-        for buffer in gone - self._weights - copied:
-            if self._needed_later[task - 1][buffer]:
-                moved += self._graph.buffers[buffer].nbytes
-                copied |= {buffer}
-        return moved, copied
-
-    def lay_out(self, stays: list[_Stay]) -> list[tuple[_Stay, Extent]] | None:
-        """Place stays; None if they fit in no order that was tried."""
-        order = sorted(stays, key=lambda s: (-self._sizes[s.buffer], s.tasks[0], s.buffer))
-        rng = random.Random(0)
-        for _ in range(NUM_LAYOUTS):
-            placed = first_fit((self._sizes[s.buffer], s.tasks) for s in order)
-            if max((e.end for e in placed), default=0) <= self._arena_bytes:
-                return list(zip(order, placed, strict=True))
-            rng.shuffle(order)
-        return None
-
-    def write(self, placed: list[tuple[_Stay, Extent]]) -> MemGraph:
-        """Write the memgraph of placed stays."""
-        graph = self._graph
-        builder = MemGraphBuilder(graph, "finepage", self._arena_bytes, self._alignment)
-        tenancy = Tenancy()
-        at_entry = [(s, e) for s, e in placed if s.wraps]
-        builder.begin(
-            tuple(Residency(s.buffer, e) for s, e in sorted(at_entry, key=lambda p: p[0].buffer))
-        )
-        during: list[dict[int, Extent]] = [{} for _ in graph.tasks]
-        for stay, extent in placed:
-            for index in stay.tasks:
-                during[index][stay.buffer] = extent
-        resident = {s.buffer: e for s, e in at_entry}
-        for task in graph.tasks:
-            wanted = during[task.index]
-            for buffer in [b for b, e in resident.items() if wanted.get(b) != e]:
-                extent = resident.pop(buffer)
-                needed = task.index > 0 and self._needed_later[task.index - 1][buffer]
-                tenancy.free(extent, builder.evict(buffer, is_needed=needed))
-            for buffer in sorted(wanted.keys() - resident.keys()):
-                builder.alloc(buffer, wanted[buffer], tenancy.vacators(wanted[buffer]))
-                resident[buffer] = wanted[buffer]
-                if buffer in task.reads:
-                    builder.reload(buffer)
-            builder.compute(task)
-            for buffer in graph.paged(task):
-                if buffer not in self._weights and self._last_use[buffer] == task.index:
-                    tenancy.free(resident.pop(buffer), builder.drop(buffer))
-        kept = {s.buffer: e for s, e in at_entry}
-        for buffer in [b for b, e in resident.items() if kept.get(b) != e]:
-            builder.drop(buffer)
-        return builder.finish()
+def _in_the_way(problem: Problem, gaps: list[_Gap], held: list[int]) -> list[int] | None:
+    """Return the held gaps beside the first task that has too little room; None if all have it."""
+    for task in problem.graph.tasks:
+        beside = [g for g in held if gaps[g].covers(task.index)]
+        needed = (*problem.graph.paged(task), *(gaps[g].buffer for g in beside))
+        if sum(map(problem.size, needed)) > problem.arena_bytes:
+            return beside
+    return None
 
 
-def _stays_of(entry: Resident, sequence: Sequence[Resident]) -> list[_Stay]:
-    """Turn a sequence of resident sets into stays."""
-    stays: list[_Stay] = []
-    for buffer in sorted(frozenset().union(*sequence)):
-        runs: list[_Stay] = []
-        for task, during in enumerate(sequence):
-            if buffer not in during:
-                continue
-            if runs and runs[-1].tasks[-1] == task - 1:
-                runs[-1].tasks.append(task)
-            else:
-                runs.append(_Stay(buffer, [task]))
-        if buffer in entry:
-            _join_over_the_end(runs, len(sequence))
-        stays += runs
-    return stays
+def _gaps_of(graph: TaskGraph) -> list[_Gap]:
+    found = []
+    for buffer, uses in enumerate(graph.uses):
+        kind = graph.buffers[buffer].kind
+        if not uses or not kind.is_paged:
+            continue
+        is_weight = kind is BufferKind.WEIGHT
+        for after, before in pairwise((*uses, uses[0]) if is_weight else uses):
+            writes = sum(buffer in graph.tasks[t].writes for t in uses if t <= after)
+            is_needed = buffer in graph.tasks[before].reads
+            found.append(_Gap(buffer, after, before, is_needed, None if is_weight else writes))
+    return found
 
 
-def _join_over_the_end(runs: list[_Stay], num_tasks: int) -> None:
-    """Join the first and the last stay of the pass into one stay in one extent."""
-    first = runs[0]
-    if first.tasks[0] != 0:
-        # It leaves before the first task runs, so nothing was won.
-        return
-    first.wraps = True
-    if len(runs) > 1:
-        last = runs.pop()
-        first.tasks += last.tasks
+def _moved_bytes(graph: TaskGraph, released: Iterable[_Gap]) -> int:
+    """Return the bytes of all reloads, and of one copy of each of the contents that are saved."""
+    needed = [gap for gap in released if gap.is_needed]
+    saved = {(gap.buffer, gap.version) for gap in needed if gap.version is not None}
+    copied = [*(gap.buffer for gap in needed), *(buffer for buffer, _ in saved)]
+    return sum(graph.buffers[b].nbytes for b in copied)
 
 
-def _subsets(items: Resident) -> Iterator[Resident]:
-    ordered = sorted(items)
-    every = chain.from_iterable(combinations(ordered, n) for n in range(len(ordered) + 1))
-    return map(frozenset, every)
+def _script(graph: TaskGraph, gaps: list[_Gap], released: tuple[int, ...]) -> Script:
+    """Write the pass that holds all other gaps."""
+    gone = [gaps[g] for g in released]
+    steps: list[Step] = []
+    for task in graph.tasks:
+        back = [gap for gap in gone if gap.before == task.index and gap.is_needed]
+        steps += [Step(Act.RELOAD, gap.buffer) for gap in back]
+        steps.append(Step(Act.COMPUTE, task.index))
+        for gap in gone:
+            if gap.after == task.index:
+                steps.append(Step(Act.EVICT if gap.is_needed else Act.DROP, gap.buffer))
+    held = [gap for gap in gaps if gap not in gone]
+    return Script("finepage", tuple(g.buffer for g in held if g.before <= g.after), tuple(steps))

@@ -2,7 +2,7 @@
 
 Most plans that a search tries are slower than the best one. Their nodes and edges are never used
 but to predict their time. In the order of its nodes a ring decides when each reload may begin, so
-the time follows from the slices alone.
+the time follows from the cut pass alone.
 
 Invariant: a forecast is exactly the time that the simulator predicts for the written plan, and the
 bytes that it moves. Passes that need more of the simulator have no forecast: those that choose
@@ -11,24 +11,19 @@ experts, run on several ranks, or run where a lane slows another down.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph
 from ds_finepage.graph.routes import routes
-from ds_finepage.graph.taskgraph import JOIN, TO_HOST, BufferKind, TaskGraph
-from ds_finepage.planning.finepage.choices import Selection
-from ds_finepage.planning.finepage.residency import WeightClasses
+from ds_finepage.graph.taskgraph import JOIN, TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.ring import Ring
+from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.layout import Tenancy, top_of
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.split import Divisible, costs_of_part
 from ds_finepage.planning.simulator import Costs
 
 
@@ -68,38 +63,6 @@ def written(plan: Plan) -> MemGraph:
     return plan.plan if isinstance(plan, Forecast) else plan
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """A weight, or a slice of one, on its way through the ring."""
-
-    buffer: int
-    nbytes: int
-    extent_bytes: int
-    num_copies: int = 1
-    last: int = 0  # the last step that uses it
-    at: int = 0  # its place among all pieces
-    extent: Extent | None = None
-    loaded_ns: int = 0
-
-
-class _Part(enum.Enum):
-    """The part of a task that a step is."""
-
-    WHOLE = enum.auto()
-    SLICE = enum.auto()
-    JOIN = enum.auto()
-
-
-@dataclass(slots=True)
-class _Step:
-    """A task of the cut pass."""
-
-    task: int  # of the pass before it was cut
-    part: _Part
-    took_ns: int
-    used: Sequence[_Piece] = ()
-
-
 class _Lanes:
     """The times at which the host and the lanes are free, as in the simulator."""
 
@@ -134,199 +97,92 @@ class _Lanes:
 class Forecaster:
     """Predicts plans of one pass that differ in their ring and in the bytes that they keep."""
 
-    def __init__(self, weights: WeightClasses, placed: Mapping[int, Extent]) -> None:
-        """Look at the parts of the pass that all plans share.
+    def __init__(self, problem: Problem, placed: Mapping[int, Extent]) -> None:
+        """Take what all plans share.
 
         Args:
-            weights: The weights of a pass for which :func:`can_forecast` is true.
+            problem: A pass for which :func:`can_forecast` is true.
             placed: The extents of its activations.
         """
-        graph, profile = weights.problem.graph, weights.problem.profile
-        assert profile is not None
-        self._weights, self._graph, self._profile = weights, graph, profile
-        self._lower_bytes = top_of(placed)
-        self._costs = Costs(profile)
-        self._tasks_ns = [self._costs.task_ns(graph, task) for task in graph.tasks]
-        self._parts_ns: dict[tuple[int, int], int] = {}  # task and rows -> time
-        self._cut_by = {d.task: d for d in weights.divisible.values()}
-        self._rows = [b.id for b in graph.buffers if b.gather is not None and b.id in placed]
-        self._rows_used = self._used_among(set(self._rows))
-        self._whole = self._used_among(set(weights.order) - weights.divisible.keys())
-        self._plain = [_Step(at, _Part.WHOLE, time_ns) for at, time_ns in enumerate(self._tasks_ns)]
-        self._copies = _Copies(graph, placed)
-
-    def _used_among(self, buffers: Set[int]) -> list[tuple[int, ...]]:
-        """List those of some buffers that each task uses."""
-        graph = self._graph
-        return [tuple(b for b in graph.paged(t) if b in buffers) for t in graph.tasks]
+        assert problem.profile is not None
+        self._problem, self._placed, self._profile = problem, placed, problem.profile
+        self._costs = Costs(problem.profile)
+        self._rows = [
+            b.id for b in problem.graph.buffers if b.gather is not None and b.id in placed
+        ]
+        self._copies = any(task.op == TO_HOST for task in problem.graph.tasks)
 
     def forecast(
-        self, selection: Selection, ring_bytes: int, write: Callable[[], MemGraph]
+        self,
+        graph: TaskGraph,
+        streamed: Sequence[int],
+        ring_bytes: int,
+        write: Callable[[], MemGraph],
     ) -> Forecast | None:
         """Predict a plan.
 
         Args:
-            selection: The bytes that are kept.
+            graph: The cut pass.
+            streamed: The weights that stream, in the order of their use.
             ring_bytes: The least length of the ring.
             write: Writes the plan.
 
         Returns:
             None if the kept weights or a streamed one do not fit.
         """
-        ring_bytes = self._length_of_ring(selection, ring_bytes)
-        if ring_bytes < 0:
-            return None
-        steps, pieces = self._steps(selection)
-        total_ns = self._run(steps, pieces, ring_bytes)
+        streams = set(streamed)
+        cut = self._problem.of(graph)
+        kept = sum(cut.size(b) for b in weights_by_first_use(graph) if b not in streams)
+        if kept:
+            room = cut.top - kept - top_of(self._placed)
+            if room < ring_bytes:
+                return None
+            ring_bytes = room
+        total_ns = self._run(graph, streamed, ring_bytes)
         if total_ns is None:
             return None
-        moved = sum(self._graph.buffers[b].nbytes for b in self._rows)
-        return Forecast(total_ns, moved + sum(p.nbytes for p in pieces), write)
+        moved = sum(graph.buffers[b].nbytes for b in (*self._rows, *streamed))
+        return Forecast(total_ns, moved, write)
 
-    def _length_of_ring(self, selection: Selection, least_bytes: int) -> int:
-        """Return the bytes between activations and kept weights; negative if they are too few."""
-        weights, kept = self._weights, self._weights.fixed_bytes
-        for buffer in weights.order:
-            if buffer in selection.kept_rows:
-                rows, weight = selection.kept_rows[buffer], weights.divisible[buffer]
-                if rows:
-                    kept += weights.slice_bytes(weight, rows)
-            elif buffer in selection.kept and buffer not in weights.per_call:
-                kept += weights.sizes[buffer]
-        if not kept:
-            return least_bytes
-        room = weights.problem.top - kept - self._lower_bytes
-        return room if room >= least_bytes else -1
-
-    def _steps(self, selection: Selection) -> tuple[list[_Step], list[_Piece]]:
-        """List the tasks of the cut pass, and its pieces in the order in which they stream."""
-        steps: list[_Step] = []
-        pieces: list[_Piece] = []
-        whole: dict[int, _Piece] = {}
-        for index, plain in enumerate(self._plain):
-            streamed = [b for b in self._whole[index] if b not in selection.kept]
-            parts = self._parts(index, selection)
-            if not streamed and not parts:
-                steps.append(plain)
-                continue
-            for took_ns, new in parts or [(plain.took_ns, [])]:
-                used = [*new]
-                for buffer in streamed:
-                    if buffer not in whole:
-                        nbytes = self._graph.buffers[buffer].nbytes
-                        whole[buffer] = _Piece(buffer, nbytes, self._weights.sizes[buffer])
-                        new.append(whole[buffer])
-                    used.append(whole[buffer])
-                pieces += sorted(new, key=lambda piece: piece.buffer)
-                for piece in used:
-                    piece.last = len(steps)
-                part = _Part.SLICE if len(parts) > 1 else _Part.WHOLE
-                steps.append(_Step(index, part, took_ns, used))
-            if len(parts) > 1:
-                steps.append(_Step(index, _Part.JOIN, 0))
-        return steps, pieces
-
-    def _parts(self, index: int, selection: Selection) -> list[tuple[int, list[_Piece]]]:
-        """List the parts of a product: the time of each, and the pieces of its matrix that stream.
-
-        Returns:
-            An empty list for another task.
-        """
-        weight = self._cut_by.get(index)
-        if weight is None or weight.buffer not in selection.starts:
-            return []
-        starts, kept_rows = selection.starts[weight.buffer], selection.kept_rows[weight.buffer]
-        return [
-            (
-                self._part_ns(index, end - start, weight.num_rows),
-                self._pieces(weight, start, end) if start >= kept_rows else [],
-            )
-            for start, end in pairwise((*starts, weight.num_rows))
-        ]
-
-    def _pieces(self, weight: Divisible, start: int, end: int) -> list[_Piece]:
-        """Return the slices of some rows; new buffers come behind those of the pass."""
-        found = []
-        for buffer, row_bytes in weight.parts:
-            nbytes = (end - start) * row_bytes
-            number = buffer if not start else len(self._graph.buffers)
-            # A slice of experts takes rows of each of their matrices.
-            num_copies = 1 if end - start == weight.num_rows else weight.num_matrices
-            found.append(_Piece(number, nbytes, self._weights.aligned(nbytes), num_copies))
-        return found
-
-    def _part_ns(self, index: int, num_rows: int, of_rows: int) -> int:
-        """Return the time of the part of a product that some rows of its matrix make."""
-        if num_rows == of_rows:
-            return self._tasks_ns[index]
-        found = self._parts_ns.get((index, num_rows))
-        if found is None:
-            task = self._graph.tasks[index]
-            costs: dict[str, Any] = costs_of_part(task, num_rows, of_rows)
-            found = self._costs.task_ns(self._graph, dataclasses.replace(task, **costs))
-            self._parts_ns[index, num_rows] = found
-        return found
-
-    def _run(self, steps: list[_Step], pieces: list[_Piece], ring_bytes: int) -> int | None:
+    def _run(self, graph: TaskGraph, streamed: Sequence[int], ring_bytes: int) -> int | None:
         """Return when the pass ends; None if the ring is too small for a task."""
         lanes, ring, tenancy = _Lanes(self._profile), Ring(0, ring_bytes), Tenancy()
-        copies, contents = self._copies, self._copies.begin()
-        num_loaded = 0
-        rows_ns: dict[int, int] = {}
-        for buffer in self._rows:
-            took_ns = self._costs.copy_ns(Lane.H2D, self._graph.buffers[buffer].nbytes)
-            rows_ns[buffer] = lanes.run(Lane.H2D, 0, took_ns)
-        for index, step in enumerate(steps):
-            for at in range(num_loaded, len(pieces)):
-                piece = pieces[at]
-                extent = ring.take(at, piece.extent_bytes)
+        copies = _Copies(graph, self._placed) if self._copies else None
+        size, uses = self._problem.of(graph).size, graph.uses
+        waiting, extents = deque(streamed), dict[int, Extent]()
+        loaded_ns = {b: self._reload(lanes, graph, b, 0) for b in self._rows}
+        for task in graph.tasks:
+            while waiting:
+                extent = ring.take(waiting[0], size(waiting[0]))
                 if extent is None:
                     break
-                # The pieces that had these bytes are free once their last task is complete.
+                # The weights that had these bytes are free once their last task is complete.
                 vacated_ns = max(tenancy.vacators(extent), default=0)
-                took_ns = self._costs.copy_ns(Lane.H2D, piece.nbytes, piece.num_copies)
-                piece.loaded_ns = lanes.run(Lane.H2D, vacated_ns, took_ns, piece.num_copies)
-                piece.at, piece.extent, num_loaded = at, extent, at + 1
-            ready_ns = copies.ready_ns(contents, step.task)
-            for buffer in self._rows_used[step.task]:
-                ready_ns = max(ready_ns, rows_ns[buffer])
-            for piece in step.used:
-                if piece.extent is None:
-                    return None
-                ready_ns = max(ready_ns, piece.loaded_ns)
-            done_ns = lanes.run(copies.lane_of(step.task), ready_ns, step.took_ns)
-            copies.finish(contents, step, done_ns)
-            for piece in step.used:
-                if piece.last == index and piece.extent is not None:
-                    ring.give_back(piece.at)
-                    tenancy.free(piece.extent, done_ns)
+                buffer = waiting.popleft()
+                extents[buffer] = extent
+                loaded_ns[buffer] = self._reload(lanes, graph, buffer, vacated_ns)
+            paged = graph.paged(task)
+            if waiting and not set(waiting).isdisjoint(paged):
+                return None
+            ready_ns = copies.ready_ns(task) if copies else 0
+            for buffer in paged:
+                ready_ns = max(ready_ns, loaded_ns.get(buffer, 0))
+            lane = Lane.D2H if task.op == TO_HOST else Lane.COMPUTE
+            done_ns = lanes.run(lane, ready_ns, self._costs.task_ns(graph, task))
+            if copies:
+                copies.finish(task, done_ns)
+            for buffer in paged:
+                if buffer in extents and uses[buffer][-1] == task.index:
+                    ring.give_back(buffer)
+                    tenancy.free(extents[buffer], done_ns)
         return lanes.end_ns
 
-
-@dataclass(slots=True)
-class _Contents:
-    """The contents of a buffer that a copy to host memory reads or writes."""
-
-    made_ns: int = 0  # the task that made them is complete
-    read_ns: int = 0  # the tasks that have read them are
-    used_ns: int = 0  # all tasks that have used the buffer are
-
-
-@dataclass(slots=True)
-class _CopyTask:
-    """A task that waits for copies to host memory, or that they wait for.
-
-    Attributes:
-        reads: The buffers of copies that it only reads.
-        changes: Those that it writes, as a whole or in part.
-        makes: Those whose contents are complete after it.
-        takes_from: Those whose bytes its results get.
-    """
-
-    reads: tuple[int, ...]
-    changes: tuple[int, ...]
-    makes: tuple[int, ...]
-    takes_from: tuple[int, ...]
+    def _reload(self, lanes: _Lanes, graph: TaskGraph, buffer: int, ready_ns: int) -> int:
+        """Reload a weight; return when it is there."""
+        weight = graph.buffers[buffer]
+        num_copies = graph.num_pieces(weight)
+        took_ns = self._costs.copy_ns(Lane.H2D, weight.nbytes, num_copies)
+        return lanes.run(Lane.H2D, ready_ns, took_ns, num_copies)
 
 
 class _Copies:
@@ -338,76 +194,41 @@ class _Copies:
     """
 
     def __init__(self, graph: TaskGraph, placed: Mapping[int, Extent]) -> None:
-        copies = {task.index for task in graph.tasks if task.op == TO_HOST}
-        self._buffers = {b for index in copies for b in graph.buffers_of[index]}
-        self._copies = copies
-        self._tasks: dict[int, _CopyTask] = {}
-        if not copies:
-            return
-        takes_from = self._takes_from(graph, placed)
-        for task in graph.tasks:
-            used = [b for b in graph.buffers_of[task.index] if b in self._buffers]
-            makes = task.reads if task.op == JOIN else task.writes
-            changes = {*makes, *task.touches}
-            if used or takes_from[task.index]:
-                self._tasks[task.index] = _CopyTask(
-                    reads=tuple(b for b in used if b not in changes),
-                    changes=tuple(b for b in used if b in changes),
-                    makes=tuple(b for b in used if b in makes),
-                    takes_from=takes_from[task.index],
-                )
+        self._graph, self._placed = graph, placed
+        self._has_bytes = {b for b in placed if graph.buffers[b].gather is not None}
+        self._tenancy = Tenancy()
+        self._made_ns: dict[int, int] = {}
+        self._copied_ns: dict[int, int] = {}
 
-    def _takes_from(self, graph: TaskGraph, placed: Mapping[int, Extent]) -> list[tuple[int, ...]]:
-        """List the buffers of copies whose bytes the results of each task get.
-
-        Held activations count as if they were freed at their last use: nothing else has their bytes
-        while they stay.
-        """
-        tenancy, uses, found = Tenancy(), graph.uses, []
-        has_bytes = {b for b in placed if graph.buffers[b].gather is not None}
-        for task in graph.tasks:
-            used = [b for b in graph.paged(task) if b in placed]
-            new = [b for b in used if b not in has_bytes]
-            has_bytes.update(new)
-            former = {v for b in new for v in tenancy.vacators(placed[b])}
-            found.append(tuple(sorted(former & self._buffers)))
-            for buffer in used:
-                if uses[buffer][-1] == task.index:
-                    tenancy.free(placed[buffer], buffer)
-        return found
-
-    def begin(self) -> dict[int, _Contents]:
-        """Begin a pass."""
-        return {buffer: _Contents() for buffer in self._buffers}
-
-    def lane_of(self, task: int) -> Lane:
-        """Return the lane of a task."""
-        return Lane.D2H if task in self._copies else Lane.COMPUTE
-
-    def ready_ns(self, contents: Mapping[int, _Contents], index: int) -> int:
+    def ready_ns(self, task: Task) -> int:
         """Return when a task may begin, as far as copies are concerned."""
-        task = self._tasks.get(index)
-        if task is None:
-            return 0
-        return max(
-            0,
-            *(contents[b].used_ns for b in task.takes_from),
-            *(contents[b].made_ns for b in (*task.reads, *task.changes)),
-            *(contents[b].read_ns for b in task.changes),
-        )
+        changes = self._changes(task)
+        ready_ns = 0
+        for buffer in changes:
+            ready_ns = max(ready_ns, self._copied_ns.get(buffer, 0))
+        for buffer in (*task.reads, *changes):
+            ready_ns = max(ready_ns, self._made_ns.get(buffer, 0))
+        for buffer in self._graph.paged(task):
+            if buffer in self._placed and buffer not in self._has_bytes:
+                # Held activations count as if they were freed at their last use: nothing else has
+                # their bytes while they stay.
+                self._has_bytes.add(buffer)
+                ready_ns = max(ready_ns, *self._tenancy.vacators(self._placed[buffer]), 0)
+        return ready_ns
 
-    def finish(self, contents: Mapping[int, _Contents], step: _Step, done_ns: int) -> None:
-        """Note when a step is complete."""
-        task = self._tasks.get(step.task)
-        if task is None:
-            return
-        for buffer in task.changes:
-            contents[buffer].used_ns = max(contents[buffer].used_ns, done_ns)
-        for buffer in task.makes if step.part is not _Part.SLICE else ():
-            contents[buffer].made_ns, contents[buffer].read_ns = done_ns, 0
-        for buffer in task.reads if step.part is not _Part.JOIN else ():
-            contents[buffer].used_ns = max(contents[buffer].used_ns, done_ns)
-            contents[buffer].read_ns = max(contents[buffer].read_ns, done_ns)
+    def finish(self, task: Task, done_ns: int) -> None:
+        """Note when a task is complete."""
+        for buffer in task.reads if task.op == TO_HOST else ():
+            self._copied_ns[buffer] = done_ns
+        self._made_ns.update(dict.fromkeys(self._changes(task), done_ns))
+        for buffer in self._graph.paged(task):
+            if buffer in self._placed and self._graph.uses[buffer][-1] == task.index:
+                last_ns = max(done_ns, self._copied_ns.get(buffer, 0))
+                self._tenancy.free(self._placed[buffer], last_ns)
+
+    @staticmethod
+    def _changes(task: Task) -> tuple[int, ...]:
+        return (*task.writes, *task.touches, *(task.reads if task.op == JOIN else ()))
 
 
 def can_forecast(problem: Problem) -> bool:

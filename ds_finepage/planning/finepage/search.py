@@ -15,8 +15,8 @@ The candidates, in their order:
 
 1. Everything stays, if all weights fit.
 2. Cut weights stream through a ring (``streaming``, ``residency``).
-3. Whole weights do. In short passes also: embedding tables stay, or a set of weights stays and the
-   two-horizon simulation does the rest (``small_arena``). Tiny passes are planned exactly.
+3. Whole weights do. In short passes also: a set of weights stays and the two-horizon simulation
+   does the rest (``small_arena``). Tiny passes are planned exactly.
 
 Each is scored by its predicted time and its bytes (``best_plans``). A good one ends its list. If
 none is good, the list is tried for the pass in which cheap tasks make masks and the like again
@@ -26,9 +26,8 @@ instead of holding them (``recompute``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
@@ -37,15 +36,14 @@ from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.forecast import Plan
 from ds_finepage.planning.finepage.held_rows import ways_to_hold
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
-from ds_finepage.planning.finepage.residency import NEARLY_FULL, WeightClasses
+from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.small_arena import (
     keeping_plans,
-    settled_plans,
+    settled_plan,
     shared_keeping_plans,
 )
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
-from ds_finepage.planning.finepage.tables import tables_to_keep
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -150,32 +148,23 @@ class _Search:
         return self.plans.offer_all(self._streaming_plans(_with_rows(problem), may_split=True))
 
     def try_whole(self, problem: Problem) -> bool:
-        """Offer plans of whole weights: by a ring, with tables that stay, by sets that stay."""
+        """Offer plans of whole weights: by a ring, by sets that stay."""
         whole = problem
         if problem.split:
             pays = partial(gather_rows_that_pay, arena_bytes=problem.arena_bytes)
             whole = problem.of(problem.once(("rows that pay",), pays))
         has_room = self.plans.offer_all(self._streaming_plans(whole, may_split=False))
-        self._try_tables(problem)
-        if not self.plans.tried or (self._is_short and not self.plans.has_good):
-            for plan in chain(keeping_plans(whole), settled_plans(whole)):
+        no_ring = not self.plans.tried
+        if no_ring or (self._is_short and not self.plans.has_good):
+            for plan in keeping_plans(whole):
                 if self.plans.moves_nothing:
                     break
                 self.plans.offer(plan)
+        if no_ring and not self.plans.moves_nothing:
+            self.plans.offer(settled_plan(whole))
         if is_tiny(whole.graph) and not self.plans.moves_nothing:
             self.plans.offer(plan_exact(whole))
         return has_room
-
-    def _try_tables(self, problem: Problem) -> None:
-        """Offer plans of whole weights that keep embedding tables: no task waits for their rows."""
-        if not self.plans.tried or not self._is_short:
-            return
-        if self.plans.lower.nbytes > NEARLY_FULL * problem.graph.weight_bytes:
-            return
-        worth_ns = (self._options.equal_times - 1) * self.plans.fastest_ns
-        for kept in tables_to_keep(problem, worth_ns):
-            rows = _with_rows(problem, kept=kept)
-            self.plans.offer_all(self._streaming_plans(rows, may_split=False))
 
     def try_shared(self, problem: Problem) -> bool:
         """Offer plans that keep shared residents, and nothing else."""
@@ -201,10 +190,9 @@ class _Search:
                 return
 
 
-def _with_rows(problem: Problem, kept: Set[int] = frozenset()) -> Problem:
+def _with_rows(problem: Problem) -> Problem:
     """Return the pass in which the rows that a call looks up take the place of embedding tables."""
-    rows = problem.once(("rows", frozenset(kept)), partial(gather_rows, kept=kept))
-    return problem.of(rows)
+    return problem.of(problem.once(("rows",), gather_rows))
 
 
 def min_split_arena_bytes(

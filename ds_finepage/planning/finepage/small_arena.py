@@ -16,10 +16,9 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.settling import is_settled, settle
 
-SETTLING_ROUNDS = 3
-"""Passes to plan again by the published algorithm until one leaves what it finds."""
+SETTLING_ROUNDS = 4
+"""Passes to plan by the published algorithm until one leaves what it finds."""
 
 LOWER_FACTORS = (1.0, 1.5, 3.0)
 """Sizes of the lower region, in units of the smallest in which every task can run."""
@@ -48,15 +47,14 @@ def keeping_plans(problem: Problem) -> Iterator[MemGraph | None]:
         yield _plan_stacked(problem, chosen)
 
 
-def settled_plans(problem: Problem) -> Iterator[MemGraph]:
-    """Yield the plan by the published algorithm that leaves what it finds, if one comes soon."""
-
-    def plan(problem: Problem) -> MemGraph:
-        return HorizonPlanner(problem, policy="finepage").plan_working_set()
-
-    found = settle(plan, problem, SETTLING_ROUNDS)
-    if is_settled(found):
-        yield found
+def settled_plan(problem: Problem) -> MemGraph | None:
+    """Return the plan by the published algorithm that leaves what it finds, if one comes soon."""
+    for _ in range(SETTLING_ROUNDS):
+        found = HorizonPlanner(problem, policy="finepage").plan_working_set()
+        if set(found.entry) == set(found.exit):
+            return found
+        problem = dataclasses.replace(problem, entry=found.exit)
+    return None
 
 
 def _plan_stacked(problem: Problem, kept: Set[int]) -> MemGraph | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from ds_finepage.graph.memgraph import Extent, MemGraph
-from ds_finepage.planning.finepage.choices import Choice, Chooser, Selection
+from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.forecast import Forecaster, Plan, can_forecast
 from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows, ways_to_hold
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
@@ -83,29 +83,26 @@ class RingPlanner:
     def __init__(self, weights: WeightClasses, placed: dict[int, Extent], held: HeldRows) -> None:
         self._weights, self._placed, self._held = weights, placed, held
         self.room = weights.problem.arena_bytes - top_of(placed)
-        self._chooser = Chooser(weights)
-        self._forecaster = Forecaster(weights, placed) if can_forecast(weights.problem) else None
+        self._chooser, problem = Chooser(weights), weights.problem
+        self._forecaster = Forecaster(problem, placed) if can_forecast(problem) else None
 
-    def choose(self, ring: RingShape) -> Choice | Selection | None:
+    def choose(self, ring: RingShape) -> Choice | None:
         """Choose what to keep beside a ring; None if there is too little room."""
         if self._weights.problem.shared:
             return self._chooser.choose_shared(top_of(self._placed), ring)
-        return self._chooser.select(self.room, ring)
+        return self._chooser.choose(self.room, ring)
 
-    def plan(self, choice: Choice | Selection, ring: RingShape) -> Plan | None:
+    def plan(self, choice: Choice, ring: RingShape) -> Plan | None:
         """Return a plan; None if what is kept, or a streamed weight, does not fit."""
-        if isinstance(choice, Choice):
-            return self._write(choice, ring)
-        selection = choice
         if self._forecaster is None:
-            return self._write(self._chooser.cut(selection), ring)
+            return self._write(choice, ring)
 
         def write() -> MemGraph:
-            plan = self._write(self._chooser.cut(selection), ring)
+            plan = self._write(choice, ring)
             assert plan is not None, "a plan with a forecast fits"
             return plan
 
-        return self._forecaster.forecast(selection, ring.nbytes, write)
+        return self._forecaster.forecast(choice.graph, choice.streamed, ring.nbytes, write)
 
     def _write(self, choice: Choice, ring: RingShape) -> MemGraph | None:
         problem, options = self._weights.problem, self._weights.options

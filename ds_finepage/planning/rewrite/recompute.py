@@ -14,12 +14,11 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.profiles import require_usable
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.options import DEFAULTS
 from ds_finepage.planning.liveness import extent_bytes
 from ds_finepage.planning.rewrite.clones import Clone, insert_clones
-from ds_finepage.planning.simulator import task_time_ns
+from ds_finepage.planning.simulator import Costs
 
 # Named, because cost is not enough: an op that draws random numbers, or sums in another order each
 # time, is as cheap as these.
@@ -73,8 +72,7 @@ def recompute(
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.
     """
-    if profile is not None:
-        require_usable(profile)
+    costs = None if profile is None else Costs(profile)
     sizes = [extent_bytes(b.nbytes, alignment) for b in graph.buffers]
     values = _Values(graph, sizes, tiny_share)
     live = _LiveBytes(graph, values, sizes)
@@ -90,9 +88,9 @@ def recompute(
         clone = live.lower(peak, task)
         if clone is None:
             break
-        if profile is not None:
+        if profile is not None and costs is not None:
             again = [t for t in clone.tasks if t != clone.begin]  # a task that moves costs nothing
-            spent_ns += sum(task_time_ns(graph, graph.tasks[t], profile) for t in again)
+            spent_ns += sum(costs.task_ns(graph, graph.tasks[t]) for t in again)
             if spent_ns >= _copy_ns(start - floor, profile):
                 break  # no lower peak can save that much
         found.append(clone)

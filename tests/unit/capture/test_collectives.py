@@ -16,9 +16,9 @@ from ds_finepage.errors import CaptureError
 from ds_finepage.execution import collectives as ops
 from ds_finepage.graph.collectives import ALL_GATHER, ALL_REDUCE
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.policies import plan
 from tests.unit.capture.process_group import one_rank
 from tests.unit.capture.replay import by_dynamo, replay
+from tests.unit.planning.sketches import plan
 
 assert ops  # defines them
 

@@ -23,8 +23,8 @@ from ds_finepage.graph.taskgraph import BufferKind, Ref, Symbol, Task, TaskGraph
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.op import packed_linear
-from ds_finepage.planning.policies import plan
 from tests.unit.capture.replay import captured, replay
+from tests.unit.planning.sketches import plan
 
 F = nn.functional
 aten = torch.ops.aten

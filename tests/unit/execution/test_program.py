@@ -11,8 +11,8 @@ from ds_finepage.execution.program import LANES, Program, Step, lower
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, NodeKind, Residency
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.policies import PAGING, plan
-from tests.unit.planning.sketches import chain, names, sketch
+from ds_finepage.planning.policies import PAGING
+from tests.unit.planning.sketches import chain, names, plan, sketch
 
 COMPUTE, H2D, D2H, _ = LANES
 UNIT = 64

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ds_finepage.graph.memgraph import EdgeKind, MemGraph, Node
+from ds_finepage.graph.memgraph import EdgeKind, MemGraph, Node, Residency
 from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph
+from ds_finepage.planning.policies import policy_named
+from ds_finepage.planning.problem import Problem
 
 KINDS = {kind.value[0]: kind for kind in BufferKind}  # w(eight), s(tate), a(ctivation), ...
 
@@ -85,3 +87,15 @@ def offsets(memgraph: MemGraph) -> dict[str, int]:
         for name, node in zip(names(memgraph), memgraph.nodes, strict=True)
         if node.extent is not None and name.split()[0] in ("alloc", "resident")
     }
+
+
+def plan(
+    graph: TaskGraph,
+    *,
+    arena_bytes: int,
+    policy: str,
+    alignment: int = 64,
+    entry: tuple[Residency, ...] = (),
+) -> MemGraph:
+    """Plan one pass, for few bytes."""
+    return policy_named(policy).plan(Problem(graph, arena_bytes, alignment, entry=entry))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import chain, combinations
 
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.bounds import (
     block_schedule_bound_ns,
-    divisible_lower_bound_bytes,
     lower_bound,
     lower_bound_bytes,
 )
@@ -136,16 +136,15 @@ def with_workspaces(graph: TaskGraph, *sizes: int) -> TaskGraph:
     )
 
 
-@pytest.mark.parametrize("bound_of", [lower_bound_bytes, divisible_lower_bound_bytes])
-def test_a_task_may_take_its_own_workspace_only(bound_of: Callable[..., int]) -> None:
+@pytest.mark.parametrize(("may_cut", "expected"), [(False, 100), (True, 80)])
+def test_a_task_may_take_its_own_workspace_only(may_cut: bool, expected: int) -> None:
     """Beside an arena of 150 bytes there are 40 for the workspace, and one task needs few."""
+    bound_of = partial(lower_bound_bytes, may_cut=may_cut)
     graph = graph_of([(W, 100), (W, 100), (A, 70)], [(0,), (1,), (2,)])
     of_others = with_workspaces(graph, 40, 40, 0)
     assert bound_of(of_others, 150, 1) == 120
     # Task 2 has 190 bytes, less its activation. A plan of whole weights needs 100 for each task.
-    assert bound_of(of_others, 150, 1, own_workspaces=True) == (
-        80 if bound_of is divisible_lower_bound_bytes else 100
-    )
+    assert bound_of(of_others, 150, 1, own_workspaces=True) == expected
     of_the_task = with_workspaces(graph, 0, 0, 40)
     assert bound_of(of_the_task, 150, 1, own_workspaces=True) == 120
 
@@ -154,7 +153,7 @@ def test_rows_that_each_call_brings_in_are_never_kept() -> None:
     graph = gather_rows(matmul_chain([16, 16], num_rows=2))
     rows = 2 * 16 * 4
     assert lower_bound_bytes(graph, 10**6, 1) == rows
-    assert divisible_lower_bound_bytes(graph, 10**6, 1) == rows
+    assert lower_bound_bytes(graph, 10**6, 1, may_cut=True) == rows
 
 
 def tied() -> TaskGraph:
@@ -178,14 +177,14 @@ def test_rows_that_a_call_brings_in_are_not_cut() -> None:
 
 def test_a_table_that_is_kept_needs_no_rows() -> None:
     table, result, rows = 100 * 16 * 4, 2 * 16 * 4, 2 * 16 * 4
-    assert divisible_lower_bound_bytes(tied(), table + result, 1) == 0
-    assert divisible_lower_bound_bytes(tied(), table + result - 10, 1) == 10
+    assert lower_bound_bytes(tied(), table + result, 1, may_cut=True) == 0
+    assert lower_bound_bytes(tied(), table + result - 10, 1, may_cut=True) == 10
     # A table in which tasks look rows up and no more is worth as much as the rows.
     alone = matmul_chain([16, 16], num_rows=2, vocabulary=100)
     product = 16 * 16 * 4
-    assert divisible_lower_bound_bytes(alone, product + result, 1) == rows
-    assert divisible_lower_bound_bytes(alone, product + table // 2 + result, 1) == rows // 2
-    assert divisible_lower_bound_bytes(alone, product + table + result, 1) == 0
+    assert lower_bound_bytes(alone, product + result, 1, may_cut=True) == rows
+    assert lower_bound_bytes(alone, product + table // 2 + result, 1, may_cut=True) == rows // 2
+    assert lower_bound_bytes(alone, product + table + result, 1, may_cut=True) == 0
 
 
 # --- time -----------------------------------------------------------------------------------

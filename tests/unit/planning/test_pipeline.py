@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,6 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.planning import pipeline
 from ds_finepage.planning.bounds import (
     block_schedule_bound_ns,
-    divisible_lower_bound_bytes,
     lower_bound,
     lower_bound_bytes,
 )
@@ -20,7 +20,7 @@ from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.pipeline import PlanSettings, graph_to_plan, needs_of, plan_checked
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.simulator import Costs, simulate
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.baselines.layered import CARD, layered
 from tests.unit.planning.baselines.test_static import resized
@@ -63,7 +63,7 @@ def test_the_lower_bound_is_that_of_the_graph_that_the_policy_gets() -> None:
     whole = plan_checked(TABLE, arena_bytes, SETTINGS)
     assert whole.lower_bound_bytes == lower_bound_bytes(gather_rows(TABLE), arena_bytes, UNIT)
     cut = plan_checked(TABLE, arena_bytes, SPLIT)
-    assert cut.lower_bound_bytes == divisible_lower_bound_bytes(TABLE, arena_bytes, UNIT)
+    assert cut.lower_bound_bytes == lower_bound_bytes(TABLE, arena_bytes, UNIT, may_cut=True)
     assert whole.lower_bound_bytes != lower_bound_bytes(TABLE, arena_bytes, UNIT)
 
 
@@ -72,7 +72,8 @@ def test_a_printed_bound_counts_for_each_task_its_own_workspace() -> None:
     table, *others = TABLE.tasks
     wide = dataclasses.replace(table, workspace_bytes=640)
     graph = dataclasses.replace(TABLE, tasks=(wide, *others))
-    for settings, bound_of in ((SETTINGS, lower_bound_bytes), (SPLIT, divisible_lower_bound_bytes)):
+    for settings in (SETTINGS, SPLIT):
+        bound_of = partial(lower_bound_bytes, may_cut=settings.split)
         arena_bytes = 6144  # the two products need 8192 bytes and their activations
         planned = plan_checked(graph, arena_bytes, settings)
         policy_gets = graph_to_plan(graph, arena_bytes, settings)
@@ -91,7 +92,7 @@ def test_a_plan_of_several_batches_has_the_bound_of_a_block_schedule_too() -> No
     assert one.block_bound_ns is None
     assert one.lower_bound_ns == several.lower_bound_ns <= one.timeline.total_ns
     num_batches = several.memgraph.graph.num_batches
-    times = [task_time_ns(graph, task, CARD) for task in graph.tasks]
+    times = [Costs(CARD).task_ns(graph, task) for task in graph.tasks]
     bound = lower_bound(graph, arena_bytes, UNIT, may_cut=False, own_workspaces=True)
     assert one.lower_bound_ns == bound.time_ns(times, CARD.h2d_bytes_per_s)
     assert several.block_bound_ns == block_schedule_bound_ns(

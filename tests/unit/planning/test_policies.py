@@ -15,14 +15,13 @@ from ds_finepage.planning.policies import (
     POLICIES,
     RUNNABLE,
     Policy,
-    plan,
     plan_steady,
     with_parts_that_fit,
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.matmul_chains import matmul_chain
-from tests.unit.planning.sketches import chain, sketch
+from tests.unit.planning.sketches import chain, plan, sketch
 
 HORIZONS = ("horizon", "horizon-outputs", "horizon-published")
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -8,9 +8,8 @@ import pytest
 
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.policies import plan
 from ds_finepage.planning.simulator import predicted_ns, simulate
-from tests.unit.planning.sketches import chain
+from tests.unit.planning.sketches import chain, plan
 from tests.unit.planning.test_simulator import PLAIN, Sketch
 
 

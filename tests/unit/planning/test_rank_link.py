@@ -13,12 +13,13 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.best_plans import BestPlans
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
-from ds_finepage.planning.policies import PAGING, plan
+from ds_finepage.planning.policies import PAGING
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.simulator import simulate, task_time_ns
+from ds_finepage.planning.simulator import Costs, simulate
 from tests.unit.checker.by_hand import collecting
 from tests.unit.graph.test_collectives import graph_of
 from tests.unit.graph.test_parts import parted
+from tests.unit.planning.sketches import plan
 from tests.unit.planning.test_simulator import PLAIN
 
 LINKED = replace(PLAIN, rank_bytes_per_s=5e8, rank_latency_ns=10)
@@ -28,15 +29,15 @@ LINKED = replace(PLAIN, rank_bytes_per_s=5e8, rank_latency_ns=10)
 def test_steps_and_bytes_take_time(op: str, expected: int) -> None:
     """Of 128 bytes on four ranks each step sends 32, at two nanoseconds a byte."""
     graph = graph_of(op)
-    assert task_time_ns(graph, graph.tasks[0], LINKED) == expected
+    assert Costs(LINKED).task_ns(graph, graph.tasks[0]) == expected
 
 
 def test_a_link_that_is_not_known_takes_the_time_of_the_traffic_in_memory() -> None:
     graph = graph_of(ALL_REDUCE)
     task = replace(graph.tasks[0], moved_bytes=7000)
-    assert task_time_ns(graph, task, PLAIN) == 7
-    assert task_time_ns(graph, task, replace(PLAIN, launch_ns=9)) == 9
-    assert task_time_ns(graph, task, replace(PLAIN, rank_latency_ns=10)) == 60
+    assert Costs(PLAIN).task_ns(graph, task) == 7
+    assert Costs(replace(PLAIN, launch_ns=9)).task_ns(graph, task) == 9
+    assert Costs(replace(PLAIN, rank_latency_ns=10)).task_ns(graph, task) == 60
 
 
 def test_a_collect_takes_the_time_of_the_parts_of_the_others() -> None:

@@ -27,7 +27,7 @@ from ds_finepage.graph.memgraph import (
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, Buffer, BufferKind, Task, TaskGraph, TensorView
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.simulator import Costs, measured_timeline, simulate, task_time_ns
+from ds_finepage.planning.simulator import Costs, measured_timeline, simulate
 
 PLAIN = HardwareProfile(
     name="plain",
@@ -322,7 +322,7 @@ def graph_with(dtype: str) -> TaskGraph:
     ],
 )
 def test_task_time(task: Task, dtype: str, expected: int) -> None:
-    assert task_time_ns(graph_with(dtype), task, ROOFLINE) == expected
+    assert Costs(ROOFLINE).task_ns(graph_with(dtype), task) == expected
 
 
 def test_a_task_that_writes_to_host_memory_takes_as_long_as_the_copy() -> None:
@@ -330,7 +330,7 @@ def test_a_task_that_writes_to_host_memory_takes_as_long_as_the_copy() -> None:
     task = Task(0, TO_HOST, reads=(0,), writes=(1,), moved_bytes=1200)
     graph = TaskGraph("rows", buffers, (), (task,))
     machine = dataclasses.replace(PLAIN, d2h_bytes_per_s=2e8, launch_ns=7)
-    assert task_time_ns(graph, task, machine) == 3000
+    assert Costs(machine).task_ns(graph, task) == 3000
 
 
 def test_unusable_profiles_are_refused() -> None:
@@ -338,9 +338,7 @@ def test_unusable_profiles_are_refused() -> None:
     with pytest.raises(ConfigError, match="h2d_bytes_per_s is 0"):
         simulate(streaming([1], 1, [0]), broken)
     with pytest.raises(ConfigError, match="no 'default'"):
-        task_time_ns(
-            graph_with("float32"), Task(0, "op"), dataclasses.replace(PLAIN, flops_per_s={})
-        )
+        Costs(dataclasses.replace(PLAIN, flops_per_s={}))
 
 
 # --- laws ------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import pytest
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.finepage import choices
-from ds_finepage.planning.finepage.choices import Choice
+from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -33,14 +32,6 @@ SLOW_COPIES = HardwareProfile(
     flops_per_s={"default": 1e12},
     transfer_latency_ns=100_000,
 )
-
-
-class Chooser(choices.Chooser):
-    """Cuts the weights that it has chosen to stream."""
-
-    def choose(self, room: int, ring: RingShape) -> Choice | None:
-        selection = self.select(room, ring)
-        return None if selection is None else self.cut(selection)
 
 
 def classes(graph: TaskGraph, *, may_split: bool = False) -> WeightClasses:
@@ -196,13 +187,15 @@ def test_weights_that_can_be_cut_keep_the_same_share_of_their_rows(percent: int)
     assert total * percent // 100 - 32 * 512 * 4 <= kept <= total * percent // 100
 
 
-def test_no_more_rows_stream_than_a_weight_has() -> None:
+def test_no_more_rows_stream_than_a_weight_has(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = layers(6)  # the extents of its packed weights are longer than their rows
     problem = Problem(graph, 0, UNIT, dataclasses.replace(SLOW_COPIES, launch_ns=100))
     weights = WeightClasses.of(problem, may_split=True)
     ring = RingShape(83520, 41760, grain_bytes=20880)
-    found = Chooser(weights).select(weights.fixed_bytes + ring.nbytes, ring)
-    assert found is not None and set(found.kept_rows.values()) == {0}
+    found = []
+    monkeypatch.setattr(Chooser, "_cut", lambda _, kept_rows, *rest: found.append(kept_rows))
+    Chooser(weights).choose(weights.fixed_bytes + ring.nbytes, ring)
+    assert [set(kept_rows.values()) for kept_rows in found] == [{0}]
 
 
 def test_a_table_that_did_not_give_way_to_its_rows_is_kept() -> None:

@@ -20,10 +20,9 @@ from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.best_plans import BestPlans, Candidate
 from ds_finepage.planning.finepage.forecast import Forecast
-from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
-from ds_finepage.planning.finepage.search import _Search, _with_rows, plan_finepage
+from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
-from ds_finepage.planning.finepage.tables import tables_to_keep
 from ds_finepage.planning.liveness import (
     ample_arena_bytes,
     min_arena_bytes,
@@ -393,45 +392,6 @@ def test_to_be_allowed_to_cut_never_costs_time(percent: int) -> None:
     assert cut.total_ns <= 1.005 * whole.total_ns
 
 
-@pytest.mark.parametrize(("percent", "stays"), [(99, True), (30, False)])
-def test_a_table_stays_if_that_takes_less_time_than_its_rows(percent: int, stays: bool) -> None:
-    graph = matmul_chain([256] * 13, num_rows=4, vocabulary=512)
-    arena_bytes = needed_arena_bytes(graph, UNIT) * percent // 100
-    profile = dataclasses.replace(with_latency(50_000), launch_ns=100_000)
-    found = check(plan_finepage(Problem(graph, arena_bytes, UNIT, profile, True)))
-    assert ("table" in kept(found)) is stays
-    assert ("table" in reloaded(found)) is not stays
-
-
-def test_a_table_is_no_candidate_where_its_rows_take_no_time() -> None:
-    graph = matmul_chain([256] * 13, num_rows=4)
-    for latency_ns, num_sets in ((50_000, 1), (0, 0)):
-        profile = dataclasses.replace(machine(h2d=1e15), transfer_latency_ns=latency_ns)
-        assert len(list(tables_to_keep(Problem(graph, 0, UNIT, profile), 10))) == num_sets
-    assert list(tables_to_keep(Problem(graph, 0, UNIT), 10)) == []  # without a machine
-    assert list(tables_to_keep(Problem(chain(3), 0, UNIT, machine(h2d=1)), 0)) == []  # no table
-
-
-def test_tables_are_tried_if_a_short_pass_has_a_plan_and_little_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[float] = []
-
-    def noted(problem: Problem, worth_ns: float) -> list[frozenset[int]]:
-        asked.append(worth_ns)
-        return []
-
-    monkeypatch.setattr(finepage_search, "tables_to_keep", noted)
-    for units, options in ((20, LONG), (2, DEFAULTS), (20, DEFAULTS)):
-        problem = Problem(chain(16), units * UNIT, UNIT, machine(h2d=1e15))
-        tried = _Search(problem, options)
-        tried._try_tables(problem)
-        assert not asked  # no plan so far
-        tried.plans.offer(tight_and_roomy()[1])
-        tried._try_tables(problem)
-    assert asked == [pytest.approx(1601 * 0.005)]  # of the time of that plan
-
-
 def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     tight, roomy = tight_and_roomy()
     tried = search(dataclasses.replace(machine(h2d=1e6), transfer_latency_ns=1000))
@@ -450,26 +410,15 @@ def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(
     problem = Problem(chain(8), 6 * UNIT, UNIT)
     entries = []
 
-    def settling(tried: Problem) -> list[MemGraph]:
+    def keeping(tried: Problem) -> list[MemGraph]:
         entries.append(tried.entry)
         return []
 
-    monkeypatch.setattr(finepage_search, "settled_plans", settling)
+    monkeypatch.setattr(finepage_search, "keeping_plans", keeping)
     found = plan_finepage(problem)
     again = plan_finepage(dataclasses.replace(problem, entry=found.exit[:1]))
     assert again.entry == found.entry == again.exit
     assert entries and set(entries) == {()}
-
-
-def test_every_choice_of_tables_has_its_own_pass() -> None:
-    graph = matmul_chain([8, 16], num_rows=3)
-    (table,) = (b.id for b in graph.buffers if b.name == "table")
-    again = dataclasses.replace(graph.tasks[0], index=len(graph.tasks))
-    problem = Problem(dataclasses.replace(graph, tasks=(*graph.tasks, again)), 1024)
-    rows = _with_rows(problem)
-    assert rows.graph != problem.graph
-    assert _with_rows(problem).graph is rows.graph
-    assert _with_rows(problem, kept={table}).graph is problem.graph
 
 
 def _answer(has_room: bool, problem: Problem) -> bool:

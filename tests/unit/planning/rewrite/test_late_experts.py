@@ -21,12 +21,11 @@ from ds_finepage.graph.memgraph import (
 )
 from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes, lower_bound_bytes
+from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping
 from ds_finepage.planning.liveness import ample_arena_bytes, extent_bytes, min_arena_bytes
-from ds_finepage.planning.policies import plan
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from tests.property.experts import layers_of_experts
@@ -35,6 +34,7 @@ from tests.property.token_interpreter import run_random_order
 from tests.unit.graph.test_routes import looking_up
 from tests.unit.planning.finepage.test_search import machine
 from tests.unit.planning.rewrite.test_packed_experts import brought_in_twice
+from tests.unit.planning.sketches import plan
 
 UNIT = 64
 GRAPH = layers_of_experts()
@@ -67,7 +67,11 @@ def test_bytes_are_near_their_bound(percent: int) -> None:
     arena_bytes = LEAST + (ample - LEAST) * percent // 100 // UNIT * UNIT
     memgraph = planned(arena_bytes)
     bound = lower_bound_bytes(GRAPH, arena_bytes, UNIT)
-    assert divisible_lower_bound_bytes(GRAPH, arena_bytes, UNIT) <= bound <= memgraph.reloaded_bytes
+    assert (
+        lower_bound_bytes(GRAPH, arena_bytes, UNIT, may_cut=True)
+        <= bound
+        <= memgraph.reloaded_bytes
+    )
     # Whole weights are kept or not, and one more has to have room while it is used.
     experts = max(b.nbytes for b in GRAPH.buffers) // 4
     assert memgraph.reloaded_bytes <= bound + 3 * experts

@@ -14,7 +14,7 @@ from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Symbol, TaskGraph
 from ds_finepage.graph.unpacking import unpacked_buffers
-from ds_finepage.planning.bounds import divisible_lower_bound_bytes
+from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.liveness import (
     ample_arena_bytes,
@@ -166,7 +166,7 @@ def test_packed_bytes_stream_and_stay_by_the_slice() -> None:
     cut = unpack_by_rows(graph, cuts_products=True)
     arena_bytes = max(live_activation_bytes(cut, 64)) + graph.weight_bytes // 2
     found = planned(graph, arena_bytes, split=True)
-    bound = divisible_lower_bound_bytes(graph, arena_bytes, 64)
+    bound = lower_bound_bytes(graph, arena_bytes, 64, may_cut=True)
     # Of the arena, two slices in the ring and the unpacked slices hold no weights that stay.
     unpacked = max(live_activation_bytes(cut, 64))
     slice_bytes = graph.weight_bytes // (6 * 8)

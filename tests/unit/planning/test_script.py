@@ -7,8 +7,8 @@ import pytest
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import EdgeKind, NodeKind
-from ds_finepage.planning.baselines.script import Act, Script, Step, live_bytes, realize
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import Act, Script, Step, live_bytes, realize
 from tests.unit.planning.sketches import edges, names, sketch
 
 # Two weights, each read by one task; the activation in between.
