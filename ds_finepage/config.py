@@ -301,9 +301,6 @@ class FinepageConfig(_Settings):
         None  # pack linear layers and experts; results are those of the quantised model
     )
     weights_group: Annotated[int, Field(gt=0, multiple_of=2)] = 64  # weights that share a scale
-    weights_dir: Annotated[str, Field(pattern=r"\S")] | None = (
-        None  # folder in which packed weights are kept for the next start
-    )
     fused_unpacking: bool = (
         False  # products of few rows unpack in registers, where Triton runs; not yet run on a GPU
     )
@@ -360,13 +357,7 @@ class FinepageConfig(_Settings):
             raise ConfigError(
                 f"{SECTION}: this is a whole ds_config. Give what its key {SECTION!r} has."
             )
-        found = cls._read(section, SECTION, {"policies": policies})
-        if found.weights_dir is not None and found.weights is None:
-            raise ConfigError(
-                f"{SECTION}.weights_dir keeps packed weights, and {SECTION}.weights is not set. "
-                'Set it to "int8" or "int4", or leave out weights_dir.'
-            )
-        return found
+        return cls._read(section, SECTION, {"policies": policies})
 
 
 def section_of(ds_config: Mapping[str, Any]) -> object:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +18,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed import checkpoint_files, loading, packed_files
+from ds_finepage.integrations.deepspeed import checkpoint_files, loading
 from ds_finepage.integrations.deepspeed.patches import is_wrapped
-from ds_finepage.integrations.transformers import packed_loading
 from ds_finepage.integrations.transformers.packed_loading import VERSION, PackedConfig
 from ds_finepage.packing import sliced
 from ds_finepage.packing.form import PackedForm
@@ -182,71 +179,6 @@ def test_files_that_cannot_be_read_in_pieces_are_packed_too(
         assert_same(load(tmp_path / "bin", quantization_config=PACKED), same)
 
 
-# Kept for the next start.
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_weights_are_kept_for_the_next_start(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    same = saved(tmp_path / "trained", family, **FAMILIES[family])
-    config = ds_config(weights_dir=str(tmp_path / "kept"))
-    assert_same(load(tmp_path / "trained", config), same)
-    (kept,) = (tmp_path / "kept").iterdir()
-    assert set(load_file(kept)) <= set(same.state_dict())
-
-    def pack_again(*_: Any) -> None:
-        raise AssertionError("a kept weight was packed again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(packed_loading.PackWeight, "_replace", pack_again)
-        again = load(tmp_path / "trained", config)
-    assert_same(again, same)
-    assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
-    again.save_pretrained(tmp_path / "packed")
-    assert_same(load(tmp_path / "packed"), same)
-    # Another form, and a checkpoint that has changed, have files of their own.
-    load(tmp_path / "trained", ds_config(weights_dir=str(tmp_path / "kept"), weights="int8"))
-    for file in (tmp_path / "trained").glob("*.safetensors"):
-        os.utime(file, ns=(0, 0))
-    load(tmp_path / "trained", config)
-    assert len(list((tmp_path / "kept").iterdir())) == 3
-
-
-def test_a_kept_file_of_another_model_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path / "trained")
-    config = ds_config(weights_dir=str(tmp_path / "kept"))
-    load(tmp_path / "trained", config)
-    (kept,) = (tmp_path / "kept").iterdir()
-    save_file(load_file(kept), kept, metadata={"format": "pt", "finepage": "{}"})
-    with pytest.raises(ConfigError, match="another model, form or version. Delete it"):
-        load(tmp_path / "trained", config)
-    kept.write_bytes(kept.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="cannot be read: .* Delete it"):
-        load(tmp_path / "trained", config)
-
-
-def test_a_full_disk_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    same = saved(tmp_path / "trained")
-    config = ds_config(weights_dir=str(tmp_path / "kept"))
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        assert_same(load(tmp_path / "trained", config), same)
-    assert "not kept for the next start: [Errno 28] No space left" in caplog.text
-    assert list((tmp_path / "kept").iterdir()) == []
-    caplog.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(packed_files, "DTYPES", {"U8": torch.uint8})
-        assert_same(load(tmp_path / "trained", config), same)
-    assert "not kept: some are torch.bfloat16" in caplog.text
-
-
 # Bytes.
 
 MEASURE = """
@@ -272,6 +204,7 @@ Path("/proc/self/clear_refs").write_text("5")
 model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.bfloat16)
 peak = resident("VmHWM:") - before
 print(peak, sum(p.nbytes for p in model.parameters()))
+model.save_pretrained(Path(large).with_name("packed"))
 """
 
 
@@ -294,10 +227,10 @@ def test_host_bytes_stay_within_the_packed_ones_and_a_tensor(tmp_path: Path) -> 
     model.save_pretrained(tmp_path / "large", max_shard_size="50MB")
     whole_bytes = sum(p.nbytes for p in model.parameters())
     largest_bytes = max(p.nbytes for p in model.parameters())
-    config = json.dumps(ds_config(weights_group=64, weights_dir=str(tmp_path / "kept")))
-    for _ in range(2):  # the last one finds them kept
+    config = json.dumps(ds_config(weights_group=64))
+    for folder in ("large", "packed"):  # the first one saves the second
         done = subprocess.run(
-            [sys.executable, "-c", MEASURE, *(tmp_path / "small", tmp_path / "large"), config],
+            [sys.executable, "-c", MEASURE, tmp_path / "small", tmp_path / folder, config],
             cwd=Path(__file__).parents[2],
             check=True,
             capture_output=True,

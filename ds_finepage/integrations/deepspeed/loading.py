@@ -21,8 +21,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -157,7 +156,7 @@ def _load(
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
     call = inspect.signature(original).bind(*args, **kwargs)
     if _is_packed(call.arguments.get("load_config")):
-        return _load_packed(modeling_utils, original, call)
+        return _load_packed(original, call)
     of_ranks = is_wanted_by_ranks(modeling_utils)
     is_quantized = getattr(call.arguments.get("load_config"), "hf_quantizer", None) is not None
     if not of_ranks and (is_quantized or not is_wanted(modeling_utils)):
@@ -179,13 +178,9 @@ def _leave_unread(options: dict[str, Any]) -> None:
     """
     from ds_finepage.integrations.deepspeed.deferred import open_files
 
-    if _has_safetensors(options):
-        options["state_dict"] = open_files(options["checkpoint_files"])
-
-
-def _has_safetensors(options: Mapping[str, Any]) -> bool:
-    files = map(str, options.get("checkpoint_files") or ())
-    return options["state_dict"] is None and all(file.endswith(".safetensors") for file in files)
+    files = list(map(str, options.get("checkpoint_files") or ()))
+    if options["state_dict"] is None and all(file.endswith(".safetensors") for file in files):
+        options["state_dict"] = open_files(files)
 
 
 @contextlib.contextmanager
@@ -233,38 +228,22 @@ def _is_packed(load_config: Any) -> bool:
     return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
 
 
-def _load_packed(
-    modeling_utils: ModuleType, original: Callable[..., Any], call: inspect.BoundArguments
-) -> Any:
-    """Run transformers' loading with files that are read tensor by tensor, or with kept weights.
+def _load_packed(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    """Run transformers' loading with files that are read tensor by tensor.
 
     Raises:
-        ConfigError: A weight cannot be packed, or a kept file is not the one that it should be.
+        ConfigError: A weight cannot be packed.
     """
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
     from ds_finepage.integrations.deepspeed.deferred import value_of
-    from ds_finepage.integrations.deepspeed.packed_files import PackedFile
     from ds_finepage.integrations.deepspeed.shard_loading import read_all
 
-    options = call.arguments
-    quantizer, model = options["load_config"].hf_quantizer, options["model"]
-    folder = _active_config(modeling_utils).weights_dir
-    new: PackedFile | None = None
-    if folder is not None and not quantizer.pre_quantized and _has_safetensors(options):
-        form, dtype = quantizer.quantization_config.form, options["load_config"].dtype
-        new = PackedFile(folder, model, options["checkpoint_files"], form, dtype)
-        options["state_dict"] = new.read()
-        if options["state_dict"] is not None:
-            new = None
-            quantizer.expect_packed(model)
-            options["load_config"] = replace(options["load_config"], weight_mapping=[])
-    _leave_unread(options)
+    quantizer = call.arguments["load_config"].hf_quantizer
+    _leave_unread(call.arguments)
     quantizer.read = value_of
     result = original(*call.args, **call.kwargs)
     if quantizer.refusal is not None:
         raise quantizer.refusal
-    read_all(model)
-    if new is not None:
-        new.write(model)
+    read_all(call.arguments["model"])
     trim_heap()
     return result

@@ -108,15 +108,6 @@ class PackedQuantizer(HfQuantizer):
         )
         self.waiting = {}
 
-    def expect_packed(self, model: Any) -> None:
-        """Expect a packed checkpoint after all.
-
-        Args:
-            model: On the meta device.
-        """
-        self.pre_quantized = True
-        self._process_model_before_weight_loading(model)
-
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Tell whether a parameter of the checkpoint is to be packed."""
         return not self.pre_quantized and param_name in self._weights
