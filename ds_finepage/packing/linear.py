@@ -74,25 +74,6 @@ class PackedLinear(PackedWeight):
         self.out_features = packed.numbers.shape[0]
         self.register_parameter("bias", None if bias is None else _parameter(bias))
 
-    @classmethod
-    def from_linear(
-        cls, linear: torch.nn.Module, form: PackedForm, name: str = "a weight"
-    ) -> PackedLinear:
-        """Pack the weight of a layer; the layer keeps its own.
-
-        Args:
-            linear: A ``torch.nn.Linear``, or a transformers ``Conv1D``; it may be on the meta
-                device.
-            form: How to pack its weight.
-            name: Of the weight, for messages.
-
-        Raises:
-            ConfigError: The form does not suit the weight.
-        """
-        packed = pack_weight(linear, linear.weight, form, name)
-        bias: Any = linear.bias
-        return cls(packed.packed, form, bias).train(linear.training)
-
     @property
     def weight(self) -> torch.Tensor:
         """The weight, (out, in), unpacked at each use."""

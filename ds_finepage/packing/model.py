@@ -128,8 +128,7 @@ def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
         }
         made = packed_layer(layer, weights)
         for name in names:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, made)
+            model.set_submodule(name, made)
 
 
 def _weights_to_pack(model: torch.nn.Module, packs_output: bool) -> list[Places]:

@@ -72,8 +72,7 @@ def slice_output(model: torch.nn.Module) -> None:
     outputs = set(_output_layers(model))
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer in outputs and type(layer) is torch.nn.Linear and len(layer.weight) > OUTPUT_ROWS:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, SlicedLinear.of(layer))
+            model.set_submodule(name, SlicedLinear.of(layer))
 
 
 def _output_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

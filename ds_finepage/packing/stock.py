@@ -77,5 +77,4 @@ def pack_as_stock(model: torch.nn.Module, form: PackedForm) -> None:
         if isinstance(layer, PackedWeight):
             if layer not in made:
                 made[layer] = StockPacked(layer)
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, made[layer])
+            model.set_submodule(name, made[layer])

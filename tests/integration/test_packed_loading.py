@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids
+from tests.integration.peaks import HAS_PEAKS, make_large, peak_of_load
 
 PROMPT = token_ids(7)
 FORM = PackedForm.parse("int4", 32)
@@ -181,62 +180,14 @@ def test_files_that_cannot_be_read_in_pieces_are_packed_too(
 
 # Bytes.
 
-MEASURE = """
-import gc, json, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from ds_finepage.run import prepare_one_process
-prepare_one_process()
-from transformers import AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
 
-def resident(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-small, large, config = sys.argv[1:]
-keep_alive = HfDeepSpeedConfig(json.loads(config))
-AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16)  # imports, group
-gc.collect()
-before = resident("VmRSS:")
-Path("/proc/self/clear_refs").write_text("5")
-model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.bfloat16)
-peak = resident("VmHWM:") - before
-print(peak, sum(p.nbytes for p in model.parameters()))
-model.save_pretrained(Path(large).with_name("packed"))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(not HAS_PEAKS, reason="needs Linux's /proc")
 def test_host_bytes_stay_within_the_packed_ones_and_a_tensor(tmp_path: Path) -> None:
-    make_model("llama", torch.bfloat16, hidden_size=128).save_pretrained(tmp_path / "small")
-    with torch.device("meta"):
-        model = make_model(
-            "llama",
-            torch.bfloat16,
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=16,
-            vocab_size=32768,
-        )
-    model.to_empty(device="cpu").tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    model.save_pretrained(tmp_path / "large", max_shard_size="50MB")
-    whole_bytes = sum(p.nbytes for p in model.parameters())
-    largest_bytes = max(p.nbytes for p in model.parameters())
-    config = json.dumps(ds_config(weights_group=64))
-    for folder in ("large", "packed"):  # the first one saves the second
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, tmp_path / "small", tmp_path / folder, config],
-            cwd=Path(__file__).parents[2],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        peak_bytes, packed_bytes = map(int, done.stdout.split()[-2:])
+    whole_bytes = make_large("wide", tmp_path)
+    largest_bytes = 32768 * 512 * 2
+    config, packed = ds_config(weights_group=64), tmp_path / "packed"
+    for name, saves in (("large", [packed]), ("packed", [])):
+        peak_bytes, packed_bytes = peak_of_load(tmp_path, name, config, *saves)
         assert 1.1 * packed_bytes + largest_bytes < whole_bytes  # else it would show nothing
         assert packed_bytes < 1.01 * peak_bytes  # the packed weights themselves were seen
         assert peak_bytes <= 1.1 * packed_bytes + largest_bytes

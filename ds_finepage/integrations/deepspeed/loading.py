@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
-from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import Call, exchanged, unwrap, wrap
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import METHOD
 from ds_finepage.planning.policies import RUNNABLE
@@ -101,44 +100,30 @@ def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
     return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
 
 
-def _quantizer(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _quantizer(modeling_utils: ModuleType, call: Call) -> Any:
     """Give transformers our quantiser where the active ``HfDeepSpeedConfig`` asks for it."""
     active = _active_config(modeling_utils)
     asked = active.weights if active.enabled else None
-    call = inspect.signature(original).bind(*args, **kwargs)
     own = getattr(call.arguments["config"], "quantization_config", None)
     if asked is None and (not isinstance(own, dict) or own.get("quant_method") != METHOD):
-        return original(*args, **kwargs)
+        return call.run()
     from ds_finepage.integrations.transformers import packed_loading  # transformers knows it then
 
-    if asked is None:
-        return original(*args, **kwargs)
-    call.arguments["quantization_config"] = packed_loading.asked_of(
-        call.arguments["config"],
-        call.arguments["quantization_config"],
-        PackedForm.parse(asked, active.weights_group),
-    )
-    return original(*call.args, **call.kwargs)
+    if asked is not None:
+        call.arguments["quantization_config"] = packed_loading.asked_of(
+            call.arguments["config"],
+            call.arguments["quantization_config"],
+            PackedForm.parse(asked, active.weights_group),
+        )
+    return call.run()
 
 
-def _build(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _build(modeling_utils: ModuleType, call: Call) -> Any:
     """Add a mode to the contexts in which transformers builds a model before it loads weights."""
     if is_wanted_by_ranks(modeling_utils):
         with _as_without_zero(modeling_utils):
-            return original(*args, **kwargs)
-    contexts = original(*args, **kwargs)  # zero.Init is among them, which counts the ranks
+            return call.run()
+    contexts = call.run()  # zero.Init is among them, which counts the ranks
     if is_wanted(modeling_utils):
         from ds_finepage.integrations.deepspeed.partitions import NothingIntoNothing
 
@@ -146,26 +131,19 @@ def _build(
     return contexts
 
 
-def _load(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _load(modeling_utils: ModuleType, call: Call) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
-    call = inspect.signature(original).bind(*args, **kwargs)
     if _is_packed(call.arguments.get("load_config")):
-        return _load_packed(original, call)
+        return _load_packed(call)
     of_ranks = is_wanted_by_ranks(modeling_utils)
     is_quantized = getattr(call.arguments.get("load_config"), "hf_quantizer", None) is not None
     if not of_ranks and (is_quantized or not is_wanted(modeling_utils)):
-        return original(*args, **kwargs)
+        return call.run()
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 
     _leave_unread(call.arguments)
     with _as_without_zero(modeling_utils) if of_ranks else _in_place():
-        result = original(*call.args, **call.kwargs)
+        result = call.run()
     trim_heap()
     return result
 
@@ -204,21 +182,15 @@ def _as_without_zero(modeling_utils: ModuleType) -> Iterator[None]:
         yield
 
 
-def _finish(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _finish(modeling_utils: ModuleType, call: Call) -> Any:
     """Let transformers tie and initialise weights, then take the memory of unread ones."""
     if not is_wanted_by_ranks(modeling_utils):
-        return original(*args, **kwargs)
+        return call.run()
     from ds_finepage.integrations.deepspeed.shard_loading import leave_unread
 
     with _as_without_zero(modeling_utils):
-        result = original(*args, **kwargs)
-    leave_unread(inspect.signature(original).bind(*args, **kwargs).arguments["model"])
+        result = call.run()
+    leave_unread(call.arguments["model"])
     return result
 
 
@@ -228,7 +200,7 @@ def _is_packed(load_config: Any) -> bool:
     return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
 
 
-def _load_packed(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+def _load_packed(call: Call) -> Any:
     """Run transformers' loading with files that are read tensor by tensor.
 
     Raises:
@@ -241,7 +213,7 @@ def _load_packed(original: Callable[..., Any], call: inspect.BoundArguments) -> 
     quantizer = call.arguments["load_config"].hf_quantizer
     _leave_unread(call.arguments)
     quantizer.read = value_of
-    result = original(*call.args, **call.kwargs)
+    result = call.run()
     if quantizer.refusal is not None:
         raise quantizer.refusal
     read_all(call.arguments["model"])

@@ -26,7 +26,7 @@ from ds_finepage._compat.transformers import (
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
-from ds_finepage.integrations.transformers.room import RoomLayer
+from ds_finepage.integrations.transformers.room import RoomLayer, RunLayer
 
 TOKENS_FIRST = (2, 0, 1, 3)
 """Permutes (batch, heads, tokens, width) to the order of host memory."""
@@ -92,7 +92,7 @@ class HostRows:
         self._room = room
 
 
-class HostLayer(DynamicLayer):
+class HostLayer(RunLayer):
     """A layer of a dynamic cache whose rows are in host memory."""
 
     def __init__(self, *, pinned: bool) -> None:
@@ -121,11 +121,6 @@ class HostLayer(DynamicLayer):
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         self.live_values = None if value is None else value.permute(TOKENS_FIRST)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the device from the first rows."""
-        self.device = key_states.device
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -165,22 +160,9 @@ class HostLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the sequences of the batch into another order, as beam search does."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some sequences of the batch."""
-        if self.live_keys is not None:
-            self._select(torch.arange(self.live_keys.shape[1])[indices.to("cpu")])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence of the batch."""
-        if self.live_keys is not None:
-            self._select(torch.arange(self.live_keys.shape[1]).repeat_interleave(repeats))
-
-    def _select(self, sequences: torch.Tensor) -> None:
         self.prepare()
-        self._keys.select(sequences.to("cpu"))
-        self._values.select(sequences.to("cpu"))
+        self._keys.select(beam_idx.to("cpu"))
+        self._values.select(beam_idx.to("cpu"))
         self.live_keys, self.live_values = self._keys.live, self._values.live
 
     def take(self, layer: DynamicLayer) -> None:

@@ -193,8 +193,7 @@ class PackWeight(ConversionOps):
                 parts: tuple[Any, ...] = (layer, *layer.packed)
                 for part in parts:
                     part._is_hf_initialized = True  # else transformers would fill it
-        outer, _, attribute = path.rpartition(".")
-        setattr(model.get_submodule(outer), attribute, made)
+        model.set_submodule(path, made)
         return [f"{path}.{name}" for name in weights]
 
 
