@@ -95,7 +95,7 @@ class HostRows:
 class HostLayer(RunLayer):
     """A layer of a dynamic cache whose rows are in host memory."""
 
-    def __init__(self, *, pinned: bool) -> None:
+    def __init__(self, *, pinned: bool = False) -> None:
         """Start empty."""
         self._keys, self._values = HostRows(pinned=pinned), HostRows(pinned=pinned)
         self.live_keys: torch.Tensor | None = None
@@ -289,7 +289,7 @@ def move_to_host(cache: Cache, *, pinned: bool) -> bool:
             cache.layers[index] = _moved(layer, pinned=pinned)
             moved = True
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = _PinnedLayer if pinned else _PageableLayer
+        cache.layer_class_to_replicate = _PinnedLayer if pinned else HostLayer
         moved = True
     return moved
 
@@ -310,11 +310,6 @@ def _moved(layer: DynamicLayer, *, pinned: bool) -> HostLayer:
 class _PinnedLayer(HostLayer):
     def __init__(self) -> None:
         super().__init__(pinned=True)
-
-
-class _PageableLayer(HostLayer):
-    def __init__(self) -> None:
-        super().__init__(pinned=False)
 
 
 def with_cache(
