@@ -97,9 +97,6 @@ def submodule_of(weight: str) -> str:
 def expert_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the weights of fused experts by name, in the order of their use.
 
-    Args:
-        module: Any module.
-
     Returns:
         Nothing if it has none, or is one whose forward pass is not known; see :func:`unknown`.
     """
@@ -110,9 +107,6 @@ def expert_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def unknown(module: torch.nn.Module) -> str | None:
     """Say why the weights of several matrices that a module has cannot be packed.
-
-    Args:
-        module: Any module.
 
     Returns:
         None if they can be packed, or it has none.

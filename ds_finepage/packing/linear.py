@@ -62,13 +62,7 @@ class PackedLinear(PackedWeight):
     """
 
     def __init__(self, packed: Packed, form: PackedForm, bias: torch.Tensor | None = None) -> None:
-        """Take the tensors as they are.
-
-        Args:
-            packed: The weight.
-            form: How it is packed.
-            bias: (out,); a parameter stays the one that it is.
-        """
+        """Take the tensors as they are; a parameter stays the one that it is."""
         super().__init__(packed, form)
         self.in_features = packed.numbers.shape[1] * 8 // form.bits
         self.out_features = packed.numbers.shape[0]
@@ -125,13 +119,7 @@ def product(
 
 
 def pack_weight(layer: torch.nn.Module, weight: Any, form: PackedForm, name: str) -> PackedWeight:
-    """Pack one weight of a layer, which keeps its own.
-
-    Args:
-        layer: A linear layer, or fused experts.
-        weight: In the shape of the layer's own.
-        form: How to pack.
-        name: Qualified name of the weight, for messages.
+    """Pack one weight of a linear layer or of fused experts, which keep their own.
 
     Raises:
         ConfigError: The form does not suit the weight.

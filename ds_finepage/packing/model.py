@@ -93,11 +93,7 @@ def set_fused(model: torch.nn.Module, is_fused: bool) -> None:
 
 
 def weights_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the weights of a layer that can be packed, by their names in it.
-
-    Args:
-        layer: Any module; if it is no linear layer and has no experts, there are none.
-    """
+    """Return the weights of a layer that can be packed, by their names; other modules have none."""
     if type(layer) in _linear_types():
         weight: Any = layer.weight
         return {"weight": weight}
@@ -105,12 +101,7 @@ def weights_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def packed_layer(layer: Any, weights: Mapping[str, PackedWeight]) -> torch.nn.Module:
-    """Return what stands for a layer, with its packed weights.
-
-    Args:
-        layer: A linear layer, or fused experts.
-        weights: The packed ones, by the names of :func:`weights_of`.
-    """
+    """Return what stands for a layer, with its packed weights."""
     if type(layer) not in _linear_types():
         return PackedExperts(layer, weights)
     (weight,) = weights.values()

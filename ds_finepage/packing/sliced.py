@@ -21,13 +21,9 @@ from ds_finepage.packing.op import define, products
 def _into(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write ``x @ weight.T + bias`` into a tensor.
+    """Write ``x @ weight.T + bias`` into ``out``, or into the columns of a cut weight in it.
 
-    Args:
-        x: (..., in).
-        weight: (out, in).
-        bias: (out,), or none.
-        out: (..., out), or the columns of a cut weight in it.
+    The other arguments are those of ``SLICED_LINEAR``.
     """
     rows = x.reshape(-1, x.shape[-1])
     products(rows, weight, bias, out.view(-1, out.shape[-1]), OUTPUT_ROWS)
@@ -42,11 +38,7 @@ class SlicedLinear(torch.nn.Linear):
 
     @classmethod
     def of(cls, linear: torch.nn.Linear) -> SlicedLinear:
-        """Return a layer with the same parameters; it may be on the meta device.
-
-        Args:
-            linear: The layer, which keeps them too.
-        """
+        """Return a layer with the same parameters, which may be on the meta device."""
         made = cls(1, 1, bias=False, device="meta")
         made.in_features, made.out_features = linear.in_features, linear.out_features
         made.weight, made.bias = linear.weight, linear.bias
@@ -64,11 +56,7 @@ class SlicedLinear(torch.nn.Linear):
 
 
 def slice_output(model: torch.nn.Module) -> None:
-    """Let the output layers of a model multiply by a slice at a time, if they are plain and large.
-
-    Args:
-        model: Any module; it may be on the meta device.
-    """
+    """Let output layers of a model multiply by a slice at a time, if they are plain and large."""
     outputs = set(_output_layers(model))
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer in outputs and type(layer) is torch.nn.Linear and len(layer.weight) > OUTPUT_ROWS:

@@ -64,10 +64,6 @@ class StockPacked(torch.nn.Module):
 def pack_as_stock(model: torch.nn.Module, form: PackedForm) -> None:
     """Pack the linear layers and experts of a model, in place, as DeepSpeed keeps them.
 
-    Args:
-        model: Any module; it may be on the meta device.
-        form: How to pack.
-
     Raises:
         ConfigError: The form does not suit the model.
     """

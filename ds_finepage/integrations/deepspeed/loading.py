@@ -26,7 +26,7 @@ from typing import Any
 
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
-from ds_finepage.integrations.deepspeed.patches import Call, exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import METHOD
 from ds_finepage.planning.policies import RUNNABLE
@@ -100,7 +100,7 @@ def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
     return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
 
 
-def _quantizer(modeling_utils: ModuleType, call: Call) -> Any:
+def _quantizer(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Give transformers our quantiser where the active ``HfDeepSpeedConfig`` asks for it."""
     active = _active_config(modeling_utils)
     asked = active.weights if active.enabled else None
@@ -118,7 +118,7 @@ def _quantizer(modeling_utils: ModuleType, call: Call) -> Any:
     return call.run()
 
 
-def _build(modeling_utils: ModuleType, call: Call) -> Any:
+def _build(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Add a mode to the contexts in which transformers builds a model before it loads weights."""
     if is_wanted_by_ranks(modeling_utils):
         with _as_without_zero(modeling_utils):
@@ -131,7 +131,7 @@ def _build(modeling_utils: ModuleType, call: Call) -> Any:
     return contexts
 
 
-def _load(modeling_utils: ModuleType, call: Call) -> Any:
+def _load(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
     if _is_packed(call.arguments.get("load_config")):
         return _load_packed(call)
@@ -149,11 +149,7 @@ def _load(modeling_utils: ModuleType, call: Call) -> Any:
 
 
 def _leave_unread(options: dict[str, Any]) -> None:
-    """Let transformers load the tensors of safetensors files unread.
-
-    Args:
-        options: The arguments of its loading.
-    """
+    """Let transformers load the tensors of safetensors files unread."""
     from ds_finepage.integrations.deepspeed.deferred import open_files
 
     files = list(map(str, options.get("checkpoint_files") or ()))
@@ -182,7 +178,7 @@ def _as_without_zero(modeling_utils: ModuleType) -> Iterator[None]:
         yield
 
 
-def _finish(modeling_utils: ModuleType, call: Call) -> Any:
+def _finish(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Let transformers tie and initialise weights, then take the memory of unread ones."""
     if not is_wanted_by_ranks(modeling_utils):
         return call.run()
@@ -200,7 +196,7 @@ def _is_packed(load_config: Any) -> bool:
     return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
 
 
-def _load_packed(call: Call) -> Any:
+def _load_packed(call: WrappedCall) -> Any:
     """Run transformers' loading with files that are read tensor by tensor.
 
     Raises:

@@ -143,10 +143,6 @@ def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> 
 
     A buffer, and a parameter that came later without ZeRO, get a master as in a plain module.
 
-    Args:
-        named: Qualified name -> parameter or buffer, each once.
-        device: Where to compute.
-
     Raises:
         StoreError: An attached model has a parameter already.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import wrapt
 
 
-class Call:
+class WrappedCall:
     """A call of a wrapped method or function.
 
     Attributes:
@@ -34,7 +34,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A method that a seam has wrapped."""
 
 
-def wrap(owner: type | ModuleType, name: str, wrapper: Callable[[Call], Any]) -> None:
+def wrap(owner: type | ModuleType, name: str, wrapper: Callable[[WrappedCall], Any]) -> None:
     """Wrap a method or a function; one that is wrapped already stays as it is.
 
     Args:
@@ -43,7 +43,9 @@ def wrap(owner: type | ModuleType, name: str, wrapper: Callable[[Call], Any]) ->
         wrapper: Takes its place.
     """
     if not is_wrapped(owner, name):
-        setattr(owner, name, SeamWrapper(vars(owner)[name], lambda *call: wrapper(Call(*call))))
+        setattr(
+            owner, name, SeamWrapper(vars(owner)[name], lambda *call: wrapper(WrappedCall(*call)))
+        )
 
 
 def unwrap(owner: type | ModuleType, name: str) -> None:

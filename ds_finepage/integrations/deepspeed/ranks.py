@@ -45,9 +45,6 @@ def setup_of_all_ranks(ds_config: Mapping[str, Any]) -> Iterator[Setup]:
     Every rank says what it has, so that none waits for a rank that refused its setup, or that runs
     without finepage. The ranks meet in the store of the process group.
 
-    Args:
-        ds_config: Of this rank.
-
     Raises:
         RankError: Another rank has another setup, or refuses its own.
     """
@@ -136,11 +133,7 @@ def facts_of(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts_of(parameter: Any) -> RankParts | None:
-    """Return the ranks that hold a parameter of ZeRO in parts; None where this rank has all of it.
-
-    Args:
-        parameter: A parameter that ZeRO has partitioned.
-    """
+    """Return the ranks that hold a parameter of ZeRO in parts; None where it has no other."""
     from deepspeed import comm
 
     group = parameter.ds_process_group
@@ -154,9 +147,6 @@ def ranks_of_model(model: torch.nn.Module) -> Ranks:
     """Return the ranks that a model is cut over, or that hold its weights together.
 
     Every rank has to call this.
-
-    Args:
-        model: The model, which ZeRO has partitioned.
     """
     from deepspeed import comm
 

@@ -16,7 +16,7 @@ from typing import Any
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed.patches import Call, exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
 from ds_finepage.integrations.deepspeed.ranks import setup_of_all_ranks
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import is_packed, pack_model
@@ -46,7 +46,7 @@ def uninstall(engine_module: ModuleType) -> None:
         unwrap(engine_class, name)
 
 
-def _checked(call: Call) -> Any:
+def _checked(call: WrappedCall) -> Any:
     """Refuse a setup that finepage does not support before DeepSpeed changes the model."""
     engine = call.owner
     with setup_of_all_ranks(engine._config._param_dict) as setup:
@@ -56,7 +56,7 @@ def _checked(call: Call) -> Any:
     return call.run()
 
 
-def _cut(call: Call) -> Any:
+def _cut(call: WrappedCall) -> Any:
     """Let DeepSpeed cut the model into the shards of the ranks; say so if it cannot."""
     if not config_of(call.owner).enabled:
         return call.run()
@@ -75,7 +75,7 @@ def _cut(call: Call) -> Any:
     return result
 
 
-def _taken(call: Call) -> Any:
+def _taken(call: WrappedCall) -> Any:
     """Prepare a model before DeepSpeed moves and partitions it: pack it, take subclasses apart.
 
     They stay apart: DeepSpeed has no partitions of a subclass.
@@ -116,7 +116,7 @@ def _pack(model: Any, weights: str, group: int) -> None:
     pack_model(model, PackedForm.parse(weights, group))
 
 
-def _configured(engine_module: ModuleType, call: Call) -> Any:
+def _configured(engine_module: ModuleType, call: WrappedCall) -> Any:
     """Let an engine that enables finepage build a ``FinepageOffload``."""
     engine, config = call.owner, config_of(call.owner)
     if not config.enabled:

@@ -150,11 +150,7 @@ class HostLayer(RunLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; versions of transformers differ in what a positive number means.
-
-        Args:
-            tokens_to_remove: As the version of transformers has it.
-        """
+        """Forget the last tokens; what a positive number means differs between versions."""
         if self.live_keys is not None or tokens_to_remove > 0:
             super().crop(tokens_to_remove)
 

@@ -45,11 +45,6 @@ class PackedConfig(QuantizationConfigMixin):
     ) -> None:
         """Describe how weights are packed.
 
-        Args:
-            weights: "int4" or "int8".
-            weights_group: Weights in a row that have a scale and a minimum of their own.
-            version: Of the packed checkpoint.
-
         Raises:
             ConfigError: There is no such form, or the checkpoint is of another version.
         """

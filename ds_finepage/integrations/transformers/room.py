@@ -201,11 +201,7 @@ class RoomLayer(RunLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, as the version of transformers does it.
-
-        Args:
-            tokens_to_remove: As the version of transformers has it.
-        """
+        """Forget the last tokens, as the version of transformers does it."""
         plain = DynamicLayer()
         plain.is_initialized = self.is_initialized
         plain.keys, plain.values = self.keys, self.values

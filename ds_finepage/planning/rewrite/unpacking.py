@@ -127,16 +127,7 @@ def _append_slice(
     start: int,
     end: int,
 ) -> None:
-    """Append some rows of one task of an unpacking.
-
-    Args:
-        writer: Gets the task.
-        unpacking: The unpacking.
-        task: The task, of all rows.
-        parts: Buffers that are cut -> the buffers of this slice.
-        start: The first row.
-        end: Behind the last row.
-    """
+    """Append rows ``start`` to ``end`` of one task; ``parts`` has the buffers of this slice."""
     dims = unpacking.dims[task.index]
 
     def rows_of(tensor: int) -> int:
@@ -311,14 +302,7 @@ class _Finder:
         return None
 
     def _fills(self, buffer: int, index: int, found: dict[int, Dims], num_rows: int) -> bool:
-        """Tell whether a task is cut and each tensor that it reads of a buffer has whole rows.
-
-        Args:
-            buffer: The buffer.
-            index: The task.
-            found: The tasks that are cut.
-            num_rows: Rows of the unpacked weight.
-        """
+        """Tell whether a task is in ``found``, and all that it reads of a buffer has whole rows."""
         if index not in found:
             return False
         views = (self._graph.tensors[r.tensor] for r in refs(self._graph.tasks[index].args))

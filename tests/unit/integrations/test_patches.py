@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from ds_finepage.integrations.deepspeed.patches import Call, exchanged, is_wrapped, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import (
+    WrappedCall,
+    exchanged,
+    is_wrapped,
+    unwrap,
+    wrap,
+)
 
 
 class Theirs:
@@ -22,7 +28,7 @@ class Theirs:
         return None, value
 
 
-def doubled(call: Call) -> tuple[Any, Any]:
+def doubled(call: WrappedCall) -> tuple[Any, Any]:
     call.arguments["value"] *= 2
     return call.owner, call.run()[1]
 
