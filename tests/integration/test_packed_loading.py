@@ -57,11 +57,11 @@ def load(folder: Path, config: dict[str, Any] | None = None, **kwargs: Any) -> A
         del keep_alive
 
 
-def saved(folder: Path, family: str = "llama", **changes: Any) -> Any:
+def saved(folder: Path, family: str = "llama", form: PackedForm = FORM, **changes: Any) -> Any:
     """Save a model as it was trained; return the packed one that is to be compared with."""
     make_model(family, torch.bfloat16, **changes).save_pretrained(folder, max_shard_size="200KB")
     same = AutoModelForCausalLM.from_pretrained(folder)
-    assert pack_model(same, FORM)
+    assert pack_model(same, form)
     return same
 
 
@@ -74,17 +74,24 @@ def assert_same(found: Any, expected: Any) -> None:
 
 # Values.
 
-FAMILIES = {
-    "llama": {"attention_bias": True},
-    "gpt2": {"tie_word_embeddings": True},
-    "mixtral": {},
-}
+OUTPUT = dataclasses.replace(FORM, packs_output=True)
+TIED = {"tie_word_embeddings": True}
+CASES: list[tuple[str, dict[str, Any], PackedForm]] = [
+    ("llama", {"attention_bias": True}, FORM),
+    ("gpt2", TIED, FORM),
+    ("mixtral", {}, FORM),
+    ("llama", {}, OUTPUT),
+    ("llama", TIED, OUTPUT),
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(family: str, tmp_path: Path) -> None:
-    same = saved(tmp_path / "trained", family, **FAMILIES[family])
-    model = load(tmp_path / "trained", quantization_config=PACKED)
+@pytest.mark.parametrize(("family", "changes", "form"), CASES, ids=str)
+def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(
+    family: str, changes: dict[str, Any], form: PackedForm, tmp_path: Path
+) -> None:
+    same = saved(tmp_path / "trained", family, form, **changes)
+    assert isinstance(same.lm_head, PackedLinear) is (form is OUTPUT and changes is not TIED)
+    model = load(tmp_path / "trained", quantization_config=PackedConfig.of(form))
     assert_same(model, same)
     assert not any(p.is_meta for p in model.parameters())
     assert torch.equal(logits(model, PROMPT), logits(same, PROMPT))
@@ -92,9 +99,9 @@ def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(family: str, tmp_pa
     model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     again = load(tmp_path / "packed")
     assert_same(again, same)
-    assert again.config.quantization_config.form == FORM
+    assert again.config.quantization_config.form == form
     handle = ds_finepage.attach(
-        again, device_budget="120%weights", weights="int4", weights_group=FORM.group
+        again, device_budget="120%weights", weights=form.name, weights_group=form.group
     )
     assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
     handle.detach()
@@ -113,21 +120,6 @@ def test_the_output_layer_is_sliced_where_it_is_not_packed(
         assert (found.lm_head.weight is found.get_input_embeddings().weight) is is_tied
         assert_same(found, same)
         assert torch.equal(logits(found, PROMPT), logits(same, PROMPT))
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_the_output_layer_is_packed_as_it_comes(is_tied: bool, tmp_path: Path) -> None:
-    form = dataclasses.replace(FORM, packs_output=True)
-    make_model("llama", torch.bfloat16, tie_word_embeddings=is_tied).save_pretrained(tmp_path / "t")
-    same = load(tmp_path / "t")
-    assert ("lm_head" in pack_model(same, form)) is not is_tied
-    model = load(tmp_path / "t", quantization_config=PackedConfig.of(form))
-    assert_same(model, same)
-    model.save_pretrained(tmp_path / "packed")
-    again = load(tmp_path / "packed")
-    assert_same(again, same)
-    assert again.config.quantization_config.form == form
-    assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
 
 
 @pytest.mark.parametrize("kind", ["trained", "packed"])
