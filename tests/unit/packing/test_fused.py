@@ -228,9 +228,9 @@ def test_a_form_is_the_same_form_when_it_is_fused() -> None:
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
     assert "Triton is not installed" in str(fused.why_not(torch.device("cpu")))
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
 
 
 @needs_triton
@@ -245,9 +245,9 @@ def test_triton_compiles_for_one_kind(
             return torch.device("xpu")
 
     monkeypatch.setattr(type(driver), "active", property(lambda self: Xpu()))
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
     found = fused.why_not(torch.device(kind))
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
     assert found is None if reason is None else reason in str(found)
 
 
