@@ -133,11 +133,11 @@ def _build(modeling_utils: ModuleType, call: WrappedCall) -> Any:
 
 def _load(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
-    if _is_packed(call.arguments.get("load_config")):
-        return _load_packed(call)
+    quantizer = getattr(call.arguments.get("load_config"), "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method == METHOD:
+        return _load_packed(call, quantizer)
     of_ranks = is_wanted_by_ranks(modeling_utils)
-    is_quantized = getattr(call.arguments.get("load_config"), "hf_quantizer", None) is not None
-    if not of_ranks and (is_quantized or not is_wanted(modeling_utils)):
+    if not of_ranks and (quantizer is not None or not is_wanted(modeling_utils)):
         return call.run()
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 
@@ -190,13 +190,7 @@ def _finish(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     return result
 
 
-def _is_packed(load_config: Any) -> bool:
-    """Tell whether a load packs weights, or finds them packed."""
-    quantizer = getattr(load_config, "hf_quantizer", None)
-    return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
-
-
-def _load_packed(call: WrappedCall) -> Any:
+def _load_packed(call: WrappedCall, quantizer: Any) -> Any:
     """Run transformers' loading with files that are read tensor by tensor.
 
     Raises:
@@ -206,7 +200,6 @@ def _load_packed(call: WrappedCall) -> Any:
     from ds_finepage.integrations.deepspeed.deferred import value_of
     from ds_finepage.integrations.deepspeed.shard_loading import read_all
 
-    quantizer = call.arguments["load_config"].hf_quantizer
     _leave_unread(call.arguments)
     quantizer.read = value_of
     result = call.run()
