@@ -17,7 +17,7 @@ from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
-from ds_finepage.integrations.deepspeed.ranks import setup_of_all_ranks
+from ds_finepage.integrations.deepspeed.ranks import compare_setups
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import is_packed, pack_model
 from ds_finepage.planning.policies import RUNNABLE
@@ -49,10 +49,14 @@ def uninstall(engine_module: ModuleType) -> None:
 def _checked(call: WrappedCall) -> Any:
     """Refuse a setup that finepage does not support before DeepSpeed changes the model."""
     engine = call.owner
-    with setup_of_all_ranks(engine._config._param_dict) as setup:
-        if config_of(engine).enabled:
+
+    def check() -> bool:
+        config = config_of(engine)
+        if config.enabled:
             refuse_unsupported(engine)
-            setup.wants_others = True
+        return config.enabled
+
+    compare_setups(engine._config._param_dict, check)
     return call.run()
 
 

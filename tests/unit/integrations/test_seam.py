@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -179,15 +177,10 @@ def test_an_engine_with_finepage_compares_its_setup_with_other_ranks(
     engines: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], waits: bool
 ) -> None:
     found = []
-
-    @contextmanager
-    def setup_of_all_ranks(ds_config: Any) -> Iterator[Any]:
-        setup = SimpleNamespace(wants_others=False)
-        yield setup
-        found.append((ds_config, setup.wants_others))
-
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
-    monkeypatch.setattr(seam, "setup_of_all_ranks", setup_of_all_ranks)
+    monkeypatch.setattr(
+        seam, "compare_setups", lambda ds_config, check: found.append((ds_config, check()))
+    )
     engines.DeepSpeedEngine(settings)._do_sanity_check()
     assert found == [(settings, waits)]
 
