@@ -103,15 +103,13 @@ def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
 
 def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
-    shared = getattr(text, "num_key_value_heads", None) or heads
-    hidden = getattr(text, "hidden_size", None)
-    layers = getattr(text, "num_hidden_layers", None)
-    for size in (heads, shared, hidden, layers):
-        if not isinstance(size, int) or size < 1:
-            return None
-    assert isinstance(heads, int) and isinstance(shared, int)
-    assert isinstance(hidden, int) and isinstance(layers, int)
+    heads = getattr(text, "num_attention_heads", 0)
+    shared = getattr(text, "num_key_value_heads", 0) or heads
+    hidden = getattr(text, "hidden_size", 0)
+    layers = getattr(text, "num_hidden_layers", 0)
+    sizes = (heads, shared, hidden, layers)
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
     width: int = getattr(text, "head_dim", None) or hidden // heads
     window = getattr(text, "sliding_window", None)
     kinds = (
