@@ -237,11 +237,7 @@ def _length(layer: Any) -> int | None:
 
 
 def take_back(before: Sequence[tuple[Cache, Sequence[tuple[Any, int | None]]]]) -> bool:
-    """Remove the rows that a failed forward has added; return False if that is impossible.
-
-    Args:
-        before: The result of :func:`seen_lengths` before the forward.
-    """
+    """Remove the rows that came since :func:`seen_lengths`; return False if that is impossible."""
     for cache, layers in before:
         del cache.layers[len(layers) :]  # a cache without a config gets its layers in the forward
         for layer, length in layers:
