@@ -44,7 +44,10 @@ KVPlace = Literal["auto", "host"]
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
 
-DELETED = {"plan_dir": "each start plans again, in about a second for 80 layers. Leave it out."}
+DELETED = {
+    "plan_dir": "each start plans again, in about a second for 80 layers. Leave it out.",
+    "weights_dir": "load the model with PackedConfig, save it once, and load that folder.",
+}
 """Settings of earlier versions -> what to do instead."""
 
 _PERCENT = re.compile(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%\s*([a-z]*)", re.IGNORECASE | re.ASCII)
@@ -301,9 +304,6 @@ class FinepageConfig(_Settings):
         None  # pack linear layers and experts; results are those of the quantised model
     )
     weights_group: Annotated[int, Field(gt=0, multiple_of=2)] = 64  # weights that share a scale
-    weights_dir: Annotated[str, Field(pattern=r"\S")] | None = (
-        None  # folder in which packed weights are kept for the next start
-    )
     fused_unpacking: bool = (
         False  # products of few rows unpack in registers, where Triton runs; not yet run on a GPU
     )
@@ -360,13 +360,7 @@ class FinepageConfig(_Settings):
             raise ConfigError(
                 f"{SECTION}: this is a whole ds_config. Give what its key {SECTION!r} has."
             )
-        found = cls._read(section, SECTION, {"policies": policies})
-        if found.weights_dir is not None and found.weights is None:
-            raise ConfigError(
-                f"{SECTION}.weights_dir keeps packed weights, and {SECTION}.weights is not set. "
-                'Set it to "int8" or "int4", or leave out weights_dir.'
-            )
-        return found
+        return cls._read(section, SECTION, {"policies": policies})
 
 
 def section_of(ds_config: Mapping[str, Any]) -> object:

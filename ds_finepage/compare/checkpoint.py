@@ -94,12 +94,7 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def make_shipped(folder: Path, name: str, num_layers: int) -> None:
-    """Write a checkpoint with the shape of a shipped model and random bfloat16 weights.
-
-    Args:
-        folder: Where to write it.
-        name: A shipped name.
-        num_layers: Layers of it; 0 for all.
+    """Write a model of a shipped name's shape, with so many layers, 0 for all; in bfloat16.
 
     Raises:
         ConfigError: The host memory has no room for it.

@@ -98,12 +98,7 @@ class Engine:
     device: torch.device
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        """Take a model.
-
-        Args:
-            model: The model, with its weights in host memory.
-            device: Where the engine wants the prompt.
-        """
+        """Take a model."""
         self.model = model
         self.device = device
         self.settings: dict[str, str | int | float | bool] = {}

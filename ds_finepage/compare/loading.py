@@ -43,10 +43,6 @@ def load_model(
 ) -> Any:
     """Load the checkpoint of a request into host memory, packed if the ds_config says so.
 
-    Args:
-        request: The run.
-        pack: Packs the model.
-
     Raises:
         ConfigError: The form does not suit the model.
     """
@@ -57,10 +53,6 @@ def load_model(
 
 
 def load_unpacked(request: RunRequest) -> Any:
-    """Load the checkpoint of a request as it is.
-
-    Args:
-        request: The run.
-    """
+    """Load the checkpoint of a request as it is."""
     dtype = dtype_of(request.ds_config)
     return AutoModelForCausalLM.from_pretrained(request.model_dir, dtype=dtype).eval()

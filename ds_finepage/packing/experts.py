@@ -8,39 +8,15 @@ computing serves every model. Here is another way of that kind, with packed matr
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ds_finepage.packing.form import PackedForm, pack
-from ds_finepage.packing.linear import PackedWeight, product
+from ds_finepage.packing.linear import PackedWeight
 
 PROTOCOL = "transformers.integrations.moe"
 """The module of transformers whose decorator makes the forward pass of fused experts."""
-
-
-class PackedMatrices(PackedWeight):
-    """One packed matrix for each expert."""
-
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Multiply each row by the matrix of its expert.
-
-        Args:
-            x: (rows, in), sorted by expert.
-            ends: (experts,), integers: where the rows of each expert end.
-
-        Returns:
-            (rows, out), of the dtype of the scales.
-        """
-        return product(x, self.packed, self.form, ends=ends)
-
-    def extra_repr(self) -> str:
-        """Return the sizes and the form."""
-        num, out_features, num_groups = self.scales.shape
-        return (
-            f"{num} matrices, in_features={num_groups * self.form.group}, "
-            f"out_features={out_features}, {self.form.name} in groups of {self.form.group}"
-        )
 
 
 class PackedExperts(torch.nn.Module):
@@ -50,7 +26,7 @@ class PackedExperts(torch.nn.Module):
     takes apart parameters of those names when it saves a model, leaves them alone.
     """
 
-    def __init__(self, experts: torch.nn.Module, matrices: dict[str, PackedMatrices]) -> None:
+    def __init__(self, experts: torch.nn.Module, matrices: Mapping[str, PackedWeight]) -> None:
         """Take what the module has, and packed matrices for its own.
 
         Args:
@@ -68,7 +44,7 @@ class PackedExperts(torch.nn.Module):
             self.add_module(submodule_of(name), packed)
 
     @property
-    def matrices(self) -> list[PackedMatrices]:
+    def matrices(self) -> list[PackedWeight]:
         """The packed matrices, in the order of their use."""
         found: list[Any] = [self._modules[name] for name in self._names]
         return found
@@ -121,9 +97,6 @@ def submodule_of(weight: str) -> str:
 def expert_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the weights of fused experts by name, in the order of their use.
 
-    Args:
-        module: Any module.
-
     Returns:
         Nothing if it has none, or is one whose forward pass is not known; see :func:`unknown`.
     """
@@ -132,35 +105,8 @@ def expert_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: module._parameters[name] for name in _names(module)}  # type: ignore[misc]
 
 
-def pack_matrices(
-    experts: Any, name: str, weight: torch.Tensor, form: PackedForm, path: str
-) -> PackedMatrices:
-    """Pack one weight of fused experts.
-
-    Args:
-        experts: The module.
-        name: Of the weight in it.
-        weight: (experts, out, in), or (experts, in, out) if the module keeps it so.
-        form: How to pack.
-        path: Qualified name of the module, for messages.
-
-    Raises:
-        ConfigError: The form does not suit the weight.
-    """
-    given = as_matrices(experts, weight.detach())
-    return PackedMatrices(pack(given, form, f"{path}.{name}"), form).train(experts.training)
-
-
-def as_matrices(experts: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight of fused experts as (experts, out, in)."""
-    return weight.transpose(1, 2) if experts.is_transposed else weight
-
-
 def unknown(module: torch.nn.Module) -> str | None:
     """Say why the weights of several matrices that a module has cannot be packed.
-
-    Args:
-        module: Any module.
 
     Returns:
         None if they can be packed, or it has none.

@@ -167,13 +167,7 @@ def _pack_into(packed: Packed, weight: torch.Tensor, form: PackedForm, name: str
 
 
 def unpack(packed: Packed, form: PackedForm, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix, (out, in), that a packed one stands for.
-
-    Args:
-        packed: The packed matrix.
-        form: How it is packed.
-        dtype: Of the result.
-    """
+    """Return the matrix, (out, in), that a packed one stands for."""
     numbers = packed.numbers.unflatten(1, (packed.scales.shape[1], -1))
     shape = (*numbers.shape[:2], form.group)
     found: torch.Tensor = numbers.new_empty(shape, dtype=dtype)

@@ -44,13 +44,9 @@ OUTPUTS = {True: 8, False: 32}
 """Likewise, rows of the weight that a program takes."""
 
 
+@functools.cache
 def why_not(where: torch.device) -> str | None:
     """Say why a device runs no fused products; None if it runs them."""
-    return _why_not(where.type)
-
-
-@functools.cache
-def _why_not(kind: str) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed; it comes with torch's builds for accelerators"
     from triton.runtime import driver
@@ -59,7 +55,8 @@ def _why_not(kind: str) -> str | None:
         compiled_for = driver.active.get_active_torch_device().type
     except RuntimeError:  # it finds no device
         compiled_for = None
-    return None if compiled_for == kind else f"Triton does not compile for {kind!r} here"
+    is_fit = compiled_for == where.type
+    return None if is_fit else f"Triton does not compile for {where.type!r} here"
 
 
 @torch.no_grad()

@@ -31,6 +31,26 @@ class PackedWeight(torch.nn.Module):
         """The parts."""
         return Packed(self.numbers, self.scales, self.minima)
 
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Multiply each row by the matrix of its expert.
+
+        Args:
+            x: (rows, in), sorted by expert.
+            ends: (experts,), integers: where the rows of each expert end.
+
+        Returns:
+            (rows, out), of the dtype of the scales.
+        """
+        return product(x, self.packed, self.form, ends=ends)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the form."""
+        num, out_features, num_groups = self.scales.shape
+        return (
+            f"{num} matrices, in_features={num_groups * self.form.group}, "
+            f"out_features={out_features}, {self.form.name} in groups of {self.form.group}"
+        )
+
 
 class PackedLinear(PackedWeight):
     """Stands for a ``torch.nn.Linear``, with a packed weight.
@@ -42,43 +62,18 @@ class PackedLinear(PackedWeight):
     """
 
     def __init__(self, packed: Packed, form: PackedForm, bias: torch.Tensor | None = None) -> None:
-        """Take the tensors as they are.
-
-        Args:
-            packed: The weight.
-            form: How it is packed.
-            bias: (out,); a parameter stays the one that it is.
-        """
+        """Take the tensors as they are; a parameter stays the one that it is."""
         super().__init__(packed, form)
         self.in_features = packed.numbers.shape[1] * 8 // form.bits
         self.out_features = packed.numbers.shape[0]
         self.register_parameter("bias", None if bias is None else _parameter(bias))
-
-    @classmethod
-    def from_linear(
-        cls, linear: torch.nn.Module, form: PackedForm, name: str = "a weight"
-    ) -> PackedLinear:
-        """Pack the weight of a layer; the layer keeps its own.
-
-        Args:
-            linear: A ``torch.nn.Linear``, or a transformers ``Conv1D``; it may be on the meta
-                device.
-            form: How to pack its weight.
-            name: Of the weight, for messages.
-
-        Raises:
-            ConfigError: The form does not suit the weight.
-        """
-        weight = matrix_of(linear).detach()
-        bias: Any = linear.bias
-        return cls(pack(weight, form, name), form, bias).train(linear.training)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight, (out, in), unpacked at each use."""
         return unpack(self.packed, self.form, self.scales.dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Return ``x @ weight.T + bias``.
 
         Args:
@@ -123,11 +118,23 @@ def product(
     return made
 
 
-def matrix_of(linear: torch.nn.Module) -> torch.Tensor:
-    """Return the weight of a layer as (out, in); that of a ``Conv1D`` lies the other way."""
-    weight = linear.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight if isinstance(linear, torch.nn.Linear) else weight.t()
+def pack_weight(layer: torch.nn.Module, weight: Any, form: PackedForm, name: str) -> PackedWeight:
+    """Pack one weight of a linear layer or of fused experts, which keep their own.
+
+    Raises:
+        ConfigError: The form does not suit the weight.
+    """
+    matrices = matrices_of(layer, weight.detach())
+    return PackedWeight(pack(matrices, form, name), form).train(layer.training)
+
+
+def matrices_of(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight of a layer as (out, in), or as (experts, out, in).
+
+    That of a ``Conv1D``, and of some experts, lies the other way.
+    """
+    is_plain = isinstance(layer, torch.nn.Linear) or not getattr(layer, "is_transposed", True)
+    return weight if is_plain else weight.transpose(-2, -1)
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.packing.experts import (
-    PackedExperts,
-    PackedMatrices,
-    as_matrices,
-    expert_weights,
-    pack_matrices,
-    unknown,
-)
-from ds_finepage.packing.form import Packed, PackedForm
-from ds_finepage.packing.linear import PackedLinear, PackedWeight, matrix_of
+from ds_finepage.packing.experts import PackedExperts, expert_weights, unknown
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.linear import PackedLinear, PackedWeight, matrices_of, pack_weight
 from ds_finepage.packing.sliced import slice_output
 
 logger = logging.getLogger(__name__)
@@ -65,7 +58,8 @@ def pack_model(model: torch.nn.Module, form: PackedForm) -> list[str]:
         path = places[0][0]
         layer = model.get_submodule(path)
         for name, weight in weights_of(layer).items():
-            form.require(_shape_of_matrix(layer, weight), f"{path}.{name}")
+            shape = matrices_of(layer, weight).shape
+            form.require(shape[-2:] if len(shape) == 3 else shape, f"{path}.{name}")
     for places in weights:
         _replace(model, places, form)
     slice_output(model)
@@ -99,45 +93,33 @@ def set_fused(model: torch.nn.Module, is_fused: bool) -> None:
 
 
 def weights_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the weights of a layer that can be packed, by their names in it.
-
-    Args:
-        layer: Any module; if it is no linear layer and has no experts, there are none.
-    """
+    """Return the weights of a layer that can be packed, by their names; other modules have none."""
     if type(layer) in _linear_types():
         weight: Any = layer.weight
         return {"weight": weight}
     return expert_weights(layer)
 
 
-def _shape_of_matrix(layer: torch.nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a weight of a layer as (out, in)."""
-    if weight.dim() == 3:
-        return tuple(as_matrices(layer, weight).shape[1:])
-    return tuple(matrix_of(layer).shape)
+def packed_layer(layer: Any, weights: Mapping[str, PackedWeight]) -> torch.nn.Module:
+    """Return what stands for a layer, with its packed weights."""
+    if type(layer) not in _linear_types():
+        return PackedExperts(layer, weights)
+    (weight,) = weights.values()
+    return PackedLinear(weight.packed, weight.form, layer.bias).train(layer.training)
 
 
 def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
     """Put packed layers where those with the same weights are; they share the packed ones."""
-    packed: Packed | None = None
-    matrices: dict[str, PackedMatrices] = {}
+    weights: dict[str, PackedWeight] = {}
     for names in places:
-        layer: Any = model.get_submodule(names[0])
-        made: torch.nn.Module
-        if type(layer) not in _linear_types():
-            matrices = matrices or {
-                name: pack_matrices(layer, name, weight, form, names[0])
-                for name, weight in weights_of(layer).items()
-            }
-            made = PackedExperts(layer, matrices)
-        elif packed is None:
-            made = PackedLinear.from_linear(layer, form, f"{names[0]}.weight")
-            packed = made.packed
-        else:
-            made = PackedLinear(packed, form, layer.bias).train(layer.training)
+        layer = model.get_submodule(names[0])
+        weights = weights or {
+            name: pack_weight(layer, weight, form, f"{names[0]}.{name}")
+            for name, weight in weights_of(layer).items()
+        }
+        made = packed_layer(layer, weights)
         for name in names:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, made)
+            model.set_submodule(name, made)
 
 
 def _weights_to_pack(model: torch.nn.Module, packs_output: bool) -> list[Places]:

@@ -104,18 +104,9 @@ def _into(
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Write ``x @ weight.T + bias`` into a tensor.
+    """Write ``x @ weight.T + bias`` into ``out``, or into the columns of a cut weight in it.
 
-    Args:
-        x: (..., in).
-        numbers: Of the packed weight; see :class:`ds_finepage.packing.form.Packed`.
-        scales: Of the packed weight.
-        minima: Of the packed weight.
-        bias: (out,), or none.
-        bits: Of a number.
-        group: Weights that share a scale.
-        fused: Unpack in registers, if the rows are few and the device can.
-        out: (..., out), or the columns of a cut weight in it.
+    The other arguments are those of ``PACKED_LINEAR``.
     """
     rows, results = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     packed = Packed(numbers, scales, minima)
@@ -140,17 +131,8 @@ def grouped_into(
 ) -> torch.Tensor:
     """Write the product of each row with the matrix of its expert into a tensor.
 
-    Args:
-        x: (rows, in), sorted by expert.
-        numbers: Of the packed matrices, (experts, ...); each matrix is packed by itself.
-        scales: Of the packed matrices.
-        minima: Of the packed matrices.
-        ends: (experts,), where the rows of each expert end. Rows behind the last end become 0.
-        bits: Of a number.
-        group: Weights that share a scale.
-        fused: Unpack in registers, if the rows are few and the device can.
-        out: (rows, out).
-        read_ends: Returns the ends on the host, where a caller has read them before.
+    Rows behind the last end become 0. ``read_ends`` returns the ends on the host, where a caller
+    has read them before. The other arguments are those of ``PACKED_GROUPED``.
     """
     form, packed = PackedForm(bits, group), Packed(numbers, scales, minima)
     if fused and _may_fuse(x):

@@ -9,7 +9,7 @@ changes: the whole weight is never needed at once. See [Note: slices are product
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -21,13 +21,9 @@ from ds_finepage.packing.op import define, products
 def _into(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write ``x @ weight.T + bias`` into a tensor.
+    """Write ``x @ weight.T + bias`` into ``out``, or into the columns of a cut weight in it.
 
-    Args:
-        x: (..., in).
-        weight: (out, in).
-        bias: (out,), or none.
-        out: (..., out), or the columns of a cut weight in it.
+    The other arguments are those of ``SLICED_LINEAR``.
     """
     rows = x.reshape(-1, x.shape[-1])
     products(rows, weight, bias, out.view(-1, out.shape[-1]), OUTPUT_ROWS)
@@ -39,18 +35,6 @@ sliced_linear = define("sliced_linear", "Tensor x, Tensor weight, Tensor? bias",
 
 class SlicedLinear(torch.nn.Linear):
     """A linear layer that is not trained, and multiplies by its weight a slice at a time."""
-
-    @classmethod
-    def of(cls, linear: torch.nn.Linear) -> SlicedLinear:
-        """Return a layer with the same parameters; it may be on the meta device.
-
-        Args:
-            linear: The layer, which keeps them too.
-        """
-        made = cls(1, 1, bias=False, device="meta")
-        made.in_features, made.out_features = linear.in_features, linear.out_features
-        made.weight, made.bias = linear.weight, linear.bias
-        return made.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T + bias``.
@@ -64,25 +48,15 @@ class SlicedLinear(torch.nn.Linear):
 
 
 def slice_output(model: torch.nn.Module) -> None:
-    """Let the output layers of a model multiply by a slice at a time, if they are plain and large.
+    """Let output layers of a model multiply by a slice at a time, if they are plain and large.
 
-    Args:
-        model: Any module; it may be on the meta device.
+    transformers calls these layers the output embeddings. They keep their parameters and hooks.
     """
-    outputs = set(_output_layers(model))
-    for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if layer in outputs and type(layer) is torch.nn.Linear and len(layer.weight) > OUTPUT_ROWS:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, SlicedLinear.of(layer))
-
-
-def _output_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the layers that transformers calls the output embeddings."""
     if "transformers.modeling_utils" not in sys.modules:
         return
     from transformers import PreTrainedModel
 
     for module in model.modules():
-        layer = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
-        if layer is not None:
-            yield layer
+        layer: Any = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+        if type(layer) is torch.nn.Linear and len(layer.weight) > OUTPUT_ROWS:
+            layer.__class__ = SlicedLinear

@@ -64,10 +64,6 @@ class StockPacked(torch.nn.Module):
 def pack_as_stock(model: torch.nn.Module, form: PackedForm) -> None:
     """Pack the linear layers and experts of a model, in place, as DeepSpeed keeps them.
 
-    Args:
-        model: Any module; it may be on the meta device.
-        form: How to pack.
-
     Raises:
         ConfigError: The form does not suit the model.
     """
@@ -77,5 +73,4 @@ def pack_as_stock(model: torch.nn.Module, form: PackedForm) -> None:
         if isinstance(layer, PackedWeight):
             if layer not in made:
                 made[layer] = StockPacked(layer)
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, made[layer])
+            model.set_submodule(name, made[layer])

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_ranks import found_on
-from tests.integration.test_loading import make_large
+from tests.integration.peaks import HAS_PEAKS, make_large
 
 WORKER = Path(__file__).with_name("shard_worker.py")
-
-
-HAS_PEAKS = Path("/proc/self/clear_refs").exists()
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,30 @@ def shows_masters(handle: Handle) -> bool:
     )
 
 
+def results(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tokens of a generation, and the logits of each."""
+    found = model.generate(
+        prompt,
+        max_new_tokens=3,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return [found.sequences, *found.logits]
+
+
+def same_within(
+    handle: Handle, run: Callable[[], Any], plain: Any, budget_bytes: int, seed: int
+) -> None:
+    """Run with poison and delays; results have to be the plain ones, and the peak in budget."""
+    debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
+    handle.replan(budget_bytes=budget_bytes, debug=debug)
+    with DeviceMeter(torch.device("cpu")) as meter:
+        found = run()
+    assert equal(found, plain), f"budget {budget_bytes}"
+    assert meter.peak_bytes <= budget_bytes, f"budget {budget_bytes}"
+
+
 def same_at_every_budget(
     model: torch.nn.Module, run: Callable[[], Any], *, budgets: tuple[str, ...] = BUDGETS
 ) -> Stats:
@@ -60,13 +84,7 @@ def same_at_every_budget(
         for seed, budget in enumerate(budgets):
             share_bytes = 0 if budget == "min" else needed_bytes * int(budget.rstrip("%")) // 100
             budget_bytes = max(least_bytes, share_bytes)
-            debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
-            handle.replan(budget_bytes=budget_bytes, debug=debug)
-            with DeviceMeter(torch.device("cpu")) as meter:
-                found = run()
-            assert equal(found, plain), f"budget {budget}"
-            assert meter.peak_bytes <= budget_bytes, f"budget {budget}"
-            del found  # or it would count while the next run makes its own
+            same_within(handle, run, plain, budget_bytes, seed)
         assert handle._memory._pool.bytes.numel() == POOL_BYTES
         stats = handle.stats
         assert stats.min_budget_bytes == least_bytes, "every shape was captured in the first run"

@@ -56,14 +56,6 @@ def test_results_are_those_of_plain_transformers(family: str, budget: str) -> No
     handle.detach()
 
 
-def test_a_cache_that_fits_stays_on_the_device_without_it() -> None:
-    model = make_model("llama")
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    greedy(model, input_ids=token_ids(40), max_new_tokens=2)
-    assert handle.stats.num_caches_on_host == 0
-    handle.detach()
-
-
 def test_a_policy_that_keeps_caches_on_the_device_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama", num_hidden_layers=1)
     with caplog.at_level(logging.WARNING):

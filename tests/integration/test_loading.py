@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import subprocess
 import sys
@@ -26,10 +25,10 @@ from ds_finepage.integrations.deepspeed.deferred import DeferredTensor
 from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids, tokens
+from tests.integration.peaks import HAS_PEAKS, make_large, peak_of_load
 
 PROMPT = token_ids(7)
 SHARD = "200KB"
-MB = 10**6
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,89 +108,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 # Bytes.
 
-MEASURE = """
-import gc, json, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from ds_finepage.run import prepare_one_process
-prepare_one_process()
-from transformers import AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
 
-def resident(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-small, large, config = sys.argv[1:]
-keep_alive = HfDeepSpeedConfig(json.loads(config))
-AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16)  # imports, process group
-gc.collect()
-before = resident("VmRSS:")
-Path("/proc/self/clear_refs").write_text("5")
-model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.bfloat16)
-print(resident("VmHWM:") - before)
-"""
-
-LARGE: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "llama",
-        {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24},
-    ),
-    "tied": (
-        "llama",
-        {
-            "hidden_size": 512,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 18,
-            "vocab_size": 32768,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "mixtral": (
-        "mixtral",
-        {
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 20,
-            "num_local_experts": 8,
-        },
-    ),
-}
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("name", ["llama", "tied"])  # ranks load the other one
+@pytest.mark.skipif(not HAS_PEAKS, reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", ["llama", "tied"])  # ranks load another one
 def test_host_bytes_stay_within_a_tenth_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     num_bytes = make_large(name, tmp_path)
-    config = json.dumps(ds_config(bf16={"enabled": True}))
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, tmp_path / "small", tmp_path / "large", config],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    peak_bytes = int(done.stdout.split()[-1])
+    peak_bytes, _ = peak_of_load(tmp_path, "large", ds_config(bf16={"enabled": True}))
     assert num_bytes < 1.01 * peak_bytes  # the masters themselves were seen
     assert peak_bytes <= 1.1 * num_bytes
-
-
-def make_large(name: str, folder: Path) -> int:
-    """Save a small model, and a large one of several files; return the bytes of the large one."""
-    family, changes = LARGE[name]
-    make_model(family, torch.bfloat16).save_pretrained(folder / "small")
-    with torch.device("meta"):
-        model = make_model(family, torch.bfloat16, **changes)
-    model.to_empty(device="cpu").tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    model.save_pretrained(folder / "large", max_shard_size="50MB")
-    files = list((folder / "large").glob("*.safetensors"))
-    num_bytes = sum(path.stat().st_size for path in files)
-    assert len(files) > 1 and 120 * MB < num_bytes < 160 * MB
-    return num_bytes
 
 
 # Values.

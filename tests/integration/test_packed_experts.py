@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from ds_finepage.api import attach
-from ds_finepage.config import DebugConfig
 from ds_finepage.execution.measure import estimate_workspaces
-from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.packed import PACKED_GROUPED, PACKED_PRODUCTS
 from ds_finepage.packing import op
 from ds_finepage.packing.form import PackedForm
@@ -20,7 +18,9 @@ from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.rewrite import split
 from ds_finepage.runtime.stats import PassStats
 from tests.integration.families import SLOW_LINK, SLOWER_LINK, make_model, token_ids
+from tests.integration.parity import results, same_within
 
+PROMPT = token_ids(5)
 NUM_EXPERTS, SHARES = 8, (0, 0.05, 0.3, 1)
 EXPERTS = {
     "mixtral": {"num_local_experts": NUM_EXPERTS},
@@ -36,18 +36,6 @@ def _small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
-
-
-def results(model: Any) -> list[torch.Tensor]:
-    """Return the tokens of a generation, and the logits of each."""
-    found = model.generate(
-        token_ids(5)[:1],
-        max_new_tokens=3,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return [found.sequences, *found.logits]
 
 
 def packed_model(family: str, form: str, dtype: torch.dtype) -> Any:
@@ -68,22 +56,16 @@ def test_packed_experts_are_the_same_at_every_budget(
     family: str, form: str, dtype: torch.dtype, is_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = packed_model(family, form, dtype)
-    plain = results(model)
+    plain = results(model, PROMPT)
     # Other products in slices are the same up to rounding only, so they stay whole.
     monkeypatch.setattr(split, "MATMULS", dict.fromkeys(PACKED_PRODUCTS, 1))
     handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOW_LINK, split=is_split)
     try:
-        assert all(map(torch.equal, results(model), plain))
+        assert all(map(torch.equal, results(model, PROMPT), plain))
         least, weight_bytes = handle.stats.min_budget_bytes, handle.stats.weight_bytes
         for seed, share in enumerate(SHARES):
             budget = int(least + share * weight_bytes)
-            debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
-            handle.replan(budget_bytes=budget, debug=debug)
-            with DeviceMeter(torch.device("cpu")) as meter:
-                found = results(model)
-            assert all(map(torch.equal, found, plain)), f"share {share}"
-            assert meter.peak_bytes <= budget
-            del found
+            same_within(handle, lambda: results(model, PROMPT), plain, budget, seed)
             step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
             assert step.last_reloaded_bytes >= step.lower_bound_bytes
         assert not handle.stats.unplanned_reasons
@@ -97,10 +79,10 @@ def test_a_step_reloads_all_parts_of_the_experts_that_it_uses(family: str, is_sp
     expert_bytes = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
     handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOWER_LINK, split=is_split)
     try:
-        results(model)
+        results(model, PROMPT)
         stats = handle.stats
         handle.replan(budget_bytes=stats.min_budget_bytes + stats.weight_bytes // 20)
-        results(model)
+        results(model, PROMPT)
         step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
         # Two of eight; whatever else there is, once.
         others = stats.weight_bytes - expert_bytes

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +16,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed import checkpoint_files, loading, packed_files
+from ds_finepage.integrations.deepspeed import checkpoint_files, loading
 from ds_finepage.integrations.deepspeed.patches import is_wrapped
-from ds_finepage.integrations.transformers import packed_loading
 from ds_finepage.integrations.transformers.packed_loading import VERSION, PackedConfig
 from ds_finepage.packing import sliced
 from ds_finepage.packing.form import PackedForm
@@ -30,6 +25,7 @@ from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import logits, make_model, token_ids
+from tests.integration.peaks import HAS_PEAKS, make_large, peak_of_load
 
 PROMPT = token_ids(7)
 FORM = PackedForm.parse("int4", 32)
@@ -61,11 +57,11 @@ def load(folder: Path, config: dict[str, Any] | None = None, **kwargs: Any) -> A
         del keep_alive
 
 
-def saved(folder: Path, family: str = "llama", **changes: Any) -> Any:
+def saved(folder: Path, family: str = "llama", form: PackedForm = FORM, **changes: Any) -> Any:
     """Save a model as it was trained; return the packed one that is to be compared with."""
     make_model(family, torch.bfloat16, **changes).save_pretrained(folder, max_shard_size="200KB")
     same = AutoModelForCausalLM.from_pretrained(folder)
-    assert pack_model(same, FORM)
+    assert pack_model(same, form)
     return same
 
 
@@ -78,17 +74,24 @@ def assert_same(found: Any, expected: Any) -> None:
 
 # Values.
 
-FAMILIES = {
-    "llama": {"attention_bias": True},
-    "gpt2": {"tie_word_embeddings": True},
-    "mixtral": {},
-}
+OUTPUT = dataclasses.replace(FORM, packs_output=True)
+TIED = {"tie_word_embeddings": True}
+CASES: list[tuple[str, dict[str, Any], PackedForm]] = [
+    ("llama", {"attention_bias": True}, FORM),
+    ("gpt2", TIED, FORM),
+    ("mixtral", {}, FORM),
+    ("llama", {}, OUTPUT),
+    ("llama", TIED, OUTPUT),
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(family: str, tmp_path: Path) -> None:
-    same = saved(tmp_path / "trained", family, **FAMILIES[family])
-    model = load(tmp_path / "trained", quantization_config=PACKED)
+@pytest.mark.parametrize(("family", "changes", "form"), CASES, ids=str)
+def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(
+    family: str, changes: dict[str, Any], form: PackedForm, tmp_path: Path
+) -> None:
+    same = saved(tmp_path / "trained", family, form, **changes)
+    assert isinstance(same.lm_head, PackedLinear) is (form is OUTPUT and changes is not TIED)
+    model = load(tmp_path / "trained", quantization_config=PackedConfig.of(form))
     assert_same(model, same)
     assert not any(p.is_meta for p in model.parameters())
     assert torch.equal(logits(model, PROMPT), logits(same, PROMPT))
@@ -96,9 +99,9 @@ def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(family: str, tmp_pa
     model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     again = load(tmp_path / "packed")
     assert_same(again, same)
-    assert again.config.quantization_config.form == FORM
+    assert again.config.quantization_config.form == form
     handle = ds_finepage.attach(
-        again, device_budget="120%weights", weights="int4", weights_group=FORM.group
+        again, device_budget="120%weights", weights=form.name, weights_group=form.group
     )
     assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
     handle.detach()
@@ -117,21 +120,6 @@ def test_the_output_layer_is_sliced_where_it_is_not_packed(
         assert (found.lm_head.weight is found.get_input_embeddings().weight) is is_tied
         assert_same(found, same)
         assert torch.equal(logits(found, PROMPT), logits(same, PROMPT))
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_the_output_layer_is_packed_as_it_comes(is_tied: bool, tmp_path: Path) -> None:
-    form = dataclasses.replace(FORM, packs_output=True)
-    make_model("llama", torch.bfloat16, tie_word_embeddings=is_tied).save_pretrained(tmp_path / "t")
-    same = load(tmp_path / "t")
-    assert ("lm_head" in pack_model(same, form)) is not is_tied
-    model = load(tmp_path / "t", quantization_config=PackedConfig.of(form))
-    assert_same(model, same)
-    model.save_pretrained(tmp_path / "packed")
-    again = load(tmp_path / "packed")
-    assert_same(again, same)
-    assert again.config.quantization_config.form == form
-    assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
 
 
 @pytest.mark.parametrize("kind", ["trained", "packed"])
@@ -182,128 +170,16 @@ def test_files_that_cannot_be_read_in_pieces_are_packed_too(
         assert_same(load(tmp_path / "bin", quantization_config=PACKED), same)
 
 
-# Kept for the next start.
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_weights_are_kept_for_the_next_start(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    same = saved(tmp_path / "trained", family, **FAMILIES[family])
-    config = ds_config(weights_dir=str(tmp_path / "kept"))
-    assert_same(load(tmp_path / "trained", config), same)
-    (kept,) = (tmp_path / "kept").iterdir()
-    assert set(load_file(kept)) <= set(same.state_dict())
-
-    def pack_again(*_: Any) -> None:
-        raise AssertionError("a kept weight was packed again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(packed_loading.PackWeight, "_replace", pack_again)
-        again = load(tmp_path / "trained", config)
-    assert_same(again, same)
-    assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
-    again.save_pretrained(tmp_path / "packed")
-    assert_same(load(tmp_path / "packed"), same)
-    # Another form, and a checkpoint that has changed, have files of their own.
-    load(tmp_path / "trained", ds_config(weights_dir=str(tmp_path / "kept"), weights="int8"))
-    for file in (tmp_path / "trained").glob("*.safetensors"):
-        os.utime(file, ns=(0, 0))
-    load(tmp_path / "trained", config)
-    assert len(list((tmp_path / "kept").iterdir())) == 3
-
-
-def test_a_kept_file_of_another_model_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path / "trained")
-    config = ds_config(weights_dir=str(tmp_path / "kept"))
-    load(tmp_path / "trained", config)
-    (kept,) = (tmp_path / "kept").iterdir()
-    save_file(load_file(kept), kept, metadata={"format": "pt", "finepage": "{}"})
-    with pytest.raises(ConfigError, match="another model, form or version. Delete it"):
-        load(tmp_path / "trained", config)
-    kept.write_bytes(kept.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="cannot be read: .* Delete it"):
-        load(tmp_path / "trained", config)
-
-
-def test_a_full_disk_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    same = saved(tmp_path / "trained")
-    config = ds_config(weights_dir=str(tmp_path / "kept"))
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        assert_same(load(tmp_path / "trained", config), same)
-    assert "not kept for the next start: [Errno 28] No space left" in caplog.text
-    assert list((tmp_path / "kept").iterdir()) == []
-    caplog.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(packed_files, "DTYPES", {"U8": torch.uint8})
-        assert_same(load(tmp_path / "trained", config), same)
-    assert "not kept: some are torch.bfloat16" in caplog.text
-
-
 # Bytes.
 
-MEASURE = """
-import gc, json, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from ds_finepage.run import prepare_one_process
-prepare_one_process()
-from transformers import AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
 
-def resident(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-small, large, config = sys.argv[1:]
-keep_alive = HfDeepSpeedConfig(json.loads(config))
-AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16)  # imports, group
-gc.collect()
-before = resident("VmRSS:")
-Path("/proc/self/clear_refs").write_text("5")
-model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.bfloat16)
-peak = resident("VmHWM:") - before
-print(peak, sum(p.nbytes for p in model.parameters()))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(not HAS_PEAKS, reason="needs Linux's /proc")
 def test_host_bytes_stay_within_the_packed_ones_and_a_tensor(tmp_path: Path) -> None:
-    make_model("llama", torch.bfloat16, hidden_size=128).save_pretrained(tmp_path / "small")
-    with torch.device("meta"):
-        model = make_model(
-            "llama",
-            torch.bfloat16,
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=16,
-            vocab_size=32768,
-        )
-    model.to_empty(device="cpu").tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    model.save_pretrained(tmp_path / "large", max_shard_size="50MB")
-    whole_bytes = sum(p.nbytes for p in model.parameters())
-    largest_bytes = max(p.nbytes for p in model.parameters())
-    config = json.dumps(ds_config(weights_group=64, weights_dir=str(tmp_path / "kept")))
-    for _ in range(2):  # the last one finds them kept
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, *(tmp_path / "small", tmp_path / "large"), config],
-            cwd=Path(__file__).parents[2],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        peak_bytes, packed_bytes = map(int, done.stdout.split()[-2:])
+    whole_bytes = make_large("wide", tmp_path)
+    largest_bytes = 32768 * 512 * 2
+    config, packed = ds_config(weights_group=64), tmp_path / "packed"
+    for name, saves in (("large", [packed]), ("packed", [])):
+        peak_bytes, packed_bytes = peak_of_load(tmp_path, name, config, *saves)
         assert 1.1 * packed_bytes + largest_bytes < whole_bytes  # else it would show nothing
         assert packed_bytes < 1.01 * peak_bytes  # the packed weights themselves were seen
         assert peak_bytes <= 1.1 * packed_bytes + largest_bytes

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
 
 import pytest
 import torch
 
 from ds_finepage.api import attach
-from ds_finepage.config import DebugConfig
 from ds_finepage.execution.measure import estimate_workspaces
-from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.packed import PACKED_LINEAR, SLICED_LINEAR
 from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.packing import op, sliced
@@ -21,23 +18,11 @@ from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.rewrite import split
 from tests.integration.families import make_model, tiny, token_ids
-from tests.integration.parity import same_at_every_budget
+from tests.integration.parity import results, same_at_every_budget, same_within
 
 FORMS = {name: PackedForm.parse(name) for name in ("int4", "int8")}
 NUM_LAYERS = {"llama": 7, "mixtral": 5, "gpt2": 4}
 PROMPT = token_ids(7)
-
-
-def results(model: Any, prompt: torch.Tensor = PROMPT) -> list[torch.Tensor]:
-    """Return the tokens of a generation, and the logits of each."""
-    found = model.generate(
-        prompt,
-        max_new_tokens=3,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return [found.sequences, *found.logits]
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
@@ -60,7 +45,7 @@ def test_packed_models_are_the_same_at_every_budget(
     packed = pack_model(model, FORMS[form])
     assert len(packed) == NUM_LAYERS[family]
     packed_bytes = sum(p.nbytes for p in model.parameters())
-    stats = same_at_every_budget(model, lambda: results(model))
+    stats = same_at_every_budget(model, lambda: results(model, PROMPT))
     assert stats.weight_bytes == packed_bytes < whole_bytes
 
 
@@ -69,7 +54,7 @@ def test_a_packed_output_layer_is_the_same_at_every_budget(is_tied: bool) -> Non
     model = make_model("llama", torch.bfloat16, tie_word_embeddings=is_tied)
     packed = pack_model(model, PackedForm.parse("int4+output"))
     assert ("lm_head" in packed) is not is_tied
-    stats = same_at_every_budget(model, lambda: results(model))
+    stats = same_at_every_budget(model, lambda: results(model, PROMPT))
     assert stats.weight_bytes == sum(p.nbytes for p in model.parameters())
 
 
@@ -86,25 +71,19 @@ def test_without_split_no_weight_is_needed_whole(
         monkeypatch.setattr(module, "OUTPUT_ROWS", 64)
     torch._dynamo.reset()
     model = make_model("llama", dtype, num_hidden_layers=1, vocab_size=2048)
-    plain = results(model.eval())
+    plain = results(model.eval(), PROMPT)
     pack_model(model, PackedForm.parse("int4", 32))
-    expected = results(model)
+    expected = results(model, PROMPT)
     assert not all(map(torch.equal, expected, plain))
     handle = attach(model, device_budget="1GiB", device="cpu", policy=policy)
     try:
-        assert all(map(torch.equal, results(model), expected))
+        assert all(map(torch.equal, results(model, PROMPT), expected))
         least = handle.stats.min_budget_bytes
         assert least < model.lm_head.weight.nbytes
         for seed, budget_bytes in enumerate((least, least * 5 // 4, least * 2)):
-            debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
-            handle.replan(budget_bytes=budget_bytes, debug=debug)
-            with DeviceMeter(torch.device("cpu")) as meter:
-                found = results(model)
-            assert all(map(torch.equal, found, expected))
-            assert meter.peak_bytes <= budget_bytes
-            del found
+            same_within(handle, lambda: results(model, PROMPT), expected, budget_bytes, seed)
         handle.replan(budget_bytes=least)
-        results(model)
+        results(model, PROMPT)
         tight = min((m for m, _ in handle.plans()), key=lambda m: m.arena_bytes)
         ops = [t.op for t in tight.graph.tasks]
         assert ops.count(SLICED_LINEAR) == 2048 // 64 and ops.count(PACKED_LINEAR) > 7
@@ -121,7 +100,7 @@ def test_the_key_packs_a_model_and_leaves_it_packed(
     model = make_model("llama")
     same = copy.deepcopy(model)
     pack_model(same, PackedForm.parse(form, 32))
-    plain = results(same)
+    plain = results(same, PROMPT)
     with caplog.at_level(logging.WARNING):
         handle = attach(
             model, device_budget="90%weights", device="cpu", weights=form, weights_group=32
@@ -131,13 +110,13 @@ def test_the_key_packs_a_model_and_leaves_it_packed(
         f"linear layers and experts of LlamaForCausalLM are packed as {form} in groups of 32: "
         "results are those of the quantised model"
     ]
-    assert all(map(torch.equal, results(model), plain))
+    assert all(map(torch.equal, results(model, PROMPT), plain))
     stats = handle.stats
     assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
     assert stats.weight_bytes == sum(p.nbytes for p in same.parameters())
     handle.detach()
     assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
-    assert all(map(torch.equal, results(model), plain))
+    assert all(map(torch.equal, results(model, PROMPT), plain))
 
 
 def test_a_product_is_one_task_that_writes_into_place() -> None:

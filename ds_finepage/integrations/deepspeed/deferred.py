@@ -206,14 +206,7 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _read(source: Any, part: Part, target: torch.Tensor, casts: list[torch.dtype]) -> None:
-    """Copy a part of a tensor into another.
-
-    Args:
-        source: Any tensor.
-        part: Of the source.
-        target: In the shape of the part.
-        casts: The dtypes to cast to, one after the other.
-    """
+    """Copy a part of a tensor into one in its shape, cast to one dtype after the other."""
     origin = source.origin if isinstance(source, DeferredTensor) else source
     op = origin.op.overloadpacket if isinstance(origin, Call) else None
     if isinstance(origin, Region):

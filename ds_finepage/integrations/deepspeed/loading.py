@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
-from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import METHOD
 from ds_finepage.planning.policies import RUNNABLE
@@ -102,44 +100,30 @@ def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
     return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
 
 
-def _quantizer(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _quantizer(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Give transformers our quantiser where the active ``HfDeepSpeedConfig`` asks for it."""
     active = _active_config(modeling_utils)
     asked = active.weights if active.enabled else None
-    call = inspect.signature(original).bind(*args, **kwargs)
     own = getattr(call.arguments["config"], "quantization_config", None)
     if asked is None and (not isinstance(own, dict) or own.get("quant_method") != METHOD):
-        return original(*args, **kwargs)
+        return call.run()
     from ds_finepage.integrations.transformers import packed_loading  # transformers knows it then
 
-    if asked is None:
-        return original(*args, **kwargs)
-    call.arguments["quantization_config"] = packed_loading.asked_of(
-        call.arguments["config"],
-        call.arguments["quantization_config"],
-        PackedForm.parse(asked, active.weights_group),
-    )
-    return original(*call.args, **call.kwargs)
+    if asked is not None:
+        call.arguments["quantization_config"] = packed_loading.asked_of(
+            call.arguments["config"],
+            call.arguments["quantization_config"],
+            PackedForm.parse(asked, active.weights_group),
+        )
+    return call.run()
 
 
-def _build(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _build(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Add a mode to the contexts in which transformers builds a model before it loads weights."""
     if is_wanted_by_ranks(modeling_utils):
         with _as_without_zero(modeling_utils):
-            return original(*args, **kwargs)
-    contexts = original(*args, **kwargs)  # zero.Init is among them, which counts the ranks
+            return call.run()
+    contexts = call.run()  # zero.Init is among them, which counts the ranks
     if is_wanted(modeling_utils):
         from ds_finepage.integrations.deepspeed.partitions import NothingIntoNothing
 
@@ -147,45 +131,30 @@ def _build(
     return contexts
 
 
-def _load(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _load(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Run transformers' loading with our reader and our gathering in place of the stock ones."""
-    call = inspect.signature(original).bind(*args, **kwargs)
-    if _is_packed(call.arguments.get("load_config")):
-        return _load_packed(modeling_utils, original, call)
+    quantizer = getattr(call.arguments.get("load_config"), "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method == METHOD:
+        return _load_packed(call, quantizer)
     of_ranks = is_wanted_by_ranks(modeling_utils)
-    is_quantized = getattr(call.arguments.get("load_config"), "hf_quantizer", None) is not None
-    if not of_ranks and (is_quantized or not is_wanted(modeling_utils)):
-        return original(*args, **kwargs)
+    if not of_ranks and (quantizer is not None or not is_wanted(modeling_utils)):
+        return call.run()
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 
     _leave_unread(call.arguments)
     with _as_without_zero(modeling_utils) if of_ranks else _in_place():
-        result = original(*call.args, **call.kwargs)
+        result = call.run()
     trim_heap()
     return result
 
 
 def _leave_unread(options: dict[str, Any]) -> None:
-    """Let transformers load the tensors of safetensors files unread.
-
-    Args:
-        options: The arguments of its loading.
-    """
+    """Let transformers load the tensors of safetensors files unread."""
     from ds_finepage.integrations.deepspeed.deferred import open_files
 
-    if _has_safetensors(options):
-        options["state_dict"] = open_files(options["checkpoint_files"])
-
-
-def _has_safetensors(options: Mapping[str, Any]) -> bool:
-    files = map(str, options.get("checkpoint_files") or ())
-    return options["state_dict"] is None and all(file.endswith(".safetensors") for file in files)
+    files = list(map(str, options.get("checkpoint_files") or ()))
+    if options["state_dict"] is None and all(file.endswith(".safetensors") for file in files):
+        options["state_dict"] = open_files(files)
 
 
 @contextlib.contextmanager
@@ -209,62 +178,33 @@ def _as_without_zero(modeling_utils: ModuleType) -> Iterator[None]:
         yield
 
 
-def _finish(
-    modeling_utils: ModuleType,
-    original: Callable[..., Any],
-    _owner: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _finish(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Let transformers tie and initialise weights, then take the memory of unread ones."""
     if not is_wanted_by_ranks(modeling_utils):
-        return original(*args, **kwargs)
+        return call.run()
     from ds_finepage.integrations.deepspeed.shard_loading import leave_unread
 
     with _as_without_zero(modeling_utils):
-        result = original(*args, **kwargs)
-    leave_unread(inspect.signature(original).bind(*args, **kwargs).arguments["model"])
+        result = call.run()
+    leave_unread(call.arguments["model"])
     return result
 
 
-def _is_packed(load_config: Any) -> bool:
-    """Tell whether a load packs weights, or finds them packed."""
-    quantizer = getattr(load_config, "hf_quantizer", None)
-    return quantizer is not None and quantizer.quantization_config.quant_method == METHOD
-
-
-def _load_packed(
-    modeling_utils: ModuleType, original: Callable[..., Any], call: inspect.BoundArguments
-) -> Any:
-    """Run transformers' loading with files that are read tensor by tensor, or with kept weights.
+def _load_packed(call: WrappedCall, quantizer: Any) -> Any:
+    """Run transformers' loading with files that are read tensor by tensor.
 
     Raises:
-        ConfigError: A weight cannot be packed, or a kept file is not the one that it should be.
+        ConfigError: A weight cannot be packed.
     """
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
     from ds_finepage.integrations.deepspeed.deferred import value_of
-    from ds_finepage.integrations.deepspeed.packed_files import PackedFile
     from ds_finepage.integrations.deepspeed.shard_loading import read_all
 
-    options = call.arguments
-    quantizer, model = options["load_config"].hf_quantizer, options["model"]
-    folder = _active_config(modeling_utils).weights_dir
-    new: PackedFile | None = None
-    if folder is not None and not quantizer.pre_quantized and _has_safetensors(options):
-        form, dtype = quantizer.quantization_config.form, options["load_config"].dtype
-        new = PackedFile(folder, model, options["checkpoint_files"], form, dtype)
-        options["state_dict"] = new.read()
-        if options["state_dict"] is not None:
-            new = None
-            quantizer.expect_packed(model)
-            options["load_config"] = replace(options["load_config"], weight_mapping=[])
-    _leave_unread(options)
+    _leave_unread(call.arguments)
     quantizer.read = value_of
-    result = original(*call.args, **call.kwargs)
+    result = call.run()
     if quantizer.refusal is not None:
         raise quantizer.refusal
-    read_all(model)
-    if new is not None:
-        new.write(model)
+    read_all(call.arguments["model"])
     trim_heap()
     return result

@@ -25,7 +25,6 @@ from ds_finepage.api import attach
 from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
-from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.watch import data_of, set_data
 from ds_finepage.integrations.deepspeed.ranks import parts_of, ranks_of_model
 from ds_finepage.runtime.handle import Handle
@@ -144,10 +143,6 @@ def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> 
 
     A buffer, and a parameter that came later without ZeRO, get a master as in a plain module.
 
-    Args:
-        named: Qualified name -> parameter or buffer, each once.
-        device: Where to compute.
-
     Raises:
         StoreError: An attached model has a parameter already.
     """
@@ -161,18 +156,21 @@ def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> 
 
 
 def _partition_weight(name: str, parameter: Any) -> HostWeight:
-    shape = tuple(parameter.ds_shape)
+    """Use ZeRO's partition as the master: the whole parameter, or this rank's part of it.
+
+    A parameter that is in parts stays as ZeRO has it.
+    """
+    shape, partitioned = tuple(parameter.ds_shape), data_of(parameter)
     parts = parts_of(parameter)
-    if parts is not None:
-        return _part_weight(name, parameter, parts)
-    partition = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel)
-    partitioned = data_of(parameter)
+    partition = parameter.ds_tensor.data
+    if parts is None:
+        partition = partition.narrow(0, 0, parameter.ds_numel)
 
     def restore(weight: HostWeight) -> None:
-        value = weight.value
-        if value.data_ptr() != partition.data_ptr() and tuple(value.shape) == shape:
+        is_other = parts is None and weight.value.data_ptr() != partition.data_ptr()
+        if is_other and tuple(weight.value.shape) == shape:
             with torch.inference_mode(False), torch.no_grad():
-                partition.view(shape).copy_(value)
+                partition.view(shape).copy_(weight.value)
         set_data(parameter, partitioned)
 
     return HostWeight(
@@ -182,25 +180,6 @@ def _partition_weight(name: str, parameter: Any) -> HostWeight:
         shape,
         torch.empty(shape, device="meta").stride(),
         partition.dtype,
-        restore,
-        gathered=lambda: parameter.ds_status is ZeroParamStatus.AVAILABLE,
-    )
-
-
-def _part_weight(name: str, parameter: Any, parts: RankParts) -> HostWeight:
-    """Use ZeRO's partition as this rank's part; the parameter stays as ZeRO has it."""
-    shape, partitioned = tuple(parameter.ds_shape), data_of(parameter)
-
-    def restore(weight: HostWeight) -> None:
-        set_data(parameter, partitioned)
-
-    return HostWeight(
-        name,
-        parameter,
-        byte_view(parameter.ds_tensor.data),
-        shape,
-        torch.empty(shape, device="meta").stride(),
-        parameter.ds_tensor.dtype,
         restore,
         gathered=lambda: parameter.ds_status is ZeroParamStatus.AVAILABLE,
         parts=parts,

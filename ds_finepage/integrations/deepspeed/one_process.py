@@ -39,9 +39,6 @@ def makes_partitions_late(device_type: str) -> bool:
 
     With tensor parallelism DeepSpeed cuts the model there, and partitions it afterwards. On the CPU
     a meter cannot tell these bytes from those of a device.
-
-    Args:
-        device_type: The kind of the device.
     """
     return device_type == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -28,18 +27,7 @@ VALUE, FAILED = "value", "error"
 _engines = itertools.count()
 
 
-class Setup:
-    """The setup of one rank, on its way to be compared.
-
-    Attributes:
-        wants_others: This rank waits until every other rank has come, and compares.
-    """
-
-    wants_others = False
-
-
-@contextmanager
-def setup_of_all_ranks(ds_config: Mapping[str, Any]) -> Iterator[Setup]:
+def compare_setups(ds_config: Mapping[str, Any], check: Callable[[], bool]) -> None:
     """Check the setup of this rank, then compare it with those of the others.
 
     Every rank says what it has, so that none waits for a rank that refused its setup, or that runs
@@ -47,23 +35,24 @@ def setup_of_all_ranks(ds_config: Mapping[str, Any]) -> Iterator[Setup]:
 
     Args:
         ds_config: Of this rank.
+        check: Refuses the setup; returns whether this rank waits for every other one and compares.
 
     Raises:
+        FinepageError: The check refuses the setup.
         RankError: Another rank has another setup, or refuses its own.
     """
     from deepspeed import comm
 
-    setup = Setup()
     if not comm.is_initialized() or comm.get_world_size() == 1:
-        yield setup
+        check()
         return
     meetings = Meetings()
     try:
-        yield setup
+        compares = check()
     except FinepageError as error:
         meetings.fail(error)
         raise
-    if not setup.wants_others:
+    if not compares:
         meetings.post(facts_of(ds_config))
         return
     text = differences(meetings.gather(facts_of(ds_config)))
@@ -136,11 +125,7 @@ def facts_of(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts_of(parameter: Any) -> RankParts | None:
-    """Return the ranks that hold a parameter of ZeRO in parts; None where this rank has all of it.
-
-    Args:
-        parameter: A parameter that ZeRO has partitioned.
-    """
+    """Return the ranks that hold a parameter of ZeRO in parts; None where it has no other."""
     from deepspeed import comm
 
     group = parameter.ds_process_group
@@ -154,9 +139,6 @@ def ranks_of_model(model: torch.nn.Module) -> Ranks:
     """Return the ranks that a model is cut over, or that hold its weights together.
 
     Every rank has to call this.
-
-    Args:
-        model: The model, which ZeRO has partitioned.
     """
     from deepspeed import comm
 

@@ -9,7 +9,6 @@ versions do not matter. Every other engine stays stock.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -17,8 +16,10 @@ from typing import Any
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed.patches import exchanged, unwrap, wrap
-from ds_finepage.integrations.deepspeed.ranks import setup_of_all_ranks
+from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.ranks import compare_setups
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import is_packed, pack_model
 from ds_finepage.planning.policies import RUNNABLE
 
 
@@ -45,29 +46,29 @@ def uninstall(engine_module: ModuleType) -> None:
         unwrap(engine_class, name)
 
 
-def _checked(
-    original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _checked(call: WrappedCall) -> Any:
     """Refuse a setup that finepage does not support before DeepSpeed changes the model."""
-    with setup_of_all_ranks(engine._config._param_dict) as setup:
+    engine = call.owner
+
+    def check() -> bool:
         config = config_of(engine)
         if config.enabled:
             refuse_unsupported(engine)
-            setup.wants_others = True
-    return original(*args, **kwargs)
+        return config.enabled
+
+    compare_setups(engine._config._param_dict, check)
+    return call.run()
 
 
-def _cut(
-    original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _cut(call: WrappedCall) -> Any:
     """Let DeepSpeed cut the model into the shards of the ranks; say so if it cannot."""
-    if not config_of(engine).enabled:
-        return original(*args, **kwargs)
+    if not config_of(call.owner).enabled:
+        return call.run()
     from ds_finepage.integrations.deepspeed.shard_loading import note_parts
 
-    model = args[0] if args else kwargs["model"]
+    model = call.arguments["model"]
     try:
-        result = original(*args, **kwargs)
+        result = call.run()
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"DeepSpeed's AutoTP cannot cut {type(model).__name__} over the ranks: {error} Say in "
@@ -78,38 +79,30 @@ def _cut(
     return result
 
 
-def _taken(
-    original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _taken(call: WrappedCall) -> Any:
     """Prepare a model before DeepSpeed moves and partitions it: pack it, take subclasses apart.
 
     They stay apart: DeepSpeed has no partitions of a subclass.
     """
     from ds_finepage.integrations.deepspeed.shard_loading import read_parts, refuse_unread
 
-    config = config_of(engine)
-    model = args[0] if args else kwargs["model"]
+    config = config_of(call.owner)
+    model = call.arguments["model"]
     if not config.enabled or config.weights is not None:
         refuse_unread(model)
     if not config.enabled:
-        return original(*args, **kwargs)
+        return call.run()
     from ds_finepage.execution.subclasses import TakenApart
 
     if config.weights is not None:
         _pack(model, config.weights, config.weights_group)
     TakenApart(model)
-    read_parts(engine, model)
+    read_parts(call.owner, model)
     # DeepSpeed casts the model, which transformers refuses where it knows of quantised weights.
     # A cast leaves packed numbers as they are.
-    knows = _is_packed(model) and getattr(model, "is_quantized", False)
+    knows = is_packed(model) and getattr(model, "is_quantized", False)
     with exchanged(model, "is_quantized", False) if knows else nullcontext():
-        return original(*args, **kwargs)
-
-
-def _is_packed(model: Any) -> bool:
-    from ds_finepage.packing.model import is_packed
-
-    return is_packed(model)
+        return call.run()
 
 
 def _pack(model: Any, weights: str, group: int) -> None:
@@ -118,10 +111,7 @@ def _pack(model: Any, weights: str, group: int) -> None:
     Raises:
         ConfigError: It has partitions and is not packed, or it cannot be packed.
     """
-    from ds_finepage.packing.form import PackedForm
-    from ds_finepage.packing.model import pack_model
-
-    if not _is_packed(model) and any(hasattr(p, "ds_tensor") for p in model.parameters()):
+    if not is_packed(model) and any(hasattr(p, "ds_tensor") for p in model.parameters()):
         raise ConfigError(
             "finepage.weights packs a model before ZeRO partitions it, and this one has "
             "partitions. Load it with from_pretrained after HfDeepSpeedConfig and import "
@@ -130,17 +120,11 @@ def _pack(model: Any, weights: str, group: int) -> None:
     pack_model(model, PackedForm.parse(weights, group))
 
 
-def _configured(
-    engine_module: ModuleType,
-    original: Callable[..., Any],
-    engine: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _configured(engine_module: ModuleType, call: WrappedCall) -> Any:
     """Let an engine that enables finepage build a ``FinepageOffload``."""
-    config = config_of(engine)
+    engine, config = call.owner, config_of(call.owner)
     if not config.enabled:
-        return original(*args, **kwargs)
+        return call.run()
     from ds_finepage.integrations.deepspeed.offload import offload_class
 
     check = getattr(engine, _compat.ENGINE_INPUT_CHECK, None)
@@ -148,7 +132,7 @@ def _configured(
         check.remove()  # it would run in the middle of a captured call; every pass is compared
     _keep_hooks_from_compiler(engine)
     with exchanged(engine_module, _compat.ENGINE_OFFLOAD, offload_class(config)):
-        return original(*args, **kwargs)
+        return call.run()
 
 
 def _keep_hooks_from_compiler(engine: Any) -> None:

@@ -91,12 +91,7 @@ def _alike(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def _give(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Put parameters in the place of others, wherever those are used.
-
-    Args:
-        model: Of the parameters.
-        made: The new ones, by the identity of the old ones.
-    """
+    """Put new parameters wherever the old ones, known by their identity, are used."""
     for module in model.modules():
         for name, value in module._parameters.items():
             if id(value) in made:

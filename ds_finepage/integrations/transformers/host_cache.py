@@ -26,7 +26,7 @@ from ds_finepage._compat.transformers import (
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
-from ds_finepage.integrations.transformers.room import RoomLayer
+from ds_finepage.integrations.transformers.room import RoomLayer, RunLayer
 
 TOKENS_FIRST = (2, 0, 1, 3)
 """Permutes (batch, heads, tokens, width) to the order of host memory."""
@@ -92,10 +92,10 @@ class HostRows:
         self._room = room
 
 
-class HostLayer(DynamicLayer):
+class HostLayer(RunLayer):
     """A layer of a dynamic cache whose rows are in host memory."""
 
-    def __init__(self, *, pinned: bool) -> None:
+    def __init__(self, *, pinned: bool = False) -> None:
         """Start empty."""
         self._keys, self._values = HostRows(pinned=pinned), HostRows(pinned=pinned)
         self.live_keys: torch.Tensor | None = None
@@ -121,11 +121,6 @@ class HostLayer(DynamicLayer):
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         self.live_values = None if value is None else value.permute(TOKENS_FIRST)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the device from the first rows."""
-        self.device = key_states.device
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -155,32 +150,15 @@ class HostLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; versions of transformers differ in what a positive number means.
-
-        Args:
-            tokens_to_remove: As the version of transformers has it.
-        """
+        """Forget the last tokens; what a positive number means differs between versions."""
         if self.live_keys is not None or tokens_to_remove > 0:
             super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the sequences of the batch into another order, as beam search does."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some sequences of the batch."""
-        if self.live_keys is not None:
-            self._select(torch.arange(self.live_keys.shape[1])[indices.to("cpu")])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence of the batch."""
-        if self.live_keys is not None:
-            self._select(torch.arange(self.live_keys.shape[1]).repeat_interleave(repeats))
-
-    def _select(self, sequences: torch.Tensor) -> None:
         self.prepare()
-        self._keys.select(sequences.to("cpu"))
-        self._values.select(sequences.to("cpu"))
+        self._keys.select(beam_idx.to("cpu"))
+        self._values.select(beam_idx.to("cpu"))
         self.live_keys, self.live_values = self._keys.live, self._values.live
 
     def take(self, layer: DynamicLayer) -> None:
@@ -259,11 +237,7 @@ def _length(layer: Any) -> int | None:
 
 
 def take_back(before: Sequence[tuple[Cache, Sequence[tuple[Any, int | None]]]]) -> bool:
-    """Remove the rows that a failed forward has added; return False if that is impossible.
-
-    Args:
-        before: The result of :func:`seen_lengths` before the forward.
-    """
+    """Remove the rows that came since :func:`seen_lengths`; return False if that is impossible."""
     for cache, layers in before:
         del cache.layers[len(layers) :]  # a cache without a config gets its layers in the forward
         for layer, length in layers:
@@ -307,7 +281,7 @@ def move_to_host(cache: Cache, *, pinned: bool) -> bool:
             cache.layers[index] = _moved(layer, pinned=pinned)
             moved = True
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = _PinnedLayer if pinned else _PageableLayer
+        cache.layer_class_to_replicate = _PinnedLayer if pinned else HostLayer
         moved = True
     return moved
 
@@ -328,11 +302,6 @@ def _moved(layer: DynamicLayer, *, pinned: bool) -> HostLayer:
 class _PinnedLayer(HostLayer):
     def __init__(self) -> None:
         super().__init__(pinned=True)
-
-
-class _PageableLayer(HostLayer):
-    def __init__(self) -> None:
-        super().__init__(pinned=False)
 
 
 def with_cache(

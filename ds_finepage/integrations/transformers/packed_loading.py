@@ -21,10 +21,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import GROUP
-from ds_finepage.packing.experts import PackedExperts, PackedMatrices, pack_matrices
 from ds_finepage.packing.form import PackedForm
-from ds_finepage.packing.linear import PackedLinear, PackedWeight
-from ds_finepage.packing.model import METHOD, pack_model, weights_of
+from ds_finepage.packing.linear import PackedWeight, pack_weight
+from ds_finepage.packing.model import METHOD, pack_model, packed_layer, weights_of
 from ds_finepage.packing.sliced import slice_output
 
 VERSION = 2
@@ -45,11 +44,6 @@ class PackedConfig(QuantizationConfigMixin):
         self, weights: str = "int4", weights_group: int = GROUP, version: int = VERSION, **_: Any
     ) -> None:
         """Describe how weights are packed.
-
-        Args:
-            weights: "int4" or "int8".
-            weights_group: Weights in a row that have a scale and a minimum of their own.
-            version: Of the packed checkpoint.
 
         Raises:
             ConfigError: There is no such form, or the checkpoint is of another version.
@@ -81,15 +75,15 @@ class PackedQuantizer(HfQuantizer):
 
     Attributes:
         refusal: The error of a weight that cannot be packed, which transformers only logs.
-        waiting: Packed matrices of experts whose other weights have not come yet, by the name of
-            the module and of the weight.
+        waiting: Packed weights of layers whose other weights have not come yet, by the name of
+            the layer and of the weight.
         read: Returns the values of a weight that is not read yet.
     """
 
     quantization_config: PackedConfig
     read: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda weight: weight)
     refusal: ConfigError | None = None
-    waiting: dict[str, dict[str, PackedMatrices]]
+    waiting: dict[str, dict[str, PackedWeight]]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         """Find the layers to pack, or replace them where the checkpoint is packed.
@@ -107,15 +101,6 @@ class PackedQuantizer(HfQuantizer):
             f"{path}.{name}" for path in layers for name in weights_of(model.get_submodule(path))
         )
         self.waiting = {}
-
-    def expect_packed(self, model: Any) -> None:
-        """Expect a packed checkpoint after all.
-
-        Args:
-            model: On the meta device.
-        """
-        self.pre_quantized = True
-        self._process_model_before_weight_loading(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Tell whether a parameter of the checkpoint is to be packed."""
@@ -191,24 +176,19 @@ class PackWeight(ConversionOps):
                 f"{tuple(weights[name].shape)} in the model."
             )
         form = self._quantizer.quantization_config.form
-        if name == "weight":
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-            made: Any = PackedLinear.from_linear(layer, form, full_layer_name)
-        else:
-            waiting = self._quantizer.waiting.setdefault(path, {})
-            waiting[name] = pack_matrices(layer, name, weight, form, path)
-            if len(waiting) < len(weights):
-                return []
-            matrices = self._quantizer.waiting.pop(path)
-            made = PackedExperts(layer, {name: matrices[name] for name in weights})
+        waiting = self._quantizer.waiting.setdefault(path, {})
+        waiting[name] = pack_weight(layer, weight, form, full_layer_name)
+        if len(waiting) < len(weights):
+            return []
+        del self._quantizer.waiting[path]
+        made: Any = packed_layer(layer, {name: waiting[name] for name in weights})
         made._is_hf_initialized = True
         for layer in made.modules():
             if isinstance(layer, PackedWeight):
                 parts: tuple[Any, ...] = (layer, *layer.packed)
                 for part in parts:
                     part._is_hf_initialized = True  # else transformers would fill it
-        outer, _, attribute = path.rpartition(".")
-        setattr(model.get_submodule(outer), attribute, made)
+        model.set_submodule(path, made)
         return [f"{path}.{name}" for name in weights]
 
 

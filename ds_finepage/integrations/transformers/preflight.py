@@ -40,13 +40,7 @@ class Longest:
 
 
 def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Longest | None:
-    """Read the longest call from the arguments of ``generate``; None where they do not tell it.
-
-    Args:
-        module: The model.
-        args: The positional arguments.
-        kwargs: The named arguments.
-    """
+    """Read the longest call from the arguments of ``generate``; None where they do not tell it."""
     inputs = args[0] if args else None
     for name in ("inputs", "input_ids", "inputs_embeds"):
         inputs = kwargs.get(name) if inputs is None else inputs
@@ -83,27 +77,14 @@ class CacheUse:
 
 
 def cache_use_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CacheUse:
-    """Read from the arguments of ``generate`` how it uses its KV cache.
-
-    Args:
-        module: The model.
-        args: The positional arguments of ``generate``.
-        kwargs: Its named arguments.
-    """
+    """Read from the arguments of ``generate`` how it uses its KV cache."""
     longest = longest_of(module, args, kwargs)
     num_rows = None if longest is None else longest.num_tokens - 1  # no step reads the last token
     return CacheUse(num_rows, (setting_of(module, args, kwargs, "num_beams") or 1) > 1)
 
 
 def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a generation, from the call or from its configuration.
-
-    Args:
-        module: The model.
-        args: The positional arguments of ``generate``.
-        kwargs: Its named arguments.
-        name: The setting.
-    """
+    """Return a setting of a generation, from the call or from its configuration."""
     found = kwargs.get(name)
     if found is not None:
         return found
@@ -112,13 +93,7 @@ def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name
 
 
 def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
-    """Return the bytes of a KV cache at its longest; None where the config does not tell them.
-
-    Args:
-        config: The config of the model.
-        dtype: The dtype of keys and values.
-        longest: The largest call.
-    """
+    """Return the bytes of a KV cache at its longest; None where the config does not tell them."""
     try:
         return _kv_bytes(config, dtype, longest)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -128,15 +103,13 @@ def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
 
 def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
-    shared = getattr(text, "num_key_value_heads", None) or heads
-    hidden = getattr(text, "hidden_size", None)
-    layers = getattr(text, "num_hidden_layers", None)
-    for size in (heads, shared, hidden, layers):
-        if not isinstance(size, int) or size < 1:
-            return None
-    assert isinstance(heads, int) and isinstance(shared, int)
-    assert isinstance(hidden, int) and isinstance(layers, int)
+    heads = getattr(text, "num_attention_heads", 0)
+    shared = getattr(text, "num_key_value_heads", 0) or heads
+    hidden = getattr(text, "hidden_size", 0)
+    layers = getattr(text, "num_hidden_layers", 0)
+    sizes = (heads, shared, hidden, layers)
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
     width: int = getattr(text, "head_dim", None) or hidden // heads
     window = getattr(text, "sliding_window", None)
     kinds = (
@@ -156,10 +129,6 @@ def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
 
 def require_tokens(longest: Longest, kwargs: Mapping[str, Any]) -> None:
     """Refuse a prompt without tokens: transformers reads what the last one predicts.
-
-    Args:
-        longest: The largest call.
-        kwargs: The named arguments of ``generate``.
 
     Raises:
         ConfigError: It has none, and no embeddings take its place.
@@ -194,13 +163,6 @@ def require_memory(
 ) -> None:
     """Refuse a KV cache without room on device and host, or with a layer too large for the device.
 
-    Args:
-        need_bytes: Bytes of the whole KV cache.
-        layer_bytes: Bytes of its part of one layer.
-        budget_bytes: The limit on all device bytes.
-        host_bytes: Free host memory.
-        longest: The largest call, for the message.
-
     Raises:
         PlanInfeasibleError: Device and host together have less, or the device has less than the
             attention of one layer reads.
@@ -227,11 +189,7 @@ class Preflight:
     """Checks the generations of one model before they begin."""
 
     def __init__(self, module: Any) -> None:
-        """Start without a checked generation.
-
-        Args:
-            module: The model.
-        """
+        """Start without a checked generation."""
         self._module = module
         self._longest_that_fits: dict[tuple[Any, ...], int] = {}  # tokens
 
@@ -243,12 +201,6 @@ class Preflight:
         planning: PlanSettings,
     ) -> None:
         """Refuse a generation that would run out of memory.
-
-        Args:
-            args: The positional arguments of ``generate``.
-            kwargs: Its named arguments.
-            budget_bytes: The limit on all device bytes.
-            planning: How passes are planned.
 
         Raises:
             ConfigError: The prompt has no tokens, or more than a table of positions.
@@ -364,12 +316,7 @@ class WatchedGenerate(ReplacedMethod):
     """``generate`` of one model, with a preflight check before it."""
 
     def __init__(self, module: Any, watcher: WatchesGeneration) -> None:
-        """Take the place of ``module.generate``.
-
-        Args:
-            module: The model.
-            watcher: Checks generations, and explains refused ones.
-        """
+        """Take the place of ``module.generate``."""
         super().__init__(module, "generate")
         self._watcher = watcher
 

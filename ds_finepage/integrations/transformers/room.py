@@ -89,7 +89,28 @@ def room_like(rows: torch.Tensor, capacity: int | torch.SymInt) -> torch.Tensor:
     return rows.new_empty((rows.shape[0], rows.shape[1], capacity, rows.shape[3]))
 
 
-class RoomLayer(DynamicLayer):
+class RunLayer(DynamicLayer):
+    """A layer of a dynamic cache while the model runs."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the device from the first rows."""
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch."""
+        if self.keys is not None:
+            chosen: Any = torch.arange(len(self.keys))[indices.to("cpu")]
+            self.reorder_cache(chosen)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        if self.keys is not None:
+            chosen: Any = torch.arange(len(self.keys)).repeat_interleave(repeats)
+            self.reorder_cache(chosen)
+
+
+class RoomLayer(RunLayer):
     """A layer of a dynamic cache with room behind its rows.
 
     Attributes:
@@ -141,11 +162,6 @@ class RoomLayer(DynamicLayer):
         self.lengths = lengths_of(rows.shape[2], room.shape[2])
         return room
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the device from the first rows."""
-        self.device = key_states.device
-        self.is_initialized = True
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,11 +201,7 @@ class RoomLayer(DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, as the version of transformers does it.
-
-        Args:
-            tokens_to_remove: As the version of transformers has it.
-        """
+        """Forget the last tokens, as the version of transformers does it."""
         plain = DynamicLayer()
         plain.is_initialized = self.is_initialized
         plain.keys, plain.values = self.keys, self.values
@@ -198,22 +210,9 @@ class RoomLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the sequences of the batch into another order, as beam search does."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some sequences of the batch."""
-        if self.key_room is not None:
-            self._select(torch.arange(len(self.key_room))[indices.to("cpu")])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence of the batch."""
-        if self.key_room is not None:
-            self._select(torch.arange(len(self.key_room)).repeat_interleave(repeats))
-
-    def _select(self, sequences: torch.Tensor) -> None:
         if self.key_room is None or self.value_room is None:
             return
-        sequences = sequences.to(self.key_room.device)
+        sequences = beam_idx.to(self.key_room.device)
         self.key_room = _selected(self.key_room, self._num_rows, sequences)
         self.value_room = _selected(self.value_room, self._num_rows, sequences)
 

@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from itertools import pairwise
 
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Ref, Task, TaskGraph, TensorView
 from ds_finepage.graph.unpacking import GATHERING_OPS, packet_of, unpacked_buffers, unpacks
-from ds_finepage.planning.rewrite.clones import Clone, insert_clones
 from ds_finepage.planning.rewrite.split import (
     Divisible,
     SliceWriter,
@@ -93,10 +90,11 @@ def unpack_by_rows(graph: TaskGraph, *, cuts_products: bool) -> TaskGraph:
         The taskgraph; ``graph`` itself if it unpacks nothing, or is cut already. The weights of
         several ranks are not cut.
     """
-    graph = _unpacked_again(graph)
     if graph.parted:  # a slice of rows would lie on one rank
         return graph
-    found = {u.place: u for u in _unpackings(graph, cuts_products=cuts_products)}
+    finder = _Finder(graph)
+    unpackings = (finder.find(b, cuts_products=cuts_products) for b in finder.makers)
+    found = {u.place: u for u in unpackings if u is not None}
     if not found:
         return graph
     moved = {t for u in found.values() for t in u.tasks}
@@ -129,16 +127,7 @@ def _append_slice(
     start: int,
     end: int,
 ) -> None:
-    """Append some rows of one task of an unpacking.
-
-    Args:
-        writer: Gets the task.
-        unpacking: The unpacking.
-        task: The task, of all rows.
-        parts: Buffers that are cut -> the buffers of this slice.
-        start: The first row.
-        end: Behind the last row.
-    """
+    """Append rows ``start`` to ``end`` of one task; ``parts`` has the buffers of this slice."""
     dims = unpacking.dims[task.index]
 
     def rows_of(tensor: int) -> int:
@@ -178,33 +167,6 @@ def _append_slice(
     )
 
 
-def _unpacked_again(graph: TaskGraph) -> TaskGraph:
-    """Unpack a weight once more for a use behind the unpacking of another one.
-
-    Otherwise it would be held in between, or go to host memory, and it is larger than what it is
-    made from.
-    """
-    finder = _Finder.of(graph)
-    users = {b: found for b in finder.makers if (found := finder.users(b))}
-    begins = sorted(finder.makers[b].index for b in users)
-    clones = [
-        Clone(buffer, begin, end, finder.steps_of(buffer))
-        for buffer, found in users.items()
-        for begin, end in pairwise(found)
-        if bisect_left(begins, end) > bisect_right(begins, begin)
-    ]
-    return insert_clones(graph, sorted(clones, key=lambda c: (c.end, c.buffer)))
-
-
-def _unpackings(graph: TaskGraph, *, cuts_products: bool) -> Iterator[_Unpacking]:
-    """Find the unpackings that can be cut; none of them share a task."""
-    finder = _Finder.of(graph)
-    for target in sorted(finder.makers, key=lambda b: finder.makers[b].index):
-        found = finder.find(target, cuts_products=cuts_products)
-        if found is not None:
-            yield found
-
-
 class _Finder:
     """Finds the tasks that make an unpacked weight.
 
@@ -212,33 +174,17 @@ class _Finder:
         makers: Buffers that follow from packed weights alone -> the one task that makes each.
     """
 
-    def __init__(self, graph: TaskGraph, makers: dict[int, Task]) -> None:
-        self._graph = graph
-        self.makers = {b: task for b, task in makers.items() if task.writes and unpacks(task)}
-        self._steps = {task.index for task in self.makers.values()}
-
-    @classmethod
-    def of(cls, graph: TaskGraph) -> _Finder:
+    def __init__(self, graph: TaskGraph) -> None:
         """Look for the makers in a pass."""
+        self._graph = graph
         unpacked = unpacked_buffers(graph)
-        makers: dict[int, list[Task]] = {b: [] for b in unpacked}
+        makers: dict[int, list[Task]] = {}
         for task in graph.tasks if unpacked else ():
             for buffer in unpacked.intersection((*task.writes, *task.touches)):
-                makers[buffer].append(task)
-        return cls(graph, {b: tasks[0] for b, tasks in makers.items() if len(tasks) == 1})
-
-    def users(self, buffer: int) -> list[int]:
-        """Return the tasks that use a buffer, and are no steps of an unpacking."""
-        return [t for t in self._graph.uses[buffer] if t not in self._steps]
-
-    def steps_of(self, buffer: int) -> tuple[int, ...]:
-        """Return all tasks that make a buffer from weights, in order."""
-        waiting, found = [buffer], set[int]()
-        while waiting:
-            maker = self.makers[waiting.pop()]
-            found.add(maker.index)
-            waiting += [b for b in maker.reads if b in self.makers]
-        return tuple(sorted(found))
+                makers.setdefault(buffer, []).append(task)
+        alone = {b: tasks[0] for b, tasks in makers.items() if len(tasks) == 1}
+        self.makers = {b: task for b, task in alone.items() if task.writes and unpacks(task)}
+        self._steps = {task.index for task in self.makers.values()}
 
     def find(self, target: int, *, cuts_products: bool) -> _Unpacking | None:
         """Return the unpacking that makes a buffer; None if it is only a step, or cannot be cut."""
@@ -356,14 +302,7 @@ class _Finder:
         return None
 
     def _fills(self, buffer: int, index: int, found: dict[int, Dims], num_rows: int) -> bool:
-        """Tell whether a task is cut and each tensor that it reads of a buffer has whole rows.
-
-        Args:
-            buffer: The buffer.
-            index: The task.
-            found: The tasks that are cut.
-            num_rows: Rows of the unpacked weight.
-        """
+        """Tell whether a task is in ``found``, and all that it reads of a buffer has whole rows."""
         if index not in found:
             return False
         views = (self._graph.tensors[r.tensor] for r in refs(self._graph.tasks[index].args))

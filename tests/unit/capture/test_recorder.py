@@ -21,9 +21,9 @@ from ds_finepage.errors import CaptureError
 from ds_finepage.graph.packed import wants_fused
 from ds_finepage.graph.taskgraph import BufferKind, Ref, Symbol, Task, TaskGraph
 from ds_finepage.packing.form import PackedForm
-from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.op import packed_linear
 from tests.unit.capture.replay import captured, replay
+from tests.unit.packing.products import packed_layer_of
 from tests.unit.planning.sketches import plan
 
 F = nn.functional
@@ -363,7 +363,7 @@ def test_a_lookup_moves_rows_and_not_the_table() -> None:
 
 
 def test_a_product_with_a_packed_weight_is_one_task() -> None:
-    layer = PackedLinear.from_linear(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
+    layer = packed_layer_of(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
     given = (rows(2, 3, 64), layer.numbers, layer.scales, layer.minima)
     graph = captured(lambda x, n, s, m: packed_linear(x, n, s, m, None, 4, 32), *given)
     task = only(graph)
@@ -375,7 +375,7 @@ def test_a_product_with_a_packed_weight_is_one_task() -> None:
 
 @pytest.mark.parametrize(("num_rows", "is_fused"), [(16, True), (17, False)])
 def test_a_fused_product_moves_packed_bytes(num_rows: int, is_fused: bool) -> None:
-    layer = PackedLinear.from_linear(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
+    layer = packed_layer_of(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
     given = (rows(num_rows, 64), layer.numbers, layer.scales, layer.minima)
     graph = captured(lambda x, n, s, m: packed_linear(x, n, s, m, None, 4, 32, True), *given)
     task = only(graph)

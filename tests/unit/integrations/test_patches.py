@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from ds_finepage.integrations.deepspeed.patches import exchanged, is_wrapped, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import (
+    WrappedCall,
+    exchanged,
+    is_wrapped,
+    unwrap,
+    wrap,
+)
 
 
 class Theirs:
@@ -22,8 +28,9 @@ class Theirs:
         return None, value
 
 
-def doubled(original: Any, owner: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return owner, original(*args, **kwargs)[1] * 2
+def doubled(call: WrappedCall) -> tuple[Any, Any]:
+    call.arguments["value"] *= 2
+    return call.owner, call.run()[1]
 
 
 @pytest.mark.parametrize("name", ("of_an_instance", "of_a_class", "of_nobody"))

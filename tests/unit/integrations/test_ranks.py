@@ -51,8 +51,7 @@ def _two(monkeypatch: pytest.MonkeyPatch) -> Two:
 
 
 def compare(config: dict[str, Any] = CONFIG) -> None:
-    with ranks.setup_of_all_ranks(config) as setup:
-        setup.wants_others = True
+    ranks.compare_setups(config, lambda: True)
 
 
 def test_the_same_setup_goes_on(two: Two) -> None:
@@ -94,14 +93,16 @@ def test_a_rank_that_does_not_come_is_named(two: Two) -> None:
 
 
 def test_the_others_learn_of_a_refusal_here(two: Two) -> None:
-    with pytest.raises(ConfigError), ranks.setup_of_all_ranks(CONFIG):
+    def refuse() -> bool:
         raise ConfigError("unknown key")
+
+    with pytest.raises(ConfigError):
+        ranks.compare_setups(CONFIG, refuse)
     assert two.rank_0_has(kind=ranks.FAILED) == "unknown key"
 
 
 def test_a_stock_engine_waits_for_no_other_and_says_what_it_has(two: Two) -> None:
-    with ranks.setup_of_all_ranks({}):
-        pass
+    ranks.compare_setups({}, lambda: False)
     assert two.rank_0_has()["tensor_parallel.autotp_size"] == 1
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -121,52 +120,30 @@ def test_a_model_is_packed_before_deepspeed_has_it_and_may_be_cast(engines: Any)
     assert seen == [False, False]
 
 
-def with_optimizer(engine: Any) -> None:
-    engine.client_optimizer = object()
-
-
-def with_a_section_of_an_optimizer(engine: Any) -> None:
-    engine._config._param_dict = {**SUPPORTED, "optimizer": {}}
-
-
-def of_stage_two(engine: Any) -> None:
-    engine._config.zero_optimization_stage = 2
-
-
-def without_offload(engine: Any) -> None:
-    engine._config.zero_config.offload_param = None
-
-
-def on_nvme(engine: Any) -> None:
-    engine._config.zero_config.offload_param.device = "nvme"
-
-
-def quantized(engine: Any) -> None:
-    engine._config.zero_config.zero_quantized_weights = True
-
-
-REFUSED: dict[Callable[[Any], None], str] = {
-    with_optimizer: "an optimizer was given",
-    with_a_section_of_an_optimizer: "an optimizer was given",
-    of_stage_two: "stage is 2",
-    without_offload: "is 'none'",
-    on_nvme: "is 'nvme'. NVMe offload is not done yet",
-    quantized: "cannot read quantized",
+ZERO = "_config.zero_config"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "client_optimizer": (object(), "an optimizer was given"),
+    "_config._param_dict": ({**SUPPORTED, "optimizer": {}}, "an optimizer was given"),
+    "_config.zero_optimization_stage": (2, "stage is 2"),
+    f"{ZERO}.offload_param": (None, "is 'none'"),
+    f"{ZERO}.offload_param.device": ("nvme", "is 'nvme'. NVMe offload is not done yet"),
+    f"{ZERO}.zero_quantized_weights": (True, "cannot read quantized"),
 }
 
 
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("place", REFUSED)
 def test_what_cannot_work_is_refused_before_anything_is_built(
-    engines: Any, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    engines: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
-    engine = engines.DeepSpeedEngine(SUPPORTED)
+    engine, stock = engines.DeepSpeedEngine(SUPPORTED), engines.DeepSpeedEngine({})
     assert engine._do_sanity_check() == "checked"
-    change(engine)
-    with pytest.raises(ConfigError, match=REFUSED[change]):
+    value, message = REFUSED[place]
+    *outer, name = place.split(".")
+    for changed in (engine, stock):
+        setattr(functools.reduce(getattr, outer, changed), name, value)
+    with pytest.raises(ConfigError, match=message):
         engine._do_sanity_check()
-    stock = engines.DeepSpeedEngine({})
-    change(stock)
     stock._config._param_dict = {}
     assert stock._do_sanity_check() == "checked"
 
@@ -200,15 +177,10 @@ def test_an_engine_with_finepage_compares_its_setup_with_other_ranks(
     engines: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], waits: bool
 ) -> None:
     found = []
-
-    @contextmanager
-    def setup_of_all_ranks(ds_config: Any) -> Iterator[Any]:
-        setup = SimpleNamespace(wants_others=False)
-        yield setup
-        found.append((ds_config, setup.wants_others))
-
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
-    monkeypatch.setattr(seam, "setup_of_all_ranks", setup_of_all_ranks)
+    monkeypatch.setattr(
+        seam, "compare_setups", lambda ds_config, check: found.append((ds_config, check()))
+    )
     engines.DeepSpeedEngine(settings)._do_sanity_check()
     assert found == [(settings, waits)]
 

@@ -10,6 +10,7 @@ import torch
 from ds_finepage.packing import op
 from ds_finepage.packing.form import Packed, PackedForm, pack
 from ds_finepage.packing.fused import fused_product
+from ds_finepage.packing.linear import PackedLinear
 
 
 @pytest.fixture
@@ -22,6 +23,10 @@ def packed_weight(form: PackedForm, *shape: int, dtype: torch.dtype = torch.floa
     torch.manual_seed(0)
     weight = torch.randn(shape, dtype=dtype)
     return pack(weight, form)
+
+
+def packed_layer_of(linear: torch.nn.Linear, form: PackedForm) -> PackedLinear:
+    return PackedLinear(pack(linear.weight.detach(), form), form, linear.bias)
 
 
 def rows_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

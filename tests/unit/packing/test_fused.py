@@ -22,12 +22,11 @@ import torch
 
 from ds_finepage.graph.packed import CUT_ROWS, FUSED_ROWS
 from ds_finepage.packing import fused, op
-from ds_finepage.packing.experts import PackedMatrices
 from ds_finepage.packing.form import Packed, PackedForm
-from ds_finepage.packing.linear import PackedLinear
+from ds_finepage.packing.linear import PackedWeight
 from ds_finepage.packing.model import pack_model, set_fused
 from ds_finepage.packing.stock import StockPacked, pack_as_stock
-from tests.unit.packing.products import everywhere, packed_weight, rows_of
+from tests.unit.packing.products import everywhere, packed_layer_of, packed_weight, rows_of
 
 __all__ = ["everywhere"]
 
@@ -197,7 +196,7 @@ def test_stock_layers_do_as_their_form_says(fused_calls: list[int]) -> None:
 @pytest.mark.usefixtures("everywhere")
 def test_matrices_of_experts_do_as_their_form_says(fused_calls: list[int]) -> None:
     form = PackedForm(4, 6, fused=True)
-    matrices = PackedMatrices(packed_weight(form, 2, 8, 18), form)
+    matrices = PackedWeight(packed_weight(form, 2, 8, 18), form)
     for layer in (matrices, StockPacked(matrices)):
         layer(rows_of(3, 18), torch.tensor([1, 3], dtype=torch.int32))
         assert fused_calls == [3]
@@ -215,7 +214,7 @@ def test_experts_are_fused_by_all_rows_together(fused_calls: list[int]) -> None:
 
 
 def test_a_cpu_slices_whatever_a_layer_asks(fused_calls: list[int]) -> None:
-    packed = PackedLinear.from_linear(torch.nn.Linear(64, 8), PackedForm(4, fused=True))
+    packed = packed_layer_of(torch.nn.Linear(64, 8), PackedForm(4, fused=True))
     x = rows_of(2, 64)
     torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, packed.weight, packed.bias))
     assert fused_calls == []
@@ -229,9 +228,9 @@ def test_a_form_is_the_same_form_when_it_is_fused() -> None:
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
     assert "Triton is not installed" in str(fused.why_not(torch.device("cpu")))
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
 
 
 @needs_triton
@@ -246,9 +245,9 @@ def test_triton_compiles_for_one_kind(
             return torch.device("xpu")
 
     monkeypatch.setattr(type(driver), "active", property(lambda self: Xpu()))
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
     found = fused.why_not(torch.device(kind))
-    fused._why_not.cache_clear()
+    fused.why_not.cache_clear()
     assert found is None if reason is None else reason in str(found)
 
 

@@ -21,8 +21,9 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.packing import op
-from ds_finepage.packing.experts import PackedExperts, PackedMatrices, expert_weights, unknown
+from ds_finepage.packing.experts import PackedExperts, expert_weights, unknown
 from ds_finepage.packing.form import Packed, PackedForm, pack, unpack
+from ds_finepage.packing.linear import PackedWeight
 from ds_finepage.packing.model import form_of, pack_model
 from ds_finepage.packing.stock import StockPacked, pack_as_stock
 
@@ -97,7 +98,7 @@ def test_matrices_are_packed_each_by_itself_and_on_the_meta_device() -> None:
     again = pack(torch.randn(4, 28, 64, device="meta"), FORM)
     assert [p.shape for p in packed] == [p.shape for p in again]
     assert packed.numbers.shape == (4, 28, 32) and packed.scales.shape == (4, 28, 2)
-    made = PackedMatrices(packed, FORM)
+    made = PackedWeight(packed, FORM)
     assert "4 matrices, in_features=64, out_features=28, int4 in groups of 32" in repr(made)
     assert not any(p.requires_grad for p in made.parameters())
 

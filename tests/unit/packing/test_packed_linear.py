@@ -9,13 +9,13 @@ import torch
 
 from ds_finepage.packing import op
 from ds_finepage.packing.form import PackedForm, unpack
-from ds_finepage.packing.linear import PackedLinear
+from tests.unit.packing.products import packed_layer_of
 
 
 def layer(form: PackedForm, *, num_out: int = 24, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, num_out).to(dtype).requires_grad_(False)
-    return PackedLinear.from_linear(linear, form)
+    return packed_layer_of(linear, form)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -66,7 +66,7 @@ def test_only_a_slice_is_unpacked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_has_shapes_without_data() -> None:
-    packed = PackedLinear.from_linear(torch.nn.Linear(64, 24, device="meta"), PackedForm(4))
+    packed = packed_layer_of(torch.nn.Linear(64, 24, device="meta"), PackedForm(4))
     assert packed(torch.empty(2, 64, device="meta")).shape == (2, 24)
     assert packed.numbers.shape == (24, 32) and packed.scales.shape == (24, 1)
 

@@ -9,8 +9,8 @@ import torch
 from deepspeed.inference.quantization.utils import Quantizer, concat_to_compat_param
 
 from ds_finepage.packing.form import PackedForm
-from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.stock import StockPacked, pack_as_stock
+from tests.unit.packing.products import packed_layer_of
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -18,7 +18,7 @@ from ds_finepage.packing.stock import StockPacked, pack_as_stock
 def test_results_are_those_of_the_packed_layer(bits: int, bias: bool) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(128, 300, bias=bias, dtype=torch.bfloat16)
-    layer = PackedLinear.from_linear(linear, PackedForm(bits)).eval()
+    layer = packed_layer_of(linear, PackedForm(bits)).eval()
     stock = StockPacked(layer)
     x = torch.randn(3, 128, dtype=torch.bfloat16)
     assert torch.equal(stock(x), layer(x))
@@ -34,13 +34,13 @@ def test_the_bytes_are_those_of_deepspeed(bits: int, group: int) -> None:
     config = {"num_bits": bits, "group_size": group, "group_dim": 1, "symmetric": False}
     numbers, scales, minima = Quantizer(config).quantize(linear.weight.data)
     theirs = concat_to_compat_param(numbers.view(torch.bfloat16), scales, minima)
-    ours = StockPacked(PackedLinear.from_linear(linear, PackedForm(bits, group))).weight
+    ours = StockPacked(packed_layer_of(linear, PackedForm(bits, group))).weight
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
 def test_numbers_that_fill_no_whole_element_are_padded() -> None:
     linear = torch.nn.Linear(6, 3, bias=False)
-    layer = PackedLinear.from_linear(linear, PackedForm(4, 2))
+    layer = packed_layer_of(linear, PackedForm(4, 2))
     stock = StockPacked(layer)
     assert layer.numbers.numel() == 9 and stock.weight.numel() == 3 + 9 + 9
     assert torch.equal(stock(torch.eye(6)), layer(torch.eye(6)))

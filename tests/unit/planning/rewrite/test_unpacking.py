@@ -244,30 +244,3 @@ def test_rows_that_are_put_side_by_side_are_not_cut() -> None:
     draft.task("aten.mm.default", x, draft.view(cast, (WIDTH, ROWS), (1, WIDTH)), out=(out,))
     cut = unpack_by_rows(draft.graph((x,), (out,)), cuts_products=False)
     assert [t.op.split(".")[1] for t in cut.tasks] == ["cat", *["_to_copy"] * 8, "join", "mm"]
-
-
-def test_a_weight_that_is_used_again_later_is_unpacked_again() -> None:
-    draft = Draft()
-    x = draft.tensor(INPUT, 2, WIDTH)
-    outs = [add_int4(draft, x, 0, kind=OUTPUT)]
-    first = draft.tasks[-1].args[1]
-    outs.append(add_int4(draft, x, 1, kind=OUTPUT))
-    outs.append(draft.tensor(OUTPUT, 2, ROWS))
-    draft.task("aten.mm.default", x, first, out=(outs[-1],))
-    graph = draft.graph((x,), tuple(outs))
-    assert max(live_activation_bytes(graph, 64)) == 3 * ROWS * WIDTH * 4
-    expected = results_of(planned(graph, ample_arena_bytes(graph, 64)), graph)
-    cut = unpack_by_rows(graph, cuts_products=False)
-    assert max(live_activation_bytes(cut, 64)) == ROWS * WIDTH * 4 * 5 // 4
-    found = planned(cut, min_arena_bytes(cut, 64))
-    assert all(map(torch.equal, results_of(found, graph), expected))
-    assert sum(t.op == JOIN for t in cut.tasks) == 3
-    # Next to its first use it is only held.
-    near = dataclasses.replace(
-        graph,
-        tasks=tuple(
-            dataclasses.replace(graph.tasks[old], index=new)
-            for new, old in enumerate([*range(7), 14, *range(7, 14)])
-        ),
-    )
-    assert sum(t.op == JOIN for t in unpack_by_rows(near, cuts_products=False).tasks) == 2
