@@ -22,7 +22,7 @@ import ds_finepage
 from ds_finepage.errors import FinepageError
 
 PROGRAM = "ds-finepage"
-COMMANDS = ("demo", "compare", "plan", "show", "check", "curve", "grid", "probe", "report", "trace")
+COMMANDS = ("demo", "compare", "plan", "check", "curve", "grid", "probe", "report", "trace")
 INTERRUPTED, TERMINATED = 130, 143
 """Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
 
