@@ -39,9 +39,8 @@ from ds_finepage.cli.options import (
 )
 from ds_finepage.cli.output import add_json, show
 from ds_finepage.compare.arms import ARMS, DEFAULT, arms_named
-from ds_finepage.compare.judge import problems_of
+from ds_finepage.compare.judge import problems_of, winners
 from ds_finepage.compare.processes import require_ranks
-from ds_finepage.compare.tables import footnotes, remarks, tables
 from ds_finepage.config import BUDGET_FORMS, SECTION, DeviceBudget, FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import read_file
@@ -55,6 +54,8 @@ from ds_finepage.reporting.results import (
     installed_versions,
     load_results,
 )
+from ds_finepage.reporting.tables import footnotes, remarks, tables
+from ds_finepage.reporting.tabular import table_of
 
 MIN_NEW_TOKENS = 4
 """With fewer tokens no decode step is steady: the first one follows the prefill."""
@@ -417,8 +418,10 @@ def print_results(results: Results) -> None:
     """Print the tables of all batches, the winners and the settings."""
     assert results.settings is not None
     for batch in results.settings.batches:
-        for table in tables(results, batch):
-            show(table)
+        for t in tables(results, batch):
+            show(table_of(t.title, t.columns, t.runs, ("arm", "why"), is_narrow=True))
+        for winner in winners(results, batch):
+            print(f"Batch {batch}, {winner.text()}.")
         for line in remarks(results, batch):
             print(line)
         print()

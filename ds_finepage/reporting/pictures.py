@@ -46,7 +46,7 @@ class Picture:
 
 def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
     """Draw the bytes and the time of a decode step of each arm; nothing for a single run."""
-    modelled = findings.is_modelled
+    modelled = results.is_modelled
     runs = [run for run in results.runs if run.batch == batch]
     arms = []
     for run in runs:
@@ -90,7 +90,7 @@ def picture_of_budgets(results: Results, batch: int, findings: Findings) -> Iter
     measured = [
         (run.arm, run.budget_bytes, run.decode.wall_ns)
         for run in runs
-        if not findings.is_modelled and run.reason is None
+        if not results.is_modelled and run.reason is None
         if run.budget_bytes is not None and run.decode.wall_ns is not None
     ]
     title = f"Time of a decode step against the budget (batch {batch})"

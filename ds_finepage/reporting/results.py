@@ -158,6 +158,13 @@ class Run:
     ranks: tuple[RankRun, ...] = ()
 
     @property
+    def holds_budget(self) -> bool:
+        """Whether it ended within its budget."""
+        if self.reason is not None or self.peak_bytes is None:
+            return False
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+    @property
     def name(self) -> str:
         """The name of the run's folder."""
         return f"{self.arm}_b{self.batch}"
@@ -224,19 +231,15 @@ class Results:
     format: int = FORMAT
     kind: Literal["ds_finepage results"] = "ds_finepage results"
 
+    @property
+    def is_modelled(self) -> bool:
+        """Whether modelled times decide which arm is fastest: on the CPU stock copies nothing."""
+        return self.settings is not None and self.device == "cpu"
+
     def with_run(self, run: Run) -> Results:
         """Return the results with one more run; it replaces one of the same name."""
         others = tuple(r for r in self.runs if r.name != run.name)
         return replace(self, runs=(*others, run))
-
-
-def notes_of(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Return each note of the runs that ran once, with their names."""
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        for note in run.notes if run.reason is None else ():
-            found.setdefault(note, []).append(run.name)
-    return found
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
