@@ -68,7 +68,7 @@ def test_nothing_comes_from_elsewhere(text: str) -> None:
 def test_the_pictures_are_files_too(written: Path, text: str) -> None:
     names = {path.stem for path in (written / FIGURES_FOLDER).glob("*.png")}
     assert names == set(re.findall(r'<figure id="(.*?)">', text))
-    of_pass = {"memory", "lanes", "layers", "policies", "policies_lanes"}
+    of_pass = {"memory", "lanes", "layers", "policies"}
     assert names == {"arms_b1", "budgets_b1", *(f"finepage_b1_decode_{n}" for n in of_pass)}
 
 
