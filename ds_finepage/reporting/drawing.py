@@ -63,17 +63,16 @@ STALL_COLOUR = "#F7D9C8"
 FAINT = "#CFCFCF"
 
 
-def require_packages(purpose: str, *names: str) -> None:
+def require_packages(purpose: str) -> None:
     """Refuse to go on without the packages of the extra "report".
 
     Args:
         purpose: The option or command that needs them.
-        *names: The packages that it needs; by default all.
 
     Raises:
         ConfigError: One of them is not installed.
     """
-    missing = [name for name in names or PACKAGES if not _is_installed(name)]
+    missing = [name for name in PACKAGES if not _is_installed(name)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(

@@ -248,11 +248,9 @@ def test_a_curve_plans_all_forms_under_the_same_budgets(
     for budget in both[:-1]:
         assert plain[budget]["tokens_per_s"] < packed[budget]["tokens_per_s"]
     assert plain.keys() != packed.keys()  # a budget that is too small for a form is left out
-    picture = tmp_path / "curve.png"
-    assert main([*command, "--plot", str(picture)]) == 0
+    assert main(command) == 0
     out = capsys.readouterr().out
     assert "bf16 tok/s" in out and "int4 tok/s" in out and "int4: +" in out and " - " in out
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_curve_of_one_form_is_named_after_it(
