@@ -128,8 +128,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--resume goes on in a folder. Name it by --out.")
     start = None if arguments.out is None else earlier(arguments.out, settings, arguments.resume)
     results = start or new_results(settings, arguments.typed)
-    with work_folder(arguments.out) as folder:
-        results = compare(settings, folder, results)
+    try:
+        with work_folder(arguments.out) as folder:
+            results = compare(settings, folder, results)
+    except KeyboardInterrupt:
+        if arguments.out is not None:
+            print(
+                f"{PROGRAM}: finished runs are in {arguments.out}; --resume goes on",
+                file=sys.stderr,
+            )
+        raise
     if arguments.json:
         print(json.dumps(dataclasses.asdict(results), indent=1))
     else:
@@ -177,8 +185,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     Raises:
         ConfigError: One of them cannot be used.
     """
-    require_new_tokens("--new", arguments.new)
-    for option, least in (("prompt", MIN_PROMPT_TOKENS), ("repeats", 1)):
+    for option, least in (("new", MIN_NEW_TOKENS), ("prompt", MIN_PROMPT_TOKENS), ("repeats", 1)):
         if getattr(arguments, option) < least:
             raise ConfigError(
                 f"--{option}: {getattr(arguments, option)} is too few. Write at least {least}."
@@ -210,16 +217,6 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
         repeats=arguments.repeats,
         num_ranks=arguments.ranks,
     )
-
-
-def require_new_tokens(option: str, num_tokens: int) -> None:
-    """Refuse to generate so few tokens that no decode step is steady.
-
-    Raises:
-        ConfigError: They are too few.
-    """
-    if num_tokens < MIN_NEW_TOKENS:
-        raise ConfigError(f"{option}: {num_tokens} is too few. Write at least {MIN_NEW_TOKENS}.")
 
 
 def read_ds_config(path: Path | None) -> dict[str, Any]:
@@ -339,18 +336,14 @@ def work_folder(out: Path | None) -> Iterator[Path]:
         ConfigError: The folder cannot be made.
     """
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="ds-finepage-compare-") as name:
+        with tempfile.TemporaryDirectory(prefix="ds-finepage-") as name:
             yield Path(name)
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out: cannot make {out}: {error}") from error
-    try:
-        yield out.resolve()
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: finished runs are in {out}; --resume goes on", file=sys.stderr)
-        raise
+        raise ConfigError(f"cannot make {out}: {error}") from error
+    yield out.resolve()
 
 
 def earlier(out: Path, settings: CompareSettings, resume: bool) -> Results | None:

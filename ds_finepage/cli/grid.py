@@ -36,12 +36,9 @@ from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.budget import budget_on
-from ds_finepage.planning.policies import POLICIES
 
 if TYPE_CHECKING:
-    from ds_finepage.reporting.figures import PlanFigures
-    from ds_finepage.whatif import CapturedModel
+    from ds_finepage.modeller import Modeller
 
 DEFAULT_POLICIES = (BASELINE, "zero-persistence", "static", "horizon", "finepage")
 
@@ -53,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--hardware", None, "hardware profiles, by name or path"),
         ("--batch", "1", "batch sizes"),
         ("--seq", "2048", "tokens of a sequence"),
-        ("--policies", ",".join(default_policies()), "policies"),
+        ("--policies", ",".join(DEFAULT_POLICIES), "policies"),
     )
     for name, default, text in lists:
         parser.add_argument(
@@ -77,11 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "called grid_DATE.json",
     )
     options.add_force(parser)
-
-
-def default_policies() -> list[str]:
-    """Return the policies that are compared by default."""
-    return [name for name in DEFAULT_POLICIES if name in POLICIES]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -187,37 +179,21 @@ class Planner:
         self._split = split
         self._host_memory_bytes = host_memory_bytes
         self._weights_group = weights_group
-        self._captured: dict[Any, CapturedModel | Exception] = {}
+        self._made: dict[Any, Modeller] = {}
 
     def plan(self, cell: Cell) -> Result:
         """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
-        from ds_finepage.whatif import plan_captured
-
-        profile = self._profiles[cell.hardware]
-        figures: dict[str, PlanFigures] = {}
-        settings: dict[str, dict[str, int] | None] = {}
-        budget_bytes = None
-        for phase in options.PHASES:
-            try:
-                captured = self._capture(cell, phase)
-                if "prefill" in figures and figures["prefill"].kv_on_host:
-                    captured = captured.on_host or captured
-                weight_bytes = captured.graph.weight_bytes
-                budget_bytes = budget_on(self._budget, weight_bytes, profile)
-                planned = plan_captured(
-                    captured,
-                    budget_bytes=budget_bytes,
-                    profile=profile,
-                    policy=cell.policy,
-                    split=self._split,
-                    host_memory_bytes=self._host_memory_bytes,
-                    as_in_a_run=True,
-                )
-                figures[phase] = planned.figures
-                settings[phase] = None if planned.engine is None else planned.engine.keys
-            except (ConfigError, CaptureError, PlanInfeasibleError) as error:
-                return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
-        prefill, decode = figures["prefill"], figures["decode"]
+        phase, budget_bytes = "prefill", None
+        try:
+            profile = self._profiles[cell.hardware]
+            modeller = self._modeller(cell, profile).at(str(self._budget), profile)
+            budget_bytes = modeller.budget_bytes
+            first = modeller.first(cell.policy)
+            phase = "decode"
+            step = modeller.step(cell.policy)
+        except (ConfigError, CaptureError, PlanInfeasibleError) as error:
+            return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
+        prefill, decode = first.figures, step.figures
         return Result(
             runs=True,
             budget_bytes=budget_bytes,
@@ -232,38 +208,31 @@ class Planner:
             prefill_kv_on_host=prefill.kv_on_host,
             decode_kv_on_host=decode.kv_on_host,
             kv_copied_bytes=decode.kv_copied_bytes,
-            prefill_settings=settings["prefill"],
-            decode_settings=settings["decode"],
+            prefill_settings=first.engine.keys if first.engine else None,
+            decode_settings=step.engine.keys if step.engine else None,
         )
 
-    def _capture(self, cell: Cell, phase: str) -> CapturedModel:
+    def _modeller(self, cell: Cell, profile: HardwareProfile) -> Modeller:
+        """Capture both passes of a cell; cells of one shape are adjacent, and captured once."""
         from ds_finepage.capture.models import default_dtype, load_model_config
-        from ds_finepage.whatif import capture_model
+        from ds_finepage.modeller import Modeller
 
-        profile = self._profiles[cell.hardware]
         dtype = default_dtype(load_model_config(cell.model), profile)
-        shape = (cell.model, cell.batch, cell.seq)
-        if any(key[:3] != shape for key in self._captured):
-            self._captured.clear()  # cells of one shape are adjacent
-        key = (*shape, phase, dtype, cell.weights)
-        if key not in self._captured:
-            try:
-                self._captured[key] = capture_model(
-                    cell.model,
-                    phase=phase,
-                    batch=cell.batch,
-                    seq=cell.seq,
-                    profile=profile,
-                    weights=cell.weights,
-                    weights_group=self._weights_group,
-                    num_ranks=cell.num_ranks,
-                )
-            except (ConfigError, CaptureError) as error:
-                self._captured[key] = error
-        captured = self._captured[key]
-        if isinstance(captured, Exception):
-            raise captured
-        return captured
+        key = (cell.model, cell.batch, cell.seq, cell.weights, dtype)
+        if key not in self._made:
+            self._made.clear()
+            self._made[key] = Modeller(
+                cell.model,
+                batch=cell.batch,
+                prompt_tokens=cell.seq,
+                hardware=profile,
+                split=self._split,
+                host_memory_bytes=self._host_memory_bytes,
+                weights=cell.weights,
+                weights_group=self._weights_group,
+                num_ranks=cell.num_ranks,
+            )
+        return self._made[key]
 
 
 def to_document(results: Results, command: str) -> dict[str, Any]:
