@@ -35,7 +35,6 @@ from ds_finepage.cli.options import (
     counts_of,
     names_of,
     one_form_of,
-    refuse_packed_ranks,
 )
 from ds_finepage.cli.output import add_json, show
 from ds_finepage.compare.arms import ARMS, DEFAULT, arms_named
@@ -61,8 +60,7 @@ MIN_NEW_TOKENS = 4
 """With fewer tokens no decode step is steady: the first one follows the prefill."""
 
 MIN_PROMPT_TOKENS = 2
-HARDWARE = {"cpu": "t4"}
-OTHER_HARDWARE = "h200"
+CPU_HARDWARE, OTHER_HARDWARE = "t4", "h200"
 """The profiles that times are modelled for, by the device that runs; a budget must fit it."""
 
 BUDGET = "50%weights"
@@ -159,8 +157,7 @@ def compare(
         start: The results so far.
         limits_stock: Arms that do not run by plan have the budget enforced too.
     """
-    # These import torch, which takes time; an option that cannot be used is refused before.
-    from ds_finepage.compare.modelling import modeller_of
+    # This imports torch, which takes time; an option that cannot be used is refused before.
     from ds_finepage.compare.orchestrate import Comparison
 
     console = Console(stderr=True)
@@ -170,7 +167,6 @@ def compare(
         console,
         device=device_type(),
         start=start,
-        make_modeller=modeller_of,
         limits_stock=limits_stock,
     )
     return comparison.run()
@@ -201,7 +197,8 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
     if arguments.ranks > 1:
         ds_config = with_ranks(ds_config, arguments)
-    hardware = arguments.hardware or default_hardware()
+    default = CPU_HARDWARE if device_type() == "cpu" else OTHER_HARDWARE
+    hardware = arguments.hardware or default
     load_profile(hardware)
     budget = arguments.device_budget or ds_config.get(SECTION, {}).get("device_budget", BUDGET)
     return CompareSettings(
@@ -297,7 +294,8 @@ def with_ranks(ds_config: dict[str, Any], arguments: argparse.Namespace) -> dict
     from ds_finepage.capture.shards import require_heads
 
     num_ranks, key = arguments.ranks, "tensor_parallel"
-    refuse_packed_ranks(num_ranks, ds_config.get(SECTION, {}).get("weights"))
+    if ds_config.get(SECTION, {}).get("weights") is not None:
+        raise ConfigError("--weights: packed weights are not cut over ranks. Leave out --ranks.")
     require_heads(load_model_config(arguments.model), num_ranks, arguments.model)
     given = ds_config.get(key, {})
     size = given.get("autotp_size", num_ranks)
@@ -310,11 +308,6 @@ def with_ranks(ds_config: dict[str, Any], arguments: argparse.Namespace) -> dict
     if arguments.ds_config is None:
         changes["bf16"] = {"enabled": False}
     return {**ds_config, **changes}
-
-
-def default_hardware() -> str:
-    """Return the profile that times are modelled for, by the device that runs."""
-    return HARDWARE.get(device_type(), OTHER_HARDWARE)
 
 
 def device_type() -> str:

@@ -70,8 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the cells as JSON, with date, command and versions; in a folder the file is "
-        "called grid_DATE.json",
+        help="write the cells as JSON, with date, command and versions",
     )
     options.add_force(parser)
 
@@ -107,7 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
             policies,
         )
     ]
-    out = out_file(arguments.out, force=arguments.force)
+    out: Path | None = arguments.out
+    if out is not None:
+        options.require_writable(out, force=arguments.force)
 
     planner = Planner(
         profiles=profiles,
@@ -141,16 +142,6 @@ def models_of(arguments: argparse.Namespace) -> list[str]:
     for model in models:
         require_model(model)
     return models
-
-
-def out_file(path: Path | None, *, force: bool) -> Path | None:
-    """Return the file to write; in a folder its name has the date."""
-    if path is None:
-        return None
-    if path.is_dir():
-        path = path / f"grid_{datetime.date.today().isoformat()}.json"
-    options.require_writable(path, force=force)
-    return path
 
 
 class Planner:

@@ -239,7 +239,7 @@ def test_sixteen_bits_are_not_had_from_a_ds_config_of_another_dtype(
 
 def test_without_a_folder_nothing_is_kept(compared: Compared) -> None:
     call()
-    assert compared.folders[0].name.startswith("ds-finepage-compare-")
+    assert compared.folders[0].name.startswith("ds-finepage-")
     assert not compared.folders[0].exists()
 
 

@@ -20,7 +20,7 @@ from ds_finepage.reporting.results import PhaseFigures, Run, load_results, run_f
 from ds_finepage.reporting.tables import tables
 from tests.unit.compare.runs import results, run
 from tests.unit.compare.test_cli_compare import OPTIONS, Compared, command
-from tests.unit.compare.test_orchestrate import CONFIG, TOKENS, Fake
+from tests.unit.compare.test_orchestrate import CONFIG, TOKENS, Fake, FakeModeller
 from tests.unit.reporting.folders import RESULTS, make_folder, observed
 
 RANKS = pytest.mark.parametrize("rank", (0, 1))
@@ -54,6 +54,7 @@ class FakeRanks(Fake):
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRanks:
     made = FakeRanks(tmp_path)
     monkeypatch.setattr(orchestrate, "run_process", made.run_process)
+    monkeypatch.setattr(orchestrate, "modeller_of", FakeModeller)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(Comparison, "_checkpoint", lambda self: tmp_path)
     return made
