@@ -26,9 +26,6 @@ from ds_finepage.whatif import (
     problem_of,
 )
 
-RESIDENT = "resident"
-"""Stands for an engine that keeps everything on the device, whatever the budget."""
-
 
 class Modeller:
     """Models the prefill and the last decode step of a generation under a budget.
@@ -128,8 +125,7 @@ class Modeller:
         """Model the prefill and the decode step.
 
         Args:
-            policy: A key of ``POLICIES``, or "" or "resident" for an engine that keeps everything
-                on the device.
+            policy: A key of ``POLICIES``, or "" for an engine that keeps everything on the device.
             settings: Settings of the system that a policy stands for, by key, which it takes
                 instead of its own. Other keys are ignored, and so are all for other policies.
 
@@ -174,7 +170,7 @@ class Modeller:
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
         follows = None
-        if policy not in ("", RESIDENT):
+        if policy:
             before = form_that_fits(
                 self.prefill, budget_bytes=self.budget_bytes, policy=policy, split=self._split
             )
@@ -207,7 +203,7 @@ class Modeller:
 
     def _engine(self, policy: str) -> EngineSettings | None:
         """Return the settings of another system, which has the same ones in both passes."""
-        if policy in ("", RESIDENT):
+        if not policy:
             return None
         choose = policy_named(policy).engine_settings
         if choose is None:
@@ -229,7 +225,7 @@ class Modeller:
         self, captured: CapturedModel, policy: str, engine: EngineSettings | None
     ) -> PlannedModel:
         budget_bytes = self.budget_bytes
-        if policy in ("", RESIDENT):
+        if not policy:
             policy = "finepage"  # with room for everything, it copies nothing
             needs = captured.needs
             budget_bytes = needs.non_arena_bytes + ample_arena_bytes(

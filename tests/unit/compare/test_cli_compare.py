@@ -173,8 +173,13 @@ def test_stock_tuned_stock_and_ours_run_unless_more_is_asked(
     assert compared.starts[0].settings.arms == arms
 
 
-def test_the_command_repeats_the_comparison(compared: Compared, tmp_path: Path) -> None:
-    call("--arms", "zero,finepage", "--out", tmp_path / "kept")
+@pytest.mark.parametrize(
+    "options", [("--arms", "zero,finepage"), ("--weights", "int8", "--weights-group", "32")]
+)
+def test_the_command_repeats_the_comparison(
+    compared: Compared, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    call(*options, "--out", tmp_path / "kept")
     words = shlex.split(compared.starts[0].command)
     assert words[:2] == ["ds-finepage", "compare"]
     assert main(words[1:]) == 2  # the folder has results
@@ -214,15 +219,6 @@ def test_the_form_of_the_weights_is_part_of_the_ds_config(
     assert last is not None and json.loads(last.ds_config) == DS_CONFIG
     commands = [start.command for start in compared.starts]
     assert commands[2].endswith("--weights int4 --weights-group 128")
-
-
-def test_the_command_repeats_a_comparison_of_packed_weights(
-    compared: Compared, tmp_path: Path
-) -> None:
-    call("--weights", "int8", "--weights-group", "32", "--out", tmp_path / "kept")
-    words = shlex.split(compared.starts[0].command)
-    assert main([*words[1:], "--resume"]) == 0
-    assert compared.starts[1].settings == compared.starts[0].settings
 
 
 def test_sixteen_bits_are_not_had_from_a_ds_config_of_another_dtype(
