@@ -11,6 +11,7 @@ Exit status: 0; 2 if no plan exists under the budget, or for an option that cann
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         codec.save_plan(planned.memgraph, arguments.out)
     if arguments.json:
-        print(json.dumps(planned.figures.to_dict(), indent=2))
+        print(json.dumps(dataclasses.asdict(planned.figures), indent=2))
         return 0
     output.show(planned.figures.to_table())
     if planned.figures.kv_on_host and planned.figures.kv_elsewhere_ns is not None:

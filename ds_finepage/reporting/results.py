@@ -27,9 +27,6 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 
-FORMAT = 3
-"""Raised with every change of the classes in this file. There is no reader for older versions."""
-
 RESULTS_FILE, RUNS_FOLDER, LOG_FILE = "results.json", "runs", "log.txt"
 PREFILL, DECODE = "prefill", "decode"
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -217,7 +214,7 @@ class Results:
         date: The day, as ``YYYY-MM-DD``.
         command: The command that repeats it.
         runs: The finished runs, in the order of the arms and batches.
-        format: See ``FORMAT``.
+        format: Raised with every change of the classes here; older ones are not read.
         kind: Names the file.
     """
 
@@ -228,7 +225,7 @@ class Results:
     date: str
     command: str
     runs: tuple[Run, ...] = ()
-    format: int = FORMAT
+    format: Literal[3] = 3
     kind: Literal["ds_finepage results"] = "ds_finepage results"
 
     @property
@@ -278,7 +275,7 @@ def load_results(folder: Path) -> Results:
             "finepage.report in a ds_config."
         ) from error
     try:
-        found = _ADAPTER.validate_json(text)
+        return _ADAPTER.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -286,12 +283,6 @@ def load_results(folder: Path) -> Results:
             f"{path} is not a result of this version of ds_finepage: {where}: {first['msg']}. "
             "Compare again, into another folder."
         ) from error
-    if found.format != FORMAT:
-        raise ConfigError(
-            f"{path} has format {found.format}; this version of ds_finepage reads {FORMAT}. "
-            "Compare again, into another folder."
-        )
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ def test_a_folder_of_another_version(
     path = folder / RESULTS_FILE
     path.write_text(path.read_text().replace('"format": 3', '"format": 0'))
     assert main([command, str(folder)]) == 2
-    assert "has format 0" in capsys.readouterr().err
+    assert "of this version of ds_finepage: format: " in capsys.readouterr().err
 
 
 @COMMANDS

@@ -279,7 +279,7 @@ def test_results_of_another_version_are_refused(
     path = tmp_path / RESULTS_FILE
     path.write_text(path.read_text().replace('"format": 3', '"format": 99'))
     assert call("--out", tmp_path, "--resume") == 2
-    assert "has format 99; this version of ds_finepage reads 3" in capsys.readouterr().err
+    assert "of this version of ds_finepage: format: Input should be 3" in capsys.readouterr().err
     assert '"format": 99' in path.read_text()
 
 

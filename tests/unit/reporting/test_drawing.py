@@ -90,8 +90,8 @@ def test_a_policy_without_a_plan_says_why() -> None:
 
 def test_layers_are_bars_of_two_parts() -> None:
     layers = [
-        LayerBytes(name="m.embed", label="embed", resident_bytes=0, missing_bytes=MIB),
-        LayerBytes(name="m.0", label="0", resident_bytes=2 * MIB, missing_bytes=MIB),
+        LayerBytes(name="m.embed", resident_bytes=0, missing_bytes=MIB),
+        LayerBytes(name="m.0", resident_bytes=2 * MIB, missing_bytes=MIB),
     ]
     (axes,) = drawing.draw_layers(layers, "").axes
     kept, missing = axes.containers
