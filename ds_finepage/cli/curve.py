@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ds_finepage.capture.shipped import require_model
-from ds_finepage.cli import options, output
+from ds_finepage.cli import options, output, quieten_libraries
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
@@ -253,9 +253,14 @@ def planner_of(policy: str, settings: tuple[tuple[str, Any], ...]) -> Planner:
 
 
 def process() -> ProcessPoolExecutor:
-    """Start a process that works for one form of the weights, and ends with an interrupt."""
-    ends = (signal.SIGINT, signal.SIG_DFL)
-    return ProcessPoolExecutor(1, get_context("spawn"), initializer=signal.signal, initargs=ends)
+    """Start a process that works for one form of the weights."""
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=begin)
+
+
+def begin() -> None:
+    """Prepare a process: it ends with an interrupt, and hides warnings as the command does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    quieten_libraries()
 
 
 def ends_of(made: Making) -> tuple[int, int]:
