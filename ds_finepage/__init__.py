@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ds_finepage.errors import (
+    CaptureError,
+    ConfigError,
+    FinepageError,
+    InvalidPlanError,
+    PlanInfeasibleError,
+    RankError,
+    StoreError,
+    TaskMismatchError,
+)
 from ds_finepage.integrations.deepspeed.install import install, uninstall
 
 if TYPE_CHECKING:
     from ds_finepage.api import attach, plan
-    from ds_finepage.errors import (
-        CaptureError,
-        ConfigError,
-        FinepageError,
-        InvalidPlanError,
-        PlanInfeasibleError,
-        RankError,
-        StoreError,
-        TaskMismatchError,
-    )
     from ds_finepage.execution.device import DeviceMemoryError
     from ds_finepage.integrations.deepspeed.engine import assert_active, handle_of, stats
     from ds_finepage.runtime.handle import Handle
@@ -50,15 +50,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "CaptureError": "ds_finepage.errors",
-    "ConfigError": "ds_finepage.errors",
     "DeviceMemoryError": "ds_finepage.execution.device",
-    "FinepageError": "ds_finepage.errors",
-    "InvalidPlanError": "ds_finepage.errors",
-    "PlanInfeasibleError": "ds_finepage.errors",
-    "RankError": "ds_finepage.errors",
-    "StoreError": "ds_finepage.errors",
-    "TaskMismatchError": "ds_finepage.errors",
     "Handle": "ds_finepage.runtime.handle",
     "attach": "ds_finepage.api",
     "plan": "ds_finepage.api",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, FinepageError, reason_of
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.budget import budget_on
@@ -24,9 +25,6 @@ from ds_finepage.whatif import (
     plan_captured,
     problem_of,
 )
-
-RESIDENT = "resident"
-"""Stands for an engine that keeps everything on the device, whatever the budget."""
 
 
 class Modeller:
@@ -49,7 +47,7 @@ class Modeller:
         prompt_tokens: int,
         new_tokens: int | None = None,
         device_budget: str = "100%weights",
-        hardware: str,
+        hardware: str | HardwareProfile,
         dtype: str | None = None,
         split: bool = False,
         host_memory_bytes: int | None = None,
@@ -66,7 +64,7 @@ class Modeller:
             new_tokens: Tokens to generate after it. None models the step that makes the last one
                 of ``prompt_tokens``.
             device_budget: As in a ds_config.
-            hardware: A hardware profile, by name or path.
+            hardware: A hardware profile, or the name or path of one.
             dtype: Of weights and activations; by default the one that suits the machine.
             split: Policies may cut weights, if they can.
             host_memory_bytes: Host memory of the machine; None if that is not known.
@@ -78,7 +76,7 @@ class Modeller:
             ConfigError: An argument cannot be used.
             CaptureError: The forward cannot be written as a taskgraph.
         """
-        self.profile = load_profile(hardware)
+        self.profile = load_profile(hardware) if isinstance(hardware, str) else hardware
         self.weights = weights
         self._split, self._host_memory_bytes = split, host_memory_bytes
         # The prefill makes the first token, and the cache never holds the last one.
@@ -99,16 +97,18 @@ class Modeller:
         self.weight_bytes = self.prefill.graph.weight_bytes
         self._set_budget(device_budget)
 
-    def at(self, budget: str | int) -> Modeller:
+    def at(self, budget: str | int, profile: HardwareProfile | None = None) -> Modeller:
         """Return a modeller of the same passes under another budget.
 
         Args:
             budget: As in a ds_config; or bytes, which may be more than the device has.
+            profile: Another machine that computes in the same dtype.
 
         Raises:
             ConfigError: It cannot be used.
         """
         other = copy.copy(self)
+        other.profile = profile or self.profile
         other._set_budget(budget)
         return other
 
@@ -125,8 +125,7 @@ class Modeller:
         """Model the prefill and the decode step.
 
         Args:
-            policy: A key of ``POLICIES``, or "" or "resident" for an engine that keeps everything
-                on the device.
+            policy: A key of ``POLICIES``, or "" for an engine that keeps everything on the device.
             settings: Settings of the system that a policy stands for, by key, which it takes
                 instead of its own. Other keys are ignored, and so are all for other policies.
 
@@ -152,21 +151,26 @@ class Modeller:
         engine = self._engine(policy)
         if engine is not None and settings:
             engine = engine.with_keys(settings)
-        return self._plan(self.prefill, policy, engine), self.step(policy, engine)
+        return self.first(policy, engine), self.step(policy, engine)
+
+    def first(self, policy: str, engine: EngineSettings | None = None) -> PlannedModel:
+        """Plan the prefill; arguments and errors are those of :meth:`step`."""
+        return self._plan(self.prefill, policy, engine)
 
     def step(self, policy: str, engine: EngineSettings | None = None) -> PlannedModel:
         """Plan the decode step; its KV cache is where the prefill has left it.
 
         Args:
             policy: As for :meth:`figures`.
-            engine: Settings of the system that the policy stands for.
+            engine: Settings of the system that the policy stands for; None chooses those that
+                suit the pass by itself.
 
         Raises:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
         follows = None
-        if policy not in ("", RESIDENT):
+        if policy:
             before = form_that_fits(
                 self.prefill, budget_bytes=self.budget_bytes, policy=policy, split=self._split
             )
@@ -199,7 +203,7 @@ class Modeller:
 
     def _engine(self, policy: str) -> EngineSettings | None:
         """Return the settings of another system, which has the same ones in both passes."""
-        if policy in ("", RESIDENT):
+        if not policy:
             return None
         choose = policy_named(policy).engine_settings
         if choose is None:
@@ -221,7 +225,7 @@ class Modeller:
         self, captured: CapturedModel, policy: str, engine: EngineSettings | None
     ) -> PlannedModel:
         budget_bytes = self.budget_bytes
-        if policy in ("", RESIDENT):
+        if not policy:
             policy = "finepage"  # with room for everything, it copies nothing
             needs = captured.needs
             budget_bytes = needs.non_arena_bytes + ample_arena_bytes(

@@ -22,7 +22,7 @@ import ds_finepage
 from ds_finepage.errors import FinepageError
 
 PROGRAM = "ds-finepage"
-COMMANDS = ("demo", "compare", "plan", "show", "check", "curve", "grid", "probe", "report", "trace")
+COMMANDS = ("demo", "compare", "plan", "check", "curve", "grid", "probe", "report", "trace")
 INTERRUPTED, TERMINATED = 130, 143
 """Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
 
@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = LEVELS[min(arguments.verbose, len(LEVELS) - 1)]
     logging.getLogger(ds_finepage.__name__).setLevel(level)
     if not arguments.verbose:
-        for name in QUIET:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        quieten_libraries()
     try:
         with sigterm_interrupts():
             status = arguments.run(arguments)
@@ -86,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ds-finepage: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def quieten_libraries() -> None:
+    """Hide what libraries warn of while they are imported."""
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class CommandParser(argparse.ArgumentParser):

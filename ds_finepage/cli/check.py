@@ -1,6 +1,6 @@
-"""Verify a plan that 'plan --out' wrote, without the planner, and print its certificate.
+"""Verify a plan that 'plan --out' wrote, without the planner, and print its figures.
 
-The certificate has the bytes that a steady pass moves, the lower bound for any plan of the same
+They are of a steady pass: the bytes that it moves, the lower bound for any plan of the same
 taskgraph, the gap between both, and the peak of the arena.
 
 Exit status: 0; 1 if the file is not a right plan; 2 if it cannot be read.
@@ -9,6 +9,7 @@ Exit status: 0; 1 if the file is not a right plan; 2 if it cannot be read.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ds_finepage.cli import output
 from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.reporting.figures import entry_bytes, layout_overhead, num_memory_dependencies
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the plan, check it, print its certificate."""
-    found = certificate(check(codec.load_plan(arguments.file)))
-    output.show_figures(f"{arguments.file}: the plan is right", found, as_json=arguments.json)
+    """Read the plan, check it, print its figures."""
+    found = figures_of(check(codec.load_plan(arguments.file)))
+    output.show_figures(f"the plan is right: {arguments.file}", found, as_json=arguments.json)
     return 0
 
 
-def certificate(memgraph: MemGraph) -> dict[str, Any]:
+def figures_of(memgraph: MemGraph) -> dict[str, Any]:
     """Return what a right plan moves, beside what any plan of its taskgraph has to move."""
     graph = memgraph.graph
     # A weight that the pass finds and does not leave is reloaded before the next pass.
@@ -42,10 +44,17 @@ def certificate(memgraph: MemGraph) -> dict[str, Any]:
     return {
         "taskgraph": graph.name,
         "policy": memgraph.policy,
+        "num_tasks": len(graph.tasks),
+        "weight_bytes": graph.weight_bytes,
         "arena_bytes": memgraph.arena_bytes,
         "peak_bytes": memgraph.peak_bytes,
+        "resident_bytes": entry_bytes(memgraph),
+        "host_pool_bytes": memgraph.host_bytes,
         "reloaded_bytes": reloaded,
         "offloaded_bytes": memgraph.offloaded_bytes,
         "lower_bound_bytes": bound,
         "gap_share": round(reloaded / bound - 1, 6) if bound else None,
+        **{f"num_{kind.value}": n for kind, n in Counter(n.kind for n in memgraph.nodes).items()},
+        "num_memory_dependencies": num_memory_dependencies(memgraph),
+        "layout_overhead": round(layout_overhead(memgraph), 4),
     }

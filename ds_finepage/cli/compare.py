@@ -35,13 +35,11 @@ from ds_finepage.cli.options import (
     counts_of,
     names_of,
     one_form_of,
-    refuse_packed_ranks,
 )
 from ds_finepage.cli.output import add_json, show
 from ds_finepage.compare.arms import ARMS, DEFAULT, arms_named
-from ds_finepage.compare.judge import problems_of
+from ds_finepage.compare.judge import problems_of, winners
 from ds_finepage.compare.processes import require_ranks
-from ds_finepage.compare.tables import footnotes, remarks, tables
 from ds_finepage.config import BUDGET_FORMS, SECTION, DeviceBudget, FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import read_file
@@ -55,13 +53,14 @@ from ds_finepage.reporting.results import (
     installed_versions,
     load_results,
 )
+from ds_finepage.reporting.tables import footnotes, remarks, tables
+from ds_finepage.reporting.tabular import table_of
 
 MIN_NEW_TOKENS = 4
 """With fewer tokens no decode step is steady: the first one follows the prefill."""
 
 MIN_PROMPT_TOKENS = 2
-HARDWARE = {"cpu": "t4"}
-OTHER_HARDWARE = "h200"
+CPU_HARDWARE, OTHER_HARDWARE = "t4", "h200"
 """The profiles that times are modelled for, by the device that runs; a budget must fit it."""
 
 BUDGET = "50%weights"
@@ -127,8 +126,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--resume goes on in a folder. Name it by --out.")
     start = None if arguments.out is None else earlier(arguments.out, settings, arguments.resume)
     results = start or new_results(settings, arguments.typed)
-    with work_folder(arguments.out) as folder:
-        results = compare(settings, folder, results)
+    try:
+        with work_folder(arguments.out) as folder:
+            results = compare(settings, folder, results)
+    except KeyboardInterrupt:
+        if arguments.out is not None:
+            print(
+                f"{PROGRAM}: finished runs are in {arguments.out}; --resume goes on",
+                file=sys.stderr,
+            )
+        raise
     if arguments.json:
         print(json.dumps(dataclasses.asdict(results), indent=1))
     else:
@@ -150,8 +157,7 @@ def compare(
         start: The results so far.
         limits_stock: Arms that do not run by plan have the budget enforced too.
     """
-    # These import torch, which takes time; an option that cannot be used is refused before.
-    from ds_finepage.compare.modelling import modeller_of
+    # This imports torch, which takes time; an option that cannot be used is refused before.
     from ds_finepage.compare.orchestrate import Comparison
 
     console = Console(stderr=True)
@@ -161,7 +167,6 @@ def compare(
         console,
         device=device_type(),
         start=start,
-        make_modeller=modeller_of,
         limits_stock=limits_stock,
     )
     return comparison.run()
@@ -176,8 +181,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     Raises:
         ConfigError: One of them cannot be used.
     """
-    require_new_tokens("--new", arguments.new)
-    for option, least in (("prompt", MIN_PROMPT_TOKENS), ("repeats", 1)):
+    for option, least in (("new", MIN_NEW_TOKENS), ("prompt", MIN_PROMPT_TOKENS), ("repeats", 1)):
         if getattr(arguments, option) < least:
             raise ConfigError(
                 f"--{option}: {getattr(arguments, option)} is too few. Write at least {least}."
@@ -193,7 +197,8 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
     if arguments.ranks > 1:
         ds_config = with_ranks(ds_config, arguments)
-    hardware = arguments.hardware or default_hardware()
+    default = CPU_HARDWARE if device_type() == "cpu" else OTHER_HARDWARE
+    hardware = arguments.hardware or default
     load_profile(hardware)
     budget = arguments.device_budget or ds_config.get(SECTION, {}).get("device_budget", BUDGET)
     return CompareSettings(
@@ -209,16 +214,6 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
         repeats=arguments.repeats,
         num_ranks=arguments.ranks,
     )
-
-
-def require_new_tokens(option: str, num_tokens: int) -> None:
-    """Refuse to generate so few tokens that no decode step is steady.
-
-    Raises:
-        ConfigError: They are too few.
-    """
-    if num_tokens < MIN_NEW_TOKENS:
-        raise ConfigError(f"{option}: {num_tokens} is too few. Write at least {MIN_NEW_TOKENS}.")
 
 
 def read_ds_config(path: Path | None) -> dict[str, Any]:
@@ -299,7 +294,8 @@ def with_ranks(ds_config: dict[str, Any], arguments: argparse.Namespace) -> dict
     from ds_finepage.capture.shards import require_heads
 
     num_ranks, key = arguments.ranks, "tensor_parallel"
-    refuse_packed_ranks(num_ranks, ds_config.get(SECTION, {}).get("weights"))
+    if ds_config.get(SECTION, {}).get("weights") is not None:
+        raise ConfigError("--weights: packed weights are not cut over ranks. Leave out --ranks.")
     require_heads(load_model_config(arguments.model), num_ranks, arguments.model)
     given = ds_config.get(key, {})
     size = given.get("autotp_size", num_ranks)
@@ -312,11 +308,6 @@ def with_ranks(ds_config: dict[str, Any], arguments: argparse.Namespace) -> dict
     if arguments.ds_config is None:
         changes["bf16"] = {"enabled": False}
     return {**ds_config, **changes}
-
-
-def default_hardware() -> str:
-    """Return the profile that times are modelled for, by the device that runs."""
-    return HARDWARE.get(device_type(), OTHER_HARDWARE)
 
 
 def device_type() -> str:
@@ -338,18 +329,14 @@ def work_folder(out: Path | None) -> Iterator[Path]:
         ConfigError: The folder cannot be made.
     """
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="ds-finepage-compare-") as name:
+        with tempfile.TemporaryDirectory(prefix="ds-finepage-") as name:
             yield Path(name)
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out: cannot make {out}: {error}") from error
-    try:
-        yield out.resolve()
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: finished runs are in {out}; --resume goes on", file=sys.stderr)
-        raise
+        raise ConfigError(f"cannot make {out}: {error}") from error
+    yield out.resolve()
 
 
 def earlier(out: Path, settings: CompareSettings, resume: bool) -> Results | None:
@@ -417,8 +404,10 @@ def print_results(results: Results) -> None:
     """Print the tables of all batches, the winners and the settings."""
     assert results.settings is not None
     for batch in results.settings.batches:
-        for table in tables(results, batch):
-            show(table)
+        for t in tables(results, batch):
+            show(table_of(t.title, t.columns, t.runs, ("arm", "why"), is_narrow=True))
+        for winner in winners(results, batch):
+            print(f"Batch {batch}, {winner.text()}.")
         for line in remarks(results, batch):
             print(line)
         print()

@@ -13,22 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from itertools import pairwise
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ds_finepage.capture.shipped import require_model
-from ds_finepage.cli import options, output
+from ds_finepage.cli import options, output, quieten_libraries
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
-from ds_finepage.cli.progress import Progress
 from ds_finepage.errors import ConfigError
-from ds_finepage.files import write_file
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.curve import (
     Curve,
@@ -38,14 +37,10 @@ from ds_finepage.reporting.curve import (
     price_table,
     round_speeds,
 )
-from ds_finepage.reporting.drawing import require_packages
 from ds_finepage.reporting.figures import NS_PER_S
-from ds_finepage.units import GIB
 
 if TYPE_CHECKING:
     from ds_finepage.modeller import Modeller
-
-PICTURES = ("png", "svg", "pdf")
 
 MOST_SPEEDS = 4
 """Speeds to find budgets for, if the user names none."""
@@ -68,30 +63,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_host_memory(parser)
     output.add_json(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
-    options.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan under many budgets, print the list, draw it."""
+    """Plan under many budgets, print the list."""
     require_model(arguments.model)
     options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     forms = options.weights_of(arguments)
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
-    profile = load_profile(arguments.hardware)
-    options.note_link(arguments.ranks, profile)
+    options.note_link(arguments.ranks, load_profile(arguments.hardware))
     speeds = speeds_of(arguments.tokens_per_s)
-    host_memory_bytes = options.host_memory_of(arguments.host_memory)
-    if arguments.plot is not None:
-        require_packages("--plot", "matplotlib")
-        picture_kind(arguments.plot)
-        options.require_writable(arguments.plot, force=arguments.force)
-
-    curves = make_curves(arguments, forms, speeds, host_memory_bytes)
-    if arguments.plot is not None:
-        draw(curves, arguments.plot)
+    settings = {
+        "model": arguments.model,
+        "batch": arguments.batch,
+        "prompt_tokens": arguments.seq,
+        "hardware": arguments.hardware,
+        "split": not arguments.no_split,
+        "host_memory_bytes": options.host_memory_of(arguments.host_memory),
+        "weights_group": arguments.weights_group,
+        "num_ranks": arguments.ranks,
+    }
+    made = [(arguments.policy, tuple({**settings, "weights": form}.items())) for form in forms]
+    with Console(stderr=True).status("planning"):
+        curves = make_curves(made, arguments.points, speeds)
     if arguments.json:
         found = [curve.to_dict() for curve in curves]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
@@ -103,108 +99,36 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{form}{sentence}")
         if is_modelled_packing(arguments.policy, curve.weights):
             print(packing_note(str(curve.weights)))
-    if arguments.plot is not None:
-        print(f"picture: {arguments.plot}")
     return 0
 
 
 def make_curves(
-    arguments: argparse.Namespace,
-    forms: Sequence[str | None],
-    speeds: list[float] | None,
-    host_memory_bytes: int | None,
+    made: Sequence[Making], num_points: int, speeds: Sequence[float] | None
 ) -> list[Curve]:
     """Plan the model in each form of its weights; several forms side by side, in processes.
 
     Args:
-        arguments: The options.
-        forms: The forms; one that is None stands for the model as it is.
+        made: How to make the planner of each form.
+        num_points: Budgets to plan.
         speeds: Tokens a second to find budgets for; None chooses round numbers.
-        host_memory_bytes: Host memory of the machine; None if that is not known.
 
     Raises:
         ConfigError: The model, its form or a size cannot be used.
         CaptureError: The forward cannot be written as a taskgraph.
     """
-    settings = [
-        {
-            "model": arguments.model,
-            "batch": arguments.batch,
-            "prompt_tokens": arguments.seq,
-            "hardware": arguments.hardware,
-            "split": not arguments.no_split,
-            "host_memory_bytes": host_memory_bytes,
-            "weights": form,
-            "weights_group": arguments.weights_group,
-            "num_ranks": arguments.ranks,
-        }
-        for form in forms
-    ]
-    num_speeds = MOST_SPEEDS if speeds is None else len(speeds)
+    if len(made) == 1:
+        planner = planner_of(*made[0])
+        return [planner.curve(planner.bisected(num_points), speeds)]
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(len(forms) * (1 + arguments.points + num_speeds)))
-        make = Here if len(forms) == 1 else Apart
-        workers = [stack.enter_context(closing(make(arguments.policy, each))) for each in settings]
-        ends = [progress.after(worker.ends) for worker in workers]
-        if len(forms) == 1:
-            found = [bisected(workers[0], ends[0], arguments.points, progress)]
-        else:
-            budgets = common_budgets(ends, arguments.points)
-            enough = [[b for b in budgets if b >= least] for least, _ in ends]
-            found = ask_all(workers, "point", enough, progress)
-        points = [at_least_as_good(each) for each in found]
-        wanted = [
-            speeds or round_speeds(each[0].tokens_per_s, each[-1].tokens_per_s, MOST_SPEEDS)
-            for each in points
+        pools = [stack.enter_context(process()) for _ in made]
+        begun = [pool.submit(ends_of, each) for pool, each in zip(pools, made, strict=True)]
+        ends = [future.result() for future in begun]
+        budgets = common_budgets(ends, num_points)
+        curves = [
+            pool.submit(curve_of, each, [b for b in budgets if b >= least], speeds)
+            for pool, each, (least, _) in zip(pools, made, ends, strict=True)
         ]
-        asked = [[(w, each) for w in some] for some, each in zip(wanted, points, strict=True)]
-        needs = ask_all(workers, "need", asked, progress)
-        curves = [worker.ask("curve")() for worker in workers]
-    return [
-        replace(curve, points=each, needs=tuple(need for need in some if need is not None))
-        for curve, each, some in zip(curves, points, needs, strict=True)
-    ]
-
-
-def ask_all(
-    workers: Sequence[Here | Apart], name: str, asked: Sequence[Sequence[Any]], progress: Progress
-) -> list[list[Any]]:
-    """Ask each worker for several things; return its answers.
-
-    Args:
-        workers: The workers.
-        name: A method of :class:`Planner`.
-        asked: Its argument each time, for each worker.
-        progress: Counts the answers.
-    """
-    answers = [[w.ask(name, a) for a in some] for w, some in zip(workers, asked, strict=True)]
-    return [[progress.after(answer) for answer in some] for some in answers]
-
-
-def bisected(
-    worker: Here | Apart, ends: tuple[int, int], num_points: int, progress: Progress
-) -> list[CurvePoint]:
-    """Plan from the smallest budget to the one that pages nothing.
-
-    Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
-
-    Args:
-        worker: Plans.
-        ends: Both budgets.
-        num_points: Budgets to plan.
-        progress: Counts them.
-    """
-    (points,) = ask_all(
-        [worker], "point", [spread(*ends, max(1, num_points * 2 // 3 - 1))], progress
-    )
-    while len(points) < num_points:
-        jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
-        at = jumps.index(max(jumps))
-        budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
-        if budget == points[at].budget_bytes:
-            break  # nothing lies between them
-        points.insert(at + 1, progress.after(worker.ask("point", budget)))
-    return points
+        return [future.result() for future in curves]
 
 
 class Planner:
@@ -245,16 +169,16 @@ class Planner:
             prefill_reloaded_bytes=prefill.reloaded_bytes,
         )
 
-    def need(self, asked: tuple[float, Sequence[CurvePoint]]) -> Need | None:
+    def need(self, speed: float, points: Sequence[CurvePoint]) -> Need | None:
         """Find a budget that gives a speed; return None if no budget does.
 
         Between two points the time of a pass falls nearly evenly with the budget. The returned
         budget has been planned: the one that follows from that, with a margin, or the next point.
 
         Args:
-            asked: The speed, and the points.
+            speed: Tokens a second.
+            points: The points, sorted by budget.
         """
-        speed, points = asked
         above = next((i for i, p in enumerate(points) if p.tokens_per_s >= speed), None)
         if above is None:
             return None
@@ -271,8 +195,35 @@ class Planner:
             budget = high.budget_bytes
         return Need(tokens_per_s=speed, budget_bytes=budget)
 
-    def curve(self) -> Curve:
-        """Return the curve without its points."""
+    def bisected(self, num_points: int) -> list[CurvePoint]:
+        """Plan from the smallest budget to the one that pages nothing.
+
+        Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
+
+        Args:
+            num_points: Budgets to plan.
+        """
+        steps = max(1, num_points * 2 // 3 - 1)
+        points = [self.point(budget) for budget in spread(*self.ends, steps)]
+        while len(points) < num_points:
+            jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
+            at = jumps.index(max(jumps))
+            budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
+            if budget == points[at].budget_bytes:
+                break  # nothing lies between them
+            points.insert(at + 1, self.point(budget))
+        return points
+
+    def curve(self, planned: Sequence[CurvePoint], speeds: Sequence[float] | None) -> Curve:
+        """Return the curve through points, with the budgets that speeds need.
+
+        Args:
+            planned: The points.
+            speeds: Tokens a second; None chooses round numbers.
+        """
+        points = at_least_as_good(planned)
+        ends = points[0].tokens_per_s, points[-1].tokens_per_s
+        needs = [self.need(speed, points) for speed in speeds or round_speeds(*ends, MOST_SPEEDS)]
         decode, profile = self._modeller.decode, self._modeller.profile
         return Curve(
             model=decode.model,
@@ -282,69 +233,45 @@ class Planner:
             hardware=profile.name,
             weight_bytes=decode.graph.weight_bytes,
             capacity_bytes=profile.capacity_bytes,
-            points=(),
+            points=points,
+            needs=tuple(need for need in needs if need is not None),
             weights=self._modeller.weights,
             num_ranks=decode.num_ranks,
         )
 
 
-class Here:
-    """A planner in this process, which works when an answer is asked for."""
-
-    def __init__(self, policy: str, settings: Mapping[str, Any]) -> None:
-        """Take the settings of a :class:`Modeller`."""
-        self._make = partial(planner_of, policy, settings)
-
-    def ends(self) -> tuple[int, int]:
-        """Capture the model; return the smallest budget, and the one that pages nothing."""
-        self._planner = self._make()
-        return self._planner.ends
-
-    def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """Return what answers a question, the call of a method."""
-        return partial(getattr(self._planner, name), *arguments)
-
-    def close(self) -> None:
-        """End."""
+Making = tuple[str, tuple[tuple[str, Any], ...]]
+"""A policy, and the settings of a :class:`Modeller`."""
 
 
-class Apart:
-    """A planner in a process of its own, which works at once."""
-
-    def __init__(self, policy: str, settings: Mapping[str, Any]) -> None:
-        """Start the process, and let it capture the model."""
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        self.ends = self._pool.submit(_begin, policy, settings).result
-
-    def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """Ask the process; return what waits for its answer."""
-        return self._pool.submit(_answer, name, *arguments).result
-
-    def close(self) -> None:
-        """End the process once it has done what it does now."""
-        self._pool.shutdown(cancel_futures=True)
-
-
-_planner: Planner
-"""Of a process that :class:`Apart` has started."""
-
-
-def _begin(policy: str, settings: Mapping[str, Any]) -> tuple[int, int]:
-    global _planner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears of it, and ends this process
-    _planner = planner_of(policy, settings)
-    return _planner.ends
-
-
-def _answer(name: str, *arguments: Any) -> Any:
-    return getattr(_planner, name)(*arguments)
-
-
-def planner_of(policy: str, settings: Mapping[str, Any]) -> Planner:
-    """Capture both passes of a model."""
+@cache
+def planner_of(policy: str, settings: tuple[tuple[str, Any], ...]) -> Planner:
+    """Capture both passes of a model; a process captures them once."""
     from ds_finepage.modeller import Modeller  # imports torch: check the options first
 
-    return Planner(policy, Modeller(**settings))
+    return Planner(policy, Modeller(**dict(settings)))
+
+
+def process() -> ProcessPoolExecutor:
+    """Start a process that works for one form of the weights."""
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=begin)
+
+
+def begin() -> None:
+    """Prepare a process: it ends with an interrupt, and hides warnings as the command does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    quieten_libraries()
+
+
+def ends_of(made: Making) -> tuple[int, int]:
+    """Return the smallest budget, and the one that pages nothing."""
+    return planner_of(*made).ends
+
+
+def curve_of(made: Making, budgets: Sequence[int], speeds: Sequence[float] | None) -> Curve:
+    """Return the curve of one form through some budgets."""
+    planner = planner_of(*made)
+    return planner.curve([planner.point(budget) for budget in budgets], speeds)
 
 
 def spread(least: int, most: int, steps: int) -> list[int]:
@@ -376,53 +303,3 @@ def speeds_of(text: str | None) -> list[float] | None:
             raise ConfigError(f"--tokens-per-s: {part!r} is not a number above 0.")
         speeds.append(speed)
     return speeds
-
-
-def picture_kind(path: Path) -> str:
-    """Read the kind of a picture from its name.
-
-    Raises:
-        ConfigError: Matplotlib cannot draw it.
-    """
-    kind = path.suffix.removeprefix(".").lower()
-    if kind not in PICTURES:
-        raise ConfigError(f"--plot: {path} must end in one of: {', '.join(PICTURES)}")
-    return kind
-
-
-def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Draw speed above time to the first token, with bounds, knees and the device's size."""
-    import io
-
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 8), layout="constrained")
-    speed, first = figure.subplots(2, sharex=True)
-    for curve in curves:
-        budgets = [p.budget_bytes / GIB for p in curve.points]
-        label = " in ".join(filter(None, (curve.policy, curve.weights)))
-        speed.plot(budgets, [p.tokens_per_s for p in curve.points], marker="o", label=label)
-        bounds = [p.tokens_per_s_bound for p in curve.points]
-        speed.plot(budgets, bounds, linestyle="--", color="gray")
-        for step in curve.steps[1:]:
-            speed.axvline(step.from_bytes / GIB, color="tab:orange", alpha=0.5)
-        first.plot(budgets, [p.first_token_ns / NS_PER_S for p in curve.points], marker="o")
-        bounds = [p.first_token_bound_ns / NS_PER_S for p in curve.points]
-        first.plot(budgets, bounds, linestyle="--", color="gray")
-    speed.plot([], [], linestyle="--", color="gray", label="bound, one batch at a time")
-    speed.set_ylabel("tokens a second")
-    first.set_ylabel("seconds to the first token")
-    first.set_xlabel("device budget in GiB")
-    capacity_bytes = curves[0].capacity_bytes
-    largest_bytes = max(curve.points[-1].budget_bytes for curve in curves)
-    for axes in (speed, first):
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        if capacity_bytes <= largest_bytes:
-            axes.axvline(capacity_bytes / GIB, color="tab:red", label="the device's memory")
-    speed.legend()
-    shown = curves[0] if len(curves) == 1 else replace(curves[0], weights=None)
-    figure.suptitle(shown.title)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=picture_kind(path))
-    write_file(path, picture.getvalue())

@@ -12,39 +12,34 @@ Exit status: 0; 1 if tokens differ or the budget was exceeded; 2 for an option t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 import ds_finepage
 from ds_finepage.cli import compare
-from ds_finepage.cli.options import PROGRAM, add_weights, one_form_of, refuse_packed_ranks
+from ds_finepage.cli.options import PROGRAM, add_weights
 from ds_finepage.cli.output import add_json, show
 from ds_finepage.compare.arms import ARMS, OURS, PLAIN
 from ds_finepage.compare.checkpoint import LlamaShape, config_of
 from ds_finepage.compare.judge import problems_of
-from ds_finepage.compare.processes import last_line, require_ranks, run_process
-from ds_finepage.config import SECTION, FinepageConfig
+from ds_finepage.compare.processes import last_line, run_process
+from ds_finepage.config import SECTION
 from ds_finepage.errors import ConfigError, FinepageError
-from ds_finepage.graph.packed import UNPACKED
-from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.reporting.results import CompareSettings, Results, Run
 from ds_finepage.reporting.tabular import table_of
 from ds_finepage.units import format_bytes, format_ns
 
 PROMPT = "The planner never sees torch; the executor never decides."
-PROMPT_TOKENS = 16
 ENGINES = {"zero": "zero_inference", OURS: "finepage"}
-"""The arms of the table, by their names in ``--json``."""
+"""The arms of the table, by the names of their ds_configs."""
 
 TINY = LlamaShape(
     hidden_size=128,
@@ -80,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument(
         "--budget",
+        "--device-budget",
+        dest="device_budget",
         default="40%weights",
         help="ds_finepage's device budget, as in finepage.device_budget (default: %(default)s)",
     )
@@ -93,34 +90,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
-        "--new-tokens", type=int, default=32, metavar="N", help="default: %(default)s"
+        "--new-tokens",
+        "--new",
+        dest="new",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens to generate (default: %(default)s)",
     )
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep checkpoint, ds_configs and logs there"
     )
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    arms = ",".join((PLAIN, *ENGINES))
+    parser.set_defaults(layers=None, ds_config=None, hardware=None)
+    parser.set_defaults(batch="1", prompt=16, repeats=1, arms=arms)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ds-finepage demo``."""
-    shape = shape_of(arguments)
-    section = {"device_budget": arguments.budget, **packing_of(arguments, shape)}
-    FinepageConfig.from_dict(section, policies=RUNNABLE)  # refuse before any work
-    compare.require_new_tokens("--new-tokens", arguments.new_tokens)
-    with work_folder(arguments.keep) as folder:
-        settings = settings_of(arguments, shape, section, folder)
-        for name in ENGINES.values():
-            write_config(folder / f"{name}.json", settings, is_enabled=name == SECTION)
+    shape = TINY if arguments.tiny else LlamaShape()
+    if arguments.ranks > 1:
+        shape = dataclasses.replace(shape, dtype="float32")
+    require_empty(arguments.keep)
+    with tempfile.TemporaryDirectory() as arguments.model:  # refuse before any work
+        config_of(shape).save_pretrained(arguments.model)
+        settings = compare.settings_of(arguments)
+    with compare.work_folder(arguments.keep) as folder:
+        settings = dataclasses.replace(settings, model=str(folder / "model"))
+        for arm, name in ENGINES.items():
+            write_config(folder / f"{name}.json", settings, is_enabled=arm == OURS)
         make_model(folder, shape)
         results = compare.compare(
             settings, folder, compare.new_results(settings, arguments.typed), limits_stock=False
         )
     require_all(results)
-    form = section.get("weights")
     if arguments.json:
-        print(json.dumps(to_dict(results, form)))
+        print(json.dumps(dataclasses.asdict(results), indent=1))
     else:
-        show(to_table(results, form))
+        show(to_table(results))
         print(notes_below(results))
     problems = problems_of(results)
     for problem in problems:
@@ -133,76 +141,21 @@ def run(arguments: argparse.Namespace) -> int:
 # Before the runs.
 
 
-def shape_of(arguments: argparse.Namespace) -> LlamaShape:
-    """Return the model of the demo.
-
-    Args:
-        arguments: The options.
+def require_empty(keep: Path | None) -> None:
+    """Refuse a folder to keep that is a file, or not empty.
 
     Raises:
-        ConfigError: The ranks cannot be started, or the model cannot be cut over them.
+        ConfigError: It is.
     """
-    shape, num_ranks = TINY if arguments.tiny else LlamaShape(), arguments.ranks
-    require_ranks(num_ranks)
-    refuse_packed_ranks(num_ranks, one_form_of(arguments))
-    if num_ranks == 1:
-        return shape
-    from ds_finepage.capture.shards import require_heads  # imports torch
-
-    require_heads(config_of(shape), num_ranks, "the demo's Llama")
-    return replace(shape, dtype="float32")
-
-
-def packing_of(arguments: argparse.Namespace, shape: LlamaShape) -> dict[str, Any]:
-    """Return the keys of the section that pack the weights; none if they are not to be packed.
-
-    Args:
-        arguments: The options.
-        shape: The model.
-
-    Raises:
-        ConfigError: The form cannot be used, or does not suit the model.
-    """
-    form = one_form_of(arguments)
-    if form in (None, UNPACKED):
-        return {}
-    from ds_finepage.packing.form import PackedForm  # imports torch
-
-    for width in (shape.hidden_size, shape.intermediate_size):
-        PackedForm.parse(str(form), arguments.weights_group).require((1, width))
-    return {"weights": form, "weights_group": arguments.weights_group}
-
-
-def settings_of(
-    arguments: argparse.Namespace, shape: LlamaShape, section: dict[str, Any], folder: Path
-) -> CompareSettings:
-    """Return the comparison that the demo is."""
-    ranks = {"tensor_parallel": {"autotp_size": arguments.ranks}} if arguments.ranks > 1 else {}
-    ds_config = {
-        **compare.read_ds_config(None),
-        "bf16": {"enabled": shape.dtype == "bfloat16"},
-        **ranks,
-        SECTION: section,
-    }
-    return CompareSettings(
-        model=str(folder / "model"),
-        layers=None,
-        ds_config=json.dumps(ds_config),
-        device_budget=arguments.budget,
-        batches=(1,),
-        prompt_tokens=PROMPT_TOKENS,
-        new_tokens=arguments.new_tokens,
-        arms=(PLAIN, *ENGINES),
-        hardware=compare.default_hardware(),
-        repeats=1,
-        num_ranks=arguments.ranks,
-    )
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ConfigError(f"--keep: {keep} exists and is not an empty folder. Name a new one.")
 
 
 def write_config(path: Path, settings: CompareSettings, *, is_enabled: bool) -> None:
     """Write the ds_config of an engine, for a run by hand."""
     found = json.loads(settings.ds_config)
-    found[SECTION] = {"enabled": is_enabled, **found[SECTION]}
+    section = {"device_budget": settings.device_budget, **found.get(SECTION, {})}
+    found[SECTION] = {"enabled": is_enabled, **section}
     path.write_text(json.dumps(found, indent=2))
 
 
@@ -214,29 +167,13 @@ def make_model(folder: Path, shape: LlamaShape) -> None:
     """
     print("making a Llama checkpoint", file=sys.stderr, flush=True)
     log, module = folder / "checkpoint.log", "ds_finepage.compare.checkpoint"
-    status = run_process(["-m", module, folder / "model", json.dumps(asdict(shape))], log)
+    text = json.dumps(dataclasses.asdict(shape))
+    status = run_process(["-m", module, folder / "model", text], log)
     if status:
         raise FinepageError(
             f"the process 'checkpoint' ended with status {status}: {last_line(log)} "
             "(--keep DIR keeps the whole log.)"
         )
-
-
-@contextmanager
-def work_folder(keep: Path | None) -> Iterator[Path]:
-    """Yield an empty folder: the one to keep, or a temporary one.
-
-    Raises:
-        ConfigError: The folder to keep is a file, or not empty.
-    """
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="ds-finepage-demo-") as name:
-            yield Path(name)
-        return
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise ConfigError(f"--keep: {keep} exists and is not an empty folder. Name a new one.")
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep.resolve()
 
 
 # After them.
@@ -255,46 +192,11 @@ def require_all(results: Results) -> None:
             )
 
 
-def of_ranks(results: Results) -> list[dict[str, Run]]:
-    """Return the runs of both engines by their names in ``--json``, once for each rank."""
-    runs = {ENGINES[run.arm]: run for run in results.runs if run.arm in ENGINES}
-    num_ranks = len(runs["finepage"].ranks)
-    if not num_ranks:
-        return [runs]
-    return [{name: r.of_rank(n) for name, r in runs.items()} for n in range(num_ranks)]
-
-
-def to_dict(results: Results, form: str | None) -> dict[str, Any]:
-    """Return one object for ``--json``, or one for each rank.
-
-    Args:
-        results: The runs.
-        form: The packed form of the weights; None if they are not packed.
-    """
-    found = []
-    for runs in of_ranks(results):
-        ours = runs["finepage"]
-        found.append(
-            {
-                "budget_bytes": ours.budget_bytes,
-                "weight_bytes": ours.weight_bytes,
-                **({} if form is None else {"weights": form}),
-                "engines": {name: _figures(run) for name, run in runs.items()},
-            }
-        )
-    return found[0] if len(found) == 1 else {"ranks": found}
-
-
-def _figures(run: Run) -> dict[str, Any]:
-    bound = {"decode_lower_bound_bytes": run.decode.lower_bound_bytes} if run.arm == OURS else {}
-    return {
-        "tokens_equal": run.tokens_equal,
-        "peak_bytes": run.peak_bytes,
-        "prefill_reloaded_bytes": run.prefill.h2d_bytes,
-        "decode_reloaded_bytes": run.decode.h2d_bytes,
-        **bound,
-        "wall_s": round((run.first_call_ns or 0) / 1e9, 3),
-    }
+def of_ranks(results: Results) -> list[list[Run]]:
+    """Return the runs of both engines, ours last, once for each rank."""
+    runs = [run for run in results.runs if run.arm in ENGINES]
+    num_ranks = len(runs[-1].ranks)
+    return [[run.of_rank(n) for run in runs] for n in range(num_ranks)] or [runs]
 
 
 Cell = Callable[[Run], str]
@@ -308,19 +210,14 @@ def _later_call(run: Run, num_steps: int) -> str:
     return format_ns((run.prefill.wall_ns or 0) + num_steps * (run.decode.wall_ns or 0))
 
 
-def to_table(results: Results, form: str | None) -> Table:
-    """Return the table, with a line for each figure of each rank.
-
-    Args:
-        results: The runs.
-        form: The packed form of the weights; None if they are not packed.
-    """
+def to_table(results: Results) -> Table:
+    """Return the table, with a line for each figure of each rank."""
     assert results.settings is not None
     num_steps, ranks = results.settings.new_tokens - 1, of_ranks(results)
-    ours = ranks[0]["finepage"]
+    form = json.loads(results.settings.ds_config).get(SECTION, {}).get("weights")
     over = "" if len(ranks) == 1 else f" a rank, over {len(ranks)} ranks"
     packed = "" if form is None else f" in {form}"
-    title = f"Llama, {_bytes(ours.weight_bytes)} of weights{packed}{over}"
+    title = f"Llama, {_bytes(ranks[0][-1].weight_bytes)} of weights{packed}{over}"
     lines: tuple[tuple[str, Cell, Cell], ...] = (
         (
             "tokens equal to plain transformers",
@@ -348,8 +245,8 @@ def to_table(results: Results, form: str | None) -> Table:
     rows = [
         (
             label if len(ranks) == 1 else f"{label}, rank {rank}",
-            *map(cell, runs.values()),
-            limit(runs["finepage"]),
+            *map(cell, runs),
+            limit(runs[-1]),
         )
         for label, cell, limit in lines
         for rank, runs in enumerate(ranks)

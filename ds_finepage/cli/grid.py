@@ -29,19 +29,16 @@ from ds_finepage.cli.grid_rows import (
     to_rows,
     to_table,
 )
-from ds_finepage.cli.progress import with_progress
+from ds_finepage.cli.output import with_progress
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.budget import budget_on
-from ds_finepage.planning.policies import POLICIES
 
 if TYPE_CHECKING:
-    from ds_finepage.reporting.figures import PlanFigures
-    from ds_finepage.whatif import CapturedModel
+    from ds_finepage.modeller import Modeller
 
 DEFAULT_POLICIES = (BASELINE, "zero-persistence", "static", "horizon", "finepage")
 
@@ -53,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--hardware", None, "hardware profiles, by name or path"),
         ("--batch", "1", "batch sizes"),
         ("--seq", "2048", "tokens of a sequence"),
-        ("--policies", ",".join(default_policies()), "policies"),
+        ("--policies", ",".join(DEFAULT_POLICIES), "policies"),
     )
     for name, default, text in lists:
         parser.add_argument(
@@ -73,15 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the cells as JSON, with date, command and versions; in a folder the file is "
-        "called grid_DATE.json",
+        help="write the cells as JSON, with date, command and versions",
     )
     options.add_force(parser)
-
-
-def default_policies() -> list[str]:
-    """Return the policies that are compared by default."""
-    return [name for name in DEFAULT_POLICIES if name in POLICIES]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,7 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
             policies,
         )
     ]
-    out = out_file(arguments.out, force=arguments.force)
+    out: Path | None = arguments.out
+    if out is not None:
+        options.require_writable(out, force=arguments.force)
 
     planner = Planner(
         profiles=profiles,
@@ -151,16 +144,6 @@ def models_of(arguments: argparse.Namespace) -> list[str]:
     return models
 
 
-def out_file(path: Path | None, *, force: bool) -> Path | None:
-    """Return the file to write; in a folder its name has the date."""
-    if path is None:
-        return None
-    if path.is_dir():
-        path = path / f"grid_{datetime.date.today().isoformat()}.json"
-    options.require_writable(path, force=force)
-    return path
-
-
 class Planner:
     """Plans cells; captures each pass once for all cards and policies."""
 
@@ -187,37 +170,21 @@ class Planner:
         self._split = split
         self._host_memory_bytes = host_memory_bytes
         self._weights_group = weights_group
-        self._captured: dict[Any, CapturedModel | Exception] = {}
+        self._made: dict[Any, Modeller] = {}
 
     def plan(self, cell: Cell) -> Result:
         """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
-        from ds_finepage.whatif import plan_captured
-
-        profile = self._profiles[cell.hardware]
-        figures: dict[str, PlanFigures] = {}
-        settings: dict[str, dict[str, int] | None] = {}
-        budget_bytes = None
-        for phase in options.PHASES:
-            try:
-                captured = self._capture(cell, phase)
-                if "prefill" in figures and figures["prefill"].kv_on_host:
-                    captured = captured.on_host or captured
-                weight_bytes = captured.graph.weight_bytes
-                budget_bytes = budget_on(self._budget, weight_bytes, profile)
-                planned = plan_captured(
-                    captured,
-                    budget_bytes=budget_bytes,
-                    profile=profile,
-                    policy=cell.policy,
-                    split=self._split,
-                    host_memory_bytes=self._host_memory_bytes,
-                    as_in_a_run=True,
-                )
-                figures[phase] = planned.figures
-                settings[phase] = None if planned.engine is None else planned.engine.keys
-            except (ConfigError, CaptureError, PlanInfeasibleError) as error:
-                return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
-        prefill, decode = figures["prefill"], figures["decode"]
+        phase, budget_bytes = "prefill", None
+        try:
+            profile = self._profiles[cell.hardware]
+            modeller = self._modeller(cell, profile).at(str(self._budget), profile)
+            budget_bytes = modeller.budget_bytes
+            first = modeller.first(cell.policy)
+            phase = "decode"
+            step = modeller.step(cell.policy)
+        except (ConfigError, CaptureError, PlanInfeasibleError) as error:
+            return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
+        prefill, decode = first.figures, step.figures
         return Result(
             runs=True,
             budget_bytes=budget_bytes,
@@ -232,38 +199,31 @@ class Planner:
             prefill_kv_on_host=prefill.kv_on_host,
             decode_kv_on_host=decode.kv_on_host,
             kv_copied_bytes=decode.kv_copied_bytes,
-            prefill_settings=settings["prefill"],
-            decode_settings=settings["decode"],
+            prefill_settings=first.engine.keys if first.engine else None,
+            decode_settings=step.engine.keys if step.engine else None,
         )
 
-    def _capture(self, cell: Cell, phase: str) -> CapturedModel:
+    def _modeller(self, cell: Cell, profile: HardwareProfile) -> Modeller:
+        """Capture both passes of a cell; cells of one shape are adjacent, and captured once."""
         from ds_finepage.capture.models import default_dtype, load_model_config
-        from ds_finepage.whatif import capture_model
+        from ds_finepage.modeller import Modeller
 
-        profile = self._profiles[cell.hardware]
         dtype = default_dtype(load_model_config(cell.model), profile)
-        shape = (cell.model, cell.batch, cell.seq)
-        if any(key[:3] != shape for key in self._captured):
-            self._captured.clear()  # cells of one shape are adjacent
-        key = (*shape, phase, dtype, cell.weights)
-        if key not in self._captured:
-            try:
-                self._captured[key] = capture_model(
-                    cell.model,
-                    phase=phase,
-                    batch=cell.batch,
-                    seq=cell.seq,
-                    profile=profile,
-                    weights=cell.weights,
-                    weights_group=self._weights_group,
-                    num_ranks=cell.num_ranks,
-                )
-            except (ConfigError, CaptureError) as error:
-                self._captured[key] = error
-        captured = self._captured[key]
-        if isinstance(captured, Exception):
-            raise captured
-        return captured
+        key = (cell.model, cell.batch, cell.seq, cell.weights, dtype)
+        if key not in self._made:
+            self._made.clear()
+            self._made[key] = Modeller(
+                cell.model,
+                batch=cell.batch,
+                prompt_tokens=cell.seq,
+                hardware=profile,
+                split=self._split,
+                host_memory_bytes=self._host_memory_bytes,
+                weights=cell.weights,
+                weights_group=self._weights_group,
+                num_ranks=cell.num_ranks,
+            )
+        return self._made[key]
 
 
 def to_document(results: Results, command: str) -> dict[str, Any]:

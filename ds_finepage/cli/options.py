@@ -91,20 +91,6 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_packed_ranks(num_ranks: int, form: str | None) -> None:
-    """Refuse packed weights on several ranks.
-
-    Args:
-        num_ranks: Ranks to start.
-        form: Of the weights; None for the model as it is.
-
-    Raises:
-        ConfigError: The weights are packed, and there are several ranks.
-    """
-    if num_ranks > 1 and form not in (None, UNPACKED):
-        raise ConfigError("--weights: packed weights are not cut over ranks. Leave out --ranks.")
-
-
 def require_counts(arguments: argparse.Namespace, *names: str) -> None:
     """Refuse options that count something and are less than 1.
 

@@ -11,6 +11,7 @@ Exit status: 0; 2 if no plan exists under the budget, or for an option that cann
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -20,11 +21,9 @@ from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget
-from ds_finepage.files import write_file
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.reporting.chrome_trace import chrome_trace_json
 from ds_finepage.units import format_bytes
 
 
@@ -43,19 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_host_memory(parser)
     output.add_json(parser)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'show' and 'trace'"
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write the predicted timeline as a Chrome trace, which https://ui.perfetto.dev opens",
+        "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'check' and 'trace'"
     )
     options.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, print the figures, write the plan and its trace."""
+    """Plan, print the figures, write the plan."""
     require_model(arguments.model)
     options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
@@ -64,9 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
     profile = load_profile(arguments.hardware)
     options.note_link(arguments.ranks, profile)
-    for path in (arguments.out, arguments.trace):
-        if path is not None:
-            options.require_writable(path, force=arguments.force)
+    if arguments.out is not None:
+        options.require_writable(arguments.out, force=arguments.force)
 
     from ds_finepage.api import plan_model  # imports torch, so wrong options are refused first
 
@@ -88,11 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         note_capacity(arguments.device_budget, profile)
     if arguments.out is not None:
         codec.save_plan(planned.memgraph, arguments.out)
-    if arguments.trace is not None:
-        trace = chrome_trace_json({"predicted": planned.timeline}, {"predicted": planned.memgraph})
-        write_file(arguments.trace, trace)
     if arguments.json:
-        print(json.dumps(planned.figures.to_dict(), indent=2))
+        print(json.dumps(dataclasses.asdict(planned.figures), indent=2))
         return 0
     output.show(planned.figures.to_table())
     if planned.figures.kv_on_host and planned.figures.kv_elsewhere_ns is not None:
@@ -100,9 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))
     if arguments.out is not None:
-        print(f"plan: {arguments.out}; ds-finepage show {shlex.quote(str(arguments.out))}")
-    if arguments.trace is not None:
-        print(f"trace: {arguments.trace}; open it with https://ui.perfetto.dev")
+        print(f"plan: {arguments.out}; ds-finepage check {shlex.quote(str(arguments.out))}")
     following = options.command_line(
         "curve",
         model=arguments.model,

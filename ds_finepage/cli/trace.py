@@ -61,9 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.out or default
     is_derived = arguments.out is None and source.is_dir()
     options.require_writable(path, force=arguments.force or is_derived)
-    timelines = {name: timeline for name, (_, timeline) in named.items()}
-    plans = {name: memgraph for name, (memgraph, _) in named.items()}
-    write_file(path, chrome_trace_json(timelines, plans))
+    write_file(path, chrome_trace_json(named))
     print(f"trace: {path}; open it with https://ui.perfetto.dev")
     return 0
 

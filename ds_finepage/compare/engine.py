@@ -130,12 +130,9 @@ class Engine:
         """Return the passes that ran by plan."""
         return ()
 
-    def split_ns(self) -> tuple[int | None, int | None]:
-        """Return the time that went to capture, and to planning, so far.
-
-        Capture is None, but planning is not: the rest of the first call is capture.
-        """
-        return None, None
+    def plan_ns(self) -> int | None:
+        """Return the time that went to planning so far; None for an engine without plans."""
+        return None
 
     def close(self) -> None:
         """End; nothing is asked after it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finepage.compare.arms import ARMS, OURS
-from ds_finepage.compare.judge import holds_budget, is_modelled, time_of, winners
+from ds_finepage.compare.judge import time_of, winners
 from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
@@ -72,7 +72,6 @@ def find(
         except FinepageError as error:
             remarks[f"There are no pictures of other policies and budgets: {error}"] = None
     return Findings(
-        is_modelled=is_modelled(results),
         sentences=sentences(results),
         fastest=frozenset(fastest(results)),
         hardware=load_profile(results.settings.hardware).name,
@@ -131,11 +130,11 @@ def fastest(results: Results) -> list[str]:
 
 def best_other(results: Results, ours: Run) -> str:
     """Return the policy of the fastest other system with this batch and budget that has plans."""
-    modelled = is_modelled(results)
+    modelled = results.is_modelled
     timed = [
         (ns, ARMS[run.arm].policy)
         for run in results.runs
-        if run.batch == ours.batch and run.arm in ARMS and holds_budget(run)
+        if run.batch == ours.batch and run.arm in ARMS and run.holds_budget
         if ARMS[run.arm].policy in RUNNABLE and not ARMS[run.arm].is_ours
         if (ns := time_of(run.decode, modelled=modelled)) is not None
     ]

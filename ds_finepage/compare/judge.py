@@ -9,24 +9,10 @@ from ds_finepage.compare.arms import ARMS, OURS
 from ds_finepage.reporting.results import PhaseFigures, Results, Run
 from ds_finepage.units import format_ns
 
-CPU = "cpu"
-
-
-def is_modelled(results: Results) -> bool:
-    """Tell whether arms are judged by modelled times: on the CPU stock fetches copy nothing."""
-    return results.device == CPU
-
 
 def time_of(phase: PhaseFigures, *, modelled: bool) -> int | None:
     """Return the time that an arm is judged by."""
     return phase.modelled_ns if modelled else phase.wall_ns
-
-
-def holds_budget(run: Run) -> bool:
-    """Tell whether a run ended within its budget."""
-    if run.reason is not None or run.peak_bytes is None:
-        return False
-    return run.budget_bytes is None or run.peak_bytes <= run.budget_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +54,7 @@ def winners(results: Results, batch: int) -> list[Winner]:
         results: The results.
         batch: Sequences in the batch.
     """
-    modelled = is_modelled(results)
+    modelled = results.is_modelled
     steps = results.settings.new_tokens - 1 if results.settings else 1
     found = []
     for part, num_prefills, num_steps in (
@@ -80,7 +66,7 @@ def winners(results: Results, batch: int) -> list[Winner]:
         for run in results.runs:
             first = time_of(run.prefill, modelled=modelled) if num_prefills else 0
             step = time_of(run.decode, modelled=modelled) if num_steps else 0
-            if run.batch == batch and holds_budget(run) and None not in (first, step):
+            if run.batch == batch and run.holds_budget and None not in (first, step):
                 timed.append(((first or 0) + num_steps * (step or 0), run))
         if timed:
             found.append(_winner(part, sorted(timed, key=lambda each: each[0])))
@@ -107,7 +93,7 @@ def problems_of(results: Results) -> list[str]:
         if run.tokens_equal is False:
             problems.append(f"batch {run.batch}: the tokens of {run.arm} differ")
         by_plan = run.arm in ARMS and ARMS[run.arm].observes
-        if run.reason is None and by_plan and not holds_budget(run):
+        if run.reason is None and by_plan and not run.holds_budget:
             problems.append(
                 f"batch {run.batch}: {run.arm} had {run.peak_bytes} bytes on the device; the "
                 f"budget is {run.budget_bytes} bytes"

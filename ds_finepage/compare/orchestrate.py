@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from ds_finepage.capture.models import load_model_config
 from ds_finepage.capture.shipped import model_names
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
 from ds_finepage.compare.engine import Prompts, RunRequest, save_request
-from ds_finepage.compare.modelling import Modelled, model_arm, require_some_arm
+from ds_finepage.compare.modelling import Modelled, model_arm, modeller_of, require_some_arm
 from ds_finepage.compare.processes import last_line, run_process
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE, failed_run
 from ds_finepage.errors import ConfigError, reason_of
@@ -57,7 +57,6 @@ class Comparison:
         *,
         device: str,
         start: Results,
-        make_modeller: Callable[[Path, CompareSettings, int], Any],
         limits_stock: bool = True,
     ) -> None:
         """Prepare a comparison.
@@ -68,7 +67,6 @@ class Comparison:
             console: Shows the progress.
             device: Where to compute, as torch names it.
             start: The results so far; runs that are finished stay.
-            make_modeller: :func:`ds_finepage.compare.modelling.modeller_of`.
             limits_stock: Arms that do not run by plan have the budget enforced too.
         """
         self.results = start
@@ -77,7 +75,6 @@ class Comparison:
         self._console = console
         self._device = device
         self._ds_config: dict[str, Any] = json.loads(settings.ds_config)
-        self._make_modeller = make_modeller
         self._limits_stock = limits_stock
 
     def run(self) -> Results:
@@ -138,7 +135,7 @@ class Comparison:
     def _run_batch(self, checkpoint: Path, batch: int, arms: Sequence[Arm]) -> None:
         settings = self._settings
         with self._step(f"batch {batch}: modelling {len(arms)} arms on {settings.hardware}"):
-            modeller = self._make_modeller(checkpoint, settings, batch)
+            modeller = modeller_of(checkpoint, settings, batch)
             whole = Modelled(why_not=WHOLE_ON_ONE)
             modelled = {
                 arm: whole

@@ -63,17 +63,16 @@ STALL_COLOUR = "#F7D9C8"
 FAINT = "#CFCFCF"
 
 
-def require_packages(purpose: str, *names: str) -> None:
+def require_packages(purpose: str) -> None:
     """Refuse to go on without the packages of the extra "report".
 
     Args:
         purpose: The option or command that needs them.
-        *names: The packages that it needs; by default all.
 
     Raises:
         ConfigError: One of them is not installed.
     """
-    missing = [name for name in names or PACKAGES if not _is_installed(name)]
+    missing = [name for name in PACKAGES if not _is_installed(name)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
@@ -158,30 +157,27 @@ def draw_memory_over_time(
     return figure
 
 
-def draw_lanes(
-    rows: Sequence[tuple[str, Timeline, int]], title: str, width_ns: int | None = None
-) -> Figure:
+def draw_lanes(rows: Sequence[tuple[str, Timeline]], title: str) -> Figure:
     """Draw the lanes of timelines over the same time, with the stalls of the compute lane.
 
     Args:
-        rows: The name of each timeline, the timeline, and where to begin in it, in nanoseconds.
+        rows: The name of each timeline, and the timeline.
         title: Stands above.
-        width_ns: How much of it to draw; None draws all.
     """
     figure, all_axes = _figure(title, len(rows), height=0.9 + 1.45 * len(rows))
-    width = width_ns or max([1, *(timeline.total_ns for _, timeline, _ in rows)])
+    width = max([1, *(timeline.total_ns for _, timeline in rows)])
     unit, name = _time_unit(width)
-    for axes, (label, timeline, begin) in zip(all_axes, rows, strict=True):
+    for axes, (label, timeline) in zip(all_axes, rows, strict=True):
         waits = f"{format_ns(timeline.total_ns)}, waits {_share(timeline.stall_ns, timeline)}"
-        _caption(axes, f"{label}: {waits}" if width_ns is None else label)
+        _caption(axes, f"{label}: {waits}")
         between = any(s.lane is Lane.RANKS for s in timeline.spans)
         lanes = (*LANES, Lane.RANKS) if between else LANES
         for row, lane in enumerate(lanes):
             spans = [(s.start_ns, s.end_ns) for s in timeline.spans if s.lane is lane]
-            _bars(axes, row, _within(spans, begin, width), unit, color=LANE_COLOURS[lane])
-        waiting = _within(stalls(timeline), begin, width)
+            _bars(axes, row, _joined(spans, width), unit, color=LANE_COLOURS[lane])
+        waiting = _joined(stalls(timeline), width)
         _bars(axes, LANES.index(Lane.COMPUTE), waiting, unit, color=STALL_COLOUR)
-        axes.axvline((timeline.total_ns - begin) / unit, color=INK, linewidth=1)
+        axes.axvline(timeline.total_ns / unit, color=INK, linewidth=1)
         axes.set_yticks(range(len(lanes)), [LANE_LABELS[lane] for lane in lanes])
         axes.set_ylim(-0.6, len(lanes) - 0.4)
         axes.tick_params(axis="y", length=0)
@@ -379,11 +375,10 @@ def _budget_line(axes: Axes, budget_bytes: int | None, unit: int, peak_bytes: in
         )
 
 
-def _within(spans: Sequence[tuple[int, int]], begin: int, width: int) -> list[tuple[int, int]]:
-    """Return the parts of spans that lie in a window, from its begin on; close ones are joined."""
+def _joined(spans: Sequence[tuple[int, int]], width: int) -> list[tuple[int, int]]:
+    """Return spans; those that are too close to be seen apart in a picture are joined."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        start, end = max(start - begin, 0), min(end - begin, width)
         if found and start - found[-1][1] <= width // 20_000 and end > start:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         elif end > start:

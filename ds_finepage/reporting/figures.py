@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.table import Table
 
@@ -76,10 +75,6 @@ class PlanFigures:
         """Tokens of the whole batch that a steady pass of all ranks makes or reads in a second."""
         tokens = self.batch * (self.seq if self.phase == "prefill" else 1)
         return tokens * NS_PER_S / self.predicted_ns if self.predicted_ns else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all figures by name, ready for JSON."""
-        return asdict(self)
 
     def to_table(self) -> Table:
         """Return the figures as a table for the terminal."""

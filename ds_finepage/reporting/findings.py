@@ -49,7 +49,6 @@ class Findings:
     """The part of a report that is not in the figures of its runs.
 
     Attributes:
-        is_modelled: Modelled times decide which run is fastest, and not measured ones.
         sentences: The winner of each batch, in words.
         fastest: The names of the fastest runs.
         hardware: The machine that other plans are simulated on.
@@ -58,7 +57,6 @@ class Findings:
         remarks: Things that are left out, and why.
     """
 
-    is_modelled: bool = False
     sentences: tuple[str, ...] = ()
     fastest: frozenset[str] = frozenset()
     hardware: str = ""

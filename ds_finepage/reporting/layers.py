@@ -17,15 +17,18 @@ class LayerBytes:
 
     Attributes:
         name: "model.layers.3", or a module such as "lm_head".
-        label: Its name in a picture: "3", or "lm_head".
         resident_bytes: Bytes of weights that stay on the device from pass to pass.
         missing_bytes: Bytes of weights that each pass reloads.
     """
 
     name: str
-    label: str
     resident_bytes: int
     missing_bytes: int
+
+    @property
+    def label(self) -> str:
+        """Its name in a picture: "3", or "lm_head"."""
+        return self.name.rpartition(".")[2]
 
 
 def bytes_by_layer(memgraph: MemGraph) -> list[LayerBytes]:
@@ -52,7 +55,6 @@ def bytes_by_layer(memgraph: MemGraph) -> list[LayerBytes]:
         layers.append(
             LayerBytes(
                 name=name,
-                label=name.rpartition(".")[2],
                 resident_bytes=kept,
                 missing_bytes=sum(of_layer.values()) - kept,
             )

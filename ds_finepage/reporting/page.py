@@ -9,7 +9,6 @@ from typing import Any
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import write_file
-from ds_finepage.reporting.columns import used_groups
 from ds_finepage.reporting.findings import Findings
 from ds_finepage.reporting.pictures import (
     Picture,
@@ -17,7 +16,8 @@ from ds_finepage.reporting.pictures import (
     picture_of_budgets,
     pictures_of_pass,
 )
-from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run, notes_of
+from ds_finepage.reporting.results import DECODE, PREFILL, ObservedPass, Results, Run
+from ds_finepage.reporting.tables import RunTable, footnotes, remarks, tables
 
 OURS = "finepage"
 PAGE_FILE, FIGURES_FOLDER = "report.html", "figures"
@@ -137,16 +137,16 @@ def render(results: Results, sections: Sequence[Section], findings: Findings) ->
 
 
 def _page(results: Results, sections: Sequence[Section], findings: Findings) -> dict[str, Any]:
-    notes = [(", ".join(names), note) for note, names in notes_of(results.runs).items()]
-    notes += [(run.name, f"did not run: {run.reason}") for run in results.runs if run.reason]
+    batches = list(dict.fromkeys(run.batch for run in results.runs))
     return {
         "title": _title(results),
         "facts": _facts(results),
         "verdicts": findings.sentences,
-        "remarks": _remarks(results, sections, findings),
+        "remarks": [*_missing(results, sections), *findings.remarks],
         "sections": sections,
-        "tables": _tables(results.runs, findings.fastest),
-        "notes": notes,
+        "tables": [_table(t, findings.fastest) for b in batches for t in tables(results, b)],
+        "notes": [f"Batch {b}: {note}" for b in batches for note in remarks(results, b)],
+        "footnotes": footnotes(results),
         "machine": [
             ("device", results.device),
             ("date", results.date),
@@ -174,33 +174,23 @@ def _facts(results: Results) -> str:
     return " · ".join(facts)
 
 
-def _remarks(results: Results, sections: Sequence[Section], findings: Findings) -> list[str]:
-    remarks = []
-    if results.settings is not None and findings.is_modelled:
-        remarks.append(
-            "This ran on the CPU, where a fetch of the other engines is an alias and no copy. So "
-            f"bytes are counted, and the times that decide are modelled for "
-            f"{results.settings.hardware}. Measured times stand in columns of their own."
-        )
+def _missing(results: Results, sections: Sequence[Section]) -> list[str]:
     if not results.runs:
-        remarks.append("No run is finished yet.")
-    elif not any(section.pictures for section in sections):
-        remarks.append("No run has kept the plan of a pass, so there is no picture of one.")
-    return [*remarks, *findings.remarks]
+        return ["No run is finished yet."]
+    if any(section.pictures for section in sections):
+        return []
+    return ["No run has kept the plan of a pass, so there is no picture of one."]
 
 
-def _tables(runs: Sequence[Run], best: frozenset[str]) -> list[dict[str, Any]]:
+def _table(table: RunTable, best: frozenset[str]) -> dict[str, Any]:
     def kind(run: Run) -> str:
         return "best" if run.name in best else "failed" if run.reason else ""
 
-    return [
-        {
-            "title": group,
-            "headings": [heading for heading, _ in columns],
-            "rows": [
-                {"name": run.name, "kind": kind(run), "cells": [show(run) for _, show in columns]}
-                for run in runs
-            ],
-        }
-        for group, columns in used_groups(runs).items()
-    ]
+    return {
+        "title": table.title,
+        "headings": [heading for heading, _ in table.columns],
+        "rows": [
+            {"kind": kind(run), "cells": [show(run) for _, show in table.columns]}
+            for run in table.runs
+        ],
+    }

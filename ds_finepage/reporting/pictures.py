@@ -6,20 +6,12 @@ import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.timeline import Timeline
 from ds_finepage.reporting import drawing
 from ds_finepage.reporting.findings import Findings, SimulatedPass
 from ds_finepage.reporting.layers import bytes_by_layer
 from ds_finepage.reporting.memory import MemoryKind, memory_by_task, memory_over_time
 from ds_finepage.reporting.results import ObservedPass, Results, Run
 from ds_finepage.units import format_bytes, format_ns
-
-MANY_TASKS = 200
-"""A pass with more tasks than that gets a second picture of its lanes, from close by."""
-
-CLOSE_SHARE = 1 / 40
-"""The share of a pass that this picture shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +38,7 @@ class Picture:
 
 def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
     """Draw the bytes and the time of a decode step of each arm; nothing for a single run."""
-    modelled = findings.is_modelled
+    modelled = results.is_modelled
     runs = [run for run in results.runs if run.batch == batch]
     arms = []
     for run in runs:
@@ -90,7 +82,7 @@ def picture_of_budgets(results: Results, batch: int, findings: Findings) -> Iter
     measured = [
         (run.arm, run.budget_bytes, run.decode.wall_ns)
         for run in runs
-        if not findings.is_modelled and run.reason is None
+        if not results.is_modelled and run.reason is None
         if run.budget_bytes is not None and run.decode.wall_ns is not None
     ]
     title = f"Time of a decode step against the budget (batch {batch})"
@@ -119,7 +111,7 @@ def pictures_of_pass(
     """
     name, where = f"{run.name}_{found.name}", f"{run.arm}, batch {run.batch}, {found.name}"
     yield _memory(run, found, name, where)
-    yield from _lanes(found, name, where)
+    yield _lanes(found, name, where)
     layers = bytes_by_layer(found.memgraph)
     if layers:
         title = f"Weights of each layer ({where})"
@@ -134,7 +126,7 @@ def pictures_of_pass(
             png=drawing.png(drawing.draw_layers(layers, title)),
         )
     if len(others) > 1:
-        yield from _beside(run, others, name, where, hardware)
+        yield _beside(run, others, name, where, hardware)
 
 
 def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
@@ -162,7 +154,7 @@ def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
     )
 
 
-def _lanes(found: ObservedPass, name: str, where: str) -> Iterator[Picture]:
+def _lanes(found: ObservedPass, name: str, where: str) -> Picture:
     rows = [("predicted", found.predicted)]
     if found.measured is not None:
         rows.append(("measured", found.measured))
@@ -177,60 +169,30 @@ def _lanes(found: ObservedPass, name: str, where: str) -> Iterator[Picture]:
     if found.measured is not None and found.measured.total_ns:
         error = found.predicted.total_ns / found.measured.total_ns - 1
         sentence += f" The prediction is {abs(error):.1%} {'above' if error > 0 else 'below'} that."
-    yield Picture(
+    return Picture(
         name=f"{name}_lanes",
         title=title,
         sentence=sentence,
-        png=drawing.png(drawing.draw_lanes([(n, t, 0) for n, t in rows], title)),
+        png=drawing.png(drawing.draw_lanes(rows, title)),
     )
-    yield from _close(
-        [(label, found.memgraph, timeline) for label, timeline in rows], f"{name}_close", where
-    )
-
-
-def _close(
-    rows: Sequence[tuple[str, MemGraph, Timeline]], name: str, where: str
-) -> Iterator[Picture]:
-    """Draw a part of the lanes in the middle of a pass, from the same task on in each timeline."""
-    tasks = len(rows[0][1].graph.tasks)
-    if tasks < MANY_TASKS:
-        return
-    width_ns = max(1, int(rows[0][2].total_ns * CLOSE_SHARE))
-    begins = [_begin_of(memgraph, timeline, tasks // 2) for _, memgraph, timeline in rows]
-    title = f"The lanes from close by, from op {tasks // 2} on ({where})"
-    drawn = [(label, t, begin) for (label, _, t), begin in zip(rows, begins, strict=True)]
-    yield Picture(
-        name=name,
-        title=title,
-        sentence=(
-            f"A part in the middle of the same pass, {format_ns(width_ns)} long. Gaps in the blue "
-            "lane are time that the link loses."
-        ),
-        png=drawing.png(drawing.draw_lanes(drawn, title, width_ns)),
-    )
-
-
-def _begin_of(memgraph: MemGraph, timeline: Timeline, task: int) -> int:
-    starts = (s.start_ns for s in timeline.spans if memgraph.nodes[s.node].task == task)
-    return next(starts, timeline.total_ns // 2)
 
 
 def _beside(
     run: Run, others: Sequence[SimulatedPass], name: str, where: str, hardware: str
-) -> Iterator[Picture]:
-    """Draw the memory and the lanes of several policies for one pass."""
-    planned = [
-        (other, other.memgraph, other.timeline)
+) -> Picture:
+    """Draw the memory of one pass by several policies, one below the other."""
+    rows = [
+        (
+            other.policy,
+            memory_over_time(other.memgraph, other.timeline),
+            format_ns(other.timeline.total_ns),
+        )
         for other in others
         if other.memgraph is not None and other.timeline is not None
     ]
-    memory = [
-        (other.policy, memory_over_time(memgraph, timeline), format_ns(timeline.total_ns))
-        for other, memgraph, timeline in planned
-    ]
     reasons = [(o.policy, None, f"no plan. {_short(o.reason)}") for o in others if o.reason]
     title = f"Device memory over time, beside other policies ({where})"
-    yield Picture(
+    return Picture(
         name=f"{name}_policies",
         title=title,
         sentence=(
@@ -238,22 +200,8 @@ def _beside(
             "Dark blue weights stay, light blue ones are copied again in every pass. Demand paging "
             "(lru) evicts most weights just before they come round again."
         ),
-        png=drawing.png(
-            drawing.draw_memory_over_time([*memory, *reasons], run.budget_bytes, title)
-        ),
+        png=drawing.png(drawing.draw_memory_over_time([*rows, *reasons], run.budget_bytes, title)),
     )
-    if len(planned) > 1:
-        title = f"The lanes beside other policies ({where})"
-        rows = [(other.policy, timeline, 0) for other, _, timeline in planned]
-        yield Picture(
-            name=f"{name}_policies_lanes",
-            title=title,
-            sentence=(
-                f"The same passes, simulated on {hardware}: the shorter the blue lane and the "
-                "fewer its gaps, the faster the pass."
-            ),
-            png=drawing.png(drawing.draw_lanes(rows, title)),
-        )
 
 
 def _short(reason: str, most: int = 110) -> str:

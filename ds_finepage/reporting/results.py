@@ -27,9 +27,6 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 
-FORMAT = 3
-"""Raised with every change of the classes in this file. There is no reader for older versions."""
-
 RESULTS_FILE, RUNS_FOLDER, LOG_FILE = "results.json", "runs", "log.txt"
 PREFILL, DECODE = "prefill", "decode"
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -158,6 +155,13 @@ class Run:
     ranks: tuple[RankRun, ...] = ()
 
     @property
+    def holds_budget(self) -> bool:
+        """Whether it ended within its budget."""
+        if self.reason is not None or self.peak_bytes is None:
+            return False
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+    @property
     def name(self) -> str:
         """The name of the run's folder."""
         return f"{self.arm}_b{self.batch}"
@@ -210,7 +214,7 @@ class Results:
         date: The day, as ``YYYY-MM-DD``.
         command: The command that repeats it.
         runs: The finished runs, in the order of the arms and batches.
-        format: See ``FORMAT``.
+        format: Raised with every change of the classes here; older ones are not read.
         kind: Names the file.
     """
 
@@ -221,22 +225,18 @@ class Results:
     date: str
     command: str
     runs: tuple[Run, ...] = ()
-    format: int = FORMAT
+    format: Literal[3] = 3
     kind: Literal["ds_finepage results"] = "ds_finepage results"
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether modelled times decide which arm is fastest: on the CPU stock copies nothing."""
+        return self.settings is not None and self.device == "cpu"
 
     def with_run(self, run: Run) -> Results:
         """Return the results with one more run; it replaces one of the same name."""
         others = tuple(r for r in self.runs if r.name != run.name)
         return replace(self, runs=(*others, run))
-
-
-def notes_of(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Return each note of the runs that ran once, with their names."""
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        for note in run.notes if run.reason is None else ():
-            found.setdefault(note, []).append(run.name)
-    return found
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -275,7 +275,7 @@ def load_results(folder: Path) -> Results:
             "finepage.report in a ds_config."
         ) from error
     try:
-        found = _ADAPTER.validate_json(text)
+        return _ADAPTER.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -283,12 +283,6 @@ def load_results(folder: Path) -> Results:
             f"{path} is not a result of this version of ds_finepage: {where}: {first['msg']}. "
             "Compare again, into another folder."
         ) from error
-    if found.format != FORMAT:
-        raise ConfigError(
-            f"{path} has format {found.format}; this version of ds_finepage reads {FORMAT}. "
-            "Compare again, into another folder."
-        )
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from ds_finepage.cli import demo, main
-from ds_finepage.cli.demo import example
+from ds_finepage.cli.demo import example, of_ranks
+from ds_finepage.compare.worker import RUNS
 from ds_finepage.errors import FinepageError
 from ds_finepage.reporting.results import (
     CompareSettings,
@@ -105,32 +107,13 @@ def test_both_problems_are_named(
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_each_figure_of_the_json_is_that_of_its_engine_and_pass(
+def test_the_json_is_that_of_the_comparison(
     ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(PLAIN, STOCK, OURS)
     assert main(["demo", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "budget_bytes": 600,
-        "weight_bytes": 1500,
-        "engines": {
-            "zero_inference": {
-                "tokens_equal": True,
-                "peak_bytes": 2000,
-                "prefill_reloaded_bytes": 1500,
-                "decode_reloaded_bytes": 1500,
-                "wall_s": 1.0,
-            },
-            "finepage": {
-                "tokens_equal": True,
-                "peak_bytes": 600,
-                "prefill_reloaded_bytes": 1000,
-                "decode_reloaded_bytes": 950,
-                "decode_lower_bound_bytes": 900,
-                "wall_s": 2.0,
-            },
-        },
-    }
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [RUNS.validate_python(run) for run in runs] == [PLAIN, STOCK, OURS]
 
 
 def lines_of(out: str) -> dict[str, list[str]]:
@@ -167,14 +150,14 @@ def test_each_rank_has_its_own_figures(
     assert ds_config["tensor_parallel"] == {"autotp_size": 2}
     assert ds_config["bf16"] == {"enabled": False} and asked[0].num_ranks == 2
     assert main(["demo", "--tiny", "--ranks", "2", "--json"]) == 1
-    assert len(json.loads(capsys.readouterr().out)["ranks"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["runs"][-1]["ranks"]) == 2
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--ranks", "0"], "--ranks: 0 is less than 1."),
-        (["--ranks", "3"], "3 ranks do not divide the 4 attention heads of the demo's Llama"),
+        (["--ranks", "3"], "3 ranks do not divide the 4 attention heads"),
         (["--ranks", "2", "--weights", "int4"], "packed weights are not cut over ranks"),
     ],
 )
@@ -228,23 +211,27 @@ def kept(
     return folder / "kept", done
 
 
+def results_of(done: subprocess.CompletedProcess[str]) -> Results:
+    found: Results = TypeAdapter(Results).validate_json(done.stdout)
+    return found
+
+
 def test_json(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = kept
-    found = json.loads(done.stdout)
-    weight_bytes = found["weight_bytes"]
+    found = results_of(done)
+    assert [run.arm for run in found.runs] == ["plain", *demo.ENGINES]
+    _, stock, ours = found.runs
+    weight_bytes, budget_bytes = ours.weight_bytes or 0, ours.budget_bytes or 0
     linear = 4 * 128 * 128 + 3 * 128 * 256
     others = 2 * (2 * 1024 * 128 + 3 * 128)
     assert weight_bytes == others + linear // 2 + linear // 64 * 4
-    assert found["budget_bytes"] == weight_bytes * 80 // 100
-    assert list(found) == ["budget_bytes", "weight_bytes", "weights", "engines"]
-    assert found["weights"] == "int4"
-    assert list(found["engines"]) == ["zero_inference", "finepage"]
-    stock, ours = found["engines"].values()
-    assert stock["tokens_equal"] is ours["tokens_equal"] is True
-    assert 0 < ours["peak_bytes"] <= found["budget_bytes"] < weight_bytes < stock["peak_bytes"]
-    assert 0 < ours["decode_lower_bound_bytes"] <= ours["decode_reloaded_bytes"] <= weight_bytes
-    assert stock["decode_reloaded_bytes"] <= weight_bytes
-    assert ours["wall_s"] > 0 and stock["wall_s"] > 0
+    assert budget_bytes == weight_bytes * 80 // 100
+    assert stock.tokens_equal is ours.tokens_equal is True
+    assert 0 < (ours.peak_bytes or 0) <= budget_bytes < weight_bytes < (stock.peak_bytes or 0)
+    step = ours.decode
+    assert 0 < (step.lower_bound_bytes or 0) <= (step.h2d_bytes or 0) <= weight_bytes
+    assert (stock.decode.h2d_bytes or 0) <= weight_bytes
+    assert (ours.first_call_ns or 0) > 0 and (stock.first_call_ns or 0) > 0
     config = json.loads((folder / "zero_inference.json").read_text())["finepage"]
     assert (config["enabled"], config["weights"], config["weights_group"]) == (False, "int4", 64)
 
@@ -277,16 +264,15 @@ def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, st
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    ranks = json.loads(done.stdout)["ranks"]
+    ranks = of_ranks(results_of(done))
     assert len(ranks) == 2
     linear = 4 * 128 * 128 + 3 * 128 * 256 + 1024 * 128  # the output layer is cut, too
     others = 1024 * 128 + 3 * 128
-    for found in ranks:
-        stock, ours = found["engines"].values()
-        assert stock["tokens_equal"] is ours["tokens_equal"] is True
-        assert found["weight_bytes"] == 4 * (linear // 2 + others)
-        assert 0 < ours["peak_bytes"] <= found["budget_bytes"] < stock["peak_bytes"]
-        assert 0 < ours["decode_reloaded_bytes"] < stock["decode_reloaded_bytes"]
+    for stock, ours in ranks:
+        assert stock.tokens_equal is ours.tokens_equal is True
+        assert ours.weight_bytes == 4 * (linear // 2 + others)
+        assert 0 < (ours.peak_bytes or 0) <= (ours.budget_bytes or 0) < (stock.peak_bytes or 0)
+        assert 0 < (ours.decode.h2d_bytes or 0) < (stock.decode.h2d_bytes or 0)
 
 
 def test_a_kept_folder_is_not_overwritten(

@@ -52,8 +52,8 @@ def test_a_budget_that_misses_its_speed_is_not_named() -> None:
     modelled: Any = Modelled()
     planner = Planner("finepage", modelled)
     points = [planner.point(budget) for budget in (10, 20)]
-    need = planner.need((13.0, points))
+    need = planner.need(13.0, points)
     assert need is not None and need.budget_bytes == 15  # where a step of 14 was planned
     assert modelled.asked[2:] == [15]
-    need = planner.need((19.5, points))
+    need = planner.need(19.5, points)
     assert need is not None and need.budget_bytes == 20 and modelled.asked[-1] == 19

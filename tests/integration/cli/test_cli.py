@@ -267,9 +267,9 @@ def test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "40%"], "finepage.device_budget: '40%' is ambiguous"),
-        (["--budget", "lots"], "finepage.device_budget: cannot read 'lots'"),
-        (["--new-tokens", "3"], "--new-tokens: 3 is too few"),
+        (["--budget", "40%"], "--device-budget: '40%' is ambiguous"),
+        (["--budget", "lots"], "--device-budget: cannot read 'lots'"),
+        (["--new-tokens", "3"], "--new: 3 is too few"),
         (["--keep", __file__], "is not an empty folder. Name a new one."),
     ],
 )

@@ -296,11 +296,6 @@ def test_a_rank_that_fails_ends_with_a_status(
     assert RUNS.validate_json((tmp_path / RUN_FILE).read_bytes()).reason == "KeyError: 'key'"
 
 
-def test_a_worker_needs_both_arguments() -> None:
-    with pytest.raises(SystemExit, match="usage"):
-        worker.main(["one"])
-
-
 # Shipped names.
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,30 +87,6 @@ def test_budgets_beyond_the_card_are_marked(
     assert {p["fits"] for p in found["points"]} == {True, False}
     for point in found["points"]:
         assert point["fits"] == (point["budget_bytes"] <= 3 << 20)
-
-
-def test_a_picture(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "curve.png"
-    assert main([*arguments, "--plot", str(path)]) == 0
-    assert str(path) in capsys.readouterr().out
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert main([*arguments, "--plot", str(path)]) == 2
-    assert "--force" in capsys.readouterr().err
-
-
-def test_a_picture_without_the_library(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = tmp_path / "curve.png"
-    assert main([*arguments, "--plot", str(path)]) == 2
-    assert "pip install 'ds_finepage[report]'" in capsys.readouterr().err
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(

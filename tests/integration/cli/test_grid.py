@@ -106,20 +106,18 @@ def test_the_baseline_is_compared_with() -> None:
     assert texts == [*figures, "", "zero; finepage 1.00 x zero"]
 
 
-def test_a_dated_file_where_one_is_asked_for(
+def test_the_file_has_date_command_and_versions(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "benchmarks"
-    folder.mkdir()
-    assert main([*arguments, "--out", str(folder)]) == 0
+    path = tmp_path / "found.json"
+    assert main([*arguments, "--out", str(path)]) == 0
     today = datetime.date.today().isoformat()
-    path = folder / f"grid_{today}.json"
     found = json.loads(path.read_text())
     assert found["date"] == today and found["versions"]["torch"]
     assert found["command"].startswith("ds-finepage grid --models ")
     capsys.readouterr()
     assert found["cells"] == cells(capsys, arguments)
-    assert main([*arguments, "--out", str(folder)]) == 2
+    assert main([*arguments, "--out", str(path)]) == 2
     assert "--force" in capsys.readouterr().err
 
 

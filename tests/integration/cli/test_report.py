@@ -69,17 +69,25 @@ def test_a_trace_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*arguments, "--out", str(named)]) == 0 and named.read_text() == out.read_text()
 
 
-def test_a_written_plan_can_be_read_again(tmp_path: Path) -> None:
-    plan, trace, again = (tmp_path / name for name in ("plan.json", "trace.json", "again.json"))
+def test_the_trace_of_a_written_plan_is_the_predicted_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     model = str(small_model(tmp_path))
     arguments = ["plan", "--model", model, "--seq", "64", "--hardware", "t4"]
-    arguments += ["--device-budget", "60%weights", "--out", str(plan), "--trace", str(trace)]
+    arguments += ["--device-budget", "60%weights", "--out", str(plan), "--json"]
     assert main(arguments) == 0
-    assert main(["show", str(plan)]) == 0
-    assert main(["trace", str(plan), "--hardware", "t4", "--out", str(again)]) == 0
-    first, second = (json.loads(path.read_text())["traceEvents"] for path in (trace, again))
-    assert [e for e in first if e["ph"] != "M"] == [e for e in second if e["ph"] != "M"]
-    assert {e["ph"] for e in first} == {"M", "X", "C"}
+    found = json.loads(capsys.readouterr().out)
+    assert main(["check", str(plan)]) == 0
+    assert main(["trace", str(plan), "--hardware", "t4", "--out", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X", "C"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} >= {"compute", "h2d"}
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(found["predicted_ns"] / 1000)
+    assert all(e["pid"] == 1 and e["ts"] >= 0 and e["dur"] >= 0 and e["name"] for e in spans)
+    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert lanes == {"compute", "h2d", "d2h"}
 
 
 @COMMANDS
@@ -107,7 +115,7 @@ def test_a_folder_of_another_version(
     path = folder / RESULTS_FILE
     path.write_text(path.read_text().replace('"format": 3', '"format": 0'))
     assert main([command, str(folder)]) == 2
-    assert "has format 0" in capsys.readouterr().err
+    assert "of this version of ds_finepage: format: " in capsys.readouterr().err
 
 
 @COMMANDS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
-from ds_finepage.modeller import RESIDENT, Modeller
+from ds_finepage.modeller import Modeller
 from ds_finepage.planning.baselines.accelerate import MapSettings, map_settings
 from ds_finepage.planning.baselines.zero import ZeroSettings
 from ds_finepage.planning.pipeline import needs_of
@@ -92,15 +92,12 @@ def test_every_policy_has_figures_above_its_bounds(tight: Modeller, policy: str)
         assert figures.wall_ns is figures.h2d_bytes is figures.predicted_ns is None
 
 
-@pytest.mark.parametrize("policy", ["", RESIDENT])
-def test_an_engine_with_everything_on_the_device_copies_nothing(
-    tight: Modeller, policy: str
-) -> None:
-    for figures, paged in zip(tight.figures(policy), tight.figures("finepage"), strict=True):
+def test_an_engine_with_everything_on_the_device_copies_nothing(tight: Modeller) -> None:
+    for figures, paged in zip(tight.figures(""), tight.figures("finepage"), strict=True):
         ns, nbytes, _, bound_bytes = numbers(figures)
         assert nbytes == bound_bytes == 0
         assert 0 < ns < numbers(paged)[0]
-    assert tight.settings(policy) == {}
+    assert tight.settings("") == {}
 
 
 def test_a_device_map_is_the_same_in_both_passes(folder: Path) -> None:

@@ -173,8 +173,13 @@ def test_stock_tuned_stock_and_ours_run_unless_more_is_asked(
     assert compared.starts[0].settings.arms == arms
 
 
-def test_the_command_repeats_the_comparison(compared: Compared, tmp_path: Path) -> None:
-    call("--arms", "zero,finepage", "--out", tmp_path / "kept")
+@pytest.mark.parametrize(
+    "options", [("--arms", "zero,finepage"), ("--weights", "int8", "--weights-group", "32")]
+)
+def test_the_command_repeats_the_comparison(
+    compared: Compared, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    call(*options, "--out", tmp_path / "kept")
     words = shlex.split(compared.starts[0].command)
     assert words[:2] == ["ds-finepage", "compare"]
     assert main(words[1:]) == 2  # the folder has results
@@ -216,15 +221,6 @@ def test_the_form_of_the_weights_is_part_of_the_ds_config(
     assert commands[2].endswith("--weights int4 --weights-group 128")
 
 
-def test_the_command_repeats_a_comparison_of_packed_weights(
-    compared: Compared, tmp_path: Path
-) -> None:
-    call("--weights", "int8", "--weights-group", "32", "--out", tmp_path / "kept")
-    words = shlex.split(compared.starts[0].command)
-    assert main([*words[1:], "--resume"]) == 0
-    assert compared.starts[1].settings == compared.starts[0].settings
-
-
 def test_sixteen_bits_are_not_had_from_a_ds_config_of_another_dtype(
     compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +235,7 @@ def test_sixteen_bits_are_not_had_from_a_ds_config_of_another_dtype(
 
 def test_without_a_folder_nothing_is_kept(compared: Compared) -> None:
     call()
-    assert compared.folders[0].name.startswith("ds-finepage-compare-")
+    assert compared.folders[0].name.startswith("ds-finepage-")
     assert not compared.folders[0].exists()
 
 
@@ -283,7 +279,7 @@ def test_results_of_another_version_are_refused(
     path = tmp_path / RESULTS_FILE
     path.write_text(path.read_text().replace('"format": 3', '"format": 99'))
     assert call("--out", tmp_path, "--resume") == 2
-    assert "has format 99; this version of ds_finepage reads 3" in capsys.readouterr().err
+    assert "of this version of ds_finepage: format: Input should be 3" in capsys.readouterr().err
     assert '"format": 99' in path.read_text()
 
 

@@ -15,12 +15,12 @@ from ds_finepage.compare import orchestrate
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import load_request
 from ds_finepage.compare.orchestrate import WHOLE_ON_ONE, Comparison
-from ds_finepage.compare.tables import tables
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.reporting.results import PhaseFigures, Run, load_results, run_folder, save_passes
+from ds_finepage.reporting.tables import tables
 from tests.unit.compare.runs import results, run
 from tests.unit.compare.test_cli_compare import OPTIONS, Compared, command
-from tests.unit.compare.test_orchestrate import CONFIG, TOKENS, Fake
+from tests.unit.compare.test_orchestrate import CONFIG, TOKENS, Fake, FakeModeller
 from tests.unit.reporting.folders import RESULTS, make_folder, observed
 
 RANKS = pytest.mark.parametrize("rank", (0, 1))
@@ -54,6 +54,7 @@ class FakeRanks(Fake):
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRanks:
     made = FakeRanks(tmp_path)
     monkeypatch.setattr(orchestrate, "run_process", made.run_process)
+    monkeypatch.setattr(orchestrate, "modeller_of", FakeModeller)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(Comparison, "_checkpoint", lambda self: tmp_path)
     return made
@@ -118,13 +119,12 @@ def test_a_rank_that_writes_nothing_is_a_row(
 
 def test_the_table_has_a_line_for_each_rank(ranks: FakeRanks) -> None:
     found = ranks.comparison(num_ranks=2).run()
-    (table,) = (t for t in tables(found, 1) if str(t.title).startswith("Ranks, counted"))
-    cells = [list(column.cells) for column in table.columns]
-    rows = {str(row[0]): row[1:] for row in zip(*cells, strict=True)}
+    (table,) = (t for t in tables(found, 1) if t.title.startswith("Ranks, counted"))
+    rows = {run.arm: tuple(show(run) for _, show in table.columns[1:]) for run in table.runs}
     assert list(rows) == ["zero, rank 0", "zero, rank 1", "finepage, rank 0", "finepage, rank 1"]
     assert rows["finepage, rank 1"] == ("yes", "39 B", "6 B", "-", "6 B", "-", "8 B")
     one = ranks.comparison(results(arms=("zero",))).run()
-    assert not [t for t in tables(one, 1) if str(t.title).startswith("Ranks")]
+    assert not [t for t in tables(one, 1) if t.title.startswith("Ranks")]
 
 
 def test_a_trace_has_a_process_for_each_rank(tmp_path: Path) -> None:

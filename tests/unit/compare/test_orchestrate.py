@@ -103,7 +103,6 @@ class Fake:
             Console(file=self.console),
             device="cpu",
             start=start,
-            make_modeller=FakeModeller,
         )
 
     @property
@@ -115,6 +114,7 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     made = Fake(tmp_path)
     monkeypatch.setattr(orchestrate, "run_process", made.run_process)
+    monkeypatch.setattr(orchestrate, "modeller_of", FakeModeller)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(Comparison, "_checkpoint", lambda self: tmp_path)
     return made

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.timeline import Span, Timeline
-from ds_finepage.reporting.chrome_trace import chrome_trace, chrome_trace_json
+from ds_finepage.reporting.chrome_trace import chrome_trace_json
+from tests.unit.reporting.folders import planned
 
 SPANS = (
     Span(0, Lane.H2D, 0, 1_500, "reload w"),
@@ -16,12 +18,22 @@ SPANS = (
 TIMELINE = Timeline(SPANS, 2_000, 1, 1_500, 1_500, 64, 1_500)
 
 
+def events_of(**timelines: Timeline) -> list[dict[str, Any]]:
+    memgraph = planned().memgraph
+    text = chrome_trace_json({name: (memgraph, each) for name, each in timelines.items()})
+    found: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    assert text.count("\n") == max(1, len(found)) + 2  # one event a line
+    return found
+
+
+def names(events: list[dict[str, Any]], of: str) -> list[str]:
+    return [e["args"]["name"] for e in events if e["name"] == of]
+
+
 def test_spans_become_events_on_their_lanes() -> None:
-    trace = chrome_trace({"predicted": TIMELINE})
-    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    threads = {
-        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
-    }
+    found = events_of(predicted=TIMELINE)
+    threads = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    events = [e for e in found if e["ph"] == "X"]
     assert [(threads[e["tid"]], e["cat"], e["ts"], e["dur"], e["name"]) for e in events] == [
         ("h2d", "h2d", 0.0, 1.5, "reload w"),
         ("compute", "compute", 1.5, 0.001, 'mm "quoted"'),
@@ -31,29 +43,12 @@ def test_spans_become_events_on_their_lanes() -> None:
 
 
 def test_timelines_are_processes() -> None:
-    trace = chrome_trace({"predicted": TIMELINE, "measured": TIMELINE})
-    names = [
-        (e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "process_name"
-    ]
-    assert names == [(1, "predicted"), (2, "measured")]
-    per_process = [e["pid"] for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert per_process == [1, 1, 1, 2, 2, 2]
+    found = events_of(predicted=TIMELINE, measured=TIMELINE)
+    assert names(found, "process_name") == ["predicted", "measured"]
+    assert [e["pid"] for e in found if e["ph"] == "X"] == [1, 1, 1, 2, 2, 2]
 
 
 def test_every_lane_is_named_even_if_idle() -> None:
     empty = Timeline((), 0, 0, 0, 0, 0, 0)
-    events = chrome_trace({"predicted": empty})["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == [
-        "compute",
-        "h2d",
-        "d2h",
-    ]
-    assert json.loads(chrome_trace_json({}))["traceEvents"] == []
-
-
-def test_text_says_the_same() -> None:
-    timelines = {"predicted": TIMELINE, "measured": TIMELINE}
-    text = chrome_trace_json(timelines)
-    assert json.loads(text) == chrome_trace(timelines)
-    assert text == chrome_trace_json(timelines)
-    assert text.count("\n") == len(chrome_trace(timelines)["traceEvents"]) + 2
+    assert names(events_of(predicted=empty), "thread_name") == ["compute", "h2d", "d2h"]
+    assert events_of() == []

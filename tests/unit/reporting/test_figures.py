@@ -109,10 +109,6 @@ def test_the_table_of_a_rank_says_what_it_sends_and_what_all_ranks_make() -> Non
     assert str(table.title).endswith("t4, each of 4 ranks")
 
 
-def test_json_has_every_figure_by_name() -> None:
-    assert FIGURES.to_dict() == dataclasses.asdict(FIGURES)
-
-
 def kept(offset: int) -> MemGraph:
     """Keep two of four weights, the lower one at ``offset``; the others take turns at 64."""
     graph = chain(4)

@@ -80,7 +80,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     save_results(RESULTS, tmp_path)
     path = tmp_path / results.RESULTS_FILE
     path.write_text(path.read_text().replace('"format": 3', '"format": 0'))
-    with pytest.raises(ConfigError, match="has format 0"):
+    with pytest.raises(ConfigError, match="version of ds_finepage: format: Input should be 3"):
         load_results(tmp_path)
 
 

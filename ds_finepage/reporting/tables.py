@@ -1,0 +1,205 @@
+"""The tables of runs, for the terminal and the page; narrow enough for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ds_finepage.reporting.results import PhaseFigures, Results, Run
+from ds_finepage.units import format_bytes, format_ns
+
+NONE = "-"
+NS_PER_S = 10**9
+
+NOTES_CPU = """\
+On the CPU a fetch of stock ZeRO-Inference copies nothing; the counted calls make it copy. So times
+are modelled by the simulator for {hardware}, from the same transfers and ops. Wall times are of
+this CPU, without those copies: do not compare engines by them."""
+
+NOTES = """\
+Peak: a meter reads the allocator from just before the weights go to the device; "!" is above the
+budget. Bytes: of the last counted prefill and decode step. First token: loading, capture, planning
+and computing of the first call. Bound: no schedule of one batch at a time is below it."""
+
+Column = tuple[str, Callable[[Run], str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTable:
+    """A table with a line for each run."""
+
+    title: str
+    columns: Sequence[Column]
+    runs: Sequence[Run]
+
+
+def tables(results: Results, batch: int) -> Iterator[RunTable]:
+    """Make the tables of one batch.
+
+    Args:
+        results: The results.
+        batch: Sequences in the batch.
+    """
+    runs = [run for run in results.runs if run.batch == batch]
+    ran = [run for run in runs if run.reason is None]
+    if ran:
+        budget = format_bytes(ran[0].budget_bytes or 0)
+        weights = format_bytes(ran[0].weight_bytes or 0)
+        within = f"batch {batch}, budget {budget}, weights {weights}"
+        yield RunTable(title=f"Bytes, counted: {within}", columns=BYTES, runs=ran)
+        ranks = list(_of_ranks(ran))
+        if ranks:
+            yield RunTable(title=f"Ranks, counted: {within}", columns=RANKS, runs=ranks)
+        if results.is_modelled and results.settings is not None:
+            card = results.settings.hardware
+            title = f"Time, modelled for {card}: {within}"
+            yield RunTable(title=title, columns=MODELLED_TIMES, runs=ran)
+        else:
+            yield RunTable(title=f"Time, measured: {within}", columns=WALL_TIMES, runs=ran)
+        title = f"First token and host memory, measured: {within}"
+        yield RunTable(title=title, columns=FIRST_TOKEN, runs=ran)
+        planned = [run for run in ran if run.decode.predicted_ns is not None]
+        if planned:
+            title = f"Link and prediction, measured: {within}"
+            yield RunTable(title=title, columns=PREDICTIONS, runs=planned)
+    failed = [run for run in runs if run.reason is not None]
+    if failed:
+        yield RunTable(title=f"Did not run: batch {batch}", columns=REASONS, runs=failed)
+
+
+def remarks(results: Results, batch: int) -> Iterator[str]:
+    """Yield what stands below the tables of a batch: settings, and each note once.
+
+    Args:
+        results: The results.
+        batch: Sequences in the batch.
+    """
+    runs = [run for run in results.runs if run.batch == batch]
+    for run in runs:
+        if run.settings:
+            yield f"Settings of {run.arm}: {json.dumps(run.settings)}"
+    ran = [run for run in runs if run.reason is None]
+    for note in dict.fromkeys(note for run in ran for note in run.notes):
+        arms = [run.arm for run in ran if note in run.notes]
+        yield f"{'all arms' if len(arms) == len(ran) > 1 else ', '.join(arms)}: {note}"
+
+
+def footnotes(results: Results) -> str:
+    """Return what holds for all tables."""
+    if results.is_modelled and results.settings is not None:
+        return f"{NOTES}\n{NOTES_CPU.format(hardware=results.settings.hardware)}"
+    return NOTES
+
+
+def _of_ranks(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield each run on several ranks once a rank, with the rank behind the name of its arm."""
+    for run in runs:
+        for rank in range(len(run.ranks)):
+            found = run.of_rank(rank)
+            yield replace(found, arm=f"{run.arm}, rank {rank}")
+
+
+# Cells.
+
+
+def _bytes(value: int | None) -> str:
+    return NONE if value is None else format_bytes(value)
+
+
+def _time(value: int | None) -> str:
+    return NONE if value is None else format_ns(value)
+
+
+def _ms(time_ns: int | None) -> str:
+    return NONE if time_ns is None else f"{time_ns / 1e6:.2f}"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}" if value is not None and base else NONE
+
+
+def _error(figures: PhaseFigures) -> str:
+    """Show how far a prediction was from the measured time."""
+    if figures.predicted_ns is None or not figures.wall_ns:
+        return NONE
+    return f"{figures.predicted_ns / figures.wall_ns - 1:+.0%}"
+
+
+def _first_token_ns(run: Run) -> int | None:
+    """Return the time from the start to the first token, as far as its parts are known."""
+    parts = (run.load_ns, run.capture_ns, run.plan_ns, run.prefill.wall_ns)
+    known = [part for part in parts if part is not None]
+    return sum(known) if known else None
+
+
+def _tokens_per_s(run: Run, ns: int | None) -> str:
+    return f"{run.batch * NS_PER_S / ns:.2f}" if ns else NONE
+
+
+def _equal(run: Run) -> str:
+    return {True: "yes", False: "NO", None: NONE}[run.tokens_equal]
+
+
+def _peak(run: Run) -> str:
+    return _bytes(run.peak_bytes) + ("" if run.holds_budget else " !")
+
+
+_ARM: Column = ("arm", lambda r: r.arm)
+
+BYTES: tuple[Column, ...] = (
+    _ARM,
+    ("tokens equal", _equal),
+    ("peak", _peak),
+    ("prefill to device", lambda r: _bytes(r.prefill.h2d_bytes)),
+    ("to host", lambda r: _bytes(r.prefill.d2h_bytes)),
+    ("step to device", lambda r: _bytes(r.decode.h2d_bytes)),
+    ("to host", lambda r: _bytes(r.decode.d2h_bytes)),
+    ("step / bound", lambda r: _ratio(r.decode.h2d_bytes, r.decode.lower_bound_bytes)),
+)
+
+RANKS: tuple[Column, ...] = (*BYTES[:-1], ("host memory", lambda r: _bytes(r.host_bytes)))
+
+MODELLED_TIMES: tuple[Column, ...] = (
+    _ARM,
+    ("prefill ms", lambda r: _ms(r.prefill.modelled_ns)),
+    ("/ bound", lambda r: _ratio(r.prefill.modelled_ns, r.prefill.lower_bound_ns)),
+    ("ms a token", lambda r: _ms(r.decode.modelled_ns)),
+    ("/ bound", lambda r: _ratio(r.decode.modelled_ns, r.decode.lower_bound_ns)),
+    ("tokens/s", lambda r: _tokens_per_s(r, r.decode.modelled_ns)),
+    ("wall ms, prefill", lambda r: _ms(r.prefill.wall_ns)),
+    ("wall ms, token", lambda r: _ms(r.decode.wall_ns)),
+)
+
+WALL_TIMES: tuple[Column, ...] = (
+    _ARM,
+    ("prefill ms", lambda r: _ms(r.prefill.wall_ns)),
+    ("ms a token", lambda r: _ms(r.decode.wall_ns)),
+    ("tokens/s", lambda r: _tokens_per_s(r, r.decode.wall_ns)),
+    ("modelled ms a token", lambda r: _ms(r.decode.modelled_ns)),
+    ("modelled / bound", lambda r: _ratio(r.decode.modelled_ns, r.decode.lower_bound_ns)),
+)
+
+FIRST_TOKEN: tuple[Column, ...] = (
+    _ARM,
+    ("first token", lambda r: _time(_first_token_ns(r))),
+    ("loading", lambda r: _time(r.load_ns)),
+    ("capture", lambda r: _time(r.capture_ns)),
+    ("planning", lambda r: _time(r.plan_ns)),
+    ("computing", lambda r: _time(r.prefill.wall_ns)),
+    ("host memory", lambda r: _bytes(r.host_bytes)),
+    ("pinned", lambda r: _bytes(r.pinned_bytes)),
+)
+
+PREDICTIONS: tuple[Column, ...] = (
+    _ARM,
+    ("link / probe", lambda r: _ratio(r.link_bytes_per_s, r.probe_bytes_per_s)),
+    ("prefill ms", lambda r: _ms(r.prefill.wall_ns)),
+    ("predicted", lambda r: _ms(r.prefill.predicted_ns)),
+    ("error", lambda r: _error(r.prefill)),
+    ("step ms", lambda r: _ms(r.decode.wall_ns)),
+    ("predicted", lambda r: _ms(r.decode.predicted_ns)),
+    ("error", lambda r: _error(r.decode)),
+)
+
+REASONS: tuple[Column, ...] = (_ARM, ("why", lambda r: r.reason or ""))
