@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,11 +22,10 @@ from itertools import pairwise
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output, quieten_libraries
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
+from ds_finepage.cli.progress import Progress
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.curve import (
@@ -86,8 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         "num_ranks": arguments.ranks,
     }
     made = [(arguments.policy, tuple({**settings, "weights": form}.items())) for form in forms]
-    with Console(stderr=True).status("planning"):
-        curves = make_curves(made, arguments.points, speeds)
+    curves = make_curves(made, arguments.points, speeds)
     if arguments.json:
         found = [curve.to_dict() for curve in curves]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
@@ -117,17 +115,21 @@ def make_curves(
         CaptureError: The forward cannot be written as a taskgraph.
     """
     if len(made) == 1:
-        planner = planner_of(*made[0])
-        return [planner.curve(planner.bisected(num_points), speeds)]
+        with Progress(num_points) as shown:
+            planner = planner_of(*made[0])
+            return [planner.curve(planner.bisected(num_points, shown.advance), speeds)]
     with ExitStack() as stack:
         pools = [stack.enter_context(process()) for _ in made]
         begun = [pool.submit(ends_of, each) for pool, each in zip(pools, made, strict=True)]
         ends = [future.result() for future in begun]
         budgets = common_budgets(ends, num_points)
-        curves = [
-            pool.submit(curve_of, each, [b for b in budgets if b >= least], speeds)
-            for pool, each, (least, _) in zip(pools, made, ends, strict=True)
-        ]
+        own = [[b for b in budgets if b >= least] for least, _ in ends]
+        shown = stack.enter_context(Progress(sum(map(len, own))))
+        curves = []
+        for pool, each, some in zip(pools, made, own, strict=True):
+            for budget in some:
+                pool.submit(plan_point, each, budget).add_done_callback(shown.advance)
+            curves.append(pool.submit(curve_of, each, some, speeds))
         return [future.result() for future in curves]
 
 
@@ -195,16 +197,20 @@ class Planner:
             budget = high.budget_bytes
         return Need(tokens_per_s=speed, budget_bytes=budget)
 
-    def bisected(self, num_points: int) -> list[CurvePoint]:
+    def bisected(self, num_points: int, advance: Callable[[], None]) -> list[CurvePoint]:
         """Plan from the smallest budget to the one that pages nothing.
 
         Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
 
         Args:
             num_points: Budgets to plan.
+            advance: Called after each.
         """
         steps = max(1, num_points * 2 // 3 - 1)
-        points = [self.point(budget) for budget in spread(*self.ends, steps)]
+        points = []
+        for budget in spread(*self.ends, steps):
+            points.append(self.point(budget))
+            advance()
         while len(points) < num_points:
             jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
             at = jumps.index(max(jumps))
@@ -212,6 +218,7 @@ class Planner:
             if budget == points[at].budget_bytes:
                 break  # nothing lies between them
             points.insert(at + 1, self.point(budget))
+            advance()
         return points
 
     def curve(self, planned: Sequence[CurvePoint], speeds: Sequence[float] | None) -> Curve:
@@ -266,6 +273,11 @@ def begin() -> None:
 def ends_of(made: Making) -> tuple[int, int]:
     """Return the smallest budget, and the one that pages nothing."""
     return planner_of(*made).ends
+
+
+def plan_point(made: Making, budget_bytes: int) -> None:
+    """Plan under a budget; the process remembers the point."""
+    planner_of(*made).point(budget_bytes)
 
 
 def curve_of(made: Making, budgets: Sequence[int], speeds: Sequence[float] | None) -> Curve:

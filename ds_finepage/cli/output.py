@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ds_finepage.units import format_bytes
-
-T = TypeVar("T")
 
 TABLE_WIDTH = 110
 """Columns of output to a file or a pipe."""
@@ -30,13 +27,6 @@ def show(table: Table) -> None:
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)
     console.print(table)
-
-
-def with_progress(items: Sequence[T]) -> Iterator[T]:
-    """Go through items, and show on the standard error how far that is, if it is a terminal."""
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    yield from track(items, "planning", console=console, transient=True, disable=hidden)
 
 
 def show_figures(title: str, figures: Mapping[str, Any], *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_finepage.cli import main
+from ds_finepage.cli import main, progress
 from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 
 
@@ -45,6 +45,23 @@ def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert points[-1]["tokens_per_s"] > 2 * points[0]["tokens_per_s"]
     assert found["knees"][0]["from_bytes"] == points[0]["budget_bytes"]
     assert found["knees"][-1]["to_bytes"] == points[-1]["budget_bytes"]
+
+
+@pytest.mark.parametrize("forms", ["bf16", "bf16,int4"])
+def test_each_budget_is_counted_on_the_standard_error(
+    arguments: list[str],
+    forms: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(progress, "PERIOD_S", 0.0)
+    assert main([*arguments, "--weights", forms, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    points = [p for c in (found if isinstance(found, list) else [found]) for p in c["points"]]
+    total = len(points)
+    said = [line for line in captured.err.splitlines() if line.startswith("planning: ")]
+    assert said == [f"planning: {n} of {total}" for n in range(1, total + 1)]
 
 
 def test_a_model_is_cut_over_ranks(
