@@ -92,12 +92,29 @@ class CapturedModel:
     capture_on_host: Callable[[], CapturedModel] | None = None
     capture_as_stock: Callable[[], CapturedModel] | None = None
 
-    @cached_property
+    @property
     def needs(self) -> Needs:
         """Device bytes that the pass needs if weights stay whole, embedding tables included."""
-        return needs_of(
-            self.graph, alignment=Accelerator.alignment, cuts_weights=False, looks_up_rows=False
-        )
+        return self.needs_if(cuts_weights=False, looks_up_rows=False)
+
+    def needs_if(self, *, cuts_weights: bool, looks_up_rows: bool) -> Needs:
+        """Return the device bytes that the pass needs; :func:`needs_of` describes the arguments.
+
+        They are the same under each of many budgets, and computed once.
+        """
+        key = cuts_weights, looks_up_rows
+        if key not in self._needs:
+            self._needs[key] = needs_of(
+                self.graph,
+                alignment=Accelerator.alignment,
+                cuts_weights=cuts_weights,
+                looks_up_rows=looks_up_rows,
+            )
+        return self._needs[key]
+
+    @cached_property
+    def _needs(self) -> dict[tuple[bool, bool], Needs]:
+        return {}
 
     @cached_property
     def on_host(self) -> CapturedModel | None:
@@ -357,12 +374,7 @@ def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[Capt
     for form in forms:
         if form is None:
             continue
-        needs = needs_of(
-            form.graph,
-            alignment=Accelerator.alignment,
-            cuts_weights=split and chosen.can_split,
-            looks_up_rows=chosen.pages,
-        )
+        needs = form.needs_if(cuts_weights=split and chosen.can_split, looks_up_rows=chosen.pages)
         # The budget is divided for the whole tables, whatever the policy does with them.
         found.append((form, dataclasses.replace(needs, non_arena_bytes=form.needs.non_arena_bytes)))
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from ds_finepage import whatif
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.whatif import CapturedModel, plan_captured
 from tests.property.experts import layers_of_experts
@@ -64,3 +66,19 @@ def test_a_plan_of_several_batches_shows_the_least_time_of_a_block_schedule() ->
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'finepge'"):
         plan_captured(CAPTURED, budget_bytes=1 << 30, profile=PROFILE, policy="finepge")
+
+
+def test_needs_are_computed_once_for_each_kind_of_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [(cuts, rows) for cuts in (False, True) for rows in (False, True)]
+    made = []
+
+    def needs_of(_: object, *, cuts_weights: bool, looks_up_rows: bool, **__: object) -> object:
+        made.append((cuts_weights, looks_up_rows))
+        return made[-1]
+
+    monkeypatch.setattr(whatif, "needs_of", needs_of)
+    captured: Any = dataclasses.replace(CAPTURED)
+    for cuts, rows in kinds * 2:
+        found = captured.needs_if(cuts_weights=cuts, looks_up_rows=rows)
+        assert found == (cuts, rows)
+    assert made == kinds

@@ -149,7 +149,7 @@ class Forecaster:
         lanes, ring, tenancy = _Lanes(self._profile), Ring(0, ring_bytes), Tenancy()
         copies = _Copies(graph, self._placed) if self._copies else None
         size, uses = self._problem.of(graph).size, graph.uses
-        waiting, extents = deque(streamed), dict[int, Extent]()
+        waiting, streams, extents = deque(streamed), set(streamed), dict[int, Extent]()
         loaded_ns = {b: self._reload(lanes, graph, b, 0) for b in self._rows}
         for task in graph.tasks:
             while waiting:
@@ -162,7 +162,7 @@ class Forecaster:
                 extents[buffer] = extent
                 loaded_ns[buffer] = self._reload(lanes, graph, buffer, vacated_ns)
             paged = graph.paged(task)
-            if waiting and not set(waiting).isdisjoint(paged):
+            if any(b in streams and b not in extents for b in paged):
                 return None
             ready_ns = copies.ready_ns(task) if copies else 0
             for buffer in paged:
