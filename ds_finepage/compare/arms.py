@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError
@@ -33,9 +34,9 @@ class Arm:
     why_one_rank: str = ""
 
 
-def _arm(name: str, title: str, file: str, policy: str, **more: str | bool) -> Arm:
+def _arm(name: str, title: str, file: str, policy: str, **more: Any) -> Arm:
     module = f"ds_finepage.compare.{file}"
-    return Arm(name=name, title=title, module=module, policy=policy, **more)  # type: ignore[arg-type]
+    return Arm(name=name, title=title, module=module, policy=policy, **more)
 
 
 def _by_plan(name: str, title: str, policy: str, *, is_ours: bool = False) -> Arm:

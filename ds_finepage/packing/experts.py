@@ -112,8 +112,9 @@ def unknown(module: torch.nn.Module) -> str | None:
         None if they can be packed, or it has none.
     """
     own: Any = module
-    several = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
-    if not several or _is_torchs(module) or all(len(module._parameters[n]) < 2 for n in several):  # type: ignore[arg-type]
+    found = {n: p for n, p in module._parameters.items() if p is not None and p.dim() == 3}
+    several = list(found)
+    if not several or _is_torchs(module) or all(len(p) < 2 for p in found.values()):
         return None
     if not _follows_protocol(module):
         return f"how it uses {several[0]} is not known"
