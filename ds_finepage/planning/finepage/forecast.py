@@ -162,11 +162,12 @@ class Forecaster:
                 extents[buffer] = extent
                 loaded_ns[buffer] = self._reload(lanes, graph, buffer, vacated_ns)
             paged = graph.paged(task)
-            if any(b in streams and b not in extents for b in paged):
-                return None
             ready_ns = copies.ready_ns(task) if copies else 0
             for buffer in paged:
-                ready_ns = max(ready_ns, loaded_ns.get(buffer, 0))
+                if buffer in loaded_ns:
+                    ready_ns = max(ready_ns, loaded_ns[buffer])
+                elif buffer in streams:
+                    return None
             lane = Lane.D2H if task.op == TO_HOST else Lane.COMPUTE
             done_ns = lanes.run(lane, ready_ns, self._costs.task_ns(graph, task))
             if copies:
