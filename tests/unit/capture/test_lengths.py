@@ -36,15 +36,19 @@ def test_a_length_is_copied_with_its_formula_and_forgets_it_in_arithmetic() -> N
     assert not isinstance(length + 1, Length)
 
 
-def test_views_follow_the_call_as_far_as_the_plan_has_room() -> None:
-    rows = Length(16, "s0")
-    graph = TaskGraph(
+def of_rows(kind: BufferKind) -> TaskGraph:
+    """Return a pass of one tensor of up to 16 rows of 4."""
+    return TaskGraph(
         name="g",
-        buffers=(Buffer(0, BufferKind.OUTPUT, Length(256, "16*s0")),),
-        tensors=(TensorView(0, 0, "float32", (rows, 4), (4, 1)),),
+        buffers=(Buffer(0, kind, Length(256, "16*s0")),),
+        tensors=(TensorView(0, 0, "float32", (Length(16, "s0"), 4), (4, 1)),),
         tasks=(),
         symbols=(("s0", 1),),
     )
+
+
+def test_views_follow_the_call_as_far_as_the_plan_has_room() -> None:
+    graph = of_rows(BufferKind.OUTPUT)
     views = MovingViews(graph)
     assert views.varies(0)
     assert views.set_sizes([None, 5])
@@ -56,15 +60,7 @@ def test_views_follow_the_call_as_far_as_the_plan_has_room() -> None:
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
 def test_tensors_of_a_size_can_be_written_in_every_mode(mode: Callable[[], Any]) -> None:
-    rows = Length(16, "s0")
-    graph = TaskGraph(
-        name="g",
-        buffers=(Buffer(0, BufferKind.ACTIVATION, Length(256, "16*s0")),),
-        tensors=(TensorView(0, 0, "float32", (rows, 4), (4, 1)),),
-        tasks=(),
-        symbols=(("s0", 1),),
-    )
-    views = MovingViews(graph)
+    views = MovingViews(of_rows(BufferKind.ACTIVATION))
     places: list[Any] = [None]
     views.add(Patch(places, 0, tensor=0), torch.zeros(512, dtype=torch.uint8), 128)
     with mode():
