@@ -120,6 +120,20 @@ def test_a_step_that_fails_hangs_or_dies_never_stops_the_next(
     assert "| hangs | over its limit |" in text and "| works | ok |" in text
 
 
+def test_rows_are_in_the_files_while_their_step_still_runs(
+    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, _ = run_scripts(
+        gpu_day,
+        tmp_path,
+        monkeypatch,
+        waits="row(table='t', first='a row that was written early')\n"
+        "out = pathlib.Path(__file__).parent / 'out'\n"
+        "while not any('written early' in p.read_text() for p in out.glob('*.json')): pass",
+    )
+    assert report.outcomes[0].status == "ok"
+
+
 @pytest.mark.parametrize(
     "cells",
     [

@@ -25,6 +25,14 @@ def sweep() -> Any:
     return module
 
 
+def test_everything_is_run_where_nothing_is_chosen(sweep: Any) -> None:
+    options = sweep.parse([])
+    assert options.families == list(sweep.FAMILIES) and len(options.families) == 18
+    assert options.dtypes == ["float32", "bfloat16"]
+    assert options.prompts == [5, 40, 200]
+    assert options.tokens == 64 and options.out is None
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

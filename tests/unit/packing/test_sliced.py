@@ -87,6 +87,7 @@ def test_a_packed_model_has_a_sliced_output_layer(is_tied: bool) -> None:
     plain, weight = model.lm_head, model.lm_head.weight
     pack_model(model, PackedForm(4, 32))
     assert type(plain) is SlicedLinear and model.lm_head is plain and plain.weight is weight
+    assert not plain.training
     assert (model.get_input_embeddings().weight is weight) is is_tied
     assert model.get_output_embeddings() is model.lm_head
     assert "lm_head.weight" in model.state_dict()
