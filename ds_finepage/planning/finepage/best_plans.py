@@ -98,7 +98,9 @@ class BestPlans:
         return best.total_ns <= equal_ns and best.moved_bytes <= self.few_bytes
 
     def may_win(self, moved: int, num_copies: int) -> bool:
-        """Tell whether a plan that moves at least so much can be as fast as the fastest.
+        """Tell whether a plan that moves at least so much can be better than the best.
+
+        It has fewer bytes and is as fast as the fastest, or it is so fast that the best is not.
 
         Args:
             moved: Bytes, those of all ranks together.
@@ -107,7 +109,9 @@ class BestPlans:
         profile = self._problem.profile
         if profile is None or not self.tried:
             return True
-        limit_ns = self._options.equal_times * self.fastest_ns
+        equal, best = self._options.equal_times, self.tried[0]
+        has_fewer = moved < best.moved_bytes
+        limit_ns = equal * self.fastest_ns if has_fewer else best.total_ns / equal
         latencies_ns = num_copies * profile.transfer_latency_ns
         rate = profile.h2d_bytes_per_s * self._problem.graph.num_ranks
         return moved * 10**9 <= (limit_ns - latencies_ns) * rate

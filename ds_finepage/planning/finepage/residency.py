@@ -242,10 +242,13 @@ class WeightClasses:
         least, alignment = self.least_ring_bytes(), self.problem.alignment
         most = (room - self.fixed_bytes) // alignment * alignment
 
+        smallest = min(self.sizes[b] for b in self.order)
+
         def shape(num_slices: int, best_for: int, *, keeps_small: bool) -> RingShape:
             best = self.aligned(int(math.sqrt(best_for * self.latency_bytes * missing)))
             nbytes = max(least, min(most, best))
-            return RingShape(nbytes, nbytes // num_slices, nbytes // num_slices, keeps_small)
+            grain = nbytes // num_slices
+            return RingShape(nbytes, grain, grain, keeps_small and smallest < grain)
 
         yield shape(4, 1, keeps_small=False)
         for num_slices, best_for in LARGE_SLICES:

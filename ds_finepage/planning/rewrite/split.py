@@ -221,15 +221,17 @@ def varies(*sizes: int) -> bool:
     return any(isinstance(size, Length) for size in sizes)
 
 
-def _form_of_slice(task: Task, view: TensorView, num_rows: int) -> dict[str, tuple[int, ...]]:
+def _form_of_slice(
+    task: Task, view: TensorView, num_rows: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and the strides of a slice of rows; its matrices lie side by side."""
     if task.op in _PARTS:
         *several, _, width = view.shape
         stride = (*(num_rows * width for _ in several), *view.stride[-2:])
-        return {"shape": (*several, num_rows, width), "stride": stride}
+        return (*several, num_rows, width), stride
     *several, depth, _ = view.shape
     stride = (*(depth * num_rows for _ in several), *view.stride[-2:])
-    return {"shape": (*several, depth, num_rows), "stride": stride}
+    return (*several, depth, num_rows), stride
 
 
 def _behind(place: int, by: int) -> int:
@@ -302,11 +304,18 @@ class SliceWriter:
         new = dataclasses.replace(task, index=len(self._tasks), **changes)  # type: ignore[arg-type]
         self._tasks.append(new)
 
-    def tensor(self, view: TensorView, **changes: object) -> int:
-        """Append a tensor that differs from another one; return its id."""
-        new = dataclasses.replace(view, id=len(self._tensors), **changes)  # type: ignore[arg-type]
-        self._tensors.append(new)
-        return new.id
+    def tensor(
+        self,
+        view: TensorView,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        buffer: int | None = None,
+    ) -> int:
+        """Append a part of a tensor, in the same buffer unless another is named; return its id."""
+        part, buffer = len(self._tensors), view.buffer if buffer is None else buffer
+        self._tensors.append(TensorView(part, buffer, view.dtype, shape, stride, offset))
+        return part
 
     def slice_of(self, buffer: int, row_bytes: int, start: int, end: int) -> int:
         """Make the buffer of some rows; return its id.
@@ -361,10 +370,11 @@ class SliceWriter:
         for at, value in enumerate(args):
             view = self.graph.tensors[value.tensor] if isinstance(value, Ref) else None
             if view is not None and view.buffer in parts:
-                form = _form_of_slice(task, view, end - start)
-                args[at] = Ref(self.tensor(view, buffer=parts[view.buffer], **form))
+                shape, stride = _form_of_slice(task, view, end - start)
+                part = self.tensor(view, shape, stride, view.offset, parts[view.buffer])
+                args[at] = Ref(part)
         out = self.graph.tensors[task.results[0]]
-        columns = self.tensor(out, shape=(*out.shape[:-1], end - start), offset=start)
+        columns = self.tensor(out, (*out.shape[:-1], end - start), out.stride, start)
         bias = BIASES.get(task.op)
         if bias is not None and isinstance(args[bias], Ref):
             args[bias] = self._cut_bias(args[bias], start, end)
@@ -381,14 +391,8 @@ class SliceWriter:
 
     def _cut_bias(self, bias: Ref, start: int, end: int) -> Ref:
         view = self.graph.tensors[bias.tensor]
-        step = view.stride[-1]
-        return Ref(
-            self.tensor(
-                view,
-                shape=(*view.shape[:-1], end - start),
-                offset=_behind(view.offset, start * step),
-            )
-        )
+        offset = _behind(view.offset, start * view.stride[-1])
+        return Ref(self.tensor(view, (*view.shape[:-1], end - start), view.stride, offset))
 
     def join(self, task: Task) -> None:
         """Append the join of the regions that the slices of a task have written."""

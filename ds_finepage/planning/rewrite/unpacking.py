@@ -137,9 +137,9 @@ def _append_slice(
         at, entries = dims[tensor]
         shape = (*view.shape[:at], (end - start) * entries, *view.shape[at + 1 :])
         if view.buffer in parts:
-            return writer.tensor(view, buffer=parts[view.buffer], shape=shape)
+            return writer.tensor(view, shape, view.stride, view.offset, parts[view.buffer])
         offset = view.offset + start * entries * view.stride[at]
-        return writer.tensor(view, shape=shape, offset=offset)
+        return writer.tensor(view, shape, view.stride, offset)
 
     def sliced(value: object) -> object:
         if isinstance(value, tuple):
