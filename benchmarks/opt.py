@@ -27,7 +27,7 @@ from ds_finepage.units import parse_bytes
 HARDWARE, HOST_MEMORY = "t4", "208GB"
 NEW_TOKENS = 32
 MAX_BATCH = 1024
-POLICIES = ("finepage", "static", "static-zigzag", "zero-persistence")
+POLICIES = ("finepage", "static", "zero-persistence")
 PUBLISHED = {
     512: {
         "ZeRO-Inference": (9.28, 0.60, 0.01),

@@ -43,7 +43,7 @@ from ds_finepage.packing.fused import why_not
 from ds_finepage.packing.model import is_packed, pack_model, set_fused
 from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
-from ds_finepage.planning.policies import RUNNABLE, policy_named
+from ds_finepage.planning.policies import POLICIES, policy_named
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.calls import AroundCall
 from ds_finepage.runtime.handle import Handle
@@ -249,7 +249,7 @@ def _settled(config: object, settings: Mapping[str, Any]) -> FinepageConfig:
         given = dict(given)
     if isinstance(given, Mapping):
         given = {**given, **settings}
-    found = FinepageConfig.from_dict(given, policies=RUNNABLE)
+    found = FinepageConfig.from_dict(given, policies=POLICIES)
     if found.kv_cache == "host" and not policy_named(found.policy).pages:
         logger.warning(
             "finepage.kv_cache has no effect: policy %s keeps the KV cache on the device",

@@ -10,7 +10,7 @@ import difflib
 import enum
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
@@ -325,7 +325,7 @@ class FinepageConfig(_Settings):
         return policy
 
     @classmethod
-    def from_ds_config(cls, section: object, *, policies: Sequence[str]) -> FinepageConfig:
+    def from_ds_config(cls, section: object, *, policies: Collection[str]) -> FinepageConfig:
         """Read the ``finepage`` section of a ds_config.
 
         Args:
@@ -338,7 +338,7 @@ class FinepageConfig(_Settings):
         return cls() if section is None else cls.from_dict(section, policies=policies)
 
     @classmethod
-    def from_dict(cls, section: object, *, policies: Sequence[str]) -> FinepageConfig:
+    def from_dict(cls, section: object, *, policies: Collection[str]) -> FinepageConfig:
         """Read a section.
 
         Args:

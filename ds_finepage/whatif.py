@@ -455,9 +455,6 @@ def _figures(
     reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in memgraph.lost)
     kv_copied_bytes = kv_reloaded_bytes(memgraph) + written_bytes(memgraph.graph)
 
-    def of_one_pass(amount: int) -> int:
-        return -(-amount // memgraph.graph.num_batches)
-
     return PlanFigures(
         model=captured.model,
         phase=captured.phase,
@@ -472,24 +469,23 @@ def _figures(
         min_budget_bytes=needs.min_budget_bytes,
         peak_bytes=needs.non_arena_bytes + memgraph.peak_bytes,
         host_bytes=captured.host_bytes + memgraph.host_bytes,
-        entry_reloaded_bytes=of_one_pass(entry_bytes(memgraph) + memgraph.reloaded_bytes),
-        reloaded_bytes=of_one_pass(reloaded_bytes),
-        offloaded_bytes=of_one_pass(memgraph.offloaded_bytes),
-        kv_copied_bytes=of_one_pass(kv_copied_bytes),
+        entry_reloaded_bytes=entry_bytes(memgraph) + memgraph.reloaded_bytes,
+        reloaded_bytes=reloaded_bytes,
+        offloaded_bytes=memgraph.offloaded_bytes,
+        kv_copied_bytes=kv_copied_bytes,
         lower_bound_bytes=planned.lower_bound_bytes,
-        predicted_ns=of_one_pass(timeline.total_ns),
-        compute_ns=of_one_pass(timeline.compute_ns),
-        transfer_ns=of_one_pass(timeline.transfer_ns),
+        predicted_ns=timeline.total_ns,
+        compute_ns=timeline.compute_ns,
+        transfer_ns=timeline.transfer_ns,
         lower_bound_ns=planned.lower_bound_ns,
-        stall_ns=of_one_pass(timeline.stall_ns),
+        stall_ns=timeline.stall_ns,
         num_tasks=len(graph.tasks),
         num_memory_dependencies=num_memory_dependencies(memgraph),
         capture_seconds=captured.capture_seconds,
         plan_seconds=plan_seconds,
         layout_overhead=layout_overhead(memgraph),
-        block_bound_ns=planned.block_bound_ns,
         weights=captured.weights,
         num_ranks=captured.num_ranks,
-        sent_bytes=of_one_pass(sent_bytes(memgraph.graph)),
+        sent_bytes=sent_bytes(memgraph.graph),
         kv_elsewhere_ns=next(iter(found.other_ns), None),
     )

@@ -45,7 +45,7 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.files import read_file
 from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import (
     RESULTS_FILE,
     CompareSettings,
@@ -248,7 +248,7 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
             f"--ds-config: {path} is not for ZeRO-Inference. zero_optimization.stage must be 3 and "
             'zero_optimization.offload_param.device "cpu"; configs/finepage_cpu.json is an example.'
         )
-    FinepageConfig.from_ds_config(section_of(found), policies=RUNNABLE)
+    FinepageConfig.from_ds_config(section_of(found), policies=POLICIES)
     return found
 
 

@@ -14,7 +14,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
-from ds_finepage.planning.policies import RUNNABLE
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.reporting.findings import PROFILE_FILE, BudgetLine, Findings, SimulatedPass
 from ds_finepage.reporting.results import (
@@ -135,7 +134,7 @@ def best_other(results: Results, ours: Run) -> str:
         (ns, ARMS[run.arm].policy)
         for run in results.runs
         if run.batch == ours.batch and run.arm in ARMS and run.holds_budget
-        if ARMS[run.arm].policy in RUNNABLE and not ARMS[run.arm].is_ours
+        if ARMS[run.arm].policy and not ARMS[run.arm].is_ours
         if (ns := time_of(run.decode, modelled=modelled)) is not None
     ]
     return min(timed, default=(0, BASELINE))[1]

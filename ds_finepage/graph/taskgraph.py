@@ -188,13 +188,12 @@ class TaskGraph:
     """Tasks, buffers and tensors of one pass of one concrete shape.
 
     ``calls`` says which module ran which tasks, for policies that work module by module. It is
-    empty if capture cannot tell; such policies then use the labels of tasks. ``num_batches`` is the
-    number of calls of the model that are unrolled side by side; only a policy makes it more than
-    one. ``symbols`` are the sizes that differ from call to call, and the call position that carries
-    each. Buffers have the sizes of the largest planned call; sizes that depend on a symbol are a
-    :class:`Length`. ``experts`` describes weights whose slices take rows of several matrices.
-    ``parted`` names the weights whose host masters lie in equal parts on ``num_ranks`` ranks, one
-    part after the other; their buffers have room for all parts.
+    empty if capture cannot tell; such policies then use the labels of tasks. ``symbols`` are the
+    sizes that differ from call to call, and the call position that carries each. Buffers have the
+    sizes of the largest planned call; sizes that depend on a symbol are a :class:`Length`.
+    ``experts`` describes weights whose slices take rows of several matrices. ``parted`` names the
+    weights whose host masters lie in equal parts on ``num_ranks`` ranks, one part after the other;
+    their buffers have room for all parts.
     """
 
     name: str
@@ -205,7 +204,6 @@ class TaskGraph:
     outputs: tuple[GraphOutput, ...] = ()
     versions: tuple[tuple[str, str], ...] = field(default=())  # ("torch", "2.13.0"), ...
     calls: tuple[ModuleCall, ...] = ()
-    num_batches: NonNegativeInt = 1
     symbols: tuple[tuple[str, int], ...] = ()
     experts: tuple[ExpertMatrices, ...] = ()
     parted: tuple[str, ...] = ()

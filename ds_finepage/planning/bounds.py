@@ -4,8 +4,7 @@ Computed from the taskgraph alone, by code that shares nothing with the policies
 
 The bounds hold for one batch at a time: a pass begins when the last one has ended, and its tasks
 run in program order. Cheap tasks may run more than once. A block schedule, which takes several
-batches through a layer before it reloads the next, can be faster per batch; it has a bound of its
-own, :func:`block_schedule_bound_ns`.
+batches through a layer before it reloads the next, can be faster per batch.
 """
 
 from __future__ import annotations
@@ -230,24 +229,6 @@ def lower_bound_bytes(
     return lower_bound(
         graph, arena_bytes, alignment, may_cut=may_cut, own_workspaces=own_workspaces
     ).nbytes
-
-
-def block_schedule_bound_ns(
-    bound: LowerBound, tasks_ns: Sequence[int], h2d_bytes_per_s: float, *, num_batches: int
-) -> int:
-    """Return the least time per batch of a block schedule.
-
-    It takes ``num_batches`` batches through a layer before it reloads the next, so each weight
-    comes in once for all of them, and one batch computes while another waits for its experts. Their
-    KV caches are not counted, as if they took no room.
-
-    Args:
-        bound: The bound of a pass of one batch.
-        tasks_ns: The time of each of its tasks.
-        h2d_bytes_per_s: The rate of the link.
-        num_batches: Batches of a block.
-    """
-    return max(sum(tasks_ns), int(_link_ns(Fraction(bound.nbytes, num_batches), h2d_bytes_per_s)))
 
 
 def _link_ns(nbytes: Fraction, h2d_bytes_per_s: float) -> float:

@@ -13,7 +13,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.bounds import LowerBound, block_schedule_bound_ns, lower_bound
+from ds_finepage.planning.bounds import LowerBound, lower_bound
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.finepage.stacking import SharedResident
@@ -31,7 +31,7 @@ from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.exact_slices import smallest_slices
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.simulator import simulate
-from ds_finepage.planning.time_bound import alone_ns, least_time_ns
+from ds_finepage.planning.time_bound import least_time_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +93,6 @@ class Planned:
         """Time that a pass takes at least; it holds as widely as ``lower_bound_bytes``."""
         most_bytes = self.memgraph.arena_bytes + self._bound.graph.workspace_bytes
         return least_time_ns(self._bound, self.settings.profile, most_bytes)
-
-    @cached_property
-    def block_bound_ns(self) -> int | None:
-        """Least time per batch of a block schedule; None if the plan is for one batch at a time."""
-        num_batches = self.memgraph.graph.num_batches
-        if num_batches == 1:
-            return None
-        rate = self.settings.profile.h2d_bytes_per_s
-        tasks_ns = alone_ns(self._bound.graph, self.settings.profile)
-        return block_schedule_bound_ns(self._bound, tasks_ns, rate, num_batches=num_batches)
 
     @cached_property
     def _bound(self) -> LowerBound:

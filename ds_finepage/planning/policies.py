@@ -16,7 +16,7 @@ from ds_finepage.planning.baselines.accelerate import (
     plan_accelerate_map,
 )
 from ds_finepage.planning.baselines.lru import plan_lru
-from ds_finepage.planning.baselines.static import plan_static, plan_static_zigzag
+from ds_finepage.planning.baselines.static import plan_static
 from ds_finepage.planning.baselines.zero import ZeroSettings, plan_zero_with
 from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.finepage.search import plan_finepage
@@ -50,7 +50,6 @@ class Policy:
             what another system does, and may need more.
         is_cyclic: It pages, and chooses the residency that a pass finds and leaves.
         can_split: It can cut weights.
-        is_runnable: Its plans are for one call at a time, so they can be executed.
         is_zero: It stands for ZeRO-Inference.
         engine_settings: Chooses the settings of the system that a baseline stands for, for passes
             of one model, given with the number of times that each runs. None if there are none.
@@ -61,7 +60,6 @@ class Policy:
     pages: bool = False
     is_cyclic: bool = False
     can_split: bool = False
-    is_runnable: bool = True
     is_zero: bool = False
     engine_settings: Callable[[Sequence[tuple[Problem, int]]], EngineSettings] | None = None
 
@@ -94,14 +92,12 @@ POLICIES = {
         Policy(name="accelerate-map", plan=plan_accelerate_map, engine_settings=map_settings),
         Policy(name="lru", plan=plan_lru),
         Policy(name="static", plan=plan_static),
-        Policy(name="static-zigzag", plan=plan_static_zigzag, is_runnable=False),
     )
 }
 
 PAGING = tuple(p.name for p in POLICIES.values() if p.pages)
 CYCLIC = tuple(p.name for p in POLICIES.values() if p.is_cyclic)
 CAN_SPLIT = tuple(p.name for p in POLICIES.values() if p.can_split)
-RUNNABLE = tuple(p.name for p in POLICIES.values() if p.is_runnable)
 
 
 def policy_named(name: str) -> Policy:

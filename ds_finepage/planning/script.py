@@ -72,15 +72,12 @@ class _Life:
         return [*range(self.end + 1), *range(self.begin, num_steps)]
 
 
-def realize(
-    problem: Problem, script: Script, *, reserved_bytes: int = 0, num_orders: int = 1
-) -> MemGraph:
+def realize(problem: Problem, script: Script, *, num_orders: int = 1) -> MemGraph:
     """Give a script addresses.
 
     Args:
         problem: The pass and its arena.
         script: The steps of the system in that pass.
-        reserved_bytes: Bytes of the arena that the script must leave free.
         num_orders: Orders in which to place buffers until they fit: the largest first, then random
             ones, the same each time.
 
@@ -88,7 +85,7 @@ def realize(
         PlanInfeasibleError: The system holds more bytes at one time than the arena has.
     """
     problem.require_feasible()
-    return _Realization(problem, script, reserved_bytes).run(num_orders)
+    return _Realization(problem, script).run(num_orders)
 
 
 def live_bytes(problem: Problem, script: Script) -> int:
@@ -99,10 +96,9 @@ def live_bytes(problem: Problem, script: Script) -> int:
 class _Realization:
     """Live ranges, then offsets, then nodes."""
 
-    def __init__(self, problem: Problem, script: Script, reserved_bytes: int = 0) -> None:
+    def __init__(self, problem: Problem, script: Script) -> None:
         self._graph, self._arena_bytes = problem.graph, problem.arena_bytes
         self._alignment, self._size = problem.alignment, problem.size
-        self._reserved_bytes = reserved_bytes
         self._script = script
         self._steps = _with_activations(problem.graph, script.steps)
         freed = {s.subject for s in self._steps if s.act in _FREES}
@@ -110,7 +106,7 @@ class _Realization:
         self._kept_bytes = sum(self._size(b) for b in self._kept)
 
     def most_live_bytes(self) -> int:
-        return self._reserved_bytes + self._busiest(self._lives())[0]
+        return self._busiest(self._lives())[0]
 
     def run(self, num_orders: int) -> MemGraph:
         lives = self._lives()
@@ -121,7 +117,7 @@ class _Realization:
         for _ in range(num_orders):
             placed = self._place(lives, order)
             top = self._kept_bytes + max((extent.end for extent in placed), default=0)
-            if top <= self._arena_bytes - self._reserved_bytes:
+            if top <= self._arena_bytes:
                 break
             rng.shuffle(order)
         self._require_room(top, at)
@@ -178,8 +174,7 @@ class _Realization:
                 most, most_at = live, at
         return most, most_at
 
-    def _require_room(self, nbytes: int, at: int) -> None:
-        need = nbytes + self._reserved_bytes
+    def _require_room(self, need: int, at: int) -> None:
         if need <= self._arena_bytes:
             return
         computed = [s.subject for s in self._steps[at:] if s.act is Act.COMPUTE]

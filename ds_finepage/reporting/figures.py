@@ -28,12 +28,11 @@ class PlanFigures:
     None if that place has no room, or if time does not choose the place.
     ``min_budget_bytes`` is for the place that needs less. ``lower_bound_bytes`` and
     ``lower_bound_ns`` hold for schedules of one batch at a time under the same budget, with tasks
-    in program order and the KV cache where it is, and include its copies. ``block_bound_ns`` is for
-    a plan of several batches in turn: the least time per batch of a schedule that reloads each
-    weight once for all of them. ``weights`` names the packed form of the weights, if they have one;
-    all bytes are then packed bytes. Where a model is cut over ``num_ranks``, all figures are of one
-    rank, except tokens a second: all ranks work on the same tokens. ``sent_bytes`` is what a rank
-    sends to the next one in the collectives of a pass.
+    in program order and the KV cache where it is, and include its copies. ``weights`` names
+    the packed form of the weights, if they have one; all bytes are then packed bytes. Where a model
+    is cut over ``num_ranks``, all figures are of one rank, except tokens a second: all ranks work
+    on the same tokens. ``sent_bytes`` is what a rank sends to the next one in the collectives of a
+    pass.
     """
 
     model: str
@@ -64,7 +63,6 @@ class PlanFigures:
     capture_seconds: float
     plan_seconds: float
     layout_overhead: float
-    block_bound_ns: int | None = None
     weights: str | None = None
     num_ranks: int = 1
     sent_bytes: int = 0
@@ -189,10 +187,6 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
         lambda f: format_ns(f.predicted_ns) + _over(f.predicted_ns, f.lower_bound_ns),
     ),
     ("  least possible, one batch at a time", lambda f: format_ns(f.lower_bound_ns)),
-    (
-        "  least possible, block schedule",
-        lambda f: None if f.block_bound_ns is None else format_ns(f.block_bound_ns),
-    ),
     ("  compute", lambda f: format_ns(f.compute_ns)),
     ("  transfer, busier lane", lambda f: format_ns(f.transfer_ns)),
     ("  stall", lambda f: format_ns(f.stall_ns)),

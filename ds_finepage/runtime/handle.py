@@ -20,7 +20,7 @@ from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
-from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.planning.policies import POLICIES
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.reporting.rank_figures import RankFigures, rank_table
 from ds_finepage.reporting.results import ObservedPass
@@ -190,7 +190,7 @@ class Handle:
             settings = replace(
                 before,
                 config=FinepageConfig.from_dict(
-                    {**dict(before.config), **changes}, policies=RUNNABLE
+                    {**dict(before.config), **changes}, policies=POLICIES
                 ),
                 budget_bytes=before.budget_bytes if budget_bytes is None else budget_bytes,
             )

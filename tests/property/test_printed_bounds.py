@@ -24,7 +24,6 @@ from tests.unit.planning.finepage.test_search import machine
 
 UNIT = 64
 PROFILE = dataclasses.replace(machine(h2d=1e10), memory_bytes_per_s=1e11)
-ONE_BATCH = [name for name in sorted(POLICIES) if name != "static-zigzag"]
 
 modest = settings(
     max_examples=20,
@@ -71,7 +70,7 @@ def hold(planned: Planned, *, split: bool) -> None:
     assert time <= planned.timeline.total_ns * slack + 1
 
 
-@pytest.mark.parametrize("policy", ONE_BATCH)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @modest
 @given(data=st.data(), graph=taskgraphs(max_tasks=10))
 def test_no_plan_is_below_the_bounds(policy: str, data: st.DataObject, graph: TaskGraph) -> None:
@@ -80,18 +79,6 @@ def test_no_plan_is_below_the_bounds(policy: str, data: st.DataObject, graph: Ta
     planned = planned_by(policy, graph, arena_bytes, split=False, profile=PROFILE)
     if planned is not None:
         hold(planned, split=False)
-
-
-@modest
-@given(data=st.data(), graph=taskgraphs(max_tasks=10))
-def test_no_block_schedule_is_below_its_bound(data: st.DataObject, graph: TaskGraph) -> None:
-    least, ample = min_arena_bytes(graph, UNIT), ample_arena_bytes(graph, UNIT)
-    arena_bytes = data.draw(st.integers(least, 2 * max(least, ample)))
-    planned = planned_by("static-zigzag", graph, arena_bytes, split=False, profile=PROFILE)
-    if planned is not None and planned.memgraph.graph.num_batches > 1:
-        assert planned.block_bound_ns is not None
-        num_batches = planned.memgraph.graph.num_batches
-        assert planned.block_bound_ns * num_batches <= planned.timeline.total_ns
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -117,7 +104,7 @@ def test_no_plan_with_experts_is_below_the_bounds(
     graph = layers_of_experts(num_experts=num_experts)
     profile = dataclasses.replace(PROFILE, h2d_bytes_per_s=h2d, memory_bytes_per_s=1e13)
     arena_bytes = graph.weight_bytes * percent // 100
-    for policy in ONE_BATCH if not split else ["finepage"]:
+    for policy in sorted(POLICIES) if not split else ["finepage"]:
         planned = planned_by(policy, graph, arena_bytes, split=split, profile=profile)
         if planned is not None:
             hold(planned, split=split)

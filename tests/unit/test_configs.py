@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_finepage.config import DebugConfig, FinepageConfig, section_of
-from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.planning.policies import POLICIES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 
@@ -19,7 +19,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> FinepageConfig:
-    return FinepageConfig.from_ds_config(section_of(load(path)), policies=RUNNABLE)
+    return FinepageConfig.from_ds_config(section_of(load(path)), policies=POLICIES)
 
 
 def named(name: str) -> Path:

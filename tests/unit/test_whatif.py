@@ -12,8 +12,6 @@ from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.whatif import CapturedModel, plan_captured
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
-from tests.unit.planning.baselines.layered import CARD, layered
-from tests.unit.planning.baselines.test_static import resized
 from tests.unit.planning.finepage.test_search import machine
 
 PROFILE = machine(h2d=1e9)
@@ -50,17 +48,6 @@ def test_the_least_time_counts_the_wait_for_routers() -> None:
     ).figures
     link_ns = figures.lower_bound_bytes * 1e9 / profile.h2d_bytes_per_s
     assert max(figures.compute_ns, link_ns) < figures.lower_bound_ns <= figures.predicted_ns
-    assert figures.block_bound_ns is None
-
-
-def test_a_plan_of_several_batches_shows_the_least_time_of_a_block_schedule() -> None:
-    captured = dataclasses.replace(CAPTURED, graph=resized(layered(4), weight=4000))
-    budget_bytes = captured.graph.weight_bytes // 2 + captured.needs.non_arena_bytes
-    figures = plan_captured(
-        captured, budget_bytes=budget_bytes, profile=CARD, policy="static-zigzag", split=False
-    ).figures
-    assert figures.block_bound_ns is not None
-    assert figures.block_bound_ns <= figures.predicted_ns
 
 
 def test_an_unknown_policy_is_refused() -> None:

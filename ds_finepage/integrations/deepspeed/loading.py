@@ -29,7 +29,7 @@ from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import METHOD
-from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.planning.policies import POLICIES
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ def is_wanted(modeling_utils: ModuleType) -> bool:
 def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
     """Return the ``finepage`` section of the active ``HfDeepSpeedConfig``; if none, it is off."""
     if not modeling_utils.is_deepspeed_zero3_enabled():
-        return FinepageConfig.from_ds_config(None, policies=RUNNABLE)
+        return FinepageConfig.from_ds_config(None, policies=POLICIES)
     section = section_of(modeling_utils.deepspeed_config())
-    return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
+    return FinepageConfig.from_ds_config(section, policies=POLICIES)
 
 
 def _quantizer(modeling_utils: ModuleType, call: WrappedCall) -> Any:

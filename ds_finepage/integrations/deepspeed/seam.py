@@ -20,7 +20,7 @@ from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, u
 from ds_finepage.integrations.deepspeed.ranks import compare_setups
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import is_packed, pack_model
-from ds_finepage.planning.policies import RUNNABLE
+from ds_finepage.planning.policies import POLICIES
 
 
 def install(engine_module: ModuleType) -> None:
@@ -164,7 +164,7 @@ def config_of(engine: Any) -> FinepageConfig:
         ConfigError: The section is not valid.
     """
     section = section_of(engine._config._param_dict)
-    return FinepageConfig.from_ds_config(section, policies=RUNNABLE)
+    return FinepageConfig.from_ds_config(section, policies=POLICIES)
 
 
 def refuse_unsupported(engine: Any) -> None:

@@ -110,10 +110,11 @@ class BestPlans:
         if profile is None or not self.tried:
             return True
         equal, best = self._options.equal_times, self.tried[0]
-        has_fewer = moved < best.moved_bytes
+        num_ranks = self._problem.graph.num_ranks
+        has_fewer = moved < num_ranks * best.moved_bytes
         limit_ns = equal * self.fastest_ns if has_fewer else best.total_ns / equal
         latencies_ns = num_copies * profile.transfer_latency_ns
-        rate = profile.h2d_bytes_per_s * self._problem.graph.num_ranks
+        rate = profile.h2d_bytes_per_s * num_ranks
         return moved * 10**9 <= (limit_ns - latencies_ns) * rate
 
     def offer_all(self, plans: Iterable[Plan | None]) -> bool:

@@ -87,8 +87,7 @@ def test_every_policy_has_figures_above_its_bounds(tight: Modeller, policy: str)
     for figures in tight.figures(policy):
         ns, nbytes, bound_ns, bound_bytes = numbers(figures)
         assert bound_bytes > 0 < ns
-        if policy != "static-zigzag":  # several batches share what is reloaded
-            assert bound_bytes <= nbytes and bound_ns <= ns
+        assert bound_bytes <= nbytes and bound_ns <= ns
         assert figures.wall_ns is figures.h2d_bytes is figures.predicted_ns is None
 
 

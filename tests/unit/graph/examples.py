@@ -84,7 +84,6 @@ def make_graph() -> TaskGraph:
             ModuleCall("layers.0", "Linear", 1, 0, 1),
             ModuleCall("drop", "Dropout", 1, 2, 2),
         ),
-        num_batches=3,
     )
 
 

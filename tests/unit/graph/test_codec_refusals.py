@@ -188,7 +188,6 @@ WRONG_GRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (cell("calls", 1, "depth", -1), r"calls\[1\]\.depth: .*greater than or equal to 0; found -1"),
     (cell("calls", 0, "end", 3), r"calls\[0\] runs tasks \[0, 3\), not inside 0\.\.2"),
     (cell("calls", 2, "begin", 3), r"calls\[2\] runs tasks \[3, 2\), not inside 0\.\.2"),
-    (field("num_batches", -1), "num_batches: .*greater than or equal to 0; found -1"),
 ]
 
 

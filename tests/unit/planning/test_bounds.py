@@ -12,7 +12,6 @@ import pytest
 
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.bounds import (
-    block_schedule_bound_ns,
     lower_bound,
     lower_bound_bytes,
 )
@@ -261,14 +260,6 @@ def test_a_task_that_may_be_delayed_into_a_window_does_not_wait() -> None:
 def test_kept_experts_cost_no_time() -> None:
     bound = lower_bound(EXPERTS, 10**7, 1, may_cut=True)
     assert bound.nbytes == 0 and bound.time_ns(OUTSIDE, 1.0) == sum(OUTSIDE)
-
-
-def test_a_block_reloads_each_weight_once_for_all_its_batches() -> None:
-    bound = lower_bound(chain_of(4, 100), 100, 1, may_cut=False)
-    times = [10, 10, 10, 10]
-    blocks = [block_schedule_bound_ns(bound, times, 1e9, num_batches=n) for n in (1, 4, 8, 100)]
-    assert blocks == [400, 100, 50, 40]
-    assert bound.time_ns(times, 1e9) == 400
 
 
 # --- against all schedules -------------------------------------------------------------------

@@ -11,8 +11,6 @@ import pytest
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.planning import pipeline
 from ds_finepage.planning.bounds import (
-    block_schedule_bound_ns,
-    lower_bound,
     lower_bound_bytes,
 )
 from ds_finepage.planning.budget import non_arena_bytes
@@ -20,10 +18,8 @@ from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.pipeline import PlanSettings, graph_to_plan, needs_of, plan_checked
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.simulator import Costs, simulate
+from ds_finepage.planning.simulator import simulate
 from tests.property.matmul_chains import matmul_chain
-from tests.unit.planning.baselines.layered import CARD, layered
-from tests.unit.planning.baselines.test_static import resized
 from tests.unit.planning.finepage.test_search import machine
 from tests.unit.planning.sketches import chain
 
@@ -79,27 +75,6 @@ def test_a_printed_bound_counts_for_each_task_its_own_workspace() -> None:
         policy_gets = graph_to_plan(graph, arena_bytes, settings)
         own = bound_of(policy_gets, arena_bytes, UNIT, own_workspaces=True)
         assert planned.lower_bound_bytes == own < bound_of(policy_gets, arena_bytes, UNIT)
-
-
-def test_a_plan_of_several_batches_has_the_bound_of_a_block_schedule_too() -> None:
-    graph = resized(layered(4), weight=400)
-    arena_bytes = (4 * 400 + 200) * UNIT
-    settings = dataclasses.replace(SETTINGS, profile=CARD)
-    one, several = (
-        plan_checked(graph, arena_bytes, dataclasses.replace(settings, policy=policy))
-        for policy in ("static", "static-zigzag")
-    )
-    assert one.block_bound_ns is None
-    assert one.lower_bound_ns == several.lower_bound_ns <= one.timeline.total_ns
-    num_batches = several.memgraph.graph.num_batches
-    times = [Costs(CARD).task_ns(graph, task) for task in graph.tasks]
-    bound = lower_bound(graph, arena_bytes, UNIT, may_cut=False, own_workspaces=True)
-    assert one.lower_bound_ns == bound.time_ns(times, CARD.h2d_bytes_per_s)
-    assert several.block_bound_ns == block_schedule_bound_ns(
-        bound, times, CARD.h2d_bytes_per_s, num_batches=num_batches
-    )
-    # Per batch it is faster than any schedule of one batch at a time.
-    assert several.block_bound_ns <= several.timeline.total_ns / num_batches < one.lower_bound_ns
 
 
 def test_weights_that_a_pass_finds_and_does_not_leave_are_copied_in_every_pass() -> None:

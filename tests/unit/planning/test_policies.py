@@ -13,7 +13,6 @@ from ds_finepage.planning.policies import (
     CYCLIC,
     PAGING,
     POLICIES,
-    RUNNABLE,
     Policy,
     plan_steady,
     with_parts_that_fit,
@@ -40,10 +39,6 @@ def test_a_policy_that_pages_is_cyclic_or_carries_residency() -> None:
     assert set(CYCLIC) == set(CAN_SPLIT) == {"finepage"}
     assert set(PAGING) == set(CYCLIC) | carrying
     assert all(name == policy.name for name, policy in POLICIES.items())
-
-
-def test_a_plan_for_several_calls_cannot_be_run() -> None:
-    assert set(POLICIES) - set(RUNNABLE) == {"static-zigzag"}
 
 
 @pytest.mark.parametrize("make", [plan, plan_steady])

@@ -125,12 +125,6 @@ def test_too_much_at_one_time_is_refused_with_task_and_both_numbers() -> None:
     assert "Raise finepage.device_budget by 64 bytes" in message
 
 
-def test_reserved_bytes_are_not_used_and_are_part_of_the_need() -> None:
-    realize(Problem(GRAPH, 192, 64), ONE_BY_ONE, reserved_bytes=64)
-    with pytest.raises(PlanInfeasibleError, match=r"\(256 bytes\)"):
-        realize(Problem(GRAPH, 192, 64), ONE_BY_ONE, reserved_bytes=128)
-
-
 def test_a_task_that_never_fits_is_refused_as_anywhere() -> None:
     with pytest.raises(PlanInfeasibleError, match="min_budget_bytes 128"):
         realize(Problem(GRAPH, 64, 64), ONE_BY_ONE)

@@ -90,15 +90,6 @@ def test_each_line_of_the_table_shows_its_own_figure() -> None:
     ]
 
 
-def test_a_plan_of_several_batches_shows_the_bound_of_a_block_schedule_too() -> None:
-    labels, values = (
-        list(column.cells)
-        for column in dataclasses.replace(FIGURES, block_bound_ns=NS).to_table().columns
-    )
-    at = labels.index("  least possible, block schedule")
-    assert values[at - 1 : at + 1] == ["2.00 s", "1.00 s"]
-
-
 def test_the_table_of_a_rank_says_what_it_sends_and_what_all_ranks_make() -> None:
     table = dataclasses.replace(FIGURES, num_ranks=4, sent_bytes=3 << 20).to_table()
     labels, values = (list(column.cells) for column in table.columns)

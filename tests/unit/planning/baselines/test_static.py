@@ -1,4 +1,4 @@
-"""Policies static*: shares, one layer ahead, row and zig-zag order."""
+"""Policy static: shares, one layer ahead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import pytest
 
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.baselines.static import FORMS, Static, plan_static, plan_static_zigzag
-from ds_finepage.planning.baselines.unroll import unroll
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.baselines.static import FORMS, Static, plan_static
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
@@ -24,28 +22,26 @@ def row(graph: TaskGraph, units: int) -> MemGraph:
     return check(found)
 
 
-def zigzag(graph: TaskGraph, units: int) -> MemGraph:
-    found = plan_static_zigzag(
-        Problem(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
+def resized(graph: TaskGraph, **units: int) -> TaskGraph:
+    """Change the size of all buffers of a kind."""
+    buffers = tuple(
+        dataclasses.replace(b, nbytes=units.get(b.kind.value, 1) * UNIT) for b in graph.buffers
     )
-    return check(found)
+    return dataclasses.replace(graph, buffers=buffers)
 
 
 def in_first_form(graph: TaskGraph, units: int) -> MemGraph:
     """Plan the largest share, in the first form."""
     problem = Problem(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
-    found = Static(problem, 1, "static").largest(FORMS[0])
+    found = Static(problem).largest(FORMS[0])
     assert found is not None
     return check(found)
-
-
-# Row order.
 
 
 def test_a_layer_is_brought_in_while_the_one_before_computes() -> None:
     """And the first one while the last does."""
     problem = Problem(layered(2), arena_bytes=6 * UNIT, alignment=UNIT, profile=CARD)
-    streamed = check(Static(problem, 1, "static").nothing_kept())
+    streamed = check(Static(problem).nothing_kept())
     assert moved(streamed, NodeKind.RELOAD, NodeKind.DROP) == [
         *("reload layers.0.lin0", "reload layers.0.lin1", "embed", "drop embed"),
         *("reload layers.1.lin0", "reload layers.1.lin1", "layers.0.lin0", "layers.0.lin1"),
@@ -118,102 +114,3 @@ def test_a_model_without_layers_is_brought_in_as_its_labels_change() -> None:
     memgraph = row(graph, 3)
     assert memgraph.reloaded_bytes == 4 * UNIT
     assert memgraph.peak_bytes == 3 * UNIT
-
-
-# Zig-zag order.
-
-
-def resized(graph: TaskGraph, **units: int) -> TaskGraph:
-    """Change the size of all buffers of a kind."""
-    buffers = tuple(
-        dataclasses.replace(b, nbytes=units.get(b.kind.value, 1) * UNIT) for b in graph.buffers
-    )
-    return dataclasses.replace(graph, buffers=buffers)
-
-
-def test_several_batches_share_what_is_brought_in() -> None:
-    graph = resized(layered(4), weight=400)
-    units = 4 * 400 + 200
-    one, several = row(graph, units), zigzag(graph, units)
-    num_batches = several.graph.num_batches
-    assert num_batches == 8
-    assert len(several.graph.tasks) == 8 * len(graph.tasks)
-    assert several.reloaded_bytes == one.reloaded_bytes == graph.weight_bytes
-    assert simulate(several, CARD).total_ns < 1.01 * simulate(one, CARD).total_ns
-    assert several.offloaded_bytes == 0
-
-
-def test_one_batch_will_do_where_all_fits() -> None:
-    memgraph = zigzag(layered(4), 60)
-    assert memgraph.reloaded_bytes == 0
-    assert memgraph.graph.num_batches == 1
-
-
-def test_batches_take_turns_in_each_layer() -> None:
-    memgraph = zigzag(resized(layered(4), weight=400), 4 * 400 + 200)
-    labels = [task.label for task in memgraph.graph.tasks]
-    assert labels[:8] == ["embed"] * 8
-    assert labels[8:24] == ["layers.0.lin0", "layers.0.lin1"] * 8
-
-
-def test_further_kv_caches_are_paid_for() -> None:
-    """With large caches one batch is all that fits, and the orders are one."""
-    graph = resized(layered(4), state=100)
-    alone, together = row(graph, 8), zigzag(graph, 8)
-    assert together.graph.num_batches == 1
-    assert dataclasses.replace(together, policy="static") == alone
-
-
-def test_what_does_not_fit_of_the_activations_waits_in_host_memory() -> None:
-    """Weights that are dear to bring in and activations that are not small."""
-    graph = resized(layered(3), weight=400, activation=40)
-    memgraph = zigzag(graph, 4 * 400 + 2 * 40 + 200)
-    assert memgraph.graph.num_batches == 8
-    assert memgraph.offloaded_bytes > 0
-    assert memgraph.reloaded_bytes < 8 * graph.weight_bytes
-
-
-# Unrolling.
-
-
-def test_unrolled_batches_share_weights_and_nothing_else() -> None:
-    graph = layered(2)
-    found = unroll(graph, [0, 1, 3, 5], 3)
-    assert found.graph.num_batches == 3
-    assert found.graph.weight_bytes == graph.weight_bytes
-    for kind in (BufferKind.STATE, BufferKind.INPUT, BufferKind.ACTIVATION, BufferKind.OUTPUT):
-        before, after = (sum(b.kind is kind for b in g.buffers) for g in (graph, found.graph))
-        assert after == 3 * before
-    own = [set(ids.values()) for ids in found.buffers]
-    weights = {b.id for b in graph.buffers if b.kind is BufferKind.WEIGHT}
-    assert own[0] & own[1] == own[1] & own[2] == weights
-    assert codec.loads(codec.dumps(found.graph), TaskGraph) == found.graph
-
-
-def test_each_unrolled_batch_does_what_the_one_did() -> None:
-    graph = layered(2)
-    found = unroll(graph, [0, 1, 3, 5], 3)
-    for ids in found.buffers:
-        mine = [t for t in found.graph.tasks if set(t.writes) <= set(ids.values())]
-        back = {new: old for old, new in ids.items()}
-        assert [t.label for t in mine] == [t.label for t in graph.tasks]
-        for copy, task in zip(mine, graph.tasks, strict=True):
-            assert tuple(back[b] for b in copy.reads) == task.reads
-            assert tuple(back[b] for b in copy.writes) == task.writes
-            (result,) = copy.results
-            assert back[found.graph.tensors[result].buffer] == task.writes[-1]
-
-
-def test_unrolled_inputs_and_outputs_have_positions_of_their_own() -> None:
-    graph = layered(2)
-    found = unroll(graph, [0], 2).graph
-    positions = [i.position for i in found.inputs]
-    assert len(positions) == len(set(positions))
-    assert [o.position for o in found.outputs] == [None, 0, None, len(graph.inputs)]
-    assert len({o.tensor for o in found.outputs if o.tensor is not None}) == 2
-
-
-def test_one_batch_unrolled_is_the_pass() -> None:
-    graph = layered(2)
-    found = unroll(graph, [0, 3], 1)
-    assert found.graph.tasks == graph.tasks and found.graph.buffers == graph.buffers

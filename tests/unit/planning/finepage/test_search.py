@@ -398,7 +398,8 @@ def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     assert not tried.offer_all([None])
     tried.offer(roomy)
     num_copies = sum(node.kind is NodeKind.RELOAD for node in roomy.nodes)
-    assert tried.may_win(roomy.reloaded_bytes, num_copies)
+    assert tried.may_win(roomy.reloaded_bytes - 1, num_copies)
+    assert not tried.may_win(roomy.reloaded_bytes, num_copies)  # neither fewer bytes nor less time
     assert not tried.may_win(roomy.reloaded_bytes, 10**6)
     assert not tried.may_win(2 * tight.reloaded_bytes, num_copies)
     assert search().may_win(10**12, 1)  # without a machine, nothing is known of time
