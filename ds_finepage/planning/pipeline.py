@@ -28,7 +28,7 @@ from ds_finepage.planning.policies import (
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.rewrite.exact_slices import smallest_slices
+from ds_finepage.planning.rewrite.exact_slices import least_sliced_bytes
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.planning.time_bound import least_time_ns
@@ -253,7 +253,8 @@ def needs_of(
     if cuts_weights:
         least = min_split_arena_bytes(graph, alignment)
     else:
-        least = min_arena_bytes(smallest_slices(smallest) if looks_up_rows else smallest, alignment)
+        least_of = least_sliced_bytes if looks_up_rows else min_arena_bytes
+        least = least_of(smallest, alignment)
     return Needs(
         graph=smallest,
         alignment=alignment,

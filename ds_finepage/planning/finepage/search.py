@@ -48,7 +48,11 @@ from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows, gather_rows_that_pay
-from ds_finepage.planning.rewrite.exact_slices import slices_that_fit, smallest_slices
+from ds_finepage.planning.rewrite.exact_slices import (
+    exact_units,
+    least_sliced_bytes,
+    slices_that_fit,
+)
 from ds_finepage.planning.rewrite.recompute import recompute
 
 
@@ -100,7 +104,7 @@ def _in_exact_slices(problem: Problem) -> Problem:
     if not problem.split or problem.is_feasible:
         return problem
     rows = _with_rows(problem).graph
-    if smallest_slices(rows) is rows:
+    if not exact_units(rows):
         return problem
     return problem.of(slices_that_fit(rows, problem.arena_bytes, problem.alignment))
 
@@ -206,9 +210,8 @@ def min_split_arena_bytes(
         options: The numbers and switches.
     """
     least, rows = min_arena_bytes(graph, alignment), gather_rows(graph)
-    exact = smallest_slices(rows)
-    if exact is not rows:
-        least = min(least, min_arena_bytes(exact, alignment))
+    if exact_units(rows):
+        least = min(least, least_sliced_bytes(rows, alignment))
     graphs = [graph]
     if options.recomputes:
         graphs.append(recompute(graph, alignment, tiny_share=options.fixed_share))

@@ -18,6 +18,30 @@ SLICES_IN_ROOM = 4
 """Slices that the arena is to hold beside the activations: one is used while others come."""
 
 
+def exact_units(graph: TaskGraph) -> list[Divisible]:
+    """Find the weights that can be cut where no bit changes; those of several ranks are not cut."""
+    if graph.parted:
+        return []
+    return [d for d in divisible_weights(graph) if d.exact_rows is not None]
+
+
+def least_sliced_bytes(graph: TaskGraph, alignment: int) -> int:
+    """Return the smallest arena in which every task of the smallest slices can run.
+
+    Args:
+        graph: The pass, uncut: to cut it takes longer.
+        alignment: Of extents, in bytes.
+    """
+    units, least = {unit.task: unit for unit in exact_units(graph)}, 0
+    for task in graph.tasks:
+        sizes = {b: graph.buffers[b].nbytes for b in graph.paged(task)}
+        unit = units.get(task.index)
+        if unit is not None and unit.exact_rows is not None:
+            sizes |= {b: unit.exact_rows * row_bytes for b, row_bytes in unit.parts}
+        least = max(least, sum(extent_bytes(nbytes, alignment) for nbytes in sizes.values()))
+    return least
+
+
 def smallest_slices(graph: TaskGraph) -> TaskGraph:
     """Cut every weight wherever no bit changes.
 
@@ -62,12 +86,10 @@ def _cut(graph: TaskGraph, num_steps: Callable[[Divisible], int]) -> TaskGraph:
     """Cut weights into slices.
 
     Args:
-        graph: The pass. The weights of several ranks are not cut.
+        graph: The pass.
         num_steps: Returns for a weight how many of its shortest slices stay together.
     """
-    if graph.parted:
-        return graph
-    units = [d for d in divisible_weights(graph) if d.exact_rows is not None]
+    units = exact_units(graph)
     return cut_weights(
         graph,
         {d.buffer: range(0, d.num_rows, (d.exact_rows or 1) * num_steps(d)) for d in units},

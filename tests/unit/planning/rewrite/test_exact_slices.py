@@ -19,7 +19,11 @@ from ds_finepage.planning.policies import PAGING, POLICIES, plan_steady
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite import exact_slices
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.rewrite.exact_slices import slices_that_fit, smallest_slices
+from ds_finepage.planning.rewrite.exact_slices import (
+    least_sliced_bytes,
+    slices_that_fit,
+    smallest_slices,
+)
 from ds_finepage.planning.rewrite.split import divisible_weights, quantum
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.execution.graphs import INPUT, OUTPUT, WEIGHT, Draft
@@ -59,7 +63,7 @@ def test_slices_of_an_output_layer_give_the_bits_of_the_whole(
     assert rows_of_slices(cut) == [*3 * [packed.OUTPUT_ROWS], 100]
     assert cut.tasks[-1].op == JOIN and cut.weight_bytes == graph.weight_bytes
     least = min_arena_bytes(cut, UNIT)
-    assert least < min_arena_bytes(graph, UNIT)
+    assert least_sliced_bytes(graph, UNIT) == least < min_arena_bytes(graph, UNIT)
     found = plan_steady(graph, arena_bytes=least, policy="finepage")
     assert found.graph == cut
     assert all(map(torch.equal, results_of(check(found), graph), expected))
@@ -91,10 +95,12 @@ def test_other_graphs_are_never_cut() -> None:
     plain = matmul_chain([64, 2048, 64], num_rows=2)
     assert divisible_weights(plain)
     assert smallest_slices(plain) is plain
+    assert least_sliced_bytes(plain, UNIT) == min_arena_bytes(plain, UNIT)
     assert slices_that_fit(plain, 64, UNIT) is plain
     graph = output_layer()
     parted = dataclasses.replace(graph, parted=("weight",), num_ranks=2)
     assert smallest_slices(parted) is parted
+    assert least_sliced_bytes(parted, UNIT) == min_arena_bytes(parted, UNIT)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
