@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import os
 import queue
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tests.mutations.mutant import ROOT, Mutant, StaleMutantError, all_mutants
 
@@ -36,6 +39,11 @@ MOST_SURVIVORS = 0.05
 
 COPIED = ("ds_finepage", "tests", "examples", "configs", "benchmarks", "docs", ".ci")
 """Folders that the tests need, beside the files at the root."""
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "transformers", "deepspeed"])
+"""Starts processes in which the packages that take seconds to import are there already."""
 
 KILLED, SURVIVED, SLOW, BROKEN = "killed", "survived", "killed (too slow)", "BROKEN"
 
@@ -90,23 +98,47 @@ class Copy:
 
     def run_tests(self, tests: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
         """Run tests in a process; return its status, None if it did not end, and its last lines."""
-        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider"]
-        command += ["-m", "slow or not slow"]
-        try:
-            done = subprocess.run(
-                [*command, *tests],
-                cwd=self.folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-            )
-        except subprocess.TimeoutExpired:
-            return None, ""
-        return done.returncode, "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        with tempfile.NamedTemporaryFile(suffix=".txt") as output:
+            process = FORKS.Process(target=run_pytest, args=(self.folder, tests, output.name))
+            process.start()
+            process.join(timeout_s)
+            if process.is_alive():
+                os.killpg(process.pid or 0, signal.SIGKILL)
+                process.join()
+                return None, ""
+            lines = Path(output.name).read_text(errors="replace").strip().splitlines()
+        return process.exitcode, "\n".join(lines[-15:])
+
+
+def run_pytest(folder: Path, tests: Sequence[str], output: str) -> None:
+    """Run tests of a copy in this process, which others are ended with, and exit with the status.
+
+    Args:
+        folder: The copy.
+        tests: Files, or tests in them.
+        output: The file that gets what is printed.
+    """
+    os.setsid()
+    with open(output, "w") as file, open(os.devnull) as nothing:
+        for stream, number in ((nothing, 0), (file, 1), (file, 2)):
+            os.dup2(stream.fileno(), number)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path[:0] = [str(folder)]
+    for name in [n for n in sys.modules if n.partition(".")[0] in COPIED]:
+        del sys.modules[name]  # this script came from the repository
+    command = [
+        "--assert=plain",
+        "-n",
+        "0",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "slow or not slow",
+        *tests,
+    ]
+    sys.exit(int(pytest.main(command)))
 
 
 def look(copy: Copy, mutant: Mutant, timeout_s: float) -> Outcome:
