@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -172,12 +172,12 @@ def test_everything_is_as_before_at_the_end(folders: dict[str, Path], model_name
     assert torch.equal(generate(model), expected)
 
 
-def test_outside_of_counting_a_fetch_is_an_alias_and_counts_nothing(
-    folders: dict[str, Path],
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_fetch_is_a_copy_while_it_counts_and_else_an_alias(
+    folders: dict[str, Path], counts: bool
 ) -> None:
     engine = load_arm(request_of(folders["llama"], settings={"modules_on_device": 0}))
     masters = {w.data_ptr() for w in engine.model.parameters()}
-    engine.place()
     used = []
     head = engine.model.lm_head
     linear = torch.nn.functional.linear
@@ -186,12 +186,17 @@ def test_outside_of_counting_a_fetch_is_an_alias_and_counts_nothing(
         used.append(weight.data_ptr())
         return linear(data, weight, bias)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as stack:
+        if counts:
+            stack.enter_context(engine.counting())
+        engine.place()
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(torch.nn.functional, "linear", seen)
         engine.begin_forward()
         generate(engine.model)
-    assert used and set(used) <= masters and head is engine.model.lm_head
-    assert engine.copied() == (0, 0)
+    assert used and head is engine.model.lm_head
+    assert masters.isdisjoint(used) if counts else masters.issuperset(used)
+    assert bool(engine.copied()[0]) is counts
     engine.close()
 
 
