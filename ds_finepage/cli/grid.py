@@ -29,7 +29,7 @@ from ds_finepage.cli.grid_rows import (
     to_rows,
     to_table,
 )
-from ds_finepage.cli.progress import with_progress
+from ds_finepage.cli.output import with_progress
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.files import write_file

@@ -1,4 +1,4 @@
-"""Speed against budget: the gain of the next gigabyte, and the budget that a speed needs."""
+"""Speed against budget: the gain of the next gigabyte."""
 
 from __future__ import annotations
 
@@ -62,18 +62,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """The smallest planned budget that gives a speed."""
-
-    tokens_per_s: float
-    budget_bytes: int
-
-    def in_words(self) -> str:
-        """Say which budget the speed needs."""
-        return f"{self.tokens_per_s:g} tok/s needs {format_bytes(self.budget_bytes)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """The price list of one model on one machine; points are sorted by budget.
 
@@ -89,7 +77,6 @@ class Curve:
     weight_bytes: int
     capacity_bytes: int
     points: tuple[CurvePoint, ...]
-    needs: tuple[Need, ...] = ()
     weights: str | None = None
     num_ranks: int = 1
 
@@ -117,15 +104,10 @@ class Curve:
             for a, b in zip(at, at[1:], strict=False)
         )
 
-    def in_words(self) -> list[str]:
-        """Say where the knees are, and which budget each speed needs."""
-        return [step.in_words() for step in self.steps] + [n.in_words() for n in self.needs]
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything by name, ready for JSON."""
         values = asdict(self)
         values["knees"] = [{**asdict(s), "gain": s.gain, "text": s.in_words()} for s in self.steps]
-        values["needs"] = [{**asdict(n), "text": n.in_words()} for n in self.needs]
         return values
 
     def to_table(self) -> Table:
@@ -219,13 +201,3 @@ def knees(curve: Sequence[tuple[float, float]], tolerance: float = KNEE) -> list
         return between(first, at) + between(at, last)
 
     return [0, *between(0, len(curve) - 1)]
-
-
-def round_speeds(slowest: float, fastest: float, most: int = 4) -> list[float]:
-    """Choose round numbers between two speeds: 1, 2 or 5 times a power of ten, the largest ones."""
-    speeds: list[float] = []
-    power = 10.0**-3
-    while power <= fastest:
-        speeds += [power * f for f in (1, 2, 5) if slowest < power * f <= fastest]
-        power *= 10
-    return [float(f"{speed:.6g}") for speed in speeds[-most:]]

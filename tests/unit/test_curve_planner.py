@@ -1,11 +1,13 @@
-"""A curve plans no budget twice, and names none that was not planned."""
+"""A curve plans no budget twice, and every form of the weights under the same budgets."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from ds_finepage.cli.curve import Planner
+import pytest
+
+from ds_finepage.cli.curve import Planner, common_budgets
 
 
 class Modelled:
@@ -23,9 +25,6 @@ class Modelled:
         self.asked.append(budget)
         self.budget = budget
         return self
-
-    def step(self, policy: str) -> Any:
-        return SimpleNamespace(figures=self.figures(self.budget - 1.0))
 
     def planned(self, policy: str) -> Any:
         figures = self.figures(float(self.budget))
@@ -48,12 +47,16 @@ def test_no_budget_is_planned_twice() -> None:
     assert [p.fits for p in points] == [True] * 4 + [False]
 
 
-def test_a_budget_that_misses_its_speed_is_not_named() -> None:
-    modelled: Any = Modelled()
-    planner = Planner("finepage", modelled)
-    points = [planner.point(budget) for budget in (10, 20)]
-    need = planner.need(13.0, points)
-    assert need is not None and need.budget_bytes == 15  # where a step of 14 was planned
-    assert modelled.asked[2:] == [15]
-    need = planner.need(19.5, points)
-    assert need is not None and need.budget_bytes == 20 and modelled.asked[-1] == 19
+@pytest.mark.parametrize(
+    ("ends", "num_points", "budgets"),
+    [
+        ([(10, 20)], 3, [10, 15, 20]),
+        ([(10, 20)], 2, [10, 20]),
+        ([(10, 20), (0, 40)], 6, [0, 10, 15, 20, 40]),
+        ([(10, 20), (0, 40), (4, 20)], 2, [0, 4, 10, 20, 40]),
+    ],
+)
+def test_budgets_are_evenly_spread_over_what_each_form_can_use(
+    ends: list[tuple[int, int]], num_points: int, budgets: list[int]
+) -> None:
+    assert common_budgets(ends, num_points) == budgets

@@ -1,4 +1,4 @@
-"""The price list of a model: its knees, what a stretch buys, and which budget a speed needs."""
+"""The price list of a model: its knees, and what a stretch buys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from rich.console import Console
 from ds_finepage.reporting.curve import (
     Curve,
     CurvePoint,
-    Need,
     Step,
     at_least_as_good,
     knees,
-    round_speeds,
 )
 
 
@@ -67,21 +65,6 @@ def test_sentences() -> None:
     assert step.in_words() == "+1.00 GiB buys 31% (from 1.00 GiB to 2.00 GiB: 10.00 to 13.10 tok/s)"
     step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=10.05)
     assert step.in_words() == "+1.00 GiB buys nothing (from 1.00 GiB to 2.00 GiB)"
-    need = Need(tokens_per_s=12.0, budget_bytes=27 * gib)
-    assert need.in_words() == "12 tok/s needs 27.00 GiB"
-
-
-@pytest.mark.parametrize(
-    ("slowest", "fastest", "expected"),
-    [
-        (0.9, 16.0, [1, 2, 5, 10]),
-        (3.0, 4.0, []),
-        (0.01, 0.06, [0.02, 0.05]),
-        (1.0, 1e6, [1e5, 2e5, 5e5, 1e6]),
-    ],
-)
-def test_round_speeds(slowest: float, fastest: float, expected: list[float]) -> None:
-    assert round_speeds(slowest, fastest) == expected
 
 
 CURVE = Curve(
@@ -93,14 +76,12 @@ CURVE = Curve(
     weight_bytes=4,
     capacity_bytes=4,
     points=(point(1, 1.0, 50), point(2, 4.0, 40), point(3, 4.01, 40)),
-    needs=(Need(tokens_per_s=2, budget_bytes=2),),
 )
 
 
 def test_the_json_carries_the_sentences() -> None:
-    values = CURVE.to_dict()
-    texts = [*(k["text"] for k in values["knees"]), *(n["text"] for n in values["needs"])]
-    assert texts == CURVE.in_words() and len(texts) == 3
+    texts = [knee["text"] for knee in CURVE.to_dict()["knees"]]
+    assert texts == [step.in_words() for step in CURVE.steps] and len(texts) == 2
 
 
 def test_the_table_has_a_row_a_budget() -> None:
