@@ -187,6 +187,7 @@ FIRST_TOKEN: tuple[Column, ...] = (
     ("capture", lambda r: _time(r.capture_ns)),
     ("planning", lambda r: _time(r.plan_ns)),
     ("computing", lambda r: _time(r.prefill.wall_ns)),
+    ("first call", lambda r: _time(r.first_call_ns)),
     ("host memory", lambda r: _bytes(r.host_bytes)),
     ("pinned", lambda r: _bytes(r.pinned_bytes)),
 )

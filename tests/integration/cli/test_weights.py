@@ -56,7 +56,7 @@ def commands(model: str) -> dict[str, list[str]]:
         "curve": ["curve", "--model", model, *shape, "--points", "4"],
         "grid": ["grid", "--models", model, *shape, "--policies", "finepage"],
         "compare": ["compare", "--model", model, "--prompt", "8"],
-        "demo": ["demo", "--tiny"],
+        "demo": ["demo", "--model", model],
     }
 
 
