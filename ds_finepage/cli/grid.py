@@ -13,11 +13,8 @@ import argparse
 import datetime
 import itertools
 import json
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ds_finepage
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import (
@@ -32,10 +29,10 @@ from ds_finepage.cli.grid_rows import (
 from ds_finepage.cli.output import with_progress
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
-from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.reporting.results import installed_versions
 
 if TYPE_CHECKING:
     from ds_finepage.modeller import Modeller
@@ -66,13 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_host_memory(parser)
     options.add_split(parser)
     output.add_json(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write the cells as JSON, with date, command and versions",
-    )
-    options.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,10 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
             policies,
         )
     ]
-    out: Path | None = arguments.out
-    if out is not None:
-        options.require_writable(out, force=arguments.force)
-
     planner = Planner(
         profiles=profiles,
         budget=budget,
@@ -118,17 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
         weights_group=arguments.weights_group,
     )
     results = {cell: planner.plan(cell) for cell in with_progress(cells)}
-    if out is not None:
-        document = to_document(results, arguments.typed)
-        write_file(out, json.dumps(document, indent=2) + "\n")
     if arguments.json:
-        print(json.dumps(to_rows(results), indent=2))
+        print(json.dumps(to_document(results, arguments.typed), indent=2))
     else:
         output.show(to_table(results))
         for line in lines_below(results):
             print(line)
-        if out is not None:
-            print(f"cells: {out}")
     return 0
 
 
@@ -227,13 +208,10 @@ class Planner:
 
 
 def to_document(results: Results, command: str) -> dict[str, Any]:
-    """Return the contents of a result file: the cells, the command and the versions."""
+    """Return the cells, with the date, the command and the versions."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": command,
-        "versions": {
-            "ds_finepage": ds_finepage.__version__,
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
+        "versions": installed_versions(("ds_finepage", "torch", "transformers")),
         "cells": to_rows(results),
     }

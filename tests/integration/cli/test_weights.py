@@ -200,7 +200,7 @@ def test_four_bits_reload_at_most_three_tenths_under_the_same_share(
 
 def test_a_grid_has_a_row_for_each_form(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [*commands(model)["grid"], "--device-budget", "2MiB", "--weights", ",".join(FORMS)]
-    cells = found(capsys, *command)
+    cells = found(capsys, *command)["cells"]
     assert [cell["weights"] for cell in cells] == list(FORMS)
     for cell, form in zip(cells, FORMS, strict=True):
         assert cell["weight_bytes"] == OTHER_BYTES + PACKED_BYTES[form]
@@ -218,14 +218,13 @@ def test_a_grid_without_forms_has_no_column_for_them(
 ) -> None:
     assert main(commands(model)["grid"]) == 0
     assert "weights" not in capsys.readouterr().out
-    assert [cell["weights"] for cell in found(capsys, *commands(model)["grid"])] == [None]
+    cells = found(capsys, *commands(model)["grid"])["cells"]
+    assert [cell["weights"] for cell in cells] == [None]
 
 
-def test_the_file_of_a_grid_names_the_forms(model: str, tmp_path: Path) -> None:
-    out = tmp_path / "grid.json"
+def test_the_json_of_a_grid_names_the_forms(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     forms = ["--weights", "int8,int4", "--weights-group", "32"]
-    assert main([*commands(model)["grid"], *forms, "--out", str(out)]) == 0
-    command = json.loads(out.read_text())["command"]
+    command = found(capsys, *commands(model)["grid"], *forms)["command"]
     assert " --weights int8,int4 --weights-group 32 " in command
 
 
