@@ -49,7 +49,6 @@ KEYS = [
     "weights",
     "num_ranks",
     "sent_bytes",
-    "kv_elsewhere_ns",
 ]
 
 
