@@ -1,4 +1,4 @@
-"""Show speed against budget: tokens a second and time to the first token, and where the knees are.
+"""Show speed against budget: tokens a second and time to the first token.
 
 The price list of a model on a machine. Budgets go from the smallest that can run to the one under
 which all weights stay resident, even if the device has less memory. Under small budgets the KV
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from ds_finepage.capture.shipped import require_model
@@ -71,14 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     curves = make_curves(planners, arguments.points)
     if arguments.json:
-        found = [curve.to_dict() for curve in curves]
+        found = [asdict(curve) for curve in curves]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
         return 0
     output.show(price_table(curves) if len(curves) > 1 else curves[0].to_table())
     for curve in curves:
-        form = f"{curve.weights}: " if len(curves) > 1 else ""
-        for step in curve.steps:
-            print(f"{form}{step.in_words()}")
         if is_modelled_packing(arguments.policy, curve.weights):
             print(packing_note(str(curve.weights)))
     return 0

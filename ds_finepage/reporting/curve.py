@@ -1,9 +1,9 @@
-"""Speed against budget: the gain of the next gigabyte."""
+"""Speed against budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,6 @@ from rich.table import Table
 from ds_finepage.reporting.figures import of_ranks
 from ds_finepage.reporting.tabular import table_of
 from ds_finepage.units import format_bytes, format_ns
-
-KNEE = 0.1
-"""A curve has a knee where it leaves the straight line by this share of its height."""
-
-FLAT = 0.01
-"""A smaller gain counts as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,32 +27,6 @@ class CurvePoint:
     first_token_bound_ns: int
     decode_reloaded_bytes: int
     prefill_reloaded_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A stretch of the curve between two knees."""
-
-    from_bytes: int
-    to_bytes: int
-    from_tokens_per_s: float
-    to_tokens_per_s: float
-
-    @property
-    def gain(self) -> float:
-        """The added speed, as a share of the speed at the begin of the stretch."""
-        return self.to_tokens_per_s / self.from_tokens_per_s - 1
-
-    def in_words(self) -> str:
-        """Say how much speed the bytes buy."""
-        extra = format_bytes(self.to_bytes - self.from_bytes)
-        where = f"from {format_bytes(self.from_bytes)} to {format_bytes(self.to_bytes)}"
-        if self.gain < FLAT:
-            return f"+{extra} buys nothing ({where})"
-        return (
-            f"+{extra} buys {self.gain:.0%} ({where}: {self.from_tokens_per_s:.2f} to "
-            f"{self.to_tokens_per_s:.2f} tok/s)"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,27 +56,6 @@ class Curve:
             f"{self.model}{form}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
             f"{self.hardware}{of_ranks(self.num_ranks)}"
         )
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The stretches between the knees."""
-        points = self.points
-        at = knees([(p.budget_bytes, p.tokens_per_s) for p in points])
-        return tuple(
-            Step(
-                from_bytes=points[a].budget_bytes,
-                to_bytes=points[b].budget_bytes,
-                from_tokens_per_s=points[a].tokens_per_s,
-                to_tokens_per_s=points[b].tokens_per_s,
-            )
-            for a, b in zip(at, at[1:], strict=False)
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything by name, ready for JSON."""
-        values = asdict(self)
-        values["knees"] = [{**asdict(s), "gain": s.gain, "text": s.in_words()} for s in self.steps]
-        return values
 
     def to_table(self) -> Table:
         """Return the points as a table for the terminal."""
@@ -171,33 +118,3 @@ def at_least_as_good(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
             )
         best.append(point)
     return tuple(best)
-
-
-def knees(curve: Sequence[tuple[float, float]], tolerance: float = KNEE) -> list[int]:
-    """Find the points between which a curve is nearly straight.
-
-    Args:
-        curve: Points, sorted by their first number.
-        tolerance: How far the curve may leave the straight line, as a share of its height.
-
-    Returns:
-        The positions of these points, the first and the last point included.
-    """
-    if len(curve) < 3:
-        return list(range(len(curve)))
-    values = [y for _, y in curve]
-    height = max(values) - min(values)
-
-    def between(first: int, last: int) -> list[int]:
-        (x0, y0), (x1, y1) = curve[first], curve[last]
-        worst, at = 0.0, first
-        for i in range(first + 1, last):
-            x, y = curve[i]
-            off = abs(y - (y0 + (y1 - y0) * (x - x0) / (x1 - x0)))
-            if off > worst:
-                worst, at = off, i
-        if worst <= tolerance * height:
-            return [last]
-        return between(first, at) + between(at, last)
-
-    return [0, *between(0, len(curve) - 1)]

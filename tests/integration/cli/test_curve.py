@@ -45,8 +45,6 @@ def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert point["first_token_ns"] >= point["first_token_bound_ns"]
         assert point["fits"]
     assert points[-1]["tokens_per_s"] > 2 * points[0]["tokens_per_s"]
-    assert found["knees"][0]["from_bytes"] == points[0]["budget_bytes"]
-    assert found["knees"][-1]["to_bytes"] == points[-1]["budget_bytes"]
 
 
 def test_a_bar_on_a_terminal_goes_through_the_budgets(
@@ -77,7 +75,7 @@ def test_a_model_is_cut_over_ranks(
 def test_words(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert " buys " in out and "first token" in out
+    assert "tok/s" in out and "first token" in out and "reloaded a token" in out
 
 
 def test_budgets_beyond_the_card_are_marked(

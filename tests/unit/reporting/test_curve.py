@@ -1,18 +1,15 @@
-"""The price list of a model: its knees, and what a stretch buys."""
+"""The price list of a model."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from rich.console import Console
 
 from ds_finepage.reporting.curve import (
     Curve,
     CurvePoint,
-    Step,
     at_least_as_good,
-    knees,
 )
 
 
@@ -44,29 +41,6 @@ def test_the_plan_of_a_smaller_budget_brings_its_place_for_the_kv_cache() -> Non
     assert [p.kv_on_host for p in found] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.0], [0]),
-        ([1.0, 2.0], [0, 1]),
-        ([1.0, 2.0, 3.0, 4.0], [0, 3]),
-        ([1.0, 2.0, 3.0, 3.0, 3.0], [0, 2, 4]),
-        ([1.0, 1.0, 1.0], [0, 2]),
-        ([0.0, 0.0, 10.0, 10.0], [0, 1, 2, 3]),
-    ],
-)
-def test_knees(values: list[float], expected: list[int]) -> None:
-    assert knees(list(enumerate(values))) == expected
-
-
-def test_sentences() -> None:
-    gib = 1 << 30
-    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=13.1)
-    assert step.in_words() == "+1.00 GiB buys 31% (from 1.00 GiB to 2.00 GiB: 10.00 to 13.10 tok/s)"
-    step = Step(from_bytes=gib, to_bytes=2 * gib, from_tokens_per_s=10, to_tokens_per_s=10.05)
-    assert step.in_words() == "+1.00 GiB buys nothing (from 1.00 GiB to 2.00 GiB)"
-
-
 CURVE = Curve(
     model="m",
     batch=1,
@@ -77,11 +51,6 @@ CURVE = Curve(
     capacity_bytes=4,
     points=(point(1, 1.0, 50), point(2, 4.0, 40), point(3, 4.01, 40)),
 )
-
-
-def test_the_json_carries_the_sentences() -> None:
-    texts = [knee["text"] for knee in CURVE.to_dict()["knees"]]
-    assert texts == [step.in_words() for step in CURVE.steps] and len(texts) == 2
 
 
 def test_the_table_has_a_row_a_budget() -> None:
