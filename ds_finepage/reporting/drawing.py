@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 EXTRA = "report"
 PACKAGES = ("jinja2", "matplotlib")
 DPI = 130
-MAGNIFIED_SHARE = 0.4
-"""If less than this share of the memory changes, it is drawn in larger scale as well."""
-
 WIDTH = 9.6  # inches
 
 MOST_LEVEL_LABELS = 10
@@ -95,35 +92,7 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def draw_memory(series: MemorySeries, budget_bytes: int | None, title: str) -> Figure:
-    """Draw the device memory at each task, by kind, with the budget.
-
-    If most of it are resident weights, a second part shows the bytes above them in larger scale.
-
-    Args:
-        series: The bytes at each task.
-        budget_bytes: The limit on all device bytes; None draws none.
-        title: Stands above.
-    """
-    most_bytes = max(series.peak_bytes, budget_bytes or 0, 1)
-    floor_bytes = min(series.nbytes[MemoryKind.RESIDENT], default=0)
-    is_flat = most_bytes - floor_bytes < most_bytes * MAGNIFIED_SHARE
-    figure, all_axes = _figure(title, 1 + is_flat, height=3.6 + 2.4 * is_flat)
-    unit, name = _byte_unit(most_bytes)
-    for axes in all_axes:
-        _stack(axes, [float(x) for x in series.at], series, unit)
-        _budget_line(axes, budget_bytes, unit, series.peak_bytes)
-        axes.set_ylabel(f"device memory in {name}")
-    if is_flat:
-        margin = (most_bytes - floor_bytes) / unit * 0.2
-        all_axes[1].set_ylim(floor_bytes / unit - margin, most_bytes / unit + margin)
-        _caption(all_axes[1], "the same above the resident weights, in larger scale")
-    all_axes[-1].set_xlabel("op, in program order")
-    _legend(all_axes[0])
-    return figure
-
-
-def draw_memory_over_time(
+def draw_memory(
     rows: Sequence[tuple[str, MemorySeries | None, str]], budget_bytes: int | None, title: str
 ) -> Figure:
     """Draw the device memory over time for several policies, one below the other.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ds_finepage.reporting import drawing
 from ds_finepage.reporting.findings import Findings, SimulatedPass
 from ds_finepage.reporting.layers import bytes_by_layer
-from ds_finepage.reporting.memory import MemoryKind, memory_by_task, memory_over_time
+from ds_finepage.reporting.memory import MemoryKind, memory_over_time
 from ds_finepage.reporting.results import ObservedPass, Results, Run
 from ds_finepage.units import format_bytes, format_ns
 
@@ -130,11 +130,12 @@ def pictures_of_pass(
 
 
 def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
-    series = memory_by_task(found.memgraph)
-    title = f"Device memory at each op ({where})"
+    series = memory_over_time(found.memgraph, found.predicted)
+    row = found.memgraph.policy, series, format_ns(found.predicted.total_ns)
+    title = f"Device memory over time ({where})"
     resident = format_bytes(max(series.nbytes[MemoryKind.RESIDENT], default=0))
     sentence = (
-        f"The bytes on the device at each op, by their kind. {resident} of the weights stay there; "
+        f"The bytes on the device by their kind, predicted. {resident} of the weights stay there; "
         "the others stream through the part above them. "
     )
     if run.budget_bytes is not None:
@@ -150,7 +151,7 @@ def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
         name=f"{name}_memory",
         title=title,
         sentence=sentence.strip(),
-        png=drawing.png(drawing.draw_memory(series, run.budget_bytes, title)),
+        png=drawing.png(drawing.draw_memory([row], run.budget_bytes, title)),
     )
 
 
@@ -200,7 +201,7 @@ def _beside(
             "Dark blue weights stay, light blue ones are copied again in every pass. Demand paging "
             "(lru) evicts most weights just before they come round again."
         ),
-        png=drawing.png(drawing.draw_memory_over_time([*rows, *reasons], run.budget_bytes, title)),
+        png=drawing.png(drawing.draw_memory([*rows, *reasons], run.budget_bytes, title)),
     )
 
 
