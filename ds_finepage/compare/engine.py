@@ -47,7 +47,6 @@ class RunRequest:
         repeats: Timed calls of ``generate``.
         settings: Settings of the arm, such as keys of ``zero_optimization``.
         is_limited: The budget is enforced, where the device can do that.
-        observes: Write the plans and timelines of the passes, where the arm has them.
         prompt_ids: Token ids, a row for each sequence.
     """
 
@@ -62,7 +61,6 @@ class RunRequest:
     new_tokens: int
     repeats: int
     settings: dict[str, int | float | bool | str]
-    observes: bool
     prompt_ids: Prompts = ()
     is_limited: bool = True
 
@@ -129,10 +127,6 @@ class Engine:
     def observed(self) -> Sequence[ObservedPass]:
         """Return the passes that ran by plan."""
         return ()
-
-    def plan_ns(self) -> int | None:
-        """Return the time that went to planning so far; None for an engine without plans."""
-        return None
 
     def close(self) -> None:
         """End; nothing is asked after it."""

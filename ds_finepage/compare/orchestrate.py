@@ -188,7 +188,6 @@ class Comparison:
             new_tokens=settings.new_tokens,
             repeats=settings.repeats,
             settings=dict(modelled.settings),
-            observes=arm.observes,
             prompt_ids=prompts,
             is_limited=arm.observes or self._limits_stock,
         )

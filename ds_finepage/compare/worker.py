@@ -96,9 +96,9 @@ class Worker:
         finally:
             engine.close()
 
-    def _generate(self, engine: Engine, watch: Stopwatch | None = None) -> list[Forward]:
+    def _generate(self, engine: Engine) -> list[Forward]:
         """Generate once; return the forwards."""
-        request, watch = self._request, watch or Stopwatch(engine)
+        request, watch = self._request, Stopwatch(engine)
         ids = self._ids.to(engine.device)
         with watch.watching(), torch.no_grad():
             found = engine.model.generate(
@@ -120,14 +120,6 @@ class Worker:
             engine: The engine.
             start_ns: When it began to load the model.
         """
-        found: dict[str, Any] = {}
-
-        def first_token() -> None:
-            now = time.perf_counter_ns()
-            found["plan_ns"] = engine.plan_ns()
-            if found["plan_ns"] is not None:
-                found["capture_ns"] = now - placed_ns - found["plan_ns"]  # and the prefill
-
         meter, is_late = DeviceMeter(engine.device), makes_partitions_late(engine.device.type)
         with ExitStack() as stack:
             if not is_late:
@@ -136,17 +128,20 @@ class Worker:
             engine.place()
             if is_late:
                 stack.enter_context(meter)
-            placed_ns = time.perf_counter_ns()
-            found["load_ns"] = placed_ns - start_ns
-            forwards = self._generate(engine, Stopwatch(engine, on_first=first_token))
-            found["first_call_ns"] = sum(forward.wall_ns for forward in forwards)
+            load_ns = time.perf_counter_ns() - start_ns
+            first = forwards = self._generate(engine)
             for _ in range(NUM_COUNTED - 1):
                 forwards = self._generate(engine)
-        found["peak_bytes"] = meter.peak_bytes
+        found = {
+            "load_ns": load_ns,
+            "first_token_ns": load_ns + first[0].wall_ns,
+            "first_call_ns": sum(forward.wall_ns for forward in first),
+            "peak_bytes": meter.peak_bytes,
+        }
         return found, forwards
 
     def _observe(self, engine: Engine) -> list[ObservedPass]:
-        if not (self._request.observes and ARMS[self._request.arm].observes):
+        if not ARMS[self._request.arm].observes:
             return []
         engine.record()
         for _ in range(NUM_RECORDED):
@@ -165,8 +160,6 @@ class Worker:
         prefill_ns = median_ns([call[0] for call in timed])
         # The first step follows another pass.
         decode_ns = median_ns([step for call in timed for step in call[2:] or call[1:]])
-        if "capture_ns" in found:
-            found["capture_ns"] = max(0, found["capture_ns"] - prefill_ns)
         by_name = {each.name: each for each in passes}
         decode = by_name.get(DECODE)
         return Run(

@@ -117,9 +117,9 @@ class Run:
         peak_bytes: Most live device bytes at any time, by the device's allocator.
         prefill: The figures of a prefill.
         decode: The figures of a steady decode step.
-        load_ns: Time to load the model, part of the time to first token.
-        capture_ns: Time to capture passes and to measure ops, the second part.
-        plan_ns: Time to plan, the third part.
+        load_ns: Time to load the model.
+        first_token_ns: Time to load it, and of its first forward, with the meter on: it captures,
+            measures, plans and computes.
         first_call_ns: Time of the forwards of the first call of ``generate``, with the meter on.
         link_bytes_per_s: Rate of the copies of a steady decode step, while copies were under way.
         probe_bytes_per_s: Rate of a pinned copy in the same process.
@@ -143,8 +143,7 @@ class Run:
     prefill: PhaseFigures = PhaseFigures()
     decode: PhaseFigures = PhaseFigures()
     load_ns: int | None = None
-    capture_ns: int | None = None
-    plan_ns: int | None = None
+    first_token_ns: int | None = None
     first_call_ns: int | None = None
     link_bytes_per_s: float | None = None
     probe_bytes_per_s: float | None = None
@@ -225,7 +224,7 @@ class Results:
     date: str
     command: str
     runs: tuple[Run, ...] = ()
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     kind: Literal["ds_finepage results"] = "ds_finepage results"
 
     @property

@@ -19,8 +19,9 @@ this CPU, without those copies: do not compare engines by them."""
 
 NOTES = """\
 Peak: a meter reads the allocator from just before the weights go to the device; "!" is above the
-budget. Bytes: of the last counted prefill and decode step. First token: loading, capture, planning
-and computing of the first call. Bound: no schedule of one batch at a time is below it."""
+budget. Bytes: of the last counted prefill and decode step. First token: loading, and the first
+forward, which captures, plans and computes with the meter on. Bound: no schedule of
+one batch at a time is below it."""
 
 Column = tuple[str, Callable[[Run], str]]
 
@@ -126,13 +127,6 @@ def _error(figures: PhaseFigures) -> str:
     return f"{figures.predicted_ns / figures.wall_ns - 1:+.0%}"
 
 
-def _first_token_ns(run: Run) -> int | None:
-    """Return the time from the start to the first token, as far as its parts are known."""
-    parts = (run.load_ns, run.capture_ns, run.plan_ns, run.prefill.wall_ns)
-    known = [part for part in parts if part is not None]
-    return sum(known) if known else None
-
-
 def _tokens_per_s(run: Run, ns: int | None) -> str:
     return f"{run.batch * NS_PER_S / ns:.2f}" if ns else NONE
 
@@ -182,11 +176,8 @@ WALL_TIMES: tuple[Column, ...] = (
 
 FIRST_TOKEN: tuple[Column, ...] = (
     _ARM,
-    ("first token", lambda r: _time(_first_token_ns(r))),
+    ("first token", lambda r: _time(r.first_token_ns)),
     ("loading", lambda r: _time(r.load_ns)),
-    ("capture", lambda r: _time(r.capture_ns)),
-    ("planning", lambda r: _time(r.plan_ns)),
-    ("computing", lambda r: _time(r.prefill.wall_ns)),
     ("first call", lambda r: _time(r.first_call_ns)),
     ("host memory", lambda r: _bytes(r.host_bytes)),
     ("pinned", lambda r: _bytes(r.pinned_bytes)),

@@ -98,7 +98,6 @@ def request_of(
             "new_tokens": NEW,
             "repeats": 1,
             "settings": model_arm(ARMS[arm], models).settings,
-            "observes": True,
             "prompt_ids": make_prompts(checkpoint, batch=1, prompt_tokens=PROMPT),
             **changes,
         }
