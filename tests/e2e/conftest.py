@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_finepage.compare.checkpoint import make_checkpoint
-from ds_finepage.run import ONE_PROCESS
+from ds_finepage.integrations.deepspeed.one_process import ONE_PROCESS
 
 ROOT = Path(__file__).parents[2]
 
