@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
 
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
-from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
+from ds_finepage.cli.grid_rows import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.reporting.curve import Curve, CurvePoint, at_least_as_good, price_table
-from ds_finepage.reporting.figures import NS_PER_S
+from ds_finepage.reporting.figures import NS_PER_S, of_ranks
+from ds_finepage.reporting.tabular import table_of
+from ds_finepage.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from ds_finepage.modeller import Modeller
@@ -90,7 +94,7 @@ def make_curves(planners: Sequence[Planner], num_points: int) -> list[Curve]:
     """
     budgets = common_budgets([planner.ends for planner in planners], num_points)
     asked = [(planner, b) for planner in planners for b in budgets if b >= planner.ends[0]]
-    points: dict[Planner, list[CurvePoint]] = {}
+    points: dict[Planner, list[Point]] = {}
     for planner, budget in output.with_progress(asked):
         points.setdefault(planner, []).append(planner.point(budget))
     return [planner.curve(found) for planner, found in points.items()]
@@ -109,32 +113,16 @@ class Planner:
         self.ends = modeller.ends(policy)
         self._modeller = modeller
         self._policy = policy
-        self._points: dict[int, CurvePoint] = {}
+        self._points: dict[int, Point] = {}
 
-    def point(self, budget_bytes: int) -> CurvePoint:
+    def point(self, budget_bytes: int) -> Point:
         """Plan both passes; budgets with room for everything have one plan."""
         enough = min(budget_bytes, self.ends[1])
         if enough not in self._points:
-            self._points[enough] = self._planned(enough)
-        fits = budget_bytes <= self._modeller.profile.capacity_bytes
-        return replace(self._points[enough], budget_bytes=budget_bytes, fits=fits)
+            self._points[enough] = Point.of(*self._modeller.at(enough).planned(self._policy))
+        return replace(self._points[enough], budget_bytes=budget_bytes)
 
-    def _planned(self, budget_bytes: int) -> CurvePoint:
-        planned = self._modeller.at(budget_bytes).planned(self._policy)
-        prefill, decode = (each.figures for each in planned)
-        return CurvePoint(
-            budget_bytes=budget_bytes,
-            fits=True,
-            kv_on_host=decode.kv_on_host,
-            tokens_per_s=decode.tokens_per_s,
-            tokens_per_s_bound=decode.batch * NS_PER_S / max(1, decode.lower_bound_ns),
-            first_token_ns=prefill.predicted_ns,
-            first_token_bound_ns=prefill.lower_bound_ns,
-            decode_reloaded_bytes=decode.reloaded_bytes,
-            prefill_reloaded_bytes=prefill.reloaded_bytes,
-        )
-
-    def curve(self, planned: Sequence[CurvePoint]) -> Curve:
+    def curve(self, planned: Sequence[Point]) -> Curve:
         """Return the curve through points."""
         decode, profile = self._modeller.decode, self._modeller.profile
         return Curve(
@@ -156,3 +144,96 @@ def common_budgets(ends: Sequence[tuple[int, int]], num_points: int) -> list[int
     steps = max(1, -(-num_points // len(ends)) - 1)
     spread = ((least, most - least, i) for least, most in ends for i in range(steps + 1))
     return sorted({least + extent * i // steps for least, extent, i in spread})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The price list of one model on one machine; points are sorted by budget.
+
+    ``weights`` names the form of the weights: "bf16", "int8" or "int4"; None if none was asked for.
+    Where a model is cut over ``num_ranks``, bytes are those of one rank, and speeds those of all.
+    """
+
+    model: str
+    batch: int
+    seq: int
+    policy: str
+    hardware: str
+    weight_bytes: int
+    capacity_bytes: int
+    points: tuple[Point, ...]
+    weights: str | None = None
+    num_ranks: int = 1
+
+    @property
+    def title(self) -> str:
+        """Model, form of the weights if it was named, shape, policy and machine."""
+        form = f" in {self.weights}" if self.weights else ""
+        return (
+            f"{self.model}{form}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
+            f"{self.hardware}{of_ranks(self.num_ranks)}"
+        )
+
+    def to_table(self) -> Table:
+        """Return the points as a table for the terminal."""
+        columns: tuple[tuple[str, Callable[[Point], str]], ...] = (
+            ("budget", lambda p: format_bytes(p.budget_bytes)),
+            ("tok/s", lambda p: f"{p.tokens_per_s:.2f}"),
+            ("at most", lambda p: f"{self.batch * NS_PER_S / max(1, p.decode_bound_ns):.2f}"),
+            ("first token", lambda p: format_ns(p.first_token_ns)),
+            ("at least", lambda p: format_ns(p.first_token_bound_ns)),
+            ("reloaded a token", lambda p: format_bytes(p.decode_reloaded_bytes)),
+            ("KV cache", lambda p: "host memory" if p.decode_kv_on_host else "device"),
+            ("", lambda p: "more than the device has" if self._lacks(p) else ""),
+        )
+        return table_of(self.title, columns, self.points)
+
+    def _lacks(self, point: Point) -> bool:
+        return point.budget_bytes > self.capacity_bytes
+
+
+def price_table(curves: Sequence[Curve]) -> Table:
+    """Return the speeds that each budget buys in several forms of the weights.
+
+    Args:
+        curves: One for each form; the points of all are at the same budgets, and begin where the
+            form can run.
+    """
+    columns: list[tuple[str, Callable[[int], str]]] = [("budget", format_bytes)]
+    for curve in curves:
+        points = {point.budget_bytes: point for point in curve.points}
+        columns += [
+            (f"{curve.weights} tok/s", partial(_cell, points, "tokens_per_s", "{:.2f}".format)),
+            ("first token", partial(_cell, points, "first_token_ns", format_ns)),
+        ]
+    budgets = sorted({point.budget_bytes for curve in curves for point in curve.points})
+    return table_of(replace(curves[0], weights=None).title, columns, budgets)
+
+
+def _cell(
+    points: Mapping[int, Point], name: str, show: Callable[[Any], str], budget_bytes: int
+) -> str:
+    point = points.get(budget_bytes)
+    return "-" if point is None else show(getattr(point, name))
+
+
+def at_least_as_good(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Let each budget use the plan of a smaller one if that is faster."""
+    best: list[Point] = []
+    for point in points:
+        if best and best[-1].tokens_per_s > point.tokens_per_s:
+            point = replace(
+                point,
+                decode_kv_on_host=best[-1].decode_kv_on_host,
+                tokens_per_s=best[-1].tokens_per_s,
+                decode_ns=best[-1].decode_ns,
+                decode_reloaded_bytes=best[-1].decode_reloaded_bytes,
+            )
+        if best and best[-1].first_token_ns < point.first_token_ns:
+            point = replace(
+                point,
+                first_token_ns=best[-1].first_token_ns,
+                prefill_reloaded_bytes=best[-1].prefill_reloaded_bytes,
+            )
+        best.append(point)
+    return tuple(best)

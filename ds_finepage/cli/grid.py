@@ -20,7 +20,7 @@ from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import (
     BASELINE,
     Cell,
-    Result,
+    Point,
     Results,
     lines_below,
     to_rows,
@@ -153,36 +153,17 @@ class Planner:
         self._weights_group = weights_group
         self._made: dict[Any, Modeller] = {}
 
-    def plan(self, cell: Cell) -> Result:
+    def plan(self, cell: Cell) -> Point | str:
         """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
-        phase, budget_bytes = "prefill", None
+        phase = "prefill"
         try:
             profile = self._profiles[cell.hardware]
             modeller = self._modeller(cell, profile).at(str(self._budget), profile)
-            budget_bytes = modeller.budget_bytes
             first = modeller.first(cell.policy)
             phase = "decode"
-            step = modeller.step(cell.policy)
+            return Point.of(first, modeller.step(cell.policy))
         except (ConfigError, CaptureError, PlanInfeasibleError) as error:
-            return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
-        prefill, decode = first.figures, step.figures
-        return Result(
-            runs=True,
-            budget_bytes=budget_bytes,
-            weight_bytes=decode.weight_bytes,
-            tokens_per_s=decode.tokens_per_s,
-            decode_ns=decode.predicted_ns,
-            decode_bound_ns=decode.lower_bound_ns,
-            decode_reloaded_bytes=decode.reloaded_bytes,
-            first_token_ns=prefill.predicted_ns,
-            first_token_bound_ns=prefill.lower_bound_ns,
-            prefill_reloaded_bytes=prefill.reloaded_bytes,
-            prefill_kv_on_host=prefill.kv_on_host,
-            decode_kv_on_host=decode.kv_on_host,
-            kv_copied_bytes=decode.kv_copied_bytes,
-            prefill_settings=first.engine.keys if first.engine else None,
-            decode_settings=step.engine.keys if step.engine else None,
-        )
+            return f"{phase}: {error}"
 
     def _modeller(self, cell: Cell, profile: HardwareProfile) -> Modeller:
         """Capture both passes of a cell; cells of one shape are adjacent, and captured once."""

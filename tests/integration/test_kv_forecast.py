@@ -233,9 +233,9 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     assert least_on_device(decode) <= budget_bytes
     modeller = modeller_of(model, PROFILE, tmp_path)
     planner = curve.Planner("finepage", modeller)
-    assert planner.point(budget_bytes).kv_on_host
+    assert planner.point(budget_bytes).decode_kv_on_host
     assert modeller.at(budget_bytes).step("finepage").figures.kv_on_host
-    assert not planner.point(budget_bytes + 1).kv_on_host
+    assert not planner.point(budget_bytes + 1).decode_kv_on_host
     assert planner.ends[0] < budget_bytes
 
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
@@ -243,7 +243,8 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
         profiles={"t4": PROFILE}, budget=DeviceBudget.parse(budget_bytes), split=False
     )
     result = cells.plan(cell)
-    assert (result.runs, result.prefill_kv_on_host, result.decode_kv_on_host) == (True,) * 3
+    assert isinstance(result, grid.Point)
+    assert result.prefill_kv_on_host and result.decode_kv_on_host
     assert result.weight_bytes == 2 * NUM_PARAMETERS
     assert result.kv_copied_bytes == KV_BYTES
     table = grid.to_table({cell: result})
@@ -262,12 +263,13 @@ def test_both_passes_have_the_cache_where_a_run_has_it(
     modeller = modeller_of(model, FAST_WRITES, tmp_path)
     planner = curve.Planner("finepage", modeller)
     point = planner.point(budget_bytes)
-    assert (point.kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
+    assert (point.decode_kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
     cells = grid.Planner(
         profiles={"t4": FAST_WRITES}, budget=DeviceBudget.parse(budget_bytes), split=False
     )
     result = cells.plan(cell)
+    assert isinstance(result, grid.Point)
     assert (result.prefill_kv_on_host, result.decode_kv_on_host) == (False, False)
     assert result.first_token_ns == in_a_run.predicted_ns
 
@@ -290,4 +292,4 @@ def test_the_commands_say_where_the_cache_is(
         assert words in capsys.readouterr().out
     assert main(["curve", *arguments, "--points", "2", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
-    assert [point["kv_on_host"] for point in points] == [True, False]
+    assert [point["decode_kv_on_host"] for point in points] == [True, False]

@@ -10,6 +10,7 @@ import pytest
 from ds_finepage.cli import grid, grid_rows, main
 from ds_finepage.cli.grid_rows import to_rows
 from tests.integration.cli.models import card, small_model
+from tests.unit.points import point
 
 
 @pytest.fixture
@@ -97,8 +98,8 @@ def test_the_table_numbers_the_reasons(
 
 
 def test_the_baseline_is_compared_with() -> None:
-    def result(speed: float) -> grid.Result:
-        return grid.Result(runs=True, tokens_per_s=speed, first_token_ns=10**9)
+    def result(speed: float) -> grid.Point:
+        return point(tokens_per_s=speed, decode_ns=int(1e9 / speed), first_token_ns=10**9)
 
     def cell(policy: str) -> grid.Cell:
         return grid.Cell(model="m", hardware="h", batch=1, seq=1, policy=policy)
@@ -106,7 +107,8 @@ def test_the_baseline_is_compared_with() -> None:
     table = grid.to_table({cell("zero"): result(2.0), cell("finepage"): result(5.0)})
     texts = [list(column.cells)[0] for column in table.columns]
     figures = ["m", "h", "1", "1", "2.00, 1.00 s", "5.00 (2.50 x), 1.00 s"]
-    assert texts == [*figures, "", "zero; finepage 1.00 x zero"]
+    outcomes = ["finepage; finepage 2.50 x zero", "zero; finepage 1.00 x zero"]
+    assert texts == [*figures, *outcomes]
 
 
 def test_the_json_has_date_command_and_versions(
@@ -141,12 +143,10 @@ def test_bad_options(
 
 def shown(**times: tuple[int, int]) -> grid_rows.Results:
     """Make one row: the times of a first token and of a step, by policy."""
-    results = {}
+    results: grid_rows.Results = {}
     for name, (first, step) in times.items():
         cell = grid_rows.Cell(model="m", hardware="h", batch=1, seq=1, policy=name)
-        results[cell] = grid_rows.Result(
-            runs=True, tokens_per_s=1e9 / step, first_token_ns=first, decode_ns=step
-        )
+        results[cell] = point(tokens_per_s=1e9 / step, first_token_ns=first, decode_ns=step)
     return results
 
 

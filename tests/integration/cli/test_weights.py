@@ -294,7 +294,7 @@ def test_cells_of_another_form_are_captured_again(model: str) -> None:
         )
         for form in (None, *FORMS, None)
     ]
-    sizes = [result.weight_bytes for result in results]
+    sizes = [result.weight_bytes for result in results if not isinstance(result, str)]
     assert sizes[0] == sizes[-1] == sizes[1] == 2 * NUM_PARAMETERS
     assert sizes[2:4] == [OTHER_BYTES + PACKED_BYTES[form] for form in ("int8", "int4")]
 
