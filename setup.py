@@ -51,10 +51,11 @@ setup(
     ],
     python_requires=">=3.10",
     packages=[*find_packages(include=["ds_finepage", "ds_finepage.*"]), "ds_finepage.examples"],
-    package_dir={"ds_finepage.examples": "examples"},  # what "ds-finepage demo" names
+    package_dir={"ds_finepage.examples": "examples"},
     package_data={
         "ds_finepage": ["py.typed"],
         "ds_finepage.capture": ["models/*.json"],
+        "ds_finepage.cli": ["demo.json"],
         "ds_finepage.graph": ["profiles/*.json"],
         "ds_finepage.reporting": ["templates/*.html"],
     },

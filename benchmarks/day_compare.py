@@ -242,7 +242,6 @@ class Runner:
             repeats=1 if self.is_tiny else REPEATS,
             # A device map begins with everything, and tries fewer modules until it fits.
             settings={"modules_on_device": MANY} if arm in HOOKS else {},
-            observes=True,
             prompt_ids=make_prompts(self.folder, batch=1, prompt_tokens=prompt_tokens),
         )
 

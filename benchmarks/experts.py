@@ -53,7 +53,7 @@ def measure(captured: CapturedModel, percent: int) -> Case:
     budget_bytes = captured.graph.weight_bytes * percent // 100
 
     def planned() -> PlannedModel:
-        return plan_captured(captured, budget_bytes=budget_bytes, profile=profile, as_in_a_run=True)
+        return plan_captured(captured, budget_bytes=budget_bytes, profile=profile)
 
     routed = planned()
     with mock.patch("ds_finepage.planning.finepage.search.wait_for_routes", lambda plan: plan):

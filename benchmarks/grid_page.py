@@ -1,6 +1,6 @@
 """Writes the page of a grid: each cell by policy, the winners, and the settings that were found.
 
-    ds-finepage grid ... --policies zero,zero-persistence,static,finepage --out FILE.json
+    ds-finepage grid ... --policies zero,zero-persistence,static,finepage --json > FILE.json
     python benchmarks/grid_page.py FILE.json
 
 The page is ``FILE.md``, with the command, date and versions of the file.

@@ -72,9 +72,7 @@ def planned(captured: CapturedModel, case: Case) -> Case:
     """Plan a case."""
     profile = load_profile(case.hardware)
     try:
-        figures = plan_captured(
-            captured, budget_bytes=case.budget_bytes, profile=profile, as_in_a_run=True
-        ).figures
+        figures = plan_captured(captured, budget_bytes=case.budget_bytes, profile=profile).figures
     except PlanInfeasibleError:
         return case
     return replace(

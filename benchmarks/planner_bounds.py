@@ -53,7 +53,7 @@ def measure(captured: CapturedModel, percent: int, hardware: str, *, horizon: bo
     """Plan one case."""
     profile = load_profile(hardware)
     budget_bytes = captured.graph.weight_bytes * percent // 100
-    planned = plan_captured(captured, budget_bytes=budget_bytes, profile=profile, as_in_a_run=True)
+    planned = plan_captured(captured, budget_bytes=budget_bytes, profile=profile)
     figures, memgraph = planned.figures, planned.memgraph
     least_bytes = lower_bound_bytes(
         captured.graph, memgraph.arena_bytes, memgraph.alignment, may_cut=True

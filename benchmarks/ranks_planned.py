@@ -67,9 +67,7 @@ def cases_of(model: str) -> Iterable[Case]:
         weight_bytes = captured.graph.weight_bytes
         for text in (*BUDGETS_OF_A_CARD, *(f"{percent}%weights" for percent in PERCENTS)):
             budget_bytes = budget_on(DeviceBudget.parse(text), weight_bytes, profile)
-            figures = plan_captured(
-                captured, budget_bytes=budget_bytes, profile=profile, as_in_a_run=True
-            ).figures
+            figures = plan_captured(captured, budget_bytes=budget_bytes, profile=profile).figures
             yield Case(
                 model=model,
                 num_ranks=num_ranks,

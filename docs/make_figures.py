@@ -20,7 +20,6 @@ FIGURES = Path(__file__).with_name("figures")
 PICTURES = {
     "arms": "arms_b1",
     "budgets": "budgets_b1",
-    "memory": "finepage_b1_decode_memory",
     "layers": "finepage_b1_decode_layers",
     "lanes": "finepage_b1_decode_lanes",
     "policies": "finepage_b1_decode_policies",

@@ -122,11 +122,9 @@ def plan_model(
     weights: str | None = None,
     weights_group: int = GROUP,
     num_ranks: int = 1,
+    kv_cache: str = "auto",
 ) -> PlannedModel:
     """Capture, plan, check and simulate a pass of a model on a machine, with all figures.
-
-    The KV cache is in the place in which the pass takes less time, on the device or in host memory.
-    In a run it is on the device if it fits.
 
     Args:
         model: A shipped name, a directory or a transformers config.json.
@@ -142,6 +140,8 @@ def plan_model(
             a share of the weights is one of the packed weights.
         weights_group: Numbers that share a scale in a packed form.
         num_ranks: Ranks that the model is cut over; the budget and the figures are those of one.
+        kv_cache: As in a ds_config: "auto" has the KV cache on the device if it fits, as in a run,
+            and "host" in host memory.
 
     Raises:
         ConfigError: An argument cannot be used.
@@ -164,6 +164,7 @@ def plan_model(
         policy=policy,
         split=split,
         host_memory_bytes=host_memory_bytes,
+        kv_cache=kv_cache,
     )
 
 

@@ -239,7 +239,6 @@ class Modeller:
             split=self._split,
             host_memory_bytes=self._host_memory_bytes,
             engine=engine,
-            as_in_a_run=True,
         )
 
 

@@ -17,23 +17,13 @@ import sys
 import ds_finepage
 from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.integrations.deepspeed.one_process import (
-    ONE_PROCESS,
-    UNUSED_OP,
-    makes_partitions_late,
     prepare_one_process,
     use_device_of_rank,
 )
 
 USAGE = "usage: python -m ds_finepage.run SCRIPT.py [ARGUMENT ...]"
 
-__all__ = [
-    "ONE_PROCESS",
-    "UNUSED_OP",
-    "main",
-    "makes_partitions_late",
-    "prepare_one_process",
-    "use_device_of_rank",
-]
+__all__ = ["main", "prepare_one_process", "use_device_of_rank"]
 
 
 def main(arguments: list[str]) -> None:

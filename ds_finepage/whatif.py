@@ -4,13 +4,11 @@ For the command line: a model's config and a hardware profile in, checked plans 
 and lower bounds out.
 
 [Note: where the KV cache is]
-It is on the device if the pass fits so, as in a run. Otherwise a policy that pages moves it to host
-memory: :mod:`ds_finepage.integrations.transformers.host_cache`. The pass then reloads the live rows
+As in a run, it is on the device if the pass fits so, and a user does not want it in host memory.
+Otherwise a policy that pages moves it there:
+:mod:`ds_finepage.integrations.transformers.host_cache`. The pass then reloads the live rows
 of a layer just before its attention, and its tasks write the new rows to host memory. On the device
 the cache counts once: the rows are there before the pass, and new ones are written among them.
-
-If a pass is planned by itself, a cyclic policy takes the place in which its plan takes least time:
-:mod:`ds_finepage.planning.kv_place`.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
-from ds_finepage.planning.kv_place import PlannedPlace, plan_fastest
-from ds_finepage.planning.pipeline import Needs, PlanSettings, needs_of
+from ds_finepage.planning.pipeline import Needs, Planned, PlanSettings, needs_of, plan_checked
 from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
@@ -265,7 +262,7 @@ def plan_captured(
     split: bool = True,
     host_memory_bytes: int | None = None,
     engine: EngineSettings | None = None,
-    as_in_a_run: bool = False,
+    kv_cache: str = "auto",
 ) -> PlannedModel:
     """Plan a captured pass under a budget, check the plan, and predict its time.
 
@@ -279,10 +276,10 @@ def plan_captured(
         split: The policy may cut weights, if it can.
         host_memory_bytes: The machine's host memory; None if that is not known.
         engine: Settings that a baseline takes for its system, instead of choosing them.
-        as_in_a_run: The KV cache is on the device if it fits, also where host memory is faster.
+        kv_cache: As in a ds_config: "auto", or "host" for a KV cache that is always there.
 
     Raises:
-        ConfigError: Unknown policy.
+        ConfigError: Unknown policy, or one that keeps the KV cache on the device.
         PlanInfeasibleError: The budget is too small for this policy, or the host memory for the
             weights, the KV cache and the offloaded buffers.
     """
@@ -290,31 +287,29 @@ def plan_captured(
         policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, engine=engine
     )
     forms = _forms(captured, policy, split)
-    places = _that_fit(forms, budget_bytes)
-    if as_in_a_run or not policy_named(policy).is_cyclic:
-        del places[1:]
-    form, needs = places[0]
-    if host_memory_bytes is not None:
-        places = _with_host_memory(places, budget_bytes, host_memory_bytes)
-    arenas = [(form.graph, budget_bytes - needs.non_arena_bytes) for form, needs in places]
+    if kv_cache == "host":
+        forms = _on_host(forms, policy)
+    form, needs = _that_fits(forms, budget_bytes)
+    if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
+        _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
+    arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:
-        if arenas[0][1] < 1:
+        if arena_bytes < 1:
             raise PlanInfeasibleError("nothing is left for the arena")
-        found = plan_fastest(arenas, settings)
+        planned = plan_checked(form.graph, arena_bytes, settings)
     except PlanInfeasibleError:
         _require_room(form, needs, budget_bytes)  # names the budget, which policies do not know
         raise
-    form, needs = places[found.index]
-    figures = _figures(form, found, needs, budget_bytes, time.process_time() - start)
+    figures = _figures(form, planned, needs, budget_bytes, time.process_time() - start)
     if host_memory_bytes is not None:
         _require_host_memory(form, figures.host_bytes, host_memory_bytes)
     least = min(needs.min_budget_bytes for _, needs in forms)
     return PlannedModel(
-        memgraph=found.planned.memgraph,
-        timeline=found.planned.timeline,
+        memgraph=planned.memgraph,
+        timeline=planned.timeline,
         figures=dataclasses.replace(figures, min_budget_bytes=least),
-        engine=found.planned.settings.engine,
+        engine=planned.settings.engine,
     )
 
 
@@ -351,7 +346,7 @@ def form_that_fits(
     Raises:
         ConfigError: Unknown policy.
     """
-    return _that_fit(_forms(captured, policy, split), budget_bytes)[0][0]
+    return _that_fits(_forms(captured, policy, split), budget_bytes)[0]
 
 
 def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
@@ -380,27 +375,28 @@ def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[Capt
     return found
 
 
-def _that_fit(
+def _that_fits(
     forms: Sequence[tuple[CapturedModel, Needs]], budget_bytes: int
-) -> list[tuple[CapturedModel, Needs]]:
-    """Return the forms that fit a budget; if none does, the one that needs least."""
-    fitting = [form for form in forms if form[1].min_budget_bytes <= budget_bytes]
-    return fitting or [min(forms, key=lambda form: form[1].min_budget_bytes)]
+) -> tuple[CapturedModel, Needs]:
+    """Return the first form that fits a budget; if none does, the one that needs least."""
+    fitting = (form for form in forms if form[1].min_budget_bytes <= budget_bytes)
+    return next(fitting, min(forms, key=lambda form: form[1].min_budget_bytes))
 
 
-def _with_host_memory(
-    places: Sequence[tuple[CapturedModel, Needs]], budget_bytes: int, host_memory_bytes: int
+def _on_host(
+    forms: Sequence[tuple[CapturedModel, Needs]], policy: str
 ) -> list[tuple[CapturedModel, Needs]]:
-    """Return the first place, and others that the host memory has room for.
+    """Return the form with the KV cache in host memory; a pass that has none stays as it is.
 
     Raises:
-        PlanInfeasibleError: It has no room for the first one, which fits the budget.
+        ConfigError: The policy keeps it on the device.
     """
-    first, *others = places
-    form, needs = first
-    if needs.min_budget_bytes <= budget_bytes:
-        _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
-    return [first, *(place for place in others if place[0].host_bytes <= host_memory_bytes)]
+    if not policy_named(policy).pages:
+        raise ConfigError(
+            f'kv_cache: "host" has no effect: policy {policy} keeps the KV cache on '
+            "the device. Leave it out."
+        )
+    return list(forms[-1:])
 
 
 def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> None:
@@ -442,12 +438,11 @@ def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes
 
 def _figures(
     captured: CapturedModel,
-    found: PlannedPlace,
+    planned: Planned,
     needs: Needs,
     budget_bytes: int,
     plan_seconds: float,
 ) -> PlanFigures:
-    planned = found.planned
     graph, profile = captured.graph, planned.settings.profile
     memgraph, timeline = planned.memgraph, planned.timeline
     # The weights that the plan finds but does not leave have to be reloaded in every pass.
@@ -487,5 +482,4 @@ def _figures(
         weights=captured.weights,
         num_ranks=captured.num_ranks,
         sent_bytes=sent_bytes(memgraph.graph),
-        kv_elsewhere_ns=next(iter(found.other_ns), None),
     )

@@ -42,9 +42,6 @@ MODEL_NEEDS = (
 )
 """The names that loading into partitions needs in ``transformers.modeling_utils``."""
 
-GATHERED_PARAMETERS = "GatheredParameters"
-"""The name in ``deepspeed.zero`` under which transformers looks up the gathering context."""
-
 ACCELERATE_SET = "set_module_tensor_to_device"
 """The function in ``accelerate.hooks`` by which its hooks fetch a weight, and free it."""
 

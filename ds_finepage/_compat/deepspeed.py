@@ -3,7 +3,6 @@
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import (
-    GatheredParameters,
     Init,
     InsertPostInitMethodToModuleSubClasses,
     PartitionedParamStatus,
@@ -14,7 +13,6 @@ from deepspeed.runtime.zero.partition_parameters import (
 
 __all__ = [
     "DeepSpeedZeRoOffload",
-    "GatheredParameters",
     "Init",
     "InsertPostInitMethodToModuleSubClasses",
     "PartitionedParamStatus",

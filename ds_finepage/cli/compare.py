@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="folder of a transformers checkpoint, or a name shipped with the package: random "
-        "weights of that shape, with --layers",
+        help="folder of a transformers checkpoint; or a name shipped with the package, or a "
+        "config.json: random weights of that shape, with --layers",
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="layers of a shipped model (all)")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of such a shape (all)")
     parser.add_argument(
         "--ds-config",
         type=Path,
@@ -92,13 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add_weights(parser)
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run every arm that can on N ranks; the budget is that of one rank (1)",
-    )
+    add_ranks(parser)
     parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
     parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
@@ -117,6 +111,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on in --out; finished runs are kept"
     )
+    parser.set_defaults(is_demo=False)
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the ranks that run."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every engine that can on N ranks, each with its shard of the model; the budget "
+        "is that of one rank (1)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -128,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     results = start or new_results(settings, arguments.typed)
     try:
         with work_folder(arguments.out) as folder:
-            results = compare(settings, folder, results)
+            results = compare(settings, folder, results, limits_stock=not arguments.is_demo)
     except KeyboardInterrupt:
         if arguments.out is not None:
             print(
@@ -141,6 +148,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_results(results)
     problems = problems_of(results)
+    if arguments.is_demo:
+        failed = (run for run in results.runs if run.reason is not None)
+        problems += [f"{run.arm} did not run: {run.reason}" for run in failed]
     for problem in problems:
         print(f"{PROGRAM}: {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -189,8 +199,8 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     path = Path(arguments.model)
     if arguments.layers is not None and (arguments.layers < 1 or path.is_dir()):
         raise ConfigError(
-            f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name; a "
-            "checkpoint has the layers that it has."
+            f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name or "
+            "a config.json; a checkpoint has the layers that it has."
         )
     require_model(arguments.model)
     require_ranks(arguments.ranks)
@@ -202,7 +212,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
     load_profile(hardware)
     budget = arguments.device_budget or ds_config.get(SECTION, {}).get("device_budget", BUDGET)
     return CompareSettings(
-        model=str(path.resolve()) if path.is_dir() else arguments.model,
+        model=str(path.resolve()) if path.exists() else arguments.model,
         layers=arguments.layers,
         ds_config=json.dumps(ds_config),
         device_budget=str(DeviceBudget.parse(budget, name="--device-budget")),

@@ -1,4 +1,4 @@
-"""Show speed against budget: tokens a second and time to the first token, and where the knees are.
+"""Show speed against budget: tokens a second and time to the first token.
 
 The price list of a model on a machine. Budgets go from the smallest that can run to the one under
 which all weights stay resident, even if the device has less memory. Under small budgets the KV
@@ -12,41 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import cache
-from itertools import pairwise
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from ds_finepage.capture.shipped import require_model
-from ds_finepage.cli import options, output, quieten_libraries
-from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
-from ds_finepage.cli.progress import Progress
+from ds_finepage.cli import options, output
+from ds_finepage.cli.grid_rows import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.reporting.curve import (
-    Curve,
-    CurvePoint,
-    Need,
-    at_least_as_good,
-    price_table,
-    round_speeds,
-)
-from ds_finepage.reporting.figures import NS_PER_S
+from ds_finepage.reporting.figures import NS_PER_S, of_ranks
+from ds_finepage.reporting.tabular import table_of
+from ds_finepage.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from ds_finepage.modeller import Modeller
-
-MOST_SPEEDS = 4
-"""Speeds to find budgets for, if the user names none."""
-
-MARGIN = 0.15
-"""Of the way to the next point: a budget for a speed is that much larger than it would have to be
-if the time of a pass fell evenly."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_weights(parser, many=True)
     options.add_ranks(parser)
     parser.add_argument("--points", type=int, default=8, help="budgets to plan (8)")
-    parser.add_argument(
-        "--tokens-per-s",
-        metavar="LIST",
-        help="speeds to find budgets for, with commas in between; by default round numbers",
-    )
     options.add_host_memory(parser)
     output.add_json(parser)
 
@@ -72,65 +50,54 @@ def run(arguments: argparse.Namespace) -> int:
     forms = options.weights_of(arguments)
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
-    options.note_link(arguments.ranks, load_profile(arguments.hardware))
-    speeds = speeds_of(arguments.tokens_per_s)
-    settings = {
-        "model": arguments.model,
-        "batch": arguments.batch,
-        "prompt_tokens": arguments.seq,
-        "hardware": arguments.hardware,
-        "split": not arguments.no_split,
-        "host_memory_bytes": options.host_memory_of(arguments.host_memory),
-        "weights_group": arguments.weights_group,
-        "num_ranks": arguments.ranks,
-    }
-    made = [(arguments.policy, tuple({**settings, "weights": form}.items())) for form in forms]
-    curves = make_curves(made, arguments.points, speeds)
+    profile = load_profile(arguments.hardware)
+    options.note_link(arguments.ranks, profile)
+    host_memory_bytes = options.host_memory_of(arguments.host_memory)
+
+    from ds_finepage.modeller import Modeller  # imports torch, so wrong options are refused first
+
+    planners = [
+        Planner(
+            arguments.policy,
+            Modeller(
+                arguments.model,
+                batch=arguments.batch,
+                prompt_tokens=arguments.seq,
+                hardware=profile,
+                split=not arguments.no_split,
+                host_memory_bytes=host_memory_bytes,
+                weights=form,
+                weights_group=arguments.weights_group,
+                num_ranks=arguments.ranks,
+            ),
+        )
+        for form in forms
+    ]
+    curves = make_curves(planners, arguments.points)
     if arguments.json:
-        found = [curve.to_dict() for curve in curves]
+        found = [asdict(curve) for curve in curves]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
         return 0
     output.show(price_table(curves) if len(curves) > 1 else curves[0].to_table())
     for curve in curves:
-        form = f"{curve.weights}: " if len(curves) > 1 else ""
-        for sentence in curve.in_words():
-            print(f"{form}{sentence}")
         if is_modelled_packing(arguments.policy, curve.weights):
             print(packing_note(str(curve.weights)))
     return 0
 
 
-def make_curves(
-    made: Sequence[Making], num_points: int, speeds: Sequence[float] | None
-) -> list[Curve]:
-    """Plan the model in each form of its weights; several forms side by side, in processes.
+def make_curves(planners: Sequence[Planner], num_points: int) -> list[Curve]:
+    """Plan each form of a model's weights under the same budgets, as far as it can run.
 
     Args:
-        made: How to make the planner of each form.
+        planners: One for each form.
         num_points: Budgets to plan.
-        speeds: Tokens a second to find budgets for; None chooses round numbers.
-
-    Raises:
-        ConfigError: The model, its form or a size cannot be used.
-        CaptureError: The forward cannot be written as a taskgraph.
     """
-    if len(made) == 1:
-        with Progress(num_points) as shown:
-            planner = planner_of(*made[0])
-            return [planner.curve(planner.bisected(num_points, shown.advance), speeds)]
-    with ExitStack() as stack:
-        pools = [stack.enter_context(process()) for _ in made]
-        begun = [pool.submit(ends_of, each) for pool, each in zip(pools, made, strict=True)]
-        ends = [future.result() for future in begun]
-        budgets = common_budgets(ends, num_points)
-        own = [[b for b in budgets if b >= least] for least, _ in ends]
-        shown = stack.enter_context(Progress(sum(map(len, own))))
-        curves = []
-        for pool, each, some in zip(pools, made, own, strict=True):
-            for budget in some:
-                pool.submit(plan_point, each, budget).add_done_callback(shown.advance)
-            curves.append(pool.submit(curve_of, each, some, speeds))
-        return [future.result() for future in curves]
+    budgets = common_budgets([planner.ends for planner in planners], num_points)
+    asked = [(planner, b) for planner in planners for b in budgets if b >= planner.ends[0]]
+    points: dict[Planner, list[Point]] = {}
+    for planner, budget in output.with_progress(asked):
+        points.setdefault(planner, []).append(planner.point(budget))
+    return [planner.curve(found) for planner, found in points.items()]
 
 
 class Planner:
@@ -146,91 +113,17 @@ class Planner:
         self.ends = modeller.ends(policy)
         self._modeller = modeller
         self._policy = policy
-        self._points: dict[int, CurvePoint] = {}
+        self._points: dict[int, Point] = {}
 
-    def point(self, budget_bytes: int) -> CurvePoint:
+    def point(self, budget_bytes: int) -> Point:
         """Plan both passes; budgets with room for everything have one plan."""
         enough = min(budget_bytes, self.ends[1])
         if enough not in self._points:
-            self._points[enough] = self._planned(enough)
-        fits = budget_bytes <= self._modeller.profile.capacity_bytes
-        return replace(self._points[enough], budget_bytes=budget_bytes, fits=fits)
+            self._points[enough] = Point.of(*self._modeller.at(enough).planned(self._policy))
+        return replace(self._points[enough], budget_bytes=budget_bytes)
 
-    def _planned(self, budget_bytes: int) -> CurvePoint:
-        planned = self._modeller.at(budget_bytes).planned(self._policy)
-        prefill, decode = (each.figures for each in planned)
-        return CurvePoint(
-            budget_bytes=budget_bytes,
-            fits=True,
-            kv_on_host=decode.kv_on_host,
-            tokens_per_s=decode.tokens_per_s,
-            tokens_per_s_bound=decode.batch * NS_PER_S / max(1, decode.lower_bound_ns),
-            first_token_ns=prefill.predicted_ns,
-            first_token_bound_ns=prefill.lower_bound_ns,
-            decode_reloaded_bytes=decode.reloaded_bytes,
-            prefill_reloaded_bytes=prefill.reloaded_bytes,
-        )
-
-    def need(self, speed: float, points: Sequence[CurvePoint]) -> Need | None:
-        """Find a budget that gives a speed; return None if no budget does.
-
-        Between two points the time of a pass falls nearly evenly with the budget. The returned
-        budget has been planned: the one that follows from that, with a margin, or the next point.
-
-        Args:
-            speed: Tokens a second.
-            points: The points, sorted by budget.
-        """
-        above = next((i for i, p in enumerate(points) if p.tokens_per_s >= speed), None)
-        if above is None:
-            return None
-        high = points[above]
-        if above == 0:
-            return Need(tokens_per_s=speed, budget_bytes=high.budget_bytes)
-        low = points[above - 1]
-        slow, fast = 1 / low.tokens_per_s, 1 / high.tokens_per_s
-        share = (slow - 1 / speed) / (slow - fast)
-        share += MARGIN * (1 - share)
-        budget = low.budget_bytes + int(share * (high.budget_bytes - low.budget_bytes))
-        step = self._modeller.at(budget).step(self._policy)
-        if step.figures.tokens_per_s < speed:
-            budget = high.budget_bytes
-        return Need(tokens_per_s=speed, budget_bytes=budget)
-
-    def bisected(self, num_points: int, advance: Callable[[], None]) -> list[CurvePoint]:
-        """Plan from the smallest budget to the one that pages nothing.
-
-        Two thirds of the budgets are spread evenly. The others go where the speed jumps most.
-
-        Args:
-            num_points: Budgets to plan.
-            advance: Called after each.
-        """
-        steps = max(1, num_points * 2 // 3 - 1)
-        points = []
-        for budget in spread(*self.ends, steps):
-            points.append(self.point(budget))
-            advance()
-        while len(points) < num_points:
-            jumps = [b.tokens_per_s - a.tokens_per_s for a, b in pairwise(points)]
-            at = jumps.index(max(jumps))
-            budget = (points[at].budget_bytes + points[at + 1].budget_bytes) // 2
-            if budget == points[at].budget_bytes:
-                break  # nothing lies between them
-            points.insert(at + 1, self.point(budget))
-            advance()
-        return points
-
-    def curve(self, planned: Sequence[CurvePoint], speeds: Sequence[float] | None) -> Curve:
-        """Return the curve through points, with the budgets that speeds need.
-
-        Args:
-            planned: The points.
-            speeds: Tokens a second; None chooses round numbers.
-        """
-        points = at_least_as_good(planned)
-        ends = points[0].tokens_per_s, points[-1].tokens_per_s
-        needs = [self.need(speed, points) for speed in speeds or round_speeds(*ends, MOST_SPEEDS)]
+    def curve(self, planned: Sequence[Point]) -> Curve:
+        """Return the curve through points."""
         decode, profile = self._modeller.decode, self._modeller.profile
         return Curve(
             model=decode.model,
@@ -240,78 +133,107 @@ class Planner:
             hardware=profile.name,
             weight_bytes=decode.graph.weight_bytes,
             capacity_bytes=profile.capacity_bytes,
-            points=points,
-            needs=tuple(need for need in needs if need is not None),
+            points=at_least_as_good(planned),
             weights=self._modeller.weights,
             num_ranks=decode.num_ranks,
         )
 
 
-Making = tuple[str, tuple[tuple[str, Any], ...]]
-"""A policy, and the settings of a :class:`Modeller`."""
-
-
-@cache
-def planner_of(policy: str, settings: tuple[tuple[str, Any], ...]) -> Planner:
-    """Capture both passes of a model; a process captures them once."""
-    from ds_finepage.modeller import Modeller  # imports torch: check the options first
-
-    return Planner(policy, Modeller(**dict(settings)))
-
-
-def process() -> ProcessPoolExecutor:
-    """Start a process that works for one form of the weights."""
-    return ProcessPoolExecutor(1, get_context("spawn"), initializer=begin)
-
-
-def begin() -> None:
-    """Prepare a process: it ends with an interrupt, and hides warnings as the command does."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    quieten_libraries()
-
-
-def ends_of(made: Making) -> tuple[int, int]:
-    """Return the smallest budget, and the one that pages nothing."""
-    return planner_of(*made).ends
-
-
-def plan_point(made: Making, budget_bytes: int) -> None:
-    """Plan under a budget; the process remembers the point."""
-    planner_of(*made).point(budget_bytes)
-
-
-def curve_of(made: Making, budgets: Sequence[int], speeds: Sequence[float] | None) -> Curve:
-    """Return the curve of one form through some budgets."""
-    planner = planner_of(*made)
-    return planner.curve([planner.point(budget) for budget in budgets], speeds)
-
-
-def spread(least: int, most: int, steps: int) -> list[int]:
-    """Return budgets from one to another, in even steps."""
-    return [least + (most - least) * i // steps for i in range(steps + 1)]
-
-
 def common_budgets(ends: Sequence[tuple[int, int]], num_points: int) -> list[int]:
     """Return budgets for all forms: evenly spread over what each one can use."""
-    steps = max(1, (num_points + 1) // len(ends) - 1)
-    return sorted({budget for each in ends for budget in spread(*each, steps)})
+    steps = max(1, -(-num_points // len(ends)) - 1)
+    spread = ((least, most - least, i) for least, most in ends for i in range(steps + 1))
+    return sorted({least + extent * i // steps for least, extent, i in spread})
 
 
-def speeds_of(text: str | None) -> list[float] | None:
-    """Read a list of speeds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The price list of one model on one machine; points are sorted by budget.
 
-    Raises:
-        ConfigError: An element is not a positive number.
+    ``weights`` names the form of the weights: "bf16", "int8" or "int4"; None if none was asked for.
+    Where a model is cut over ``num_ranks``, bytes are those of one rank, and speeds those of all.
     """
-    if text is None:
-        return None
-    speeds = []
-    for part in options.names_of(text, "--tokens-per-s"):
-        try:
-            speed = float(part)
-        except ValueError:
-            speed = 0.0
-        if not 0 < speed < float("inf"):
-            raise ConfigError(f"--tokens-per-s: {part!r} is not a number above 0.")
-        speeds.append(speed)
-    return speeds
+
+    model: str
+    batch: int
+    seq: int
+    policy: str
+    hardware: str
+    weight_bytes: int
+    capacity_bytes: int
+    points: tuple[Point, ...]
+    weights: str | None = None
+    num_ranks: int = 1
+
+    @property
+    def title(self) -> str:
+        """Model, form of the weights if it was named, shape, policy and machine."""
+        form = f" in {self.weights}" if self.weights else ""
+        return (
+            f"{self.model}{form}, batch {self.batch}, sequence {self.seq}, {self.policy} on "
+            f"{self.hardware}{of_ranks(self.num_ranks)}"
+        )
+
+    def to_table(self) -> Table:
+        """Return the points as a table for the terminal."""
+        columns: tuple[tuple[str, Callable[[Point], str]], ...] = (
+            ("budget", lambda p: format_bytes(p.budget_bytes)),
+            ("tok/s", lambda p: f"{p.tokens_per_s:.2f}"),
+            ("at most", lambda p: f"{self.batch * NS_PER_S / max(1, p.decode_bound_ns):.2f}"),
+            ("first token", lambda p: format_ns(p.first_token_ns)),
+            ("at least", lambda p: format_ns(p.first_token_bound_ns)),
+            ("reloaded a token", lambda p: format_bytes(p.decode_reloaded_bytes)),
+            ("KV cache", lambda p: "host memory" if p.decode_kv_on_host else "device"),
+            ("", lambda p: "more than the device has" if self._lacks(p) else ""),
+        )
+        return table_of(self.title, columns, self.points)
+
+    def _lacks(self, point: Point) -> bool:
+        return point.budget_bytes > self.capacity_bytes
+
+
+def price_table(curves: Sequence[Curve]) -> Table:
+    """Return the speeds that each budget buys in several forms of the weights.
+
+    Args:
+        curves: One for each form; the points of all are at the same budgets, and begin where the
+            form can run.
+    """
+    columns: list[tuple[str, Callable[[int], str]]] = [("budget", format_bytes)]
+    for curve in curves:
+        points = {point.budget_bytes: point for point in curve.points}
+        columns += [
+            (f"{curve.weights} tok/s", partial(_cell, points, "tokens_per_s", "{:.2f}".format)),
+            ("first token", partial(_cell, points, "first_token_ns", format_ns)),
+        ]
+    budgets = sorted({point.budget_bytes for curve in curves for point in curve.points})
+    return table_of(replace(curves[0], weights=None).title, columns, budgets)
+
+
+def _cell(
+    points: Mapping[int, Point], name: str, show: Callable[[Any], str], budget_bytes: int
+) -> str:
+    point = points.get(budget_bytes)
+    return "-" if point is None else show(getattr(point, name))
+
+
+def at_least_as_good(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Let each budget use the plan of a smaller one if that is faster."""
+    best: list[Point] = []
+    for point in points:
+        if best and best[-1].tokens_per_s > point.tokens_per_s:
+            point = replace(
+                point,
+                decode_kv_on_host=best[-1].decode_kv_on_host,
+                tokens_per_s=best[-1].tokens_per_s,
+                decode_ns=best[-1].decode_ns,
+                decode_reloaded_bytes=best[-1].decode_reloaded_bytes,
+            )
+        if best and best[-1].first_token_ns < point.first_token_ns:
+            point = replace(
+                point,
+                first_token_ns=best[-1].first_token_ns,
+                prefill_reloaded_bytes=best[-1].prefill_reloaded_bytes,
+            )
+        best.append(point)
+    return tuple(best)

@@ -13,29 +13,26 @@ import argparse
 import datetime
 import itertools
 import json
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ds_finepage
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import (
     BASELINE,
     Cell,
-    Result,
+    Point,
     Results,
     lines_below,
     to_rows,
     to_table,
 )
-from ds_finepage.cli.progress import with_progress
+from ds_finepage.cli.output import with_progress
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
-from ds_finepage.files import write_file
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.reporting.results import installed_versions
 
 if TYPE_CHECKING:
     from ds_finepage.modeller import Modeller
@@ -66,13 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_host_memory(parser)
     options.add_split(parser)
     output.add_json(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write the cells as JSON, with date, command and versions",
-    )
-    options.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,10 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
             policies,
         )
     ]
-    out: Path | None = arguments.out
-    if out is not None:
-        options.require_writable(out, force=arguments.force)
-
     planner = Planner(
         profiles=profiles,
         budget=budget,
@@ -118,17 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
         weights_group=arguments.weights_group,
     )
     results = {cell: planner.plan(cell) for cell in with_progress(cells)}
-    if out is not None:
-        document = to_document(results, arguments.typed)
-        write_file(out, json.dumps(document, indent=2) + "\n")
     if arguments.json:
-        print(json.dumps(to_rows(results), indent=2))
+        print(json.dumps(to_document(results, arguments.typed), indent=2))
     else:
         output.show(to_table(results))
         for line in lines_below(results):
             print(line)
-        if out is not None:
-            print(f"cells: {out}")
     return 0
 
 
@@ -172,36 +153,17 @@ class Planner:
         self._weights_group = weights_group
         self._made: dict[Any, Modeller] = {}
 
-    def plan(self, cell: Cell) -> Result:
+    def plan(self, cell: Cell) -> Point | str:
         """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
-        phase, budget_bytes = "prefill", None
+        phase = "prefill"
         try:
             profile = self._profiles[cell.hardware]
             modeller = self._modeller(cell, profile).at(str(self._budget), profile)
-            budget_bytes = modeller.budget_bytes
             first = modeller.first(cell.policy)
             phase = "decode"
-            step = modeller.step(cell.policy)
+            return Point.of(first, modeller.step(cell.policy))
         except (ConfigError, CaptureError, PlanInfeasibleError) as error:
-            return Result(runs=False, reason=f"{phase}: {error}", budget_bytes=budget_bytes)
-        prefill, decode = first.figures, step.figures
-        return Result(
-            runs=True,
-            budget_bytes=budget_bytes,
-            weight_bytes=decode.weight_bytes,
-            tokens_per_s=decode.tokens_per_s,
-            decode_ns=decode.predicted_ns,
-            decode_bound_ns=decode.lower_bound_ns,
-            decode_reloaded_bytes=decode.reloaded_bytes,
-            first_token_ns=prefill.predicted_ns,
-            first_token_bound_ns=prefill.lower_bound_ns,
-            prefill_reloaded_bytes=prefill.reloaded_bytes,
-            prefill_kv_on_host=prefill.kv_on_host,
-            decode_kv_on_host=decode.kv_on_host,
-            kv_copied_bytes=decode.kv_copied_bytes,
-            prefill_settings=first.engine.keys if first.engine else None,
-            decode_settings=step.engine.keys if step.engine else None,
-        )
+            return f"{phase}: {error}"
 
     def _modeller(self, cell: Cell, profile: HardwareProfile) -> Modeller:
         """Capture both passes of a cell; cells of one shape are adjacent, and captured once."""
@@ -227,13 +189,10 @@ class Planner:
 
 
 def to_document(results: Results, command: str) -> dict[str, Any]:
-    """Return the contents of a result file: the cells, the command and the versions."""
+    """Return the cells, with the date, the command and the versions."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": command,
-        "versions": {
-            "ds_finepage": ds_finepage.__version__,
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
+        "versions": installed_versions(("ds_finepage", "torch", "transformers")),
         "cells": to_rows(results),
     }

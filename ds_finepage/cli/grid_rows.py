@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -14,6 +14,9 @@ from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.figures import of_ranks
 from ds_finepage.units import format_ns
+
+if TYPE_CHECKING:
+    from ds_finepage.whatif import PlannedModel
 
 BASELINE = "zero"
 ON_HOST = "h"
@@ -40,28 +43,48 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """The figures of a cell. If it does not run they are None, and ``reason`` says why."""
+class Point:
+    """Speed and bytes under one budget: of a steady decode step, and of the prefill before it."""
 
-    runs: bool
-    reason: str | None = None
-    budget_bytes: int | None = None
-    weight_bytes: int | None = None
-    tokens_per_s: float | None = None
-    decode_ns: int | None = None
-    decode_bound_ns: int | None = None
-    decode_reloaded_bytes: int | None = None
-    first_token_ns: int | None = None
-    first_token_bound_ns: int | None = None
-    prefill_reloaded_bytes: int | None = None
-    prefill_kv_on_host: bool | None = None
-    decode_kv_on_host: bool | None = None
-    kv_copied_bytes: int | None = None  # by a decode step, in both directions
-    prefill_settings: dict[str, int] | None = None  # of DeepSpeed, if the policy is its
-    decode_settings: dict[str, int] | None = None
+    budget_bytes: int
+    weight_bytes: int
+    tokens_per_s: float
+    decode_ns: int
+    decode_bound_ns: int
+    decode_reloaded_bytes: int
+    first_token_ns: int
+    first_token_bound_ns: int
+    prefill_reloaded_bytes: int
+    prefill_kv_on_host: bool
+    decode_kv_on_host: bool
+    kv_copied_bytes: int  # by a decode step, in both directions
+    prefill_settings: dict[str, int] | None  # of DeepSpeed, if the policy is its
+    decode_settings: dict[str, int] | None
+
+    @classmethod
+    def of(cls, first: PlannedModel, step: PlannedModel) -> Point:
+        """Return the figures of a planned prefill and decode step."""
+        prefill, decode = first.figures, step.figures
+        return cls(
+            budget_bytes=decode.budget_bytes,
+            weight_bytes=decode.weight_bytes,
+            tokens_per_s=decode.tokens_per_s,
+            decode_ns=decode.predicted_ns,
+            decode_bound_ns=decode.lower_bound_ns,
+            decode_reloaded_bytes=decode.reloaded_bytes,
+            first_token_ns=prefill.predicted_ns,
+            first_token_bound_ns=prefill.lower_bound_ns,
+            prefill_reloaded_bytes=prefill.reloaded_bytes,
+            prefill_kv_on_host=prefill.kv_on_host,
+            decode_kv_on_host=decode.kv_on_host,
+            kv_copied_bytes=decode.kv_copied_bytes,
+            prefill_settings=first.engine.keys if first.engine else None,
+            decode_settings=step.engine.keys if step.engine else None,
+        )
 
 
-Results = dict[Cell, Result]
+Results = dict[Cell, Point | str]
+"""The figures of each cell; if it does not run, why."""
 
 
 Row = tuple[str, str, int, int, str | None]
@@ -88,21 +111,21 @@ def row_of(cell: Cell) -> Row:
     return cell.model, cell.hardware, cell.batch, cell.seq, cell.weights
 
 
-def by_row(results: Results) -> dict[Row, dict[str, Result]]:
+def by_row(results: Results) -> dict[Row, dict[str, Point | str]]:
     """Return the results by row, then by policy."""
-    rows: dict[Row, dict[str, Result]] = {}
+    rows: dict[Row, dict[str, Point | str]] = {}
     for cell, result in results.items():
         rows.setdefault(row_of(cell), {})[cell.policy] = result
     return rows
 
 
-def contest(by_policy: Mapping[str, Result], phase: str) -> Contest | None:
+def contest(by_policy: Mapping[str, Point | str], phase: str) -> Contest | None:
     """Compare the policies of one row in one phase; None if none of them runs."""
-    times = {
-        policy: result.decode_ns if phase == "decode" else result.first_token_ns
-        for policy, result in by_policy.items()
+    known = {
+        policy: point.decode_ns if phase == "decode" else point.first_token_ns
+        for policy, point in by_policy.items()
+        if isinstance(point, Point)
     }
-    known = {policy: ns for policy, ns in times.items() if ns}
     if not known:
         return None
     baselines = [policy for policy in known if not POLICIES[policy].pages]
@@ -124,10 +147,13 @@ def to_rows(results: Results) -> list[dict[str, Any]]:
         }
         for row, by_policy in by_row(results).items()
     }
+    nothing = dict.fromkeys(field.name for field in fields(Point))
     return [
         {
             **asdict(cell),
-            **asdict(result),
+            "runs": isinstance(result, Point),
+            "reason": result if isinstance(result, str) else None,
+            **(asdict(result) if isinstance(result, Point) else nothing),
             "row": outcomes[row_of(cell)],
         }
         for cell, result in results.items()
@@ -136,7 +162,7 @@ def to_rows(results: Results) -> list[dict[str, Any]]:
 
 def reasons(results: Results) -> list[str]:
     """List the reasons why cells do not run, each once."""
-    return list(dict.fromkeys(r.reason for r in results.values() if r.reason is not None))
+    return list(dict.fromkeys(reason for reason in results.values() if isinstance(reason, str)))
 
 
 def lines_below(results: Results) -> list[str]:
@@ -145,7 +171,7 @@ def lines_below(results: Results) -> list[str]:
     packed = [c.weights for c in results if is_modelled_packing(c.policy, c.weights)]
     found += [packing_note(str(form)) for form in dict.fromkeys(packed)]
     for cell, result in results.items():
-        if cell.policy != SEARCHED:
+        if cell.policy != SEARCHED or isinstance(result, str):
             continue
         where = f"{cell.model}, {cell.hardware}, batch {cell.batch}, sequence {cell.seq}"
         where += f", {cell.weights}" if cell.weights else ""
@@ -153,9 +179,8 @@ def lines_below(results: Results) -> list[str]:
             ("prefill", result.prefill_settings),
             ("decode", result.decode_settings),
         ):
-            if settings is not None:
-                text = json.dumps(settings)
-                found.append(f"zero_optimization of {SEARCHED}, {where}, {phase}: {text}")
+            text = json.dumps(settings)
+            found.append(f"zero_optimization of {SEARCHED}, {where}, {phase}: {text}")
     return found
 
 
@@ -180,7 +205,7 @@ def to_table(results: Results) -> Table:
     """Return the cells as a table: a row for each combination, a column for each policy."""
     policies = list(dict.fromkeys(cell.policy for cell in results))
     has_baseline = BASELINE in policies
-    moved = any(r.decode_kv_on_host for r in results.values())
+    moved = any(isinstance(r, Point) and r.decode_kv_on_host for r in results.values())
     table = Table(
         title="predicted tokens a second"
         + (f" (and times {BASELINE})" if has_baseline else "")
@@ -200,7 +225,7 @@ def to_table(results: Results) -> Table:
     for (*shape, weights), by_policy in by_row(results).items():
         baseline = by_policy.get(BASELINE)
         row = [by_policy[policy] for policy in policies]
-        texts = [f"no ({numbers[r.reason]})" if r.reason else _text(r, baseline) for r in row]
+        texts = [f"no ({numbers[r]})" if isinstance(r, str) else _text(r, baseline) for r in row]
         outcomes = [_outcome(contest(by_policy, phase)) for phase in ("decode", "prefill")]
         forms = [str(weights)] if has_forms else []
         table.add_row(*map(str, shape), *forms, *texts, *outcomes)
@@ -216,10 +241,9 @@ def _outcome(found: Contest | None) -> str:
     return f"{found.winner}; {OURS} {found.over_baselines:.2f} x {found.best_baseline}"
 
 
-def _text(result: Result, baseline: Result | None) -> str:
-    assert result.tokens_per_s is not None and result.first_token_ns is not None
+def _text(point: Point, baseline: Point | str | None) -> str:
     ratio = ""
-    if baseline is not None and baseline is not result and baseline.tokens_per_s:
-        ratio = f" ({result.tokens_per_s / baseline.tokens_per_s:.2f} x)"
-    place = f" {ON_HOST}" if result.decode_kv_on_host else ""
-    return f"{result.tokens_per_s:.2f}{ratio}, {format_ns(result.first_token_ns)}{place}"
+    if isinstance(baseline, Point) and baseline is not point and baseline.tokens_per_s:
+        ratio = f" ({point.tokens_per_s / baseline.tokens_per_s:.2f} x)"
+    place = f" {ON_HOST}" if point.decode_kv_on_host else ""
+    return f"{point.tokens_per_s:.2f}{ratio}, {format_ns(point.first_token_ns)}{place}"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from ds_finepage.units import format_bytes
 
+T = TypeVar("T")
 TABLE_WIDTH = 110
 """Columns of output to a file or a pipe."""
 
@@ -27,6 +29,13 @@ def show(table: Table) -> None:
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)
     console.print(table)
+
+
+def with_progress(items: Sequence[T]) -> Iterator[T]:
+    """Go through items, and show how far that is: a bar on the standard error, if it is shown."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    yield from track(items, "planning", console=console, transient=True, disable=hidden)
 
 
 def show_figures(title: str, figures: Mapping[str, Any], *, as_json: bool) -> None:

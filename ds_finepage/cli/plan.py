@@ -2,8 +2,8 @@
 
 This needs neither the model's weights nor the machine. It captures the pass from the model's
 config, plans it under the budget, checks the plan, and predicts its time with the rates of the
-hardware profile. If the KV cache does not fit the device, it is in host memory, as in a run. Policy
-finepage has it there too if the pass by itself is faster so, and the output says why.
+hardware profile. If the KV cache does not fit the device, it is in host memory, as in a run.
+--kv-cache host has it there always, as finepage.kv_cache does, which may be faster.
 
 Exit status: 0; 2 if no plan exists under the budget, or for an option that cannot be used.
 """
@@ -16,11 +16,12 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import get_args
 
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
-from ds_finepage.config import DeviceBudget
+from ds_finepage.config import DeviceBudget, KVPlace
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
@@ -40,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_ranks(parser)
     options.add_budget(parser, "auto")
     options.add_host_memory(parser)
+    parser.add_argument(
+        "--kv-cache",
+        choices=get_args(KVPlace),
+        default="auto",
+        help="as finepage.kv_cache: where the KV cache is (auto: on the device if it fits)",
+    )
     output.add_json(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'check' and 'trace'"
@@ -75,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         weights=weights,
         weights_group=arguments.weights_group,
         num_ranks=arguments.ranks,
+        kv_cache=arguments.kv_cache,
     )
     if planned.figures.budget_bytes > profile.capacity_bytes:
         note_capacity(arguments.device_budget, profile)
@@ -84,8 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(dataclasses.asdict(planned.figures), indent=2))
         return 0
     output.show(planned.figures.to_table())
-    if planned.figures.kv_on_host and planned.figures.kv_elsewhere_ns is not None:
-        print('a run has it on the device, where it fits; finepage.kv_cache "host" moves it')
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))
     if arguments.out is not None:

@@ -9,11 +9,10 @@ import argparse
 from pathlib import Path
 
 from ds_finepage.cli import options
-from ds_finepage.errors import ConfigError
 from ds_finepage.graph import codec
-from ds_finepage.units import parse_bytes
 
-MIN_SCRATCH_BYTES = 1 << 20
+SCRATCH_BYTES = 256 << 20
+"""Device bytes to measure with."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,23 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", help="device to measure; by default the accelerator, if there is one"
     )
-    parser.add_argument(
-        "--scratch",
-        default="256MiB",
-        metavar="SIZE",
-        help="device bytes to measure with (256MiB); fewer give rougher figures",
-    )
     options.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and write."""
-    scratch = parse_bytes(arguments.scratch, name="--scratch")
-    if scratch < MIN_SCRATCH_BYTES:
-        raise ConfigError(
-            f"--scratch: {scratch} bytes are too few to measure with. Write at least "
-            f"{MIN_SCRATCH_BYTES}."
-        )
     if arguments.out is not None:
         options.require_writable(arguments.out, force=arguments.force)
 
@@ -49,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     name = arguments.device
     device = default_device() if name is None else require_device(name, option="--device")
-    profile = probe(device, scratch_bytes=scratch)
+    profile = probe(device, scratch_bytes=SCRATCH_BYTES)
     if arguments.out is None:
         print(codec.dumps(profile), end="")
         return 0

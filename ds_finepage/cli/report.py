@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ds_finepage.cli.progress import with_progress
+from ds_finepage.cli.output import with_progress
 from ds_finepage.errors import ConfigError
 from ds_finepage.reporting.drawing import require_packages
 from ds_finepage.reporting.page import FIGURES_FOLDER, write_report

@@ -1,8 +1,9 @@
 """Write the timelines of a result folder, or of a plan, as a Chrome trace.
 
-https://ui.perfetto.dev opens it. Each pass is a process, predicted and measured; its threads are
-the lanes, and its counter is the device memory by kind. For a file of 'plan --out' the timeline is
-predicted with the rates of --hardware.
+The file is DIR/trace.json, or PLAN with the suffix .trace.json. https://ui.perfetto.dev opens it.
+Each pass is a process, predicted and measured; its threads are the lanes, and its counter is the
+device memory by kind. For a file of 'plan --out' the timeline is predicted with the rates of
+--hardware.
 
 Exit status: 0; 1 if a plan is damaged; 2 for a folder, a file or an option that cannot be used.
 """
@@ -13,7 +14,6 @@ import argparse
 from pathlib import Path
 
 from ds_finepage.checker.checker import check
-from ds_finepage.cli import options
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import write_file
 from ds_finepage.graph import codec
@@ -34,14 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|PLAN",
         help="a folder with a results.json, or a file that 'plan --out' wrote",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="the file to write; by default DIR/trace.json, or PLAN with the suffix .trace.json",
-    )
     parser.add_argument("--hardware", help="for a plan: the profile to predict its times with")
-    options.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,14 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
             "DIR' writes such a folder, 'ds-finepage plan --out FILE' such a file."
         )
     if source.is_dir():
-        default = source / TRACE_FILE
+        path = source / TRACE_FILE
         named = of_folder(source)
     else:
-        default = source.with_suffix(f".{TRACE_FILE}")
+        path = source.with_suffix(f".{TRACE_FILE}")
         named = of_plan(source, arguments.hardware)
-    path: Path = arguments.out or default
-    is_derived = arguments.out is None and source.is_dir()
-    options.require_writable(path, force=arguments.force or is_derived)
     write_file(path, chrome_trace_json(named))
     print(f"trace: {path}; open it with https://ui.perfetto.dev")
     return 0

@@ -10,8 +10,8 @@ does not do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ds_finepage.compare.loading import load_model
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.integrations.deepspeed.patches import exchanged
 from ds_finepage.planning.baselines.accelerate import map_module
 
 KEPT = "modules_on_device"
@@ -71,8 +72,7 @@ class DeviceMapEngine(Engine):
             parameter.data = parameter.data.pin_memory()
         self.notes.append("weights pinned, as offload_param.pin_memory says")
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> AbstractContextManager[None]:
         """Inside, a fetch is a copy and counts; Accelerate fetches by one function."""
         original = getattr(hooks, _compat.ACCELERATE_SET)
 
@@ -89,11 +89,7 @@ class DeviceMapEngine(Engine):
             if fetched.data_ptr() == value.data_ptr():
                 fetched.data = fetched.data.clone()
 
-        setattr(hooks, _compat.ACCELERATE_SET, counted)
-        try:
-            yield
-        finally:
-            setattr(hooks, _compat.ACCELERATE_SET, original)
+        return exchanged(hooks, _compat.ACCELERATE_SET, counted)
 
     def begin_forward(self) -> None:
         """Start to count again."""

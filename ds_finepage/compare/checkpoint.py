@@ -1,20 +1,15 @@
 """Makes a checkpoint with a tokenizer; nothing is downloaded.
 
-    python -m ds_finepage.compare.checkpoint FOLDER [SHAPE_AS_JSON]
-    python -m ds_finepage.compare.checkpoint FOLDER SHIPPED_NAME NUM_LAYERS
+    python -m ds_finepage.compare.checkpoint FOLDER MODEL NUM_LAYERS
 
-The first form makes a small Llama. The second one makes a model of a shipped name's shape with that
-many layers, 0 for all.
-
+It has the shape of MODEL, a shipped name or a config.json, with that many layers, 0 for all.
 Weights are random, from a fixed seed, and spread widely enough for greedy tokens to vary. The
 tokenizer is trained on the source of this package.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,52 +22,6 @@ WEIGHT_STD = 0.05
 
 MOST_TOKENS = 2048
 """Of a tokenizer that is trained here; more would take time and tell nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaShape:
-    """Sizes of a Llama model; the default ones make 163 MB of bfloat16 weights.
-
-    As in real models, a weight is small beside what has no room.
-    """
-
-    hidden_size: int = 576
-    intermediate_size: int = 1408
-    num_hidden_layers: int = 21
-    num_attention_heads: int = 9
-    num_key_value_heads: int = 9
-    vocab_size: int = 2048
-    max_position_embeddings: int = 2048
-    dtype: str = "bfloat16"
-
-
-def make_checkpoint(folder: Path, shape: LlamaShape) -> None:
-    """Write a checkpoint that ``from_pretrained`` reads: safetensors and a tokenizer."""
-    write(folder, config_of(shape), shape.dtype)
-
-
-def write(folder: Path, config: Any, dtype: str) -> None:
-    """Write a model of a config with random weights, and a tokenizer for it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    make_tokenizer(folder, min(config.vocab_size, MOST_TOKENS))
-    torch.manual_seed(SEED)
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
-
-
-def config_of(shape: LlamaShape) -> Any:
-    """Return the config of transformers for a Llama of some sizes."""
-    import transformers
-
-    sizes = {key: value for key, value in asdict(shape).items() if key != "dtype"}
-    return transformers.LlamaConfig(
-        **sizes,
-        initializer_range=WEIGHT_STD,
-        bos_token_id=None,
-        eos_token_id=None,  # so that no run stops early
-        pad_token_id=None,
-    )
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -93,11 +42,16 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def make_shipped(folder: Path, name: str, num_layers: int) -> None:
-    """Write a model of a shipped name's shape, with so many layers, 0 for all; in bfloat16.
+def make_checkpoint(folder: Path, model: str, num_layers: int = 0) -> None:
+    """Write a checkpoint that ``from_pretrained`` reads: safetensors and a tokenizer.
+
+    Args:
+        folder: Gets the files.
+        model: A shipped name, or the path of a config; its shape is that of the weights.
+        num_layers: Layers to make, 0 for all.
 
     Raises:
-        ConfigError: The host memory has no room for it.
+        ConfigError: There is no such model, or the host memory has no room for it.
     """
     import psutil
     import torch
@@ -105,7 +59,7 @@ def make_shipped(folder: Path, name: str, num_layers: int) -> None:
 
     from ds_finepage.capture.models import load_model_config
 
-    config: Any = load_model_config(name)
+    config: Any = load_model_config(model)
     if num_layers:
         config.num_hidden_layers = num_layers
         if getattr(config, "layer_types", None):
@@ -119,19 +73,19 @@ def make_shipped(folder: Path, name: str, num_layers: int) -> None:
     free_bytes = psutil.virtual_memory().available
     if weight_bytes > free_bytes:
         raise ConfigError(
-            f"{config.num_hidden_layers} layers of {name} have {format_bytes(weight_bytes)} of "
+            f"{config.num_hidden_layers} layers of {model} have {format_bytes(weight_bytes)} of "
             f"weights; {format_bytes(free_bytes)} of host memory are free. Give fewer --layers."
         )
-    write(folder, config, "bfloat16")
+    make_tokenizer(folder, min(config.vocab_size, MOST_TOKENS))
+    torch.manual_seed(SEED)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made.save_pretrained(folder)
 
 
 def main(arguments: list[str]) -> None:
     """Write a checkpoint."""
-    folder, *rest = arguments
-    if len(rest) == 2:
-        make_shipped(Path(folder), rest[0], int(rest[1]))
-    else:
-        make_checkpoint(Path(folder), LlamaShape(**json.loads("".join(rest) or "{}")))
+    folder, model, num_layers = arguments
+    make_checkpoint(Path(folder), model, int(num_layers))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ The worker treats all engines alike::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,7 +47,6 @@ class RunRequest:
         repeats: Timed calls of ``generate``.
         settings: Settings of the arm, such as keys of ``zero_optimization``.
         is_limited: The budget is enforced, where the device can do that.
-        observes: Write the plans and timelines of the passes, where the arm has them.
         prompt_ids: Token ids, a row for each sequence.
     """
 
@@ -62,7 +61,6 @@ class RunRequest:
     new_tokens: int
     repeats: int
     settings: dict[str, int | float | bool | str]
-    observes: bool
     prompt_ids: Prompts = ()
     is_limited: bool = True
 
@@ -111,10 +109,9 @@ class Engine:
         On the CPU the weights that stay on the device become copies, so that they count as well.
         """
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> AbstractContextManager[None]:
         """Inside, every fetch is a real copy, and counts; on the CPU stock fetches are aliases."""
-        yield
+        return nullcontext()
 
     def begin_forward(self) -> None:
         """Start to count again; the worker calls it before the engine's own hooks."""
@@ -129,10 +126,6 @@ class Engine:
     def observed(self) -> Sequence[ObservedPass]:
         """Return the passes that ran by plan."""
         return ()
-
-    def plan_ns(self) -> int | None:
-        """Return the time that went to planning so far; None for an engine without plans."""
-        return None
 
     def close(self) -> None:
         """End; nothing is asked after it."""

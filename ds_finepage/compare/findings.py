@@ -15,7 +15,14 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.simulator import simulate
-from ds_finepage.reporting.findings import PROFILE_FILE, BudgetLine, Findings, SimulatedPass
+from ds_finepage.reporting.findings import (
+    PROFILE_FILE,
+    BudgetLine,
+    Findings,
+    MemoryRow,
+    memory_row,
+    refused_row,
+)
 from ds_finepage.reporting.results import (
     DECODE,
     PREFILL,
@@ -145,7 +152,7 @@ def best_other(results: Results, ours: Run) -> str:
 
 def beside(
     memgraph: MemGraph, policies: Sequence[str], profile: HardwareProfile
-) -> tuple[SimulatedPass, ...]:
+) -> list[MemoryRow]:
     """Simulate a plan, and plans of the same pass by other policies in the same arena.
 
     Args:
@@ -153,8 +160,7 @@ def beside(
         policies: The other policies.
         profile: The machine that ran the plan.
     """
-    timeline = simulate(memgraph, profile, entry_missing=memgraph.lost)
-    found = [SimulatedPass(policy=memgraph.policy, memgraph=memgraph, timeline=timeline)]
+    found = [memory_row(memgraph, simulate(memgraph, profile, entry_missing=memgraph.lost))]
     for policy in policies:
         settings = PlanSettings(
             policy=policy, split=False, alignment=memgraph.alignment, profile=profile
@@ -162,40 +168,35 @@ def beside(
         try:
             planned = plan_checked(memgraph.graph, memgraph.arena_bytes, settings)
         except FinepageError as error:
-            found.append(SimulatedPass(policy=policy, reason=str(error)))
+            found.append(refused_row(policy, error))
         else:
-            found.append(
-                SimulatedPass(policy=policy, memgraph=planned.memgraph, timeline=planned.timeline)
-            )
-    return tuple(found)
+            found.append(memory_row(planned.memgraph, planned.timeline))
+    return found
 
 
-def planned_by(modeller: Any, policies: Sequence[str]) -> dict[str, tuple[SimulatedPass, ...]]:
+def planned_by(modeller: Any, policies: Sequence[str]) -> dict[str, list[MemoryRow]]:
     """Plan the prefill and the decode step by several policies, as the table of runs does.
 
     Args:
         modeller: Of the batch and the budget.
         policies: The policies.
     """
-    found: dict[str, list[SimulatedPass]] = {PREFILL: [], DECODE: []}
+    found: dict[str, list[MemoryRow]] = {PREFILL: [], DECODE: []}
     for policy in policies:
         try:
             planned = modeller.planned(policy, modeller.settings(policy))
+            rows = [memory_row(each.memgraph, each.timeline) for each in planned]
         except FinepageError as error:
-            for plans in found.values():
-                plans.append(SimulatedPass(policy=policy, reason=str(error)))
-            continue
-        for plans, each in zip(found.values(), planned, strict=True):
-            plans.append(
-                SimulatedPass(policy=policy, memgraph=each.memgraph, timeline=each.timeline)
-            )
-    return {name: tuple(plans) for name, plans in found.items()}
+            rows = [refused_row(policy, error)] * len(found)
+        for plans, row in zip(found.values(), rows, strict=True):
+            plans.append(row)
+    return found
 
 
 # Other budgets.
 
 
-def budget_lines(modeller: Any, num_budgets: int, progress: Progress) -> tuple[BudgetLine, ...]:
+def budget_lines(modeller: Any, num_budgets: int, progress: Progress) -> dict[str, BudgetLine]:
     """Plan the decode step of a batch under several budgets.
 
     Args:
@@ -203,16 +204,14 @@ def budget_lines(modeller: Any, num_budgets: int, progress: Progress) -> tuple[B
         num_budgets: Budgets beside that one.
         progress: Goes through the budgets, and shows it.
     """
-    times: dict[str, list[tuple[int, int | None]]] = {p: [] for p in CURVE_POLICIES}
+    times: dict[str, BudgetLine] = {policy: [] for policy in CURVE_POLICIES}
     step = (MOST_PERCENT - LEAST_PERCENT) / max(1, num_budgets - 1)
     percents = (LEAST_PERCENT + step * number for number in range(num_budgets))
     others = [modeller.at(f"{percent:.3f}%weights") for percent in percents]
     for each in progress([modeller, *others]):
         for policy in CURVE_POLICIES:
             times[policy].append((each.budget_bytes, decode_ns(each, policy)))
-    return tuple(
-        BudgetLine(policy=policy, points=tuple(sorted(points))) for policy, points in times.items()
-    )
+    return {policy: sorted(points) for policy, points in times.items()}
 
 
 def decode_ns(modeller: Any, policy: str) -> int | None:

@@ -59,10 +59,6 @@ class FinepageEngine(DeepSpeedEngine):
             self.notes.append("the KV cache is in host memory")
         return self.handle.observed()
 
-    def plan_ns(self) -> int:
-        """Return the time that went to planning so far."""
-        return self.handle.stats.plan_ns
-
 
 def load(request: RunRequest) -> FinepageEngine:
     """Load the model to run by plan."""

@@ -114,13 +114,13 @@ class Comparison:
     # The model.
 
     def _checkpoint(self) -> Path:
-        """Return the checkpoint to run; make it if it is a shipped name."""
+        """Return the checkpoint to run; make it if there is only its shape."""
         name = self._settings.model
-        if name not in model_names():
+        if Path(name).is_dir():
             return checkpoint_in(Path(name))
         folder, unfinished = self._folder / MODEL_FOLDER, self._folder / f"{MODEL_FOLDER}.part"
         if not folder.exists():
-            with self._step(f"making random weights for {name}"):
+            with self._step(f"making random weights for {Path(name).name}"):
                 module = "ds_finepage.compare.checkpoint"
                 layers = str(self._settings.layers or 0)
                 log = self._folder / "model.log"
@@ -188,7 +188,6 @@ class Comparison:
             new_tokens=settings.new_tokens,
             repeats=settings.repeats,
             settings=dict(modelled.settings),
-            observes=arm.observes,
             prompt_ids=prompts,
             is_limited=arm.observes or self._limits_stock,
         )

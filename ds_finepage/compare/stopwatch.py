@@ -36,18 +36,11 @@ class Stopwatch:
 
     Attributes:
         forwards: The forwards so far, in order.
-        on_first: Called at the end of the first forward.
     """
 
-    def __init__(self, engine: Engine, on_first: Callable[[], None] = lambda: None) -> None:
-        """Prepare to watch.
-
-        Args:
-            engine: Its model is watched.
-            on_first: Called at the end of the first forward.
-        """
+    def __init__(self, engine: Engine) -> None:
+        """Prepare to watch the model of an engine."""
         self.forwards: list[Forward] = []
-        self.on_first = on_first
         self._engine = engine
 
     @contextmanager
@@ -80,8 +73,6 @@ class Stopwatch:
         took = time.perf_counter_ns() - start
         h2d, d2h = self._engine.copied()
         self.forwards.append(Forward(wall_ns=took, h2d_bytes=h2d, d2h_bytes=d2h))
-        if len(self.forwards) == 1:
-            self.on_first()
         return result
 
 

@@ -33,7 +33,6 @@ from ds_finepage.compare.stopwatch import Forward, Stopwatch, median_ns
 from ds_finepage.errors import reason_of
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.execution.probe import probe
 from ds_finepage.files import write_file
 from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.timeline import Timeline
@@ -91,14 +90,13 @@ class Worker:
             timed = [self._generate(engine) for _ in range(request.repeats)]
             passes = self._observe(engine)
             save_passes(passes, folder)
-            rate = probe(engine.device).h2d_bytes_per_s
-            return self._figures(engine, counted, timed, passes, rate)
+            return self._figures(engine, counted, timed, passes)
         finally:
             engine.close()
 
-    def _generate(self, engine: Engine, watch: Stopwatch | None = None) -> list[Forward]:
+    def _generate(self, engine: Engine) -> list[Forward]:
         """Generate once; return the forwards."""
-        request, watch = self._request, watch or Stopwatch(engine)
+        request, watch = self._request, Stopwatch(engine)
         ids = self._ids.to(engine.device)
         with watch.watching(), torch.no_grad():
             found = engine.model.generate(
@@ -120,14 +118,6 @@ class Worker:
             engine: The engine.
             start_ns: When it began to load the model.
         """
-        found: dict[str, Any] = {}
-
-        def first_token() -> None:
-            now = time.perf_counter_ns()
-            found["plan_ns"] = engine.plan_ns()
-            if found["plan_ns"] is not None:
-                found["capture_ns"] = now - placed_ns - found["plan_ns"]  # and the prefill
-
         meter, is_late = DeviceMeter(engine.device), makes_partitions_late(engine.device.type)
         with ExitStack() as stack:
             if not is_late:
@@ -136,17 +126,20 @@ class Worker:
             engine.place()
             if is_late:
                 stack.enter_context(meter)
-            placed_ns = time.perf_counter_ns()
-            found["load_ns"] = placed_ns - start_ns
-            forwards = self._generate(engine, Stopwatch(engine, on_first=first_token))
-            found["first_call_ns"] = sum(forward.wall_ns for forward in forwards)
+            load_ns = time.perf_counter_ns() - start_ns
+            first = forwards = self._generate(engine)
             for _ in range(NUM_COUNTED - 1):
                 forwards = self._generate(engine)
-        found["peak_bytes"] = meter.peak_bytes
+        found = {
+            "load_ns": load_ns,
+            "first_token_ns": load_ns + first[0].wall_ns,
+            "first_call_ns": sum(forward.wall_ns for forward in first),
+            "peak_bytes": meter.peak_bytes,
+        }
         return found, forwards
 
     def _observe(self, engine: Engine) -> list[ObservedPass]:
-        if not (self._request.observes and ARMS[self._request.arm].observes):
+        if not ARMS[self._request.arm].observes:
             return []
         engine.record()
         for _ in range(NUM_RECORDED):
@@ -159,14 +152,11 @@ class Worker:
         counted: tuple[dict[str, Any], list[Forward]],
         timed: list[list[Forward]],
         passes: list[ObservedPass],
-        probe_rate: float,
     ) -> Run:
         found, forwards = counted
         prefill_ns = median_ns([call[0] for call in timed])
         # The first step follows another pass.
         decode_ns = median_ns([step for call in timed for step in call[2:] or call[1:]])
-        if "capture_ns" in found:
-            found["capture_ns"] = max(0, found["capture_ns"] - prefill_ns)
         by_name = {each.name: each for each in passes}
         decode = by_name.get(DECODE)
         return Run(
@@ -177,7 +167,6 @@ class Worker:
             prefill=_phase(forwards[0], prefill_ns, by_name.get(PREFILL)),
             decode=_phase(forwards[-1], decode_ns, decode),
             link_bytes_per_s=_link_rate(decode, forwards[-1]),
-            probe_bytes_per_s=probe_rate,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             pinned_bytes=device_of(engine.device).pinned_bytes,
             settings=dict(engine.settings),

@@ -6,7 +6,7 @@ The settings that the request brings are keys of ``zero_optimization``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import deepspeed
@@ -19,6 +19,7 @@ from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.compare.loading import form_of, load_model, load_unpacked
 from ds_finepage.config import SECTION
 from ds_finepage.integrations.deepspeed.one_process import prepare_one_process
+from ds_finepage.integrations.deepspeed.patches import exchanged
 from ds_finepage.packing.stock import pack_as_stock
 
 ZERO = "zero_optimization"
@@ -76,11 +77,8 @@ def counting_fetches(add: Callable[[int], None]) -> Iterator[None]:
                 param.data = param.data.clone()
         return handle
 
-    partition_parameters._no_gather_coalesced = counted
-    try:
+    with exchanged(partition_parameters, "_no_gather_coalesced", counted):
         yield
-    finally:
-        partition_parameters._no_gather_coalesced = fetch
 
 
 class ZeroEngine(DeepSpeedEngine):
@@ -88,11 +86,9 @@ class ZeroEngine(DeepSpeedEngine):
 
     _nbytes = 0
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> AbstractContextManager[None]:
         """Count every fetch, and let it copy."""
-        with counting_fetches(self._add):
-            yield
+        return counting_fetches(self._add)
 
     def _add(self, nbytes: int) -> None:
         self._nbytes += nbytes

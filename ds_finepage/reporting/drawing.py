@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.memgraph import Lane
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 EXTRA = "report"
 PACKAGES = ("jinja2", "matplotlib")
 DPI = 130
-MAGNIFIED_SHARE = 0.4
-"""If less than this share of the memory changes, it is drawn in larger scale as well."""
-
 WIDTH = 9.6  # inches
 
 MOST_LEVEL_LABELS = 10
@@ -95,35 +92,7 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def draw_memory(series: MemorySeries, budget_bytes: int | None, title: str) -> Figure:
-    """Draw the device memory at each task, by kind, with the budget.
-
-    If most of it are resident weights, a second part shows the bytes above them in larger scale.
-
-    Args:
-        series: The bytes at each task.
-        budget_bytes: The limit on all device bytes; None draws none.
-        title: Stands above.
-    """
-    most_bytes = max(series.peak_bytes, budget_bytes or 0, 1)
-    floor_bytes = min(series.nbytes[MemoryKind.RESIDENT], default=0)
-    is_flat = most_bytes - floor_bytes < most_bytes * MAGNIFIED_SHARE
-    figure, all_axes = _figure(title, 1 + is_flat, height=3.6 + 2.4 * is_flat)
-    unit, name = _byte_unit(most_bytes)
-    for axes in all_axes:
-        _stack(axes, [float(x) for x in series.at], series, unit)
-        _budget_line(axes, budget_bytes, unit, series.peak_bytes)
-        axes.set_ylabel(f"device memory in {name}")
-    if is_flat:
-        margin = (most_bytes - floor_bytes) / unit * 0.2
-        all_axes[1].set_ylim(floor_bytes / unit - margin, most_bytes / unit + margin)
-        _caption(all_axes[1], "the same above the resident weights, in larger scale")
-    all_axes[-1].set_xlabel("op, in program order")
-    _legend(all_axes[0])
-    return figure
-
-
-def draw_memory_over_time(
+def draw_memory(
     rows: Sequence[tuple[str, MemorySeries | None, str]], budget_bytes: int | None, title: str
 ) -> Figure:
     """Draw the device memory over time for several policies, one below the other.
@@ -267,38 +236,28 @@ def draw_arms(
     return figure
 
 
-def draw_budgets(
-    lines: Sequence[BudgetLine],
-    compared: Sequence[int],
-    measured: Sequence[tuple[str, int, int]],
-    title: str,
-) -> Figure:
+def draw_budgets(lines: Mapping[str, BudgetLine], compared: Sequence[int], title: str) -> Figure:
     """Draw the time of a decode step against the budget.
 
     Args:
         lines: A line for each policy.
         compared: Budgets to mark, in bytes.
-        measured: Name, budget in bytes and nanoseconds of arms; a cross each.
         title: Stands above.
     """
     figure, (axes,) = _figure(title, 1, height=4.2)
-    budgets = [b for line in lines for b, _ in line.points] + list(compared)
-    times = [ns for line in lines for _, ns in line.points if ns is not None]
+    budgets = [b for points in lines.values() for b, _ in points] + list(compared)
+    times = [ns for points in lines.values() for _, ns in points if ns is not None]
     unit, name = _byte_unit(max(budgets, default=1))
-    time_unit, time_name = _time_unit(max([1, *times, *(ns for *_, ns in measured)]))
-    for number, line in enumerate(lines):
-        points = [
-            (b / unit, float("nan") if ns is None else ns / time_unit) for b, ns in line.points
-        ]
-        style: Mapping[str, Any] = {"linewidth": 2.4 if line.policy == "finepage" else 1.4}
+    time_unit, time_name = _time_unit(max([1, *times]))
+    for number, (policy, points) in enumerate(lines.items()):
         axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
+            [budget / unit for budget, _ in points],
+            [float("nan") if ns is None else ns / time_unit for _, ns in points],
             color=LINES[number % len(LINES)],
             marker=MARKERS[number % len(MARKERS)],
             markersize=5,
-            label=line.policy,
-            **style,
+            label=policy,
+            linewidth=2.4 if policy == "finepage" else 1.4,
         )
     for budget in compared:
         axes.axvline(budget / unit, color=INK, linestyle="--", linewidth=1)
@@ -311,9 +270,6 @@ def draw_budgets(
             ha="center",
             fontsize=8,
         )
-    for arm, budget, ns in measured:
-        axes.plot([budget / unit], [ns / time_unit], "x", color=INK, markersize=7)
-        axes.annotate(f"  {arm}, measured", (budget / unit, ns / time_unit), fontsize=8)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"device budget in {name}")
     axes.set_ylabel(f"decode step in {time_name}")

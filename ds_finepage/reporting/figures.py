@@ -24,8 +24,6 @@ class PlanFigures:
     arena up to its highest byte in use, plus the non-arena bytes. ``host_bytes`` is the host memory
     for weights, offloaded buffers and a KV cache there. ``kv_copied_bytes`` has the copies of such
     a cache in both directions; its rows that are brought in are part of ``reloaded_bytes`` too.
-    ``kv_elsewhere_ns`` is what a pass takes with it in the other place, or at least takes there;
-    None if that place has no room, or if time does not choose the place.
     ``min_budget_bytes`` is for the place that needs less. ``lower_bound_bytes`` and
     ``lower_bound_ns`` hold for schedules of one batch at a time under the same budget, with tasks
     in program order and the KV cache where it is, and include its copies. ``weights`` names
@@ -66,7 +64,6 @@ class PlanFigures:
     weights: str | None = None
     num_ranks: int = 1
     sent_bytes: int = 0
-    kv_elsewhere_ns: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -158,18 +155,14 @@ def _weights(figures: PlanFigures) -> str:
     return format_bytes(figures.weight_bytes) + form
 
 
-def _place(figures: PlanFigures) -> str:
-    if not figures.kv_on_host:
-        return "on the device"
-    if figures.kv_elsewhere_ns is None:
-        return "in host memory, for lack of room on the device"
-    least = format_ns(figures.kv_elsewhere_ns)
-    return f"in host memory, which is faster (on the device at least {least})"
+def _kv_cache(figures: PlanFigures) -> str:
+    place = "in host memory" if figures.kv_on_host else "on the device"
+    return f"{format_bytes(figures.kv_bytes)} {place}"
 
 
 _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
     ("weights", _weights),
-    ("KV cache", lambda f: f"{format_bytes(f.kv_bytes)} {_place(f)}"),
+    ("KV cache", _kv_cache),
     ("budget", lambda f: format_bytes(f.budget_bytes)),
     ("  least that can run", lambda f: format_bytes(f.min_budget_bytes)),
     ("  peak", lambda f: format_bytes(f.peak_bytes)),

@@ -1,9 +1,9 @@
-"""Device memory of a plan by kind of bytes: at each task, and over time."""
+"""Device memory of a plan over time, by kind of bytes."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_finepage.graph.memgraph import EdgeKind, Lane, MemGraph, Node, NodeKind
@@ -27,8 +27,7 @@ class MemorySeries:
     """Device bytes by kind, one value of each kind at each position.
 
     Attributes:
-        at: Task indices, or nanoseconds since the pass began; ascending. A value holds until the
-            next position.
+        at: Nanoseconds since the pass began; ascending. A value holds until the next position.
         nbytes: The bytes of each kind.
     """
 
@@ -44,23 +43,6 @@ class MemorySeries:
     def peak_bytes(self) -> int:
         """The largest total."""
         return max(self.totals, default=0)
-
-
-def memory_by_task(memgraph: MemGraph) -> MemorySeries:
-    """Return the bytes at each task, with the nodes in the order of their ids."""
-    kinds = _kinds(memgraph)
-    now = _outside_arena(memgraph)
-    at: list[int] = []
-    rows: list[dict[MemoryKind, int]] = []
-    for node in memgraph.nodes:
-        if node.task is not None:
-            workspace_bytes = memgraph.graph.tasks[node.task].workspace_bytes
-            at.append(len(at))
-            rows.append({**now, MemoryKind.WORKSPACE: workspace_bytes})
-        elif change := _change(node):
-            assert node.buffer is not None
-            now[kinds[node.buffer]] += change
-    return _series(at, rows)
 
 
 def memory_over_time(memgraph: MemGraph, timeline: Timeline) -> MemorySeries:
@@ -98,7 +80,7 @@ def memory_over_time(memgraph: MemGraph, timeline: Timeline) -> MemorySeries:
     if timeline.total_ns > at[-1]:
         at.append(timeline.total_ns)
         rows.append(dict(now))
-    return _series(at, rows)
+    return MemorySeries(at=tuple(at), nbytes={k: tuple(r[k] for r in rows) for k in MemoryKind})
 
 
 def stalls(timeline: Timeline) -> list[tuple[int, int]]:
@@ -110,11 +92,6 @@ def stalls(timeline: Timeline) -> list[tuple[int, int]]:
             found.append((free, span.start_ns))
         free = max(free, span.end_ns)
     return found
-
-
-def _series(at: Iterable[int], rows: Iterable[dict[MemoryKind, int]]) -> MemorySeries:
-    rows = list(rows)
-    return MemorySeries(at=tuple(at), nbytes={k: tuple(r[k] for r in rows) for k in MemoryKind})
 
 
 def _completions(memgraph: MemGraph, timeline: Timeline) -> list[int]:

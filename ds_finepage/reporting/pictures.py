@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_finepage.reporting import drawing
-from ds_finepage.reporting.findings import Findings, SimulatedPass
+from ds_finepage.reporting.findings import Findings, MemoryRow, memory_row
 from ds_finepage.reporting.layers import bytes_by_layer
-from ds_finepage.reporting.memory import MemoryKind, memory_by_task, memory_over_time
+from ds_finepage.reporting.memory import MemoryKind
 from ds_finepage.reporting.results import ObservedPass, Results, Run
 from ds_finepage.units import format_bytes, format_ns
 
@@ -74,17 +74,11 @@ def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterato
 
 def picture_of_budgets(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
     """Draw the time of a decode step under several budgets; nothing where none was planned."""
-    lines = findings.curves.get(batch, ())
-    if not any(ns is not None for line in lines for _, ns in line.points):
+    lines = findings.curves.get(batch, {})
+    if not any(ns is not None for points in lines.values() for _, ns in points):
         return
     runs = [run for run in results.runs if run.batch == batch]
     budgets = dict.fromkeys(run.budget_bytes for run in runs if run.budget_bytes is not None)
-    measured = [
-        (run.arm, run.budget_bytes, run.decode.wall_ns)
-        for run in runs
-        if not results.is_modelled and run.reason is None
-        if run.budget_bytes is not None and run.decode.wall_ns is not None
-    ]
     title = f"Time of a decode step against the budget (batch {batch})"
     yield Picture(
         name=f"budgets_b{batch}",
@@ -94,12 +88,12 @@ def picture_of_budgets(results: Results, batch: int, findings: Findings) -> Iter
             "Lower is better. A line begins at the smallest of these budgets under which the "
             "policy can run. The dashed line is the budget of this comparison."
         ),
-        png=drawing.png(drawing.draw_budgets(lines, list(budgets), measured, title)),
+        png=drawing.png(drawing.draw_budgets(lines, list(budgets), title)),
     )
 
 
 def pictures_of_pass(
-    run: Run, found: ObservedPass, others: Sequence[SimulatedPass], hardware: str
+    run: Run, found: ObservedPass, others: Sequence[MemoryRow], hardware: str
 ) -> Iterator[Picture]:
     """Draw one pass of a run.
 
@@ -130,11 +124,13 @@ def pictures_of_pass(
 
 
 def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
-    series = memory_by_task(found.memgraph)
-    title = f"Device memory at each op ({where})"
+    row = memory_row(found.memgraph, found.predicted)
+    series = row[1]
+    assert series is not None
+    title = f"Device memory over time ({where})"
     resident = format_bytes(max(series.nbytes[MemoryKind.RESIDENT], default=0))
     sentence = (
-        f"The bytes on the device at each op, by their kind. {resident} of the weights stay there; "
+        f"The bytes on the device by their kind, predicted. {resident} of the weights stay there; "
         "the others stream through the part above them. "
     )
     if run.budget_bytes is not None:
@@ -150,7 +146,7 @@ def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
         name=f"{name}_memory",
         title=title,
         sentence=sentence.strip(),
-        png=drawing.png(drawing.draw_memory(series, run.budget_bytes, title)),
+        png=drawing.png(drawing.draw_memory([row], run.budget_bytes, title)),
     )
 
 
@@ -177,20 +173,8 @@ def _lanes(found: ObservedPass, name: str, where: str) -> Picture:
     )
 
 
-def _beside(
-    run: Run, others: Sequence[SimulatedPass], name: str, where: str, hardware: str
-) -> Picture:
+def _beside(run: Run, others: Sequence[MemoryRow], name: str, where: str, hardware: str) -> Picture:
     """Draw the memory of one pass by several policies, one below the other."""
-    rows = [
-        (
-            other.policy,
-            memory_over_time(other.memgraph, other.timeline),
-            format_ns(other.timeline.total_ns),
-        )
-        for other in others
-        if other.memgraph is not None and other.timeline is not None
-    ]
-    reasons = [(o.policy, None, f"no plan. {_short(o.reason)}") for o in others if o.reason]
     title = f"Device memory over time, beside other policies ({where})"
     return Picture(
         name=f"{name}_policies",
@@ -200,12 +184,8 @@ def _beside(
             "Dark blue weights stay, light blue ones are copied again in every pass. Demand paging "
             "(lru) evicts most weights just before they come round again."
         ),
-        png=drawing.png(drawing.draw_memory_over_time([*rows, *reasons], run.budget_bytes, title)),
+        png=drawing.png(drawing.draw_memory(others, run.budget_bytes, title)),
     )
-
-
-def _short(reason: str, most: int = 110) -> str:
-    return reason if len(reason) <= most else reason[: most - 3].rstrip() + "..."
 
 
 def _why_not(run: Run) -> str:

@@ -117,12 +117,11 @@ class Run:
         peak_bytes: Most live device bytes at any time, by the device's allocator.
         prefill: The figures of a prefill.
         decode: The figures of a steady decode step.
-        load_ns: Time to load the model, part of the time to first token.
-        capture_ns: Time to capture passes and to measure ops, the second part.
-        plan_ns: Time to plan, the third part.
+        load_ns: Time to load the model.
+        first_token_ns: Time to load it, and of its first forward, with the meter on: it captures,
+            measures, plans and computes.
         first_call_ns: Time of the forwards of the first call of ``generate``, with the meter on.
         link_bytes_per_s: Rate of the copies of a steady decode step, while copies were under way.
-        probe_bytes_per_s: Rate of a pinned copy in the same process.
         host_bytes: Most host memory of the process.
         pinned_bytes: Pinned host memory.
         settings: Settings that the arm was run with, as the user would write them.
@@ -143,11 +142,9 @@ class Run:
     prefill: PhaseFigures = PhaseFigures()
     decode: PhaseFigures = PhaseFigures()
     load_ns: int | None = None
-    capture_ns: int | None = None
-    plan_ns: int | None = None
+    first_token_ns: int | None = None
     first_call_ns: int | None = None
     link_bytes_per_s: float | None = None
-    probe_bytes_per_s: float | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
     settings: dict[str, str | int | float | bool]
@@ -225,7 +222,7 @@ class Results:
     date: str
     command: str
     runs: tuple[Run, ...] = ()
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     kind: Literal["ds_finepage results"] = "ds_finepage results"
 
     @property

@@ -64,7 +64,6 @@ def request_of(model_dir: Path, device: torch.device, budget_bytes: int) -> RunR
         new_tokens=NUM_TOKENS,
         repeats=1,
         settings={},
-        observes=False,
     )
 
 

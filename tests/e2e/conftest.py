@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_finepage.cli.demo import TINY
 from ds_finepage.compare.checkpoint import make_checkpoint
-from ds_finepage.run import ONE_PROCESS
+from ds_finepage.integrations.deepspeed.one_process import ONE_PROCESS
 
 ROOT = Path(__file__).parents[2]
+
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+}
+
+
+def tiny_config(folder: Path, **changes: Any) -> str:
+    """Write the config of a model that takes no time; return its path."""
+    path = folder / "tiny.json"
+    path.write_text(json.dumps({**TINY, **changes}))
+    return str(path)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, TINY)
+    make_checkpoint(folder, tiny_config(folder))
     return folder
 
 

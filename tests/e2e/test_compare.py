@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_finepage.cli import main
-from ds_finepage.cli.demo import TINY
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.reporting.results import LOG_FILE, load_passes, run_folder
+from tests.e2e.conftest import tiny_config
 
-SHAPE = replace(TINY, num_hidden_layers=2)
 CODE = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
 OPTIONS = ("--device-budget", "90%weights", "--prompt", "8", "--new", "5", "--repeats", "1")
 
@@ -30,7 +28,7 @@ def command(model: Path, out: Path, *options: str) -> list[str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, SHAPE)
+    make_checkpoint(folder, tiny_config(folder), num_layers=2)
     return folder
 
 

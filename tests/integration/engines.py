@@ -12,7 +12,7 @@ import torch
 
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import Engine, RunRequest
-from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+from ds_finepage.integrations.deepspeed.one_process import ONE_PROCESS, UNUSED_OP
 
 
 @contextmanager

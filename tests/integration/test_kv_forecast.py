@@ -10,7 +10,7 @@ import pytest
 
 from ds_finepage.cli import curve, grid, main
 from ds_finepage.config import DeviceBudget
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import NodeKind
@@ -70,9 +70,8 @@ def test_in_a_run_the_cache_moves_only_where_it_does_not_fit(
             profile=PROFILE,
             policy=policy,
             split=False,
-            as_in_a_run=True,
         ).figures
-        assert figures.kv_on_host is kv_on_host and figures.kv_elsewhere_ns is None
+        assert figures.kv_on_host is kv_on_host
         assert figures.kv_bytes == KV_BYTES
         assert figures.weight_bytes == 2 * NUM_PARAMETERS
         assert figures.peak_bytes <= budget_bytes
@@ -85,56 +84,26 @@ FAST_WRITES = dataclasses.replace(PROFILE, d2h_bytes_per_s=1.5e9)
 """With it, weights that a KV cache keeps from the device take longer than its new rows."""
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_pass_by_itself_has_the_cache_in_the_faster_place(
-    split: bool, decode: CapturedModel, prefill: CapturedModel
+@pytest.mark.parametrize("policy", ["finepage", "horizon"])
+def test_the_cache_is_in_host_memory_where_the_user_wants_it(
+    policy: str, prefill: CapturedModel
 ) -> None:
-    places = set()
-    for found, share in ((prefill, 0), (prefill, 0.5), (prefill, 1), (decode, 0.5), (decode, 1)):
-        assert found.on_host is not None
-        least, most = least_on_device(found), found.needs.needed_budget_bytes
-        budget_bytes = int(least + share * (most - least))
-        chosen, there, here = (
-            plan_captured(
-                form, budget_bytes=budget_bytes, profile=FAST_WRITES, split=split, as_in_a_run=first
-            ).figures
-            for form, first in ((found, False), (found, True), (found.on_host, True))
-        )
-        assert here.kv_on_host and not there.kv_on_host
-        assert chosen.kv_on_host is (here.predicted_ns < there.predicted_ns)
-        assert chosen.predicted_ns == min(here.predicted_ns, there.predicted_ns)
-        assert chosen.budget_bytes == budget_bytes >= chosen.peak_bytes
-        other = there if chosen.kv_on_host else here
-        assert chosen.kv_elsewhere_ns is not None
-        assert chosen.kv_elsewhere_ns <= other.predicted_ns
-        assert chosen.predicted_ns <= chosen.kv_elsewhere_ns or not chosen.kv_on_host
-        places.add((found.phase, chosen.kv_on_host))
-    assert places == {("prefill", True), ("prefill", False), ("decode", False)}
-
-
-def test_other_policies_keep_the_cache_where_it_fits(prefill: CapturedModel) -> None:
+    """And the pass is faster so, on this machine."""
     assert prefill.on_host is not None
-    budget_bytes = least_on_device(prefill)
-    settings = {"budget_bytes": budget_bytes, "profile": FAST_WRITES, "policy": "horizon"}
-    figures = plan_captured(prefill, **settings).figures
-    assert plan_captured(prefill.on_host, **settings).figures.predicted_ns < figures.predicted_ns
-    assert not figures.kv_on_host and figures.kv_elsewhere_ns is None
+    settings = {"budget_bytes": least_on_device(prefill), "profile": FAST_WRITES, "policy": policy}
+    here = plan_captured(prefill, **settings).figures
+    there = plan_captured(prefill, **settings, kv_cache="host").figures
+    assert there.kv_on_host and not here.kv_on_host
+    assert there.predicted_ns < here.predicted_ns
+    same = plan_captured(prefill.on_host, **settings).figures
+    assert there.predicted_ns == same.predicted_ns
 
 
-def test_the_faster_place_needs_its_host_memory(prefill: CapturedModel) -> None:
-    assert prefill.on_host is not None
-    budget_bytes = (least_on_device(prefill) + prefill.needs.needed_budget_bytes) // 2
-
-    def place(host_memory_bytes: int) -> bool:
-        return plan_captured(
-            prefill,
-            budget_bytes=budget_bytes,
-            profile=FAST_WRITES,
-            host_memory_bytes=host_memory_bytes,
-        ).figures.kv_on_host
-
-    assert place(prefill.on_host.host_bytes)
-    assert not place(prefill.on_host.host_bytes - 1)
+def test_a_policy_that_keeps_the_cache_on_the_device_is_not_asked_for_another_place(
+    prefill: CapturedModel,
+) -> None:
+    with pytest.raises(ConfigError, match="policy zero keeps the KV cache on the device"):
+        plan_captured(prefill, budget_bytes=10**9, profile=PROFILE, policy="zero", kv_cache="host")
 
 
 def test_a_refusal_names_the_budget_with_the_cache_in_host_memory(decode: CapturedModel) -> None:
@@ -163,6 +132,8 @@ def test_a_model_whose_layers_all_have_windows_has_one_form_only(tmp_path: Path)
     path = small_model(tmp_path, model_type="mistral", sliding_window=4)
     found = capture_model(str(path), phase="decode", batch=1, seq=SEQ, profile=PROFILE)
     assert found.on_host is None
+    wanted = plan_captured(found, budget_bytes=10**9, profile=PROFILE, kv_cache="host")
+    assert not wanted.figures.kv_on_host
     assert form_that_fits(found, budget_bytes=1, policy="finepage", split=True) is found
 
 
@@ -183,12 +154,10 @@ def test_a_step_brings_in_the_live_rows_of_each_layer_in_every_pass(decode: Capt
 def test_a_prefill_writes_its_rows_beside_its_tasks(prefill: CapturedModel) -> None:
     assert prefill.on_host is not None
     budget_bytes = prefill.needs.needed_budget_bytes
-    there = plan_captured(prefill, budget_bytes=budget_bytes, profile=PROFILE).figures
     here = plan_captured(prefill.on_host, budget_bytes=budget_bytes, profile=PROFILE).figures
     link_ns = 2 * KV_BYTES  # 2 ns a byte
     assert here.compute_ns < link_ns == here.lower_bound_ns
     assert link_ns <= here.predicted_ns < link_ns + here.compute_ns
-    assert there.kv_elsewhere_ns == link_ns  # not planned, since the link alone takes longer
     assert here.reloaded_bytes == here.lower_bound_bytes == 0
 
 
@@ -264,9 +233,9 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     assert least_on_device(decode) <= budget_bytes
     modeller = modeller_of(model, PROFILE, tmp_path)
     planner = curve.Planner("finepage", modeller)
-    assert planner.point(budget_bytes).kv_on_host
+    assert planner.point(budget_bytes).decode_kv_on_host
     assert modeller.at(budget_bytes).step("finepage").figures.kv_on_host
-    assert not planner.point(budget_bytes + 1).kv_on_host
+    assert not planner.point(budget_bytes + 1).decode_kv_on_host
     assert planner.ends[0] < budget_bytes
 
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
@@ -274,7 +243,8 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
         profiles={"t4": PROFILE}, budget=DeviceBudget.parse(budget_bytes), split=False
     )
     result = cells.plan(cell)
-    assert (result.runs, result.prefill_kv_on_host, result.decode_kv_on_host) == (True,) * 3
+    assert isinstance(result, grid.Point)
+    assert result.prefill_kv_on_host and result.decode_kv_on_host
     assert result.weight_bytes == 2 * NUM_PARAMETERS
     assert result.kv_copied_bytes == KV_BYTES
     table = grid.to_table({cell: result})
@@ -285,24 +255,21 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
 def test_both_passes_have_the_cache_where_a_run_has_it(
     model: Path, prefill: CapturedModel, tmp_path: Path
 ) -> None:
-    """A prefill by itself would have it in host memory, and the step would not."""
+    """A prefill would be faster with it in host memory."""
     budget_bytes = least_on_device(prefill)
-    alone, in_a_run = (
-        plan_captured(
-            prefill, budget_bytes=budget_bytes, profile=FAST_WRITES, split=False, as_in_a_run=first
-        ).figures
-        for first in (False, True)
-    )
-    assert alone.kv_on_host and not in_a_run.kv_on_host
+    in_a_run = plan_captured(
+        prefill, budget_bytes=budget_bytes, profile=FAST_WRITES, split=False
+    ).figures
     modeller = modeller_of(model, FAST_WRITES, tmp_path)
     planner = curve.Planner("finepage", modeller)
     point = planner.point(budget_bytes)
-    assert (point.kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
+    assert (point.decode_kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
     cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
     cells = grid.Planner(
         profiles={"t4": FAST_WRITES}, budget=DeviceBudget.parse(budget_bytes), split=False
     )
     result = cells.plan(cell)
+    assert isinstance(result, grid.Point)
     assert (result.prefill_kv_on_host, result.decode_kv_on_host) == (False, False)
     assert result.first_token_ns == in_a_run.predicted_ns
 
@@ -318,14 +285,11 @@ def test_the_commands_say_where_the_cache_is(
     arguments = ["--model", str(model), "--hardware", str(path), "--batch", str(BATCH)]
     arguments += ["--seq", str(SEQ), "--no-split"]
     assert main(["plan", *arguments, "--device-budget", str(least_on_device(decode) - 1)]) == 0
-    shown = capsys.readouterr().out
-    assert "1.00 MiB in host memory, for lack of room on the device" in shown
-    assert "a run has it on the device" not in shown
-    least = least_on_device(prefill)
-    assert main(["plan", *arguments, "--phase", "prefill", "--device-budget", str(least)]) == 0
-    shown = capsys.readouterr().out
-    assert "1.00 MiB in host memory, which is faster (on the device at least " in shown
-    assert 'a run has it on the device, where it fits; finepage.kv_cache "host" moves it' in shown
+    assert "1.00 MiB in host memory" in capsys.readouterr().out
+    least = ["--phase", "prefill", "--device-budget", str(least_on_device(prefill))]
+    for place, words in (("auto", "1.00 MiB on the device"), ("host", "1.00 MiB in host memory")):
+        assert main(["plan", *arguments, *least, "--kv-cache", place]) == 0
+        assert words in capsys.readouterr().out
     assert main(["curve", *arguments, "--points", "2", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
-    assert [point["kv_on_host"] for point in points] == [True, False]
+    assert [point["decode_kv_on_host"] for point in points] == [True, False]

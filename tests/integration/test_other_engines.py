@@ -80,7 +80,6 @@ def request_of(folder: Path, share: float = 0.6, **changes: Any) -> RunRequest:
         new_tokens=NEW_TOKENS,
         repeats=1,
         settings={KEPT: 2},
-        observes=False,
     )
     return replace(request, **changes)
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ds_finepage.integrations.deepspeed.one_process import ONE_PROCESS
 from ds_finepage.reporting.page import PAGE_FILE
 from ds_finepage.reporting.results import load_passes, load_results, run_folder
-from ds_finepage.run import ONE_PROCESS
 
 PROGRAM = """
 import json, sys

@@ -10,7 +10,7 @@ import pytest
 
 from ds_finepage import run
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE
+from ds_finepage.integrations.deepspeed.one_process import GLOO_ALONE, ONE_PROCESS, UNUSED_OP
 
 SCRIPT = """
 import json, pathlib, sys
@@ -21,7 +21,7 @@ pathlib.Path({!r}).write_text(json.dumps([sys.argv, __name__, sys.path[0]]))
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what a launcher or another test has set, and undo what a test sets."""
-    for name in run.ONE_PROCESS:
+    for name in ONE_PROCESS:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -77,10 +77,10 @@ def test_errors_of_the_script_come_through(tmp_path: Path, monkeypatch: pytest.M
 
 def test_without_a_launcher_one_process_is_set_up() -> None:
     run.prepare_one_process()
-    assert {name: os.environ[name] for name in run.ONE_PROCESS} == run.ONE_PROCESS
+    assert {name: os.environ[name] for name in ONE_PROCESS} == ONE_PROCESS
     import deepspeed
 
-    assert deepspeed.ops.__compatible_ops__[run.UNUSED_OP] is False
+    assert deepspeed.ops.__compatible_ops__[UNUSED_OP] is False
 
 
 def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,22 +93,22 @@ def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_under_a_launcher_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, run.UNUSED_OP, True)
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, True)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     run.prepare_one_process()
     assert "MASTER_PORT" not in os.environ
-    assert deepspeed.ops.__compatible_ops__[run.UNUSED_OP] is True
+    assert deepspeed.ops.__compatible_ops__[UNUSED_OP] is True
 
 
 def test_ranks_that_talk_over_gloo_alone_build_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, run.UNUSED_OP, True)
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, True)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", GLOO_ALONE: "1"}.items():
         monkeypatch.setenv(name, value)
     run.prepare_one_process()
-    assert deepspeed.ops.__compatible_ops__[run.UNUSED_OP] is False
+    assert deepspeed.ops.__compatible_ops__[UNUSED_OP] is False
 
 
 def test_each_rank_uses_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,16 @@
-"""The seam into transformers' loading: two methods wrapped, two names exchanged.
+"""The seam into transformers' loading: methods wrapped, one name exchanged.
 
 Under ZeRO stage 3 ``from_pretrained`` builds the model in partitions, maps every file of the
 checkpoint, and gathers the parameters of each module to copy into them: partitions, file pages and
 gathered copies are in memory together. Where the active ``HfDeepSpeedConfig`` enables finepage,
-transformers gets the tensors of safetensors files unread. It still decides which tensor goes where:
-names, conversions, ties, missing keys.
+transformers loads as without ZeRO: it builds the model without memory, and gets the tensors of
+safetensors files unread. It decides which tensor goes where: names, conversions, ties, missing
+keys.
 
-- On one rank they are read piece by piece, straight into the partitions.
+- On one rank they are then read piece by piece, straight into ZeRO's partitions.
 - For tensor parallelism they stay unread until AutoTP has cut the model.
-- Where the ``finepage`` section asks for packed weights, transformers gets our quantiser and leaves
-  ZeRO's partitions out; DeepSpeed makes them of the packed weights.
+- Where the ``finepage`` section asks for packed weights, transformers gets our quantiser, which
+  packs them as they are read; DeepSpeed makes its partitions of the packed weights.
 
 Every other load stays stock.
 """
@@ -66,8 +67,10 @@ def uninstall(modeling_utils: ModuleType) -> None:
         unwrap(model_class, name)
 
 
-def is_wanted_by_ranks(modeling_utils: ModuleType) -> bool:
-    """Say whether the active ``HfDeepSpeedConfig`` asks for finepage and tensor parallelism.
+def is_wanted(modeling_utils: ModuleType) -> bool:
+    """Say whether the active ``HfDeepSpeedConfig`` asks for finepage, and for whole weights.
+
+    With several ranks they must be those of tensor parallelism.
 
     Raises:
         ConfigError: Its ``finepage`` section is not valid.
@@ -75,21 +78,18 @@ def is_wanted_by_ranks(modeling_utils: ModuleType) -> bool:
     active = _active_config(modeling_utils)
     if not active.enabled or active.weights is not None:
         return False
+    if _is_for_ranks(modeling_utils):
+        return True
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed()  # as zero.Init does it in a stock load
+    return bool(deepspeed.comm.get_world_size() == 1)
+
+
+def _is_for_ranks(modeling_utils: ModuleType) -> bool:
     tensor_parallel = modeling_utils.deepspeed_config().get("tensor_parallel") or {}
     return int(tensor_parallel.get("autotp_size", 1)) > 1
-
-
-def is_wanted(modeling_utils: ModuleType) -> bool:
-    """Say whether the active ``HfDeepSpeedConfig`` asks for finepage, and one rank is all.
-
-    Raises:
-        ConfigError: Its ``finepage`` section is not valid.
-    """
-    if not _active_config(modeling_utils).enabled:
-        return False
-    from deepspeed import comm
-
-    return bool(comm.is_initialized() and comm.get_world_size() == 1)
 
 
 def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
@@ -119,30 +119,34 @@ def _quantizer(modeling_utils: ModuleType, call: WrappedCall) -> Any:
 
 
 def _build(modeling_utils: ModuleType, call: WrappedCall) -> Any:
-    """Add a mode to the contexts in which transformers builds a model before it loads weights."""
-    if is_wanted_by_ranks(modeling_utils):
-        with _as_without_zero(modeling_utils):
-            return call.run()
-    contexts = call.run()  # zero.Init is among them, which counts the ranks
-    if is_wanted(modeling_utils):
-        from ds_finepage.integrations.deepspeed.partitions import NothingIntoNothing
+    """Choose the contexts in which transformers builds a model before it loads weights."""
+    options = call.arguments
+    is_stock = options["is_quantized"] or options["_is_ds_init_called"]
+    if is_stock or not is_wanted(modeling_utils):
+        return call.run()
+    with _as_without_zero(modeling_utils):
+        return call.run()
 
-        contexts = [*contexts, NothingIntoNothing()]
-    return contexts
+
+def _is_ours(modeling_utils: ModuleType, options: dict[str, Any]) -> bool:
+    """Say whether :func:`_build` has built a model without ZeRO."""
+    if getattr(options.get("load_config"), "hf_quantizer", None) is not None:
+        return False
+    in_zero = any(hasattr(parameter, "ds_id") for parameter in options["model"].parameters())
+    return not in_zero and is_wanted(modeling_utils)
 
 
 def _load(modeling_utils: ModuleType, call: WrappedCall) -> Any:
-    """Run transformers' loading with our reader and our gathering in place of the stock ones."""
+    """Run transformers' loading with unread tensors."""
     quantizer = getattr(call.arguments.get("load_config"), "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == METHOD:
         return _load_packed(call, quantizer)
-    of_ranks = is_wanted_by_ranks(modeling_utils)
-    if not of_ranks and (quantizer is not None or not is_wanted(modeling_utils)):
+    if not _is_ours(modeling_utils, call.arguments):
         return call.run()
     from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 
     _leave_unread(call.arguments)
-    with _as_without_zero(modeling_utils) if of_ranks else _in_place():
+    with _as_without_zero(modeling_utils):
         result = call.run()
     trim_heap()
     return result
@@ -158,20 +162,6 @@ def _leave_unread(options: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _in_place() -> Iterator[None]:
-    """Let transformers fill ZeRO's partitions where they are."""
-    import deepspeed
-
-    from ds_finepage.integrations.deepspeed.partitions import PartitionsInPlace
-
-    with (
-        _one_at_a_time,
-        exchanged(deepspeed.zero, _compat.GATHERED_PARAMETERS, PartitionsInPlace),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def _as_without_zero(modeling_utils: ModuleType) -> Iterator[None]:
     """Let transformers load as if ZeRO had no part in it."""
     with _one_at_a_time, exchanged(modeling_utils, _compat.IS_ZERO3, lambda: False):
@@ -179,14 +169,17 @@ def _as_without_zero(modeling_utils: ModuleType) -> Iterator[None]:
 
 
 def _finish(modeling_utils: ModuleType, call: WrappedCall) -> Any:
-    """Let transformers tie and initialise weights, then take the memory of unread ones."""
-    if not is_wanted_by_ranks(modeling_utils):
+    """Let transformers tie and initialise weights, then give unread ones to ZeRO, or to AutoTP."""
+    if not _is_ours(modeling_utils, call.arguments):
         return call.run()
-    from ds_finepage.integrations.deepspeed.shard_loading import leave_unread
+    from ds_finepage.integrations.deepspeed.shard_loading import leave_unread, read_whole
 
     with _as_without_zero(modeling_utils):
         result = call.run()
-    leave_unread(call.arguments["model"])
+    model = call.arguments["model"]
+    leave_unread(model)
+    if not _is_for_ranks(modeling_utils):
+        read_whole(model, modeling_utils.deepspeed_config())
     return result
 
 

@@ -6,8 +6,8 @@ Imported only once DeepSpeed's engine is loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
 from ds_finepage.execution.watch import data_of, set_data
+from ds_finepage.integrations.deepspeed.patches import exchanged
 from ds_finepage.integrations.deepspeed.ranks import parts_of, ranks_of_model
 from ds_finepage.runtime.handle import Handle
 
@@ -113,8 +114,7 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
                 _init_external_params(module)
 
 
-@contextmanager
-def _plain_linear() -> Iterator[None]:
+def _plain_linear() -> AbstractContextManager[None]:
     """Give a call torch's own ``linear``.
 
     Each stock engine replaces it for good by an autograd function that rounds differently. Engines
@@ -122,11 +122,7 @@ def _plain_linear() -> Iterator[None]:
     """
     found = torch.nn.functional.linear
     plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", found)
-    torch.nn.functional.linear = plain
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = found
+    return exchanged(torch.nn.functional, "linear", plain)
 
 
 def offload_class(config: FinepageConfig) -> type[FinepageOffload]:

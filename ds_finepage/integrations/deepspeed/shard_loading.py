@@ -1,9 +1,10 @@
 """Gives a loaded model the values of the tensors that transformers has left unread.
 
-For tensor parallelism, transformers builds the model without memory. DeepSpeed's AutoTP cuts it as
-it is. The view that AutoTP leaves of a parameter tells which part the rank needs. That part is read
-straight into the master. A parameter that is not cut is read once for all ranks of one machine, if
-masters are not pinned.
+transformers builds the model without memory. On one rank its weights are read straight into ZeRO's
+partitions. For tensor parallelism DeepSpeed's AutoTP cuts the model as it is. The view that AutoTP
+leaves of a parameter tells which part the rank needs, and that part is read straight into the
+master. A parameter that is not cut is read once for all ranks of one machine, if masters are not
+pinned.
 
 Imported only while a checkpoint is loaded, and by DeepSpeed's engine.
 """
@@ -153,16 +154,51 @@ def read_parts(engine: Any, model: nn.Module) -> None:
         return
     if any(each.part is None for _, each in found):
         refuse_unread(model)
-    dtype = _dtype_of(engine)
     init = Init(
         data_parallel_group=engine.mpu.get_data_parallel_group(),
         config_dict_or_path=engine._config._param_dict,
         mpu=engine.mpu,
     )
+    _cast(model, _dtype_of(engine))
+    _give_to_zero(model, init, found, _masters(found, init.pin_memory))
+
+
+def read_whole(model: nn.Module, ds_config: Any) -> None:
+    """Make the parameters of an unread model ZeRO's on one rank, with masters that are read now.
+
+    Args:
+        model: As :func:`leave_unread` leaves it.
+        ds_config: The active one.
+
+    Raises:
+        StoreError: A file of the checkpoint has changed.
+    """
+    init = Init(config_dict_or_path=ds_config)
+    _cast(model, init.dtype)
+    found = [(parameter, each) for _, parameter, each in pending(model)]
+    masters = []
+    for parameter, each in found:
+        each.part = whole_of(each.whole)
+        masters.append(_master(parameter, each, init.pin_memory))
+    _give_to_zero(model, init, found, masters)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(init.local_device)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast what is to have the dtype of the ds_config; None leaves everything."""
     for parameter in model.parameters():
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    masters = _masters(found, init.pin_memory)
+
+
+def _give_to_zero(
+    model: nn.Module,
+    init: Any,
+    found: Sequence[tuple[nn.Parameter, Pending]],
+    masters: Sequence[torch.Tensor],
+) -> None:
+    """Make all parameters ZeRO's: those that were unread have their masters."""
     made = {
         id(parameter): _partitioned(init, parameter, master)
         for (parameter, _), master in zip(found, masters, strict=True)
@@ -181,31 +217,39 @@ def _dtype_of(engine: Any) -> torch.dtype | None:
 
 def _masters(found: Sequence[tuple[nn.Parameter, Pending]], is_pinned: bool) -> list[torch.Tensor]:
     """Read the masters; those that are not cut are shared with the other ranks."""
-    from deepspeed.accelerator import get_accelerator
-
-    def read(i: int, master: torch.Tensor) -> torch.Tensor:
-        parameter, unread = found[i]
-        assert unread.part is not None
-        unread.values.read_into(master.view(parameter.shape), unread.part)
-        return master
-
     meetings = Meetings()
     # A cut may leave one rank the whole weight, and the others nothing.
     rows = meetings.gather([each.is_cut for _, each in found])
     once = [i for i, cuts in enumerate(zip(*rows, strict=True)) if not is_pinned and not any(cuts)]
     masters: dict[int, torch.Tensor] = {}
     try:
-        for i, (parameter, _) in enumerate(found):
+        for i, each in enumerate(found):
             if i not in once:
-                master = torch.empty(parameter.numel(), dtype=parameter.dtype)
-                masters[i] = read(i, get_accelerator().pin_memory(master) if is_pinned else master)
+                masters[i] = _master(*each, is_pinned)
         like = [found[i][0].data for i in once]
-        alike = shared(like, lambda at, t: read(once[at], t), meetings.rank, meetings.gather)
+        alike = shared(
+            like, lambda at, t: _read(*found[once[at]], t), meetings.rank, meetings.gather
+        )
     except Exception as error:
         meetings.fail(error)
         raise
     masters.update(zip(once, alike, strict=True))
     return [masters[i] for i in range(len(found))]
+
+
+def _master(parameter: nn.Parameter, unread: Pending, is_pinned: bool) -> torch.Tensor:
+    """Read the part of a parameter that this rank needs."""
+    from deepspeed.accelerator import get_accelerator
+
+    master = torch.empty(parameter.numel(), dtype=parameter.dtype)
+    master = get_accelerator().pin_memory(master) if is_pinned else master
+    _read(parameter, unread, master)
+    return master
+
+
+def _read(parameter: nn.Parameter, unread: Pending, master: torch.Tensor) -> None:
+    assert unread.part is not None
+    unread.values.read_into(master.view(parameter.shape), unread.part)
 
 
 def _partitioned(init: Any, parameter: nn.Parameter, master: Any) -> Any:

@@ -20,9 +20,6 @@ from ds_finepage.integrations.transformers.room import RoomLayer, can_have_room
 
 OwnLayer = HostLayer | RoomLayer
 
-CACHE_DEPTH = 4
-"""The depth of tensors in a cache: its layers, their rows in host memory, the rows themselves."""
-
 
 class HandedOut:
     """Swaps the layers of caches: the callers' own for those of a run, and back."""

@@ -14,7 +14,7 @@ import torch
 from ds_finepage._compat.torch import _profiler_enabled
 from ds_finepage.compare import finepage_arms, worker, zero_arms
 from ds_finepage.compare.arms import ARMS
-from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint, make_shipped
+from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.compare.engine import Engine, RunRequest, save_request
 from ds_finepage.compare.modelling import model_arm
 from ds_finepage.compare.orchestrate import completed, make_prompts
@@ -23,19 +23,18 @@ from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.modeller import Modeller
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import Run, load_passes
+from tests.integration.cli.models import small_model
 from tests.integration.engines import one_process_deepspeed
 
 VOCABULARY = 2000
 """With fewer rows the stock engine keeps every weight on the device."""
 
-SHAPE = LlamaShape(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=VOCABULARY,
-)
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY,
+}
 BATCH, PROMPT, NEW = 2, 6, 5
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -55,7 +54,7 @@ def deepspeed() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, SHAPE)
+    make_checkpoint(folder, str(small_model(folder, **SHAPE)))
     return folder
 
 
@@ -93,7 +92,6 @@ def request_of(
             "new_tokens": NEW,
             "repeats": 1,
             "settings": model_arm(ARMS[arm], models).settings,
-            "observes": True,
             "prompt_ids": prompts,
             **changes,
         }
@@ -144,8 +142,8 @@ def test_stock_copies_what_is_simulated(
         assert phase.h2d_bytes and phase.d2h_bytes == 0 and phase.wall_ns
     assert tokens == [expected] * 3  # two counted calls and a timed one
     assert modelled.settings.items() <= found.settings.items()
-    assert found.capture_ns is found.plan_ns is None
-    assert found.peak_bytes and found.probe_bytes_per_s and found.host_bytes
+    assert 0 < found.load_ns < found.first_token_ns < found.load_ns + found.first_call_ns
+    assert found.peak_bytes and found.host_bytes
 
 
 def test_the_fetches_of_later_engines_are_not_counted_any_more(
@@ -188,7 +186,7 @@ def test_ours_holds_the_budget_and_shows_its_passes(
     assert found.decode.predicted_ns == decode.predicted.total_ns
     assert found.decode.h2d_bytes == decode.memgraph.reloaded_bytes > 0
     assert decode.measured is not None and found.link_bytes_per_s
-    assert found.plan_ns and found.capture_ns and found.load_ns
+    assert found.first_token_ns > found.load_ns > 0
 
 
 class FakeHandle:
@@ -308,7 +306,7 @@ def test_a_shipped_name_becomes_a_checkpoint_of_fewer_layers(
 
     small = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=300)
     monkeypatch.setattr(shipped, "load_model_config", lambda name: small)
-    make_shipped(tmp_path, "llama-7b", 2)
+    make_checkpoint(tmp_path, "llama-7b", 2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(model.model.layers) == 2 and model.dtype is torch.bfloat16
     assert 0.04 < float(model.lm_head.weight.detach().float().std()) < 0.06
@@ -317,7 +315,7 @@ def test_a_shipped_name_becomes_a_checkpoint_of_fewer_layers(
 
 def test_a_shipped_model_without_room_in_host_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layers of llama-3.1-405b have .* Give fewer --layers"):
-        make_shipped(tmp_path, "llama-3.1-405b", 0)
+        make_checkpoint(tmp_path, "llama-3.1-405b")
 
 
 def test_a_report_of_the_users_ds_config_does_not_slow_the_timed_calls(
@@ -339,7 +337,6 @@ def test_a_report_of_the_users_ds_config_does_not_slow_the_timed_calls(
         new_tokens=4,
         repeats=1,
         settings={},
-        observes=True,
     )
     finepage_arms.load(request)
     (config,) = given

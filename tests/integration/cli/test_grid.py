@@ -10,6 +10,7 @@ import pytest
 from ds_finepage.cli import grid, grid_rows, main
 from ds_finepage.cli.grid_rows import to_rows
 from tests.integration.cli.models import card, small_model
+from tests.unit.points import point
 
 
 @pytest.fixture
@@ -37,9 +38,15 @@ def arguments(tmp_path: Path) -> list[str]:
     ]
 
 
-def cells(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[dict[str, Any]]:
+def document(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def cells(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[dict[str, Any]]:
+    found = document(capsys, arguments)["cells"]
     assert isinstance(found, list)
     return found
 
@@ -65,14 +72,11 @@ def test_json_has_every_cell(arguments: list[str], capsys: pytest.CaptureFixture
 
 
 def test_models_are_cut_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = str(small_model(tmp_path)), tmp_path / "found.json"
-    arguments = ["grid", "--models", model, "--hardware", "t4", "--seq", "32"]
+    arguments = ["grid", "--models", str(small_model(tmp_path)), "--hardware", "t4", "--seq", "32"]
     arguments += ["--policies", "finepage", "--batch", "2"]
-    assert main([*arguments, "--ranks", "2", "--out", str(out)]) == 0
+    assert main([*arguments, "--ranks", "2"]) == 0
     assert "each of 2 ranks" in " ".join(capsys.readouterr().out.split())
-    document = json.loads(out.read_text())
-    assert "--ranks 2" in document["command"]
-    (cell,), (whole,) = document["cells"], cells(capsys, arguments)
+    (cell,), (whole,) = cells(capsys, [*arguments, "--ranks", "2"]), cells(capsys, arguments)
     assert (cell["num_ranks"], whole["num_ranks"]) == (2, 1)
     assert cell["weight_bytes"] < 0.7 * whole["weight_bytes"]
 
@@ -94,8 +98,8 @@ def test_the_table_numbers_the_reasons(
 
 
 def test_the_baseline_is_compared_with() -> None:
-    def result(speed: float) -> grid.Result:
-        return grid.Result(runs=True, tokens_per_s=speed, first_token_ns=10**9)
+    def result(speed: float) -> grid.Point:
+        return point(tokens_per_s=speed, decode_ns=int(1e9 / speed), first_token_ns=10**9)
 
     def cell(policy: str) -> grid.Cell:
         return grid.Cell(model="m", hardware="h", batch=1, seq=1, policy=policy)
@@ -103,28 +107,16 @@ def test_the_baseline_is_compared_with() -> None:
     table = grid.to_table({cell("zero"): result(2.0), cell("finepage"): result(5.0)})
     texts = [list(column.cells)[0] for column in table.columns]
     figures = ["m", "h", "1", "1", "2.00, 1.00 s", "5.00 (2.50 x), 1.00 s"]
-    assert texts == [*figures, "", "zero; finepage 1.00 x zero"]
+    outcomes = ["finepage; finepage 2.50 x zero", "zero; finepage 1.00 x zero"]
+    assert texts == [*figures, *outcomes]
 
 
-def test_the_file_has_date_command_and_versions(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_json_has_date_command_and_versions(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "found.json"
-    assert main([*arguments, "--out", str(path)]) == 0
-    today = datetime.date.today().isoformat()
-    found = json.loads(path.read_text())
-    assert found["date"] == today and found["versions"]["torch"]
+    found = document(capsys, arguments)
+    assert found["date"] == datetime.date.today().isoformat() and found["versions"]["torch"]
     assert found["command"].startswith("ds-finepage grid --models ")
-    capsys.readouterr()
-    assert found["cells"] == cells(capsys, arguments)
-    assert main([*arguments, "--out", str(path)]) == 2
-    assert "--force" in capsys.readouterr().err
-
-
-def test_no_file_where_none_is_asked_for(arguments: list[str], tmp_path: Path) -> None:
-    before = sorted(tmp_path.rglob("*.json"))
-    assert main(arguments) == 0
-    assert sorted(tmp_path.rglob("*.json")) == before
 
 
 # What is refused.
@@ -143,26 +135,18 @@ def test_no_file_where_none_is_asked_for(arguments: list[str], tmp_path: Path) -
     ],
 )
 def test_bad_options(
-    arguments: list[str],
-    tmp_path: Path,
-    changes: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], changes: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out.json"
-    assert main([*arguments, "--out", str(out), *changes]) == 2
+    assert main([*arguments, *changes]) == 2
     assert words in capsys.readouterr().err
-    assert not out.exists()
 
 
 def shown(**times: tuple[int, int]) -> grid_rows.Results:
     """Make one row: the times of a first token and of a step, by policy."""
-    results = {}
+    results: grid_rows.Results = {}
     for name, (first, step) in times.items():
         cell = grid_rows.Cell(model="m", hardware="h", batch=1, seq=1, policy=name)
-        results[cell] = grid_rows.Result(
-            runs=True, tokens_per_s=1e9 / step, first_token_ns=first, decode_ns=step
-        )
+        results[cell] = point(tokens_per_s=1e9 / step, first_token_ns=first, decode_ns=step)
     return results
 
 

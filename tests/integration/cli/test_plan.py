@@ -48,7 +48,6 @@ KEYS = [
     "weights",
     "num_ranks",
     "sent_bytes",
-    "kv_elsewhere_ns",
 ]
 
 

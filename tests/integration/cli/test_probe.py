@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_finepage.cli import main
+from ds_finepage.cli import main, probe
 from ds_finepage.graph.profiles import load_profile
 from tests.integration.cli.models import small_model
 
-PROBE = ["probe", "--device", "cpu", "--scratch", "2MiB"]
+PROBE = ["probe", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _little_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SCRATCH_BYTES", 2 << 20)
 
 
 def test_the_profile_is_one_that_plan_takes(
@@ -46,8 +51,6 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--device", "gpu0"], "--device: 'gpu0' is not a device"),
         (["--device", "meta"], "cannot be used"),
-        (["--scratch", "1KiB"], "too few"),
-        (["--scratch", "much"], "--scratch"),
         (["--out", "/no/such/folder/my.json"], "there is no folder"),
     ],
 )

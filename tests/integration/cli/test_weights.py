@@ -56,7 +56,7 @@ def commands(model: str) -> dict[str, list[str]]:
         "curve": ["curve", "--model", model, *shape, "--points", "4"],
         "grid": ["grid", "--models", model, *shape, "--policies", "finepage"],
         "compare": ["compare", "--model", model, "--prompt", "8"],
-        "demo": ["demo", "--tiny"],
+        "demo": ["demo", "--model", model],
     }
 
 
@@ -200,7 +200,7 @@ def test_four_bits_reload_at_most_three_tenths_under_the_same_share(
 
 def test_a_grid_has_a_row_for_each_form(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [*commands(model)["grid"], "--device-budget", "2MiB", "--weights", ",".join(FORMS)]
-    cells = found(capsys, *command)
+    cells = found(capsys, *command)["cells"]
     assert [cell["weights"] for cell in cells] == list(FORMS)
     for cell, form in zip(cells, FORMS, strict=True):
         assert cell["weight_bytes"] == OTHER_BYTES + PACKED_BYTES[form]
@@ -218,14 +218,13 @@ def test_a_grid_without_forms_has_no_column_for_them(
 ) -> None:
     assert main(commands(model)["grid"]) == 0
     assert "weights" not in capsys.readouterr().out
-    assert [cell["weights"] for cell in found(capsys, *commands(model)["grid"])] == [None]
+    cells = found(capsys, *commands(model)["grid"])["cells"]
+    assert [cell["weights"] for cell in cells] == [None]
 
 
-def test_the_file_of_a_grid_names_the_forms(model: str, tmp_path: Path) -> None:
-    out = tmp_path / "grid.json"
+def test_the_json_of_a_grid_names_the_forms(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     forms = ["--weights", "int8,int4", "--weights-group", "32"]
-    assert main([*commands(model)["grid"], *forms, "--out", str(out)]) == 0
-    command = json.loads(out.read_text())["command"]
+    command = found(capsys, *commands(model)["grid"], *forms)["command"]
     assert " --weights int8,int4 --weights-group 32 " in command
 
 
@@ -244,7 +243,7 @@ def test_a_curve_plans_all_forms_under_the_same_budgets(
     assert plain.keys() != packed.keys()  # a budget that is too small for a form is left out
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "bf16 tok/s" in out and "int4 tok/s" in out and "int4: +" in out and " - " in out
+    assert "bf16 tok/s" in out and "int4 tok/s" in out and " - " in out
 
 
 def test_a_curve_of_one_form_is_named_after_it(
@@ -295,7 +294,7 @@ def test_cells_of_another_form_are_captured_again(model: str) -> None:
         )
         for form in (None, *FORMS, None)
     ]
-    sizes = [result.weight_bytes for result in results]
+    sizes = [result.weight_bytes for result in results if not isinstance(result, str)]
     assert sizes[0] == sizes[-1] == sizes[1] == 2 * NUM_PARAMETERS
     assert sizes[2:4] == [OTHER_BYTES + PACKED_BYTES[form] for form in ("int8", "int4")]
 

@@ -11,10 +11,9 @@ from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.modeller import Modeller
 from ds_finepage.planning.baselines.accelerate import MapSettings, map_settings
 from ds_finepage.planning.baselines.zero import ZeroSettings
-from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import PhaseFigures
-from ds_finepage.whatif import CapturedModel, plan_captured, problem_of
+from ds_finepage.whatif import CapturedModel, problem_of
 from tests.integration.cli.models import card, small_model
 
 OTHERS = [p for p in POLICIES if p != "zero"]
@@ -54,21 +53,6 @@ def test_the_budget_is_a_share_of_the_weights(tight: Modeller) -> None:
     layer = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
     assert tight.weight_bytes == 2 * (6 * layer + 2 * 300 * 256 + 256)
     assert tight.budget_bytes == int(0.7 * tight.weight_bytes)
-
-
-def test_a_prefill_has_its_kv_cache_where_a_run_has_it(folder: Path) -> None:
-    """By itself it would have the cache in host memory, although that fits on the device."""
-    shape = {"batch": 8, "prompt_tokens": 64}
-    captured = modeller(folder, **shape).prefill
-    needs = needs_of(captured.graph, alignment=512, cuts_weights=False)
-    budget_bytes = captured.needs.non_arena_bytes + needs.min_arena_bytes
-    found = modeller(folder, str(budget_bytes), **shape)
-    alone = plan_captured(
-        captured, budget_bytes=budget_bytes, profile=found.profile, split=False
-    ).figures
-    prefill, decode = (planned.figures for planned in found.planned("finepage"))
-    assert prefill.budget_bytes == budget_bytes
-    assert (alone.kv_on_host, prefill.kv_on_host, decode.kv_on_host) == (True, False, False)
 
 
 def test_a_fault_of_capture_is_an_error_of_capture(

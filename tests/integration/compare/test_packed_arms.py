@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ds_finepage.compare.arms import ARMS
-from ds_finepage.compare.checkpoint import LlamaShape, make_checkpoint
+from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.compare.engine import RunRequest
 from ds_finepage.compare.modelling import model_arm, modeller_of
 from ds_finepage.compare.orchestrate import completed, make_prompts
@@ -24,17 +24,11 @@ from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.rewrite import split
 from ds_finepage.reporting.results import Run
+from tests.integration.cli.models import small_model
 from tests.integration.engines import one_process_deepspeed
 from tests.unit.compare.runs import settings
 
-SHAPE = LlamaShape(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=300,
-)
+SHAPE = {"num_hidden_layers": 4, "vocab_size": 300}
 PROMPT, NEW, BUDGET = 7, 5, "60%weights"
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -62,7 +56,7 @@ def _small_slices() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, SHAPE)
+    make_checkpoint(folder, str(small_model(folder, **SHAPE)))
     return folder
 
 
@@ -104,7 +98,6 @@ def request_of(
             "new_tokens": NEW,
             "repeats": 1,
             "settings": model_arm(ARMS[arm], models).settings,
-            "observes": True,
             "prompt_ids": make_prompts(checkpoint, batch=1, prompt_tokens=PROMPT),
             **changes,
         }

@@ -35,7 +35,6 @@ REQUEST = RunRequest(
     new_tokens=4,
     repeats=1,
     settings={"stage3_max_live_parameters": 7},
-    observes=False,
     prompt_ids=((1, 2, 3), (4, 5, 6)),
 )
 

@@ -277,9 +277,9 @@ def test_results_of_another_version_are_refused(
 ) -> None:
     call("--out", tmp_path)
     path = tmp_path / RESULTS_FILE
-    path.write_text(path.read_text().replace('"format": 3', '"format": 99'))
+    path.write_text(path.read_text().replace('"format": 4', '"format": 99'))
     assert call("--out", tmp_path, "--resume") == 2
-    assert "of this version of ds_finepage: format: Input should be 3" in capsys.readouterr().err
+    assert "of this version of ds_finepage: format: Input should be 4" in capsys.readouterr().err
     assert '"format": 99' in path.read_text()
 
 

@@ -13,7 +13,8 @@ from ds_finepage.compare.findings import best_other, budget_lines, find
 from ds_finepage.errors import ConfigError, InvalidPlanError, PlanInfeasibleError
 from ds_finepage.graph import codec
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.reporting.findings import PROFILE_FILE, Findings
+from ds_finepage.planning.simulator import simulate
+from ds_finepage.reporting.findings import PROFILE_FILE, Findings, MemoryRow, memory_row
 from ds_finepage.reporting.results import PhaseFigures
 from tests.unit.reporting.folders import (
     HARDWARE,
@@ -45,6 +46,10 @@ def test_a_winner_that_is_not_ours_is_named(tmp_path: Path) -> None:
     assert not any(sentence.startswith("Why") for sentence in found.sentences)
 
 
+def row_of(policy: str) -> MemoryRow:
+    return memory_row(planned(policy).memgraph, planned(policy).timeline)
+
+
 class FakePlanner:
     """Plans the passes of another model than that of the folder."""
 
@@ -68,10 +73,9 @@ def test_policies_plan_the_captured_model_where_it_is_there(
     found = find(tmp_path, RESULTS, PASSES)
     assert asked == [1] and found.remarks == () and found.hardware == HARDWARE
     ours, other, paging = found.passes["finepage_b1"]["prefill"]
-    assert ours.memgraph == planned("finepage").memgraph
-    assert paging.timeline == planned("lru").timeline
-    assert (other.policy, other.reason) == ("zero-persistence", "it has no room")
-    assert found.passes["finepage_b1"]["decode"][0].memgraph == planned("horizon").memgraph
+    assert ours == row_of("finepage") and paging == row_of("lru")
+    assert other == ("zero-persistence", None, "no plan. it has no room")
+    assert found.passes["finepage_b1"]["decode"][0] == row_of("horizon")
 
 
 def test_the_best_other_system_is_the_fastest_that_can_be_planned() -> None:
@@ -98,11 +102,13 @@ def test_a_single_run_is_planned_with_the_profile_and_the_times_of_its_machine(
     found = find(tmp_path, SINGLE, passes)
     assert found.hardware == "here" and found.sentences == () and not found.fastest
     ours, other, paging = found.passes["finepage_b1"]["decode"]
-    assert [p.policy for p in (ours, other, paging)] == ["finepage", "zero-persistence", "lru"]
-    assert ours.timeline is not None and paging.timeline is not None
-    assert ours.memgraph is memgraph and ours.timeline.compute_ns == 9 * MS
-    assert ours.timeline.total_ns <= paging.timeline.total_ns
-    assert other.memgraph is None and "the arena has 320 B" in other.reason
+    assert [p[0] for p in (ours, other, paging)] == ["finepage", "zero-persistence", "lru"]
+    assert ours == memory_row(memgraph, simulate(memgraph, profile, entry_missing=memgraph.lost))
+    assert ours[1] is not None and paging[1] is not None
+    assert 9 * MS <= ours[1].at[-1] <= paging[1].at[-1]
+    assert other[1] is None
+    assert other[2].startswith("no plan. policy 'zero-persistence' holds 640 B")
+    assert other[2].endswith("...") and len(other[2]) <= len("no plan. ") + 110
     (tmp_path / PROFILE_FILE).write_text("{")
     with pytest.raises(InvalidPlanError, match="profile.json"):
         find(tmp_path, SINGLE, PASSES)
@@ -129,12 +135,11 @@ class FakeModeller:
 
 
 def test_each_policy_is_planned_under_several_budgets() -> None:
-    lines = {line.policy: line.points for line in budget_lines(FakeModeller("50%weights"), 2, iter)}
-    assert lines == {
-        "finepage": ((200, 180), (500, 150), (1100, 90)),
-        "horizon": ((200, 180), (500, 150), (1100, 90)),
-        "zero-persistence": ((200, 200), (500, 200), (1100, 200)),
-        "zero": ((200, None), (500, None), (1100, 90)),
+    assert budget_lines(FakeModeller("50%weights"), 2, iter) == {
+        "finepage": [(200, 180), (500, 150), (1100, 90)],
+        "horizon": [(200, 180), (500, 150), (1100, 90)],
+        "zero-persistence": [(200, 200), (500, 200), (1100, 200)],
+        "zero": [(200, None), (500, None), (1100, 90)],
     }
 
 

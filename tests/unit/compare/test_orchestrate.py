@@ -128,7 +128,7 @@ def test_every_arm_runs_once_with_the_same_request(fake: Fake) -> None:
     plain, zero, ours, *_ = fake.requests
     assert plain.prompt_ids == zero.prompt_ids and len(plain.prompt_ids[0]) == 8
     assert zero.settings == {"stage3_max_live_parameters": 7} and ours.settings == {}
-    same = dataclasses.replace(zero, arm="finepage", settings={}, observes=True)
+    same = dataclasses.replace(zero, arm="finepage", settings={})
     assert ours == same
     assert ours.ds_config == DS_CONFIG and ours.budget_bytes == 1000
     assert len(fake.requests[-1].prompt_ids) == 2

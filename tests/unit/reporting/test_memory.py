@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.pipeline import plan_checked
+from ds_finepage.planning.simulator import simulate
 from ds_finepage.reporting.layers import bytes_by_layer
 from ds_finepage.reporting.memory import (
     MemoryKind,
-    memory_by_task,
     memory_over_time,
     stalls,
 )
@@ -26,28 +26,29 @@ def small_plan() -> MemGraph:
     return plan_checked(replace(GRAPH, tasks=tasks), 192, settings).memgraph
 
 
-def test_each_kind_is_counted_at_each_task() -> None:
-    series = memory_by_task(small_plan())
-    assert series.at == (0, 1)
-    assert series.nbytes == {
-        MemoryKind.RESIDENT: (128, 128),
-        MemoryKind.STREAMED: (0, 0),
-        MemoryKind.KV: (128, 128),
-        MemoryKind.ACTIVATION: (64, 64),
-        MemoryKind.WORKSPACE: (8, 8),
-        MemoryKind.OTHER: (32, 32),
+def test_each_kind_is_counted_while_each_task_runs() -> None:
+    memgraph = small_plan()
+    series = memory_over_time(memgraph, simulate(memgraph, planned().settings.profile))
+    assert {kind: max(values) for kind, values in series.nbytes.items()} == {
+        MemoryKind.RESIDENT: 128,
+        MemoryKind.STREAMED: 0,
+        MemoryKind.KV: 128,
+        MemoryKind.ACTIVATION: 64,
+        MemoryKind.WORKSPACE: 8,
+        MemoryKind.OTHER: 32,
     }
-    assert series.totals == (360, 360) and series.peak_bytes == 360
+    assert series.nbytes[MemoryKind.WORKSPACE] == (0, 8, 0, 8, 0)  # two tasks
+    assert series.peak_bytes == 360
 
 
 def test_streamed_weights_come_and_go_beside_resident_ones() -> None:
-    memgraph = planned().memgraph
-    series = memory_by_task(memgraph)
+    found = planned()
+    memgraph = found.memgraph
+    series = memory_over_time(memgraph, found.timeline)
     resident = {r.buffer for r in memgraph.entry if r in memgraph.exit}
     assert set(series.nbytes[MemoryKind.RESIDENT]) == {64 * len(resident)}
-    assert set(series.nbytes[MemoryKind.ACTIVATION]) == {64}
+    assert 64 in series.nbytes[MemoryKind.ACTIVATION]
     assert 64 in series.nbytes[MemoryKind.STREAMED]
-    assert series.peak_bytes <= memgraph.arena_bytes
 
 
 def test_over_time_it_never_exceeds_the_arena_and_covers_the_pass() -> None:

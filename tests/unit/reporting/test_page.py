@@ -10,7 +10,7 @@ import pytest
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.reporting import drawing, page
-from ds_finepage.reporting.findings import BudgetLine, Findings, SimulatedPass
+from ds_finepage.reporting.findings import Findings, MemoryRow, memory_row, refused_row
 from ds_finepage.reporting.page import FIGURES_FOLDER, PAGE_FILE, make_sections, write_report
 from ds_finepage.reporting.results import Results
 from tests.unit.reporting.folders import HARDWARE, RESULTS, observed, planned
@@ -18,9 +18,9 @@ from tests.unit.reporting.folders import HARDWARE, RESULTS, observed, planned
 PASSES = {"finepage_b1": [observed()]}
 
 
-def simulated(policy: str) -> SimulatedPass:
+def simulated(policy: str) -> MemoryRow:
     found = planned(policy)
-    return SimulatedPass(policy=policy, memgraph=found.memgraph, timeline=found.timeline)
+    return memory_row(found.memgraph, found.timeline)
 
 
 FINDINGS = Findings(
@@ -29,14 +29,14 @@ FINDINGS = Findings(
     hardware=HARDWARE,
     passes={
         "finepage_b1": {
-            "decode": (
+            "decode": [
                 simulated("finepage"),
                 simulated("horizon"),
-                SimulatedPass(policy="lru", reason="the arena is too small"),
-            )
+                refused_row("lru", ConfigError("the arena is too small")),
+            ]
         }
     },
-    curves={1: (BudgetLine(policy="finepage", points=((300, 4), (400, 3))),)},
+    curves={1: {"finepage": [(300, 4), (400, 3)]}},
     remarks=("A remark.",),
 )
 
