@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
-from ds_finepage.cli.grid_rows import Point, is_modelled_packing, packing_note
+from ds_finepage.cli.grid import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.reporting.figures import NS_PER_S, of_ranks

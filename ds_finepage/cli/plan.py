@@ -20,7 +20,7 @@ from typing import get_args
 
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli import options, output
-from ds_finepage.cli.grid_rows import is_modelled_packing, packing_note
+from ds_finepage.cli.grid import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget, KVPlace
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_finepage.cli.grid_rows import Point
+from ds_finepage.cli.grid import Point
 
 
 def point(**figures: Any) -> Point:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ds_finepage.cli.curve import Curve, Planner, at_least_as_good, common_budgets
-from ds_finepage.cli.grid_rows import Point
+from ds_finepage.cli.grid import Point
 from tests.unit.points import point
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ds_finepage.cli import grid, grid_rows, main
-from ds_finepage.cli.grid_rows import to_rows
+from ds_finepage.cli import grid, main
+from ds_finepage.cli.grid import to_rows
 from tests.integration.cli.models import card, small_model
 from tests.unit.points import point
 
@@ -141,11 +141,11 @@ def test_bad_options(
     assert words in capsys.readouterr().err
 
 
-def shown(**times: tuple[int, int]) -> grid_rows.Results:
+def shown(**times: tuple[int, int]) -> grid.Results:
     """Make one row: the times of a first token and of a step, by policy."""
-    results: grid_rows.Results = {}
+    results: grid.Results = {}
     for name, (first, step) in times.items():
-        cell = grid_rows.Cell(model="m", hardware="h", batch=1, seq=1, policy=name)
+        cell = grid.Cell(model="m", hardware="h", batch=1, seq=1, policy=name)
         results[cell] = point(tokens_per_s=1e9 / step, first_token_ns=first, decode_ns=step)
     return results
 
@@ -160,14 +160,14 @@ def test_each_row_names_its_winner_and_finepage_over_the_best_baseline() -> None
         "over_baselines": 10 / 11,
     }
     assert row["decode"]["winner"] == "horizon" and row["decode"]["over_baselines"] == 1.5
-    table = grid_rows.to_table(shown(zero=(90, 90), static=(10, 30), finepage=(11, 20)))
+    table = grid.to_table(shown(zero=(90, 90), static=(10, 30), finepage=(11, 20)))
     texts = [list(column.cells)[0] for column in table.columns]
     assert texts[-2:] == ["finepage; finepage 1.50 x static", "static; finepage 0.91 x static"]
 
 
 def test_a_row_without_finepage_or_without_baselines_has_a_winner_only() -> None:
     for results in (shown(zero=(2, 2)), shown(finepage=(2, 2))):
-        table = grid_rows.to_table(results)
+        table = grid.to_table(results)
         assert list(table.columns[-1].cells) == [next(iter(results)).policy]
         assert to_rows(results)[0]["row"]["decode"]["over_baselines"] is None
 
