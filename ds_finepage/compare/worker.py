@@ -33,6 +33,7 @@ from ds_finepage.compare.stopwatch import Forward, Stopwatch, median_ns
 from ds_finepage.errors import reason_of
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.execution.probe import probe
 from ds_finepage.files import write_file
 from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.timeline import Timeline
@@ -90,7 +91,8 @@ class Worker:
             timed = [self._generate(engine) for _ in range(request.repeats)]
             passes = self._observe(engine)
             save_passes(passes, folder)
-            return self._figures(engine, counted, timed, passes)
+            rate = probe(engine.device).h2d_bytes_per_s
+            return self._figures(engine, counted, timed, passes, rate)
         finally:
             engine.close()
 
@@ -152,6 +154,7 @@ class Worker:
         counted: tuple[dict[str, Any], list[Forward]],
         timed: list[list[Forward]],
         passes: list[ObservedPass],
+        probe_rate: float,
     ) -> Run:
         found, forwards = counted
         prefill_ns = median_ns([call[0] for call in timed])
@@ -167,6 +170,7 @@ class Worker:
             prefill=_phase(forwards[0], prefill_ns, by_name.get(PREFILL)),
             decode=_phase(forwards[-1], decode_ns, decode),
             link_bytes_per_s=_link_rate(decode, forwards[-1]),
+            probe_bytes_per_s=probe_rate,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             pinned_bytes=device_of(engine.device).pinned_bytes,
             settings=dict(engine.settings),

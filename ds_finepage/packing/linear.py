@@ -44,10 +44,12 @@ class PackedWeight(torch.nn.Module):
         return product(x, self.packed, self.form, ends=ends)
 
     def extra_repr(self) -> str:
-        """Return the sizes, as (out, in) or (experts, out, in), and the form."""
-        *outer, num_groups = self.scales.shape
-        shape = (*outer, num_groups * self.form.group)
-        return f"{shape}, {self.form.name} in groups of {self.form.group}"
+        """Return the sizes and the form."""
+        num, out_features, num_groups = self.scales.shape
+        return (
+            f"{num} matrices, in_features={num_groups * self.form.group}, "
+            f"out_features={out_features}, {self.form.name} in groups of {self.form.group}"
+        )
 
 
 class PackedLinear(PackedWeight):
@@ -78,6 +80,13 @@ class PackedLinear(PackedWeight):
             x: (..., in).
         """
         return product(x, self.packed, self.form, bias=self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the form, as ``torch.nn.Linear`` shows its own."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {self.form.name} in groups of {self.form.group}"
+        )
 
 
 def product(

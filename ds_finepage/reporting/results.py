@@ -122,6 +122,7 @@ class Run:
             measures, plans and computes.
         first_call_ns: Time of the forwards of the first call of ``generate``, with the meter on.
         link_bytes_per_s: Rate of the copies of a steady decode step, while copies were under way.
+        probe_bytes_per_s: Rate of a pinned copy in the same process.
         host_bytes: Most host memory of the process.
         pinned_bytes: Pinned host memory.
         settings: Settings that the arm was run with, as the user would write them.
@@ -145,6 +146,7 @@ class Run:
     first_token_ns: int | None = None
     first_call_ns: int | None = None
     link_bytes_per_s: float | None = None
+    probe_bytes_per_s: float | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
     settings: dict[str, str | int | float | bool]

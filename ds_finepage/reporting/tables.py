@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ds_finepage.reporting.results import Results, Run
+from ds_finepage.reporting.results import PhaseFigures, Results, Run
 from ds_finepage.units import format_bytes, format_ns
 
 NONE = "-"
@@ -60,6 +60,10 @@ def tables(results: Results, batch: int) -> Iterator[RunTable]:
             yield RunTable(title=f"Time, measured: {within}", columns=WALL_TIMES, runs=ran)
         title = f"First token and host memory, measured: {within}"
         yield RunTable(title=title, columns=FIRST_TOKEN, runs=ran)
+        planned = [run for run in ran if run.decode.predicted_ns is not None]
+        if planned:
+            title = f"Link and prediction, measured: {within}"
+            yield RunTable(title=title, columns=PREDICTIONS, runs=planned)
     failed = [run for run in runs if run.reason is not None]
     if failed:
         yield RunTable(title=f"Did not run: batch {batch}", columns=REASONS, runs=failed)
@@ -116,6 +120,13 @@ def _ratio(value: float | None, base: float | None) -> str:
     return f"{value / base:.2f}" if value is not None and base else NONE
 
 
+def _error(figures: PhaseFigures) -> str:
+    """Show how far a prediction was from the measured time."""
+    if figures.predicted_ns is None or not figures.wall_ns:
+        return NONE
+    return f"{figures.predicted_ns / figures.wall_ns - 1:+.0%}"
+
+
 def _tokens_per_s(run: Run, ns: int | None) -> str:
     return f"{run.batch * NS_PER_S / ns:.2f}" if ns else NONE
 
@@ -170,6 +181,17 @@ FIRST_TOKEN: tuple[Column, ...] = (
     ("first call", lambda r: _time(r.first_call_ns)),
     ("host memory", lambda r: _bytes(r.host_bytes)),
     ("pinned", lambda r: _bytes(r.pinned_bytes)),
+)
+
+PREDICTIONS: tuple[Column, ...] = (
+    _ARM,
+    ("link / probe", lambda r: _ratio(r.link_bytes_per_s, r.probe_bytes_per_s)),
+    ("prefill ms", lambda r: _ms(r.prefill.wall_ns)),
+    ("predicted", lambda r: _ms(r.prefill.predicted_ns)),
+    ("error", lambda r: _error(r.prefill)),
+    ("step ms", lambda r: _ms(r.decode.wall_ns)),
+    ("predicted", lambda r: _ms(r.decode.predicted_ns)),
+    ("error", lambda r: _error(r.decode)),
 )
 
 REASONS: tuple[Column, ...] = (_ARM, ("why", lambda r: r.reason or ""))

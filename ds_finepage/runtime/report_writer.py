@@ -158,6 +158,7 @@ def run_of(settings: RunSettings, passes: Sequence[ObservedPass], stats: Stats) 
         peak_bytes=device.peak_bytes if isinstance(device, Accelerator) else None,
         prefill=figures_of(by_name.get(PREFILL)),
         decode=figures_of(by_name.get(DECODE)),
+        probe_bytes_per_s=settings.profile.h2d_bytes_per_s,
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         pinned_bytes=device.pinned_bytes,
         settings={

@@ -143,7 +143,7 @@ def test_stock_copies_what_is_simulated(
     assert tokens == [expected] * 3  # two counted calls and a timed one
     assert modelled.settings.items() <= found.settings.items()
     assert 0 < found.load_ns < found.first_token_ns < found.load_ns + found.first_call_ns
-    assert found.peak_bytes and found.host_bytes
+    assert found.peak_bytes and found.probe_bytes_per_s and found.host_bytes
 
 
 def test_the_fetches_of_later_engines_are_not_counted_any_more(

@@ -99,7 +99,7 @@ def test_matrices_are_packed_each_by_itself_and_on_the_meta_device() -> None:
     assert [p.shape for p in packed] == [p.shape for p in again]
     assert packed.numbers.shape == (4, 28, 32) and packed.scales.shape == (4, 28, 2)
     made = PackedWeight(packed, FORM)
-    assert "(4, 28, 64), int4 in groups of 32" in repr(made)
+    assert "4 matrices, in_features=64, out_features=28, int4 in groups of 32" in repr(made)
     assert not any(p.requires_grad for p in made.parameters())
 
 

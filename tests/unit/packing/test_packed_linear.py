@@ -73,6 +73,6 @@ def test_it_has_shapes_without_data() -> None:
 
 def test_the_layer_shows_itself() -> None:
     packed = layer(PackedForm(4, 32))
-    assert "(24, 64), int4 in groups of 32" in repr(packed)
+    assert "in_features=64, out_features=24, bias=True, int4 in groups of 32" in repr(packed)
     assert list(packed.state_dict()) == ["numbers", "scales", "minima", "bias"]
     assert not any(p.requires_grad for p in packed.parameters())

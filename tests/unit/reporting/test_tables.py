@@ -38,6 +38,7 @@ FULL = run(
     first_token_ns=1240 * MS,
     first_call_ns=9 * MS,
     link_bytes_per_s=9.0,
+    probe_bytes_per_s=10.0,
     host_bytes=41,
     pinned_bytes=42,
     settings={"policy": "finepage"},
@@ -66,6 +67,9 @@ def test_each_figure_is_in_its_cell_on_the_cpu() -> None:
     assert rows["First token and host memory, measured"]["finepage"] == [
         *("1.24 s", "1.00 s", "9.00 ms", "41 B", "42 B")
     ]
+    assert rows["Link and prediction, measured"]["finepage"] == [
+        *("0.90", "13.00", "26.00", "+100%", "40.00", "30.00", "-25%")
+    ]
     titles = [table.title for table in tables(results(FULL), 1)]
     assert all("budget 1000 B, weights 2.00 KiB" in title for title in titles)
     assert "do not compare engines by them" in footnotes(results(FULL))
@@ -80,6 +84,7 @@ def test_on_an_accelerator_times_are_measured() -> None:
 def test_a_figure_that_is_not_known_is_a_dash() -> None:
     rows = shown(results(run("zero")))
     assert rows["Bytes, counted"]["zero"][2:] == ["-"] * 5
+    assert "Link and prediction, measured" not in rows
     assert set(rows["Time, modelled for t4"]["zero"]) == {"-"}
 
 

@@ -81,7 +81,7 @@ def test_detach_writes_the_results_and_the_page(
     assert results.settings is None and (run.arm, run.batch) == ("finepage", 1)
     assert (run.budget_bytes, run.weight_bytes) == (BUDGET, stats.weight_bytes)
     assert run.settings["finepage.device_budget"] == str(BUDGET)
-    assert run.host_bytes
+    assert run.probe_bytes_per_s == profile.h2d_bytes_per_s and run.host_bytes
     (found,) = load_passes(run_folder(folder, run.name))
     assert found.name == "pass" and found.measured is not None
     assert codec.load(folder / PROFILE_FILE, HardwareProfile) == profile
