@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The accelerator, for a whole module, so that its tests can share an attached model."""
+    torch.set_num_threads(1)  # for fixtures of a whole module, too
     torch._dynamo.reset()
     if torch.cuda.is_available():
         yield torch.device("cuda")
