@@ -1,19 +1,20 @@
 """Lanes that wait for each other through events only.
 
-On the CPU each transfer lane is a worker thread, and the compute lane is the caller's thread. Torch
-copies release the GIL, so transfers really run beside tasks. On an accelerator each lane is a
-stream, and the host only enqueues work: it never blocks inside a pass.
+On the CPU each transfer lane is a thread, and the compute lane is the caller's thread. Torch copies
+release the GIL, so transfers really run beside tasks. On an accelerator each lane is a stream, and
+the host only enqueues work: it never blocks inside a pass.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
+import os
 import random
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeAlias
 
 import torch
@@ -66,55 +67,22 @@ class _Clock:
             self._changed.notify_all()
 
 
-class _Worker:
-    """A daemon thread that runs the steps of one lane, pass after pass."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._start()
-
-    def _start(self) -> None:
-        self._jobs: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Action) -> None:
-        if not self._thread.is_alive():  # a process that was forked has no thread but the caller's
-            self._start()
-        self._jobs.put(job)
-
-    def end(self) -> None:
-        """Let the thread end after its last job."""
-        self._jobs.put(None)
-
-    def close(self) -> None:
-        self.end()
-        self._thread.join()
-
-    def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # it refers to the pass, and so to the arena
-
-
 class CpuLanes:
-    """Computes on the calling thread; each transfer lane has a worker thread.
+    """Computes on the calling thread; each transfer lane has a thread, pass after pass.
 
     If transfers are small, the calling thread does everything, in the order of the plan.
     """
 
     def __init__(self, *, delay_seed: int | None = None, max_delay_us: int = 200) -> None:
-        """Start the worker threads.
+        """Start no thread yet.
 
         Args:
             delay_seed: Delay steps of every lane at random, so that races show as wrong results.
             max_delay_us: The longest delay.
         """
-        self._workers: dict[Lane, _Worker] = {}
-        for lane in (Lane.H2D, Lane.D2H):
-            self._start(lane)
         self._random = None if delay_seed is None else random.Random(delay_seed)
         self._max_delay_us = max_delay_us
+        self._threads: dict[tuple[int, Lane], ThreadPoolExecutor] = {}
 
     def follow(self) -> None:
         """Do nothing: the last pass is over."""
@@ -132,54 +100,8 @@ class CpuLanes:
             return
         clock = _Clock()
         errors: list[BaseException] = []
-        busy: list[threading.Event] = []
-        try:
-            if program.lanes[Lane.RANKS] and Lane.RANKS not in self._workers:
-                self._start(Lane.RANKS)
-            for lane, worker in self._workers.items():
-                steps = program.lanes[lane]
-                if steps:
-                    idle = threading.Event()
-                    busy.append(idle)
-                    worker.submit(self._job(steps, actions, clock, errors, idle))
-            self._run_steps(program.lanes[Lane.COMPUTE], actions, clock)
-            for idle in busy:
-                idle.wait()
-        except LaneAborted:
-            pass  # the lane that failed has left its error
-        except BaseException as error:
-            errors.insert(0, error)
-            clock.fail()
-        if errors:
-            self._drain()
-            raise errors[0]
 
-    def close(self) -> None:
-        """End the worker threads."""
-        for worker in self._workers.values():
-            worker.close()
-        self._workers = {}
-
-    def _start(self, lane: Lane) -> None:
-        worker = self._workers[lane] = _Worker(f"finepage-{lane.value}")
-        weakref.finalize(self, worker.end)  # in case the caller never closes the lanes
-
-    def _drain(self) -> None:
-        """Wait until the workers have done all their jobs."""
-        for worker in self._workers.values():
-            idle = threading.Event()
-            worker.submit(idle.set)
-            _wait_through_interrupts(idle)
-
-    def _job(
-        self,
-        steps: tuple[Step, ...],
-        actions: dict[int, Action],
-        clock: _Clock,
-        errors: list[BaseException],
-        idle: threading.Event,
-    ) -> Action:
-        def job() -> None:
+        def run_lane(steps: tuple[Step, ...]) -> None:
             try:
                 with torch.no_grad():
                     self._run_steps(steps, actions, clock)
@@ -188,10 +110,33 @@ class CpuLanes:
             except BaseException as error:
                 errors.append(error)
                 clock.fail()
-            finally:
-                idle.set()
 
-        return job
+        busy: list[Future[None]] = []
+        try:
+            for lane, steps in program.lanes.items():
+                if steps and lane is not Lane.COMPUTE:
+                    busy.append(self._thread(lane).submit(run_lane, steps))
+            run_lane(program.lanes[Lane.COMPUTE])
+            if not errors:
+                wait(busy)
+        except BaseException as error:  # Ctrl-C, outside of any step
+            errors.insert(0, error)
+            clock.fail()
+        if errors:
+            _wait_through_interrupts(busy)
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads.values():
+            thread.shutdown()
+        self._threads = {}
+
+    def _thread(self, lane: Lane) -> ThreadPoolExecutor:
+        key = os.getpid(), lane  # a process that was forked has no thread but the caller's
+        if key not in self._threads:
+            self._threads[key] = ThreadPoolExecutor(1, f"finepage-{lane.value}")
+        return self._threads[key]
 
     def _run_steps(
         self, steps: tuple[Step, ...], actions: dict[int, Action], clock: _Clock
@@ -208,11 +153,11 @@ class CpuLanes:
             clock.advance(step)
 
 
-def _wait_through_interrupts(idle: threading.Event) -> None:
-    """Wait for a lane even if Ctrl-C is pressed again; its steps end by themselves."""
-    while not idle.is_set():
+def _wait_through_interrupts(busy: list[Future[None]]) -> None:
+    """Wait for lanes even if Ctrl-C is pressed again; their steps end by themselves."""
+    while not all(future.done() for future in busy):
         try:
-            idle.wait()
+            wait(busy)
         except KeyboardInterrupt:
             continue
 
@@ -311,8 +256,8 @@ class StreamLanes:
     ) -> None:
         delayed = self._random
         for waits, node, event in steps:
-            for wait in waits:
-                stream.wait_event(wait)
+            for before in waits:
+                stream.wait_event(before)
             if delayed is not None:
                 self._device.delay(stream, _delay_us(delayed, self._max_delay_us))
             actions[node]()

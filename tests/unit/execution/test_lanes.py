@@ -108,8 +108,8 @@ def test_compute_is_the_callers_thread_and_transfers_have_their_own(lanes: CpuLa
     lanes.run(program, actions)
     assert found == {
         0: threading.current_thread().name,
-        1: "finepage-h2d",
-        2: "finepage-d2h",
+        1: "finepage-h2d_0",
+        2: "finepage-d2h_0",
     }
 
 
@@ -186,7 +186,7 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
     lanes = CpuLanes(delay_seed=1, max_delay_us=70)
     lanes.run(program, logging_actions(program)[0])
     lanes.close()
-    assert {name for name, _ in slept} >= {"finepage-h2d", "finepage-d2h", "finepage-ranks"}
+    assert {name for name, _ in slept} >= {f"finepage-{name}_0" for name in ("h2d", "d2h", "ranks")}
     assert len({name for name, _ in slept}) == len(LANES) == 4
     assert all(0 <= seconds <= 70e-6 for _, seconds in slept)
     assert 0 < len(slept) < 800
@@ -196,24 +196,30 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
 
 
 def threads_of(lanes: CpuLanes) -> list[threading.Thread]:
-    return [worker._thread for worker in lanes._workers.values()]
+    """Run a pass, and return the threads of its transfers."""
+    found: list[threading.Thread] = []
+    actions = dict.fromkeys((0, 1), lambda: found.append(threading.current_thread()))
+    lanes.run(program_of("h2d r", "d2h o"), actions)
+    return found
 
 
 def test_close_ends_the_threads() -> None:
     lanes = CpuLanes()
     threads = threads_of(lanes)
-    assert len(threads) == 2 and all(t.is_alive() and t.daemon for t in threads)
+    assert {*threads} == {*threads_of(lanes)} and len(threads) == 2
+    assert all(t.is_alive() for t in threads)
     for _ in range(2):
         lanes.close()
     assert not any(t.is_alive() for t in threads)
 
 
-def test_threads_that_are_gone_start_again() -> None:
+def test_threads_that_are_gone_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was forked has the objects of its parent, and no thread of them."""
-    (worker, _), ran = CpuLanes()._workers.values(), threading.Event()
-    worker.close()
-    worker.submit(ran.set)
-    assert ran.wait(timeout=10)
+    lanes = CpuLanes()
+    of_parent = threads_of(lanes)
+    monkeypatch.setattr(lanes_module.os, "getpid", lambda: -1)
+    assert {*threads_of(lanes)}.isdisjoint(of_parent)
+    lanes.close()
 
 
 def test_the_device_decides_the_lanes() -> None:
@@ -384,6 +390,7 @@ def test_threads_end_with_lanes_that_nobody_closed() -> None:
     lanes = CpuLanes()
     threads = threads_of(lanes)
     del lanes
+    gc.collect()
     for thread in threads:
         thread.join(5)
     assert not any(thread.is_alive() for thread in threads)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 
@@ -44,9 +44,9 @@ def open_when_run_winds_up(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     """Open a gate once a run has seen an error and waits for its lanes."""
     wait = lanes_module._wait_through_interrupts
 
-    def wind_up(idle: threading.Event) -> None:
+    def wind_up(busy: list[Future[None]]) -> None:
         gate.open()
-        wait(idle)
+        wait(busy)
 
     monkeypatch.setattr(lanes_module, "_wait_through_interrupts", wind_up)
 
@@ -98,13 +98,12 @@ def test_ctrl_c_behind_the_last_task(lanes: CpuLanes, monkeypatch: pytest.Monkey
     began, gate, log, presses = Gate(), Gate(), [], [1]
     open_when_run_winds_up(monkeypatch, gate)
 
-    class Interrupted(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            if presses:
-                presses.pop()
-                began.wait()
-                raise KeyboardInterrupt
-            return super().wait(timeout)
+    def interrupted(busy: list[Future[None]]) -> object:
+        if presses:
+            presses.pop()
+            began.wait()
+            raise KeyboardInterrupt
+        return wait(busy)
 
     def copy() -> None:
         began.open()
@@ -112,7 +111,7 @@ def test_ctrl_c_behind_the_last_task(lanes: CpuLanes, monkeypatch: pytest.Monkey
         log.append("o")
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(lanes_module.threading, "Event", Interrupted)
+        patched.setattr(lanes_module, "wait", interrupted)
         lanes.run(program_of("compute t", "d2h o <t"), {0: lambda: None, 1: copy})
     assert log == ["o"]
     assert_reusable(lanes)
@@ -122,15 +121,16 @@ def test_ctrl_c_while_the_lanes_are_being_started(
     lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lane that waits for compute must not wait for ever because compute never began."""
-    submit, presses = lanes_module._Worker.submit, [1]
+    submit, presses = ThreadPoolExecutor.submit, [1]
 
-    def interrupted(worker: lanes_module._Worker, job: Callable[[], None]) -> None:
-        submit(worker, job)
+    def interrupted(thread: ThreadPoolExecutor, *job: Any) -> Future[None]:
+        busy = submit(thread, *job)
         if presses:
             presses.pop()
             raise KeyboardInterrupt
+        return busy
 
-    monkeypatch.setattr(lanes_module._Worker, "submit", interrupted)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
     program = program_of("compute t", "h2d r <t", "d2h o <t")
     actions, log = logging_actions(program)
     with pytest.raises(KeyboardInterrupt):
@@ -139,17 +139,17 @@ def test_ctrl_c_while_the_lanes_are_being_started(
     assert_reusable(lanes)
 
 
-def test_waiting_for_a_lane_goes_on_through_more_interrupts() -> None:
-    class Impatient(threading.Event):
-        presses = 3
+def test_waiting_for_a_lane_goes_on_through_more_interrupts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy, presses = Future[None](), [1, 1]
 
-        def wait(self, timeout: float | None = None) -> bool:
-            self.presses -= 1
-            if self.presses:
-                raise KeyboardInterrupt
-            self.set()
-            return True
+    def impatient(_: list[Future[None]]) -> None:
+        if presses:
+            presses.pop()
+            raise KeyboardInterrupt
+        busy.set_result(None)
 
-    idle = Impatient()
-    lanes_module._wait_through_interrupts(idle)
-    assert idle.is_set()
+    monkeypatch.setattr(lanes_module, "wait", impatient)
+    lanes_module._wait_through_interrupts([busy])
+    assert busy.done()
