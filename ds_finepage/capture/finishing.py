@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_finepage.capture.drafts import BufferDraft, Formula, TaskDraft
 from ds_finepage.capture.lengths import Evaluator
-from ds_finepage.capture.recorder import Recorder
+from ds_finepage.capture.recorder import BufferDraft, Formula, Recorder, TaskDraft
 from ds_finepage.graph.taskgraph import (
     Buffer,
     BufferKind,

@@ -15,8 +15,8 @@ to the DROP or OFFLOAD that vacates its bytes. Within one life:
 
 The next tenant of a byte comes after the vacator of the last tenant, and so, by induction, after
 all earlier tenants. Two lives of a buffer share no byte of the arena unless a memory edge orders
-them, so the checker requires nothing else between them. They share the host copy; for it alone the
-checker searches a path (``Fault.HOST_RACE``), because this case is rare.
+them. They share the host copy: an offload comes after the one before it, and after all reloads of
+that copy (``Fault.HOST_RACE``).
 """
 
 from __future__ import annotations

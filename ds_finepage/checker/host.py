@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from heapq import heappop, heappush
 
 from ds_finepage.checker.faults import Fault
 from ds_finepage.checker.report import Report, placed, span
@@ -51,30 +50,12 @@ class HostCopies:
             self._report.wrong(Fault.WEIGHT_OFFLOADED, node.id, text)
         if not contents.is_defined:
             self._report.wrong(Fault.OFFLOAD_UNDEFINED, node.id, "copies bytes that no node wrote")
-        self._require_users_done(node.id, buffer)
+        self._report.require_waits(
+            Fault.HOST_RACE, self._users.get(buffer, []), node.id, "a user of the old host copy"
+        )
         self.contents[buffer] = contents
         self._source[buffer] = node.id
         self._users[buffer] = [node.id]
-
-    def _require_users_done(self, node: int, buffer: int) -> None:
-        """Require a path from all earlier users of the pinned slot to an OFFLOAD.
-
-        See [Note: why direct edges are enough]: this is the one search, and rarely a long one.
-        """
-        earlier = self._users.get(buffer, [])
-        missing = set(earlier)
-        seen: set[int] = set()
-        todo = [node]
-        while todo and missing:
-            for before in self._memgraph.predecessors[heappop(todo)]:
-                if before >= earlier[0] and before not in seen:
-                    seen.add(before)
-                    missing.discard(before)
-                    heappush(todo, before)
-        for user in sorted(missing):
-            title = self._report.title(user)
-            text = f"may overwrite the host copy before or while {title} uses it"
-            self._report.wrong(Fault.HOST_RACE, node, text)
 
     def end(self) -> None:
         """Verify the slots in the pinned pool: one a buffer, inside the pool, without overlap."""

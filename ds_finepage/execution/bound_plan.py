@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -165,7 +164,7 @@ class BoundPlan:
         if self._graph.num_parts(buffer) > 1 and node.kind is not NodeKind.OFFLOAD:
             return self._bind_part(node, on_device, on_host)
         if node.kind is not NodeKind.OFFLOAD:
-            return _reload(on_device, on_host)
+            return partial(copy_master, on_device, on_host)
         return self._offload(on_device, on_host, node.extent)
 
     def _offload(self, on_device: torch.Tensor, on_host: torch.Tensor, extent: Extent) -> Action:
@@ -204,14 +203,6 @@ class BoundPlan:
         extent = self._memgraph.placements[node][view.buffer]
         read = self._read_of(route.tensor, route.source, extent)
         return RoutedReload(route, on_device, on_host, read)
-
-
-def _reload(on_device: torch.Tensor, on_host: torch.Tensor) -> Action:
-    """Bind a copy of a whole master, or of rows of it; :func:`copy_master` describes both."""
-    if on_host.is_contiguous():  # then a pass is spared the question
-        copy: Callable[..., Any] = on_device.view(on_host.shape).copy_
-        return partial(copy, on_host, non_blocking=True)
-    return partial(copy_master, on_device, on_host)
 
 
 def _reload_of_host_tensor(on_device: torch.Tensor, source: list[torch.Tensor]) -> Action:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -118,11 +119,13 @@ class Executor:
         self._planned_reload_bytes = self._reload_bytes()
         buffers = self._graph.buffers
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
-        self._exit = self._left_behind()
+        self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
         self._offloaded_bytes = memgraph.offloaded_bytes
-        self._collects: dict[frozenset[int], str] = {}  # by the missing buffers of ``entry``
-        self._programs: dict[frozenset[int], Program] = {}  # by the same
-        self._steady_counters = self._counted(frozenset())
+        # By the missing buffers of ``entry``: prefills find the arena as decode steps left it.
+        self._collects = cache(lambda missing: collects_of(memgraph, missing))
+        self._lowered = lru_cache(MOST_PROGRAMS)(
+            lambda missing: lower(memgraph, missing=missing, poison=poison)
+        )
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
@@ -130,23 +133,6 @@ class Executor:
     def _reload_bytes(self) -> int:
         reloads = (n.buffer for n in self.memgraph.nodes if n.kind is NodeKind.RELOAD)
         return sum(self._host_bytes(b) for b in reloads if b is not None)
-
-    def _left_behind(self) -> Residents:
-        # The entry's own objects where they are equal: a steady pass then compares no extents.
-        same = {(key, extent): extent for _, key, extent in self._entry}
-        left = [(self._graph.buffers[r.buffer].key, r.extent) for r in self.memgraph.exit]
-        return {key: same.get((key, extent), extent) for key, extent in left}
-
-    def _lowered(self, missing: frozenset[int]) -> Program:
-        """Lower a pass before which buffers of ``entry`` are missing; kept for the next such pass.
-
-        A prefill finds the arena as the decode steps left it, each time the same.
-        """
-        if missing not in self._programs:
-            if len(self._programs) == MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            self._programs[missing] = lower(self.memgraph, missing=missing, poison=self._poison)
-        return self._programs[missing]
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Prepare for the sizes of a call; return False if the plan is too small for them."""
@@ -189,8 +175,7 @@ class Executor:
             for patch in bound.patches:
                 patch.container[patch.key] = None
             bound.sources.clear()
-        is_steady = not missing and not bound.routed
-        self.counters = self._steady_counters if is_steady else self._counted(missing)
+        self.counters = self._counted(missing)
         residents.update(self._exit)
         return bound.tensors.outputs(args, host_outputs, tensors)
 
@@ -200,10 +185,7 @@ class Executor:
         Args:
             residents: The weights in the arena before the pass.
         """
-        missing = self._missing(residents)
-        if missing not in self._collects:
-            self._collects[missing] = collects_of(self.memgraph, missing)
-        return self._collects[missing]
+        return self._collects(self._missing(residents))
 
     def _host_bytes(self, buffer: int) -> int:
         """Return the bytes that a reload of a buffer copies from this rank's host memory."""
@@ -211,11 +193,7 @@ class Executor:
         return found.nbytes // self._graph.num_parts(found)
 
     def _missing(self, residents: Residents) -> frozenset[int]:
-        return frozenset(
-            b
-            for b, key, extent in self._entry
-            if (found := residents.get(key)) is not extent and found != extent
-        )
+        return frozenset(b for b, key, extent in self._entry if residents.get(key) != extent)
 
     def _counted(self, missing: frozenset[int]) -> PassCounters:
         skipped = sum(reload.skipped_bytes for reload in self._bound.routed)

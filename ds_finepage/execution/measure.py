@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import CaptureError, TaskMismatchError
-from ds_finepage.execution.device import Accelerator, device_of, fork_rng
+from ds_finepage.execution.device import Accelerator, Device, device_of, fork_rng
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import (
     BoundTask,
@@ -35,7 +35,7 @@ from ds_finepage.execution.ops import (
     run_and_copy,
     unused_results,
 )
-from ds_finepage.execution.trial import OTHER_RESULTS, Trial, same, scratch_bytes
+from ds_finepage.execution.trial import OTHER_RESULTS, Trial, reach, same
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.packed import PACKED_PRODUCTS, wants_fused
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
@@ -144,7 +144,7 @@ class OpMeter:
         Raises:
             CaptureError: An op writes where its schema does not say it would.
         """
-        signatures = _signatures(graph)
+        signatures, device = _signatures(graph), self._device
         new = {s: t for s, t in zip(signatures, graph.tasks, strict=True) if s not in self._costs}
         estimated: dict[Any, OpCost] = {}
         for signature, task in list(new.items()):
@@ -152,12 +152,12 @@ class OpMeter:
                 self._costs[signature] = OpCost(time_ns=None, workspace_bytes=0)
                 del new[signature]
             elif not _fits(graph, task, room_bytes):
-                estimated[signature] = self._estimate(graph, task)
+                estimated[signature] = _unmeasured(graph, task, device)
                 del new[signature]
         if new:
             self._measure(graph, new)
             no_room = [s for s in new if s not in self._costs]  # the device has less than we think
-            estimated.update((s, self._estimate(graph, new[s])) for s in no_room)
+            estimated.update((s, _unmeasured(graph, new[s], device)) for s in no_room)
         tasks = []
         for signature, task in zip(signatures, graph.tasks, strict=True):
             cost = estimated.get(signature) or self._costs[signature]
@@ -173,12 +173,6 @@ class OpMeter:
             )
         return dataclasses.replace(graph, tasks=tuple(tasks))
 
-    def _estimate(self, graph: TaskGraph, task: Task) -> OpCost:
-        unpacked_bytes = _unpacked_bytes(graph, task, on_accelerator=self._device.is_accelerator)
-        estimate = _unmeasured(graph, task)
-        workspace_bytes = estimate.workspace_bytes + unpacked_bytes
-        return dataclasses.replace(estimate, workspace_bytes=workspace_bytes)
-
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         device = self._device
         at_start = device.live_bytes
@@ -188,14 +182,14 @@ class OpMeter:
         with torch.inference_mode(False), torch.no_grad(), fork_rng([device.where]):
             for signature, task in tasks.items():
                 with suppress(torch.OutOfMemoryError):
-                    self._costs[signature] = _try(graph, task, device.where, unused, run)
+                    self._costs[signature] = _try(graph, task, device, unused, run)
         self.library_bytes += max(0, device.live_bytes - at_start) * self._num_streams
 
 
 def _try(
     graph: TaskGraph,
     task: Task,
-    where: torch.device,
+    device: Device,
     unused: frozenset[int],
     run: Callable[[BoundTask, Callable[[], None]], tuple[int, int]],
 ) -> OpCost:
@@ -207,7 +201,9 @@ def _try(
     # How many numbers a random op draws may depend on its form.
     may_be_in_place = has_out_form(task) and not is_random(task)
     for into_place in (True, False) if may_be_in_place else (False,):
-        trial = Trial(graph, task, where, unused)  # scratch of the trial before is free by now
+        trial = Trial(
+            graph, task, device.where, unused
+        )  # scratch of the trial before is free by now
         try:
             wanted = trial.alone()
             took = run(trial.bind(into_place=into_place), partial(_check, trial, wanted))
@@ -222,7 +218,7 @@ def _try(
             raise
         except (IndexError, RuntimeError, ValueError):
             fault = None
-    estimate = _unmeasured(graph, task)
+    estimate = _unmeasured(graph, task, device)
     return estimate if fault is None else dataclasses.replace(estimate, fault=fault)
 
 
@@ -242,18 +238,23 @@ def _check(trial: Trial, wanted: list[torch.Tensor]) -> None:
 
 
 def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
-    """Tell whether there is room for the scratch tensors of a task."""
-    return room_bytes is None or scratch_bytes(graph, task) <= room_bytes
+    """Tell whether there is room for the scratch tensors of a task.
+
+    The guard bytes between them are left out: at the least budget of a task its operands fit, and
+    few bytes more.
+    """
+    return room_bytes is None or sum(reach(graph, task, b) for b in task.buffers) <= room_bytes
 
 
-def _unmeasured(graph: TaskGraph, task: Task) -> OpCost:
+def _unmeasured(graph: TaskGraph, task: Task, device: Device) -> OpCost:
     """Estimate an op that cannot be tried, such as one that refuses random numbers."""
     made = [graph.tensors[r] for r in task.results if r is not None]
     new = [t.id for t in made if graph.buffers[t.buffer].kind is not BufferKind.STATE]
-    results = sum(_result_bytes(graph, r) for r in new)
+    nbytes = sum(_result_bytes(graph, r) for r in new)
+    nbytes += _unpacked_bytes(graph, task, on_accelerator=device.is_accelerator)
     has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
     fault = "writes to a tensor given as out= and could not be tried" if has_out else None
-    return OpCost(time_ns=None, workspace_bytes=results, fault=fault)
+    return OpCost(time_ns=None, workspace_bytes=nbytes, fault=fault)
 
 
 def _run_on_accelerator(

@@ -71,15 +71,13 @@ def _form(
     version: int,
     *,
     without: str = "",
-    optional: Collection[str] = (),
     sparse: Collection[str] = (),
     **more: Any,
 ) -> _Form:
     """Derive a form from a dataclass.
 
-    ``without`` names a field that the file does not have. It may lack the ``optional`` and the
-    ``sparse`` ones, which have defaults; the latter are written only where they differ. ``more``
-    are fields, with types, that the class does not have.
+    ``without`` names a field that the file does not have. It has the ``sparse`` ones only where they
+    differ from their defaults. ``more`` are fields, with types, that the class does not have.
     """
     hints = get_type_hints(cls, include_extras=True)
     types = {"kind": str, "format": int, **more}
@@ -89,7 +87,7 @@ def _form(
         row = next(iter(get_args(hint)), None)
         if isinstance(row, type) and is_dataclass(row):
             rows[name] = frozenset(f.name for f in fields(row))
-    defaults = {f.name: f.default for f in fields(cls) if f.name in {*optional, *sparse}}
+    defaults = {f.name: f.default for f in fields(cls) if f.name in sparse}
     columns: dict[str, Any] = {n: (hint, defaults.get(n, ...)) for n, hint in types.items()}
     model = create_model(cls.__name__, __config__=_STRICT, **columns)
     return _Form(kind, version, model, rows, {name: defaults[name] for name in sparse})
@@ -102,13 +100,7 @@ _FORMS: dict[type[Encodable], _Form] = {
     ),
     MemGraph: _form(MemGraph, "memgraph", 3, without="graph", **_MADE_FOR),
     Timeline: _form(Timeline, "timeline", 2),
-    HardwareProfile: _form(
-        HardwareProfile,
-        "hardware_profile",
-        1,
-        optional=("host_op_ns", "host_copy_ns"),
-        sparse=DETAILS,
-    ),
+    HardwareProfile: _form(HardwareProfile, "hardware_profile", 1, sparse=DETAILS),
 }
 
 

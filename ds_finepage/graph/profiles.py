@@ -6,8 +6,6 @@ figures. A user's own profile is a file of the same form.
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import os
 from importlib import resources
@@ -22,10 +20,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 DEFAULT_DTYPE = "default"
 """Key of ``flops_per_s`` for dtypes without a rate of their own."""
 
-HOST_COSTS = ("host_op_ns", "host_copy_ns")
-"""Fields that profiles of earlier versions lack."""
-
-logger = logging.getLogger(__name__)
 _FOLDER = resources.files("ds_finepage.graph") / "profiles"
 _SUFFIX = ".json"
 
@@ -66,17 +60,9 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
                 f"--out' wrote, or a shipped profile: {', '.join(profile_names())}."
             ) from error
     try:
-        profile = require_usable(codec.loads(text, HardwareProfile))
+        return require_usable(codec.loads(text, HardwareProfile))
     except (ConfigError, InvalidPlanError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    missing = [field for field in HOST_COSTS if field not in json.loads(text)]
-    if missing:
-        logger.warning(
-            "%s has no %s: predictions leave out the host's time. 'ds-finepage probe' measures it.",
-            where,
-            " and no ".join(missing),
-        )
-    return profile
 
 
 def require_usable(profile: HardwareProfile) -> HardwareProfile:
@@ -99,7 +85,8 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
     at_least_0 = (
         "launch_ns",
         "transfer_latency_ns",
-        *HOST_COSTS,
+        "host_op_ns",
+        "host_copy_ns",
         "rank_bytes_per_s",
         "rank_latency_ns",
     )

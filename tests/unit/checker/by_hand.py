@@ -205,8 +205,9 @@ def host_copies() -> MemGraph:
             (COMPUTE, 3),
             (DROP, 0, RIGHT),
         ],
-        # 6>10 alone keeps the second offload from overwriting what the first reload reads.
-        "0>1 1>2 2>3 3>4 2>4 4>5 4>6 5>6 6>10 7>8 2>8 8>9 9>10 10>11 11>12 10>12 12>13 12>14 13>14",
+        # 4>10 keeps the second offload from overwriting what the first reload reads.
+        "0>1 1>2 2>3 3>4 2>4 4>5 4>6 5>6 2>10 4>10 8>10 7>8 2>8 8>9 9>10 10>11 11>12 10>12 12>13 "
+        "12>14 13>14",
         host_slots=((0, 0),),
         host_bytes=NBYTES,
     )

@@ -236,7 +236,7 @@ CASES = [
         lambda m: insert(
             insert(m, Node(10, ALLOC, 0, extent=LEFT), "9>10"),
             Node(11, OFFLOAD, 0, extent=LEFT),
-            "3>11 10>11",
+            "3>11 5>11 10>11",
         ),
     ),
     Case(F.WEIGHT_OFFLOADED, paging, lambda m: replace(node(m, 3, kind=OFFLOAD), **PINNED)),
@@ -256,7 +256,7 @@ CASES = [
         paging,
         lambda m: replace(m, host_slots=((0, NBYTES - 1), (2, 0)), host_bytes=256),
     ),
-    Case(F.HOST_RACE, host_copies, lambda m: edges(m, remove="6>10")),
+    Case(F.HOST_RACE, host_copies, lambda m: edges(m, remove="4>10")),
     Case(  # the second copy does not build on the first, and may come before it
         F.HOST_RACE,
         lambda: memgraph(
@@ -269,11 +269,11 @@ CASES = [
                 (COMPUTE, 1),
                 (OFFLOAD, 0, RIGHT),
             ],
-            "0>1 1>2 2>3 3>4 4>5",
+            "0>1 1>2 2>3 2>5 3>4 4>5",
             host_slots=((0, 0),),
             host_bytes=NBYTES,
         ),
-        lambda m: edges(m, remove="2>3"),
+        lambda m: edges(m, remove="2>5"),
     ),
     # Waits.
     Case(F.NO_DATA_EDGE, paging, lambda m: edges(m, remove="0>2")),  # from a RESIDENT

@@ -14,7 +14,6 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import DETAILS, HardwareProfile
 from ds_finepage.graph.profiles import (
-    HOST_COSTS,
     load_profile,
     profile_names,
     require_usable,
@@ -141,23 +140,7 @@ def test_wrong_figures_are_refused(tmp_path: Path, changes: dict[str, Any], mess
         load_profile(path)
 
 
-@pytest.mark.parametrize("field", HOST_COSTS)
-def test_without_the_host_s_time_predictions_leave_it_out(
-    tmp_path: Path, field: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "mine.json"
-    document = json.loads(codec.dumps(load_profile("t4")))
-    del document[field]
-    path.write_text(json.dumps(document))
-    assert not caplog.messages
-    assert load_profile(path) == dataclasses.replace(load_profile("t4"), **{field: 0})
-    (message,) = caplog.messages
-    assert f"mine.json has no {field}: predictions leave out the host's time" in message
-
-
-NEEDED = [
-    f.name for f in dataclasses.fields(HardwareProfile) if f.name not in {*HOST_COSTS, *DETAILS}
-]
+NEEDED = [f.name for f in dataclasses.fields(HardwareProfile) if f.name not in DETAILS]
 
 
 @pytest.mark.parametrize("field", NEEDED)
