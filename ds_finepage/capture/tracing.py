@@ -4,28 +4,21 @@ Three things slow Dynamo down. The hooks that serve the fallback keep it from th
 through a module's call, although they do nothing inside a graph. And Python's garbage collector
 walks all of torch and transformers again and again, because tracing makes many objects. And a
 decode step with a growing KV cache is traced twice, because Dynamo learns from the second step that
-a size varies. So while Dynamo compiles the outermost frame of a call, the hooks are out of the
-modules, and the sizes that grow are marked. The collector is off from then until the call ends,
-because recording and planning a new graph make many objects too.
-
-[Note: only the outermost frame]
-A module that runs between two graphs needs its hooks, and Dynamo may compile its call as a frame
-of its own. Such a frame must see the hooks. They are hidden for the frame that the handle itself
-calls, and every module call in that frame becomes part of a graph or a frame of its own.
+a size varies. So while Dynamo compiles a frame of a call, the hooks are out of the modules, and the
+sizes that grow are marked. The collector is off from then until the call ends, because recording
+and planning a new graph make many objects too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from threading import get_ident
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -47,23 +40,8 @@ logger = logging.getLogger(__name__)
 TEXT = "ds_finepage captures and plans the first call"
 """Shown while Dynamo is at work."""
 
-_TORCH = Path(torch.__file__).parent
-COMPILER_FILES = (
-    f"{_TORCH / '_dynamo'}/",
-    f"{_TORCH / 'utils'}/",
-    str(_TORCH / "_utils_internal.py"),
-    contextlib.__file__,
-    str(_TORCH / "nn" / "modules" / "module.py"),
-)
-"""Files of frames that Dynamo does not compile: its own, and the call of a module with its hooks.
-DeepSpeed's engine has a hook on its model."""
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: by position, and by name."""
-
-COMPILED_FILES = (str(_TORCH / "_dynamo" / "external_utils.py"),)
-"""Files beside the compiler whose functions are compiled themselves."""
-
 
 HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -141,7 +119,7 @@ def _status() -> contextlib.AbstractContextManager[object]:
 
 
 class QuickTracing:
-    """Hides the hooks while Dynamo compiles the outermost frame; stops the collector.
+    """Hides the hooks while Dynamo compiles a frame; stops the collector.
 
     Dynamo takes all numbers as constants meanwhile.
     """
@@ -179,7 +157,6 @@ class QuickTracing:
                 self._thread, self._given = before
                 self._stop_listening()
 
-        self._outermost = call.__code__
         return call
 
     def wrap_backend(self, backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,25 +193,9 @@ class QuickTracing:
         if get_ident() != self._thread:
             return
         self._prepare_compiler()
-        frame = inspect.currentframe()
-        assert frame is not None
-        if not self._is_outermost(frame.f_back):
-            return
         self._hooks.hide()
         mark_growing(*self._given)
         open_paged_caches(*self._given)
-
-    def _is_outermost(self, frame: FrameType | None) -> bool:
-        """Tell whether Dynamo compiles the frame that :meth:`wrap` calls; see the note above.
-
-        No other frame of the model is then between the call and the compiler.
-        """
-        while frame is not None and frame.f_code is not self._outermost:
-            name = frame.f_code.co_filename
-            if name in COMPILED_FILES or not name.startswith(COMPILER_FILES):
-                return False
-            frame = frame.f_back
-        return frame is not None
 
     def _end(self, _: Any = None) -> None:
         self._hooks.restore()

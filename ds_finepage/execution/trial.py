@@ -44,11 +44,6 @@ CHUNK_BYTES = 16 << 20
 """Bytes that are compared at once; on an accelerator a comparison takes memory."""
 
 
-def scratch_bytes(graph: TaskGraph, task: Task) -> int:
-    """Return the device bytes that a trial of a task takes, apart from the op's own workspace."""
-    return GUARD_BYTES + sum(_padded(reach(graph, task, b)) for b in task.buffers)
-
-
 def _tile(number: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return bytes to fill scratch with, over and over: one number."""
     count = GUARD_BYTES // dtype.itemsize
@@ -89,7 +84,8 @@ class Trial:
         end = GUARD_BYTES
         for buffer in task.buffers:
             self._offsets[buffer] = end
-            end += _padded(self._nbytes[buffer])
+            end += align_up(self._nbytes[buffer], GUARD_BYTES) + GUARD_BYTES
+        self._end = end
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
         self._tensors: dict[int, torch.Tensor] = {}
         self._looks: dict[int, tuple[Any, ...]] = {}
@@ -119,7 +115,7 @@ class Trial:
 
     def bind(self, *, into_place: bool) -> BoundTask:
         """Bind the task to scratch tensors that lie in one storage, between guard bytes."""
-        self._arena = self._empty(scratch_bytes(self._graph, self._task))
+        self._arena = self._empty(self._end)
         self._tensors, self._looks = {}, {}
         _repeat(self._guard, self._arena)
         for buffer in {*self._task.buffers} - self._made:
@@ -223,10 +219,6 @@ def tensor_ids(task: Task) -> list[int]:
     """List the tensors among a task's results and arguments."""
     given = (ref.tensor for ref in refs((task.args, task.kwargs)))
     return [*(r for r in task.results if r is not None), *given]
-
-
-def _padded(nbytes: int) -> int:
-    return align_up(nbytes, GUARD_BYTES) + GUARD_BYTES
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -76,8 +76,8 @@ def _form(
 ) -> _Form:
     """Derive a form from a dataclass.
 
-    ``without`` names a field that the file does not have. It has the ``sparse`` ones only where they
-    differ from their defaults. ``more`` are fields, with types, that the class does not have.
+    ``without`` names a field that the file does not have. It has the ``sparse`` ones only where
+    they differ from their defaults. ``more`` are fields, with types, that the class has not.
     """
     hints = get_type_hints(cls, include_extras=True)
     types = {"kind": str, "format": int, **more}

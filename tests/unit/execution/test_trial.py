@@ -12,7 +12,7 @@ import torch
 from ds_finepage.errors import CaptureError, TaskMismatchError
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.ops import run_and_copy
-from ds_finepage.execution.trial import Trial, scratch_bytes
+from ds_finepage.execution.trial import Trial, reach
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, Draft
@@ -216,7 +216,7 @@ def test_an_op_that_was_never_tried_may_not_write_into_place() -> None:
 
 def test_without_room_for_scratch_results_are_copied() -> None:
     meter, graph = OpMeter(CPU), one_op("writes_into_place")
-    room_bytes = scratch_bytes(graph, graph.tasks[0])
+    room_bytes = sum(reach(graph, graph.tasks[0], b) for b in graph.tasks[0].buffers)
     (task,) = meter.with_costs(graph, room_bytes=room_bytes - 1).tasks
     assert meter.in_place(graph) == frozenset()
     assert task.workspace_bytes == NBYTES and task.time_ns is None
