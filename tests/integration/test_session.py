@@ -152,7 +152,7 @@ def test_hooks_are_hidden_once_for_each_trace(monkeypatch: pytest.MonkeyPatch) -
     handle = attach(model, device_budget="1MiB", device="cpu")
     for _ in range(3):
         model(x)
-    assert hidden == [2]  # one dictionary of each of two layers
+    assert hidden == [6]  # three dictionaries of each of two layers
     handle.detach()
 
 
