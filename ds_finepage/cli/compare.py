@@ -21,7 +21,7 @@ import datetime
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,13 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run ``ds-finepage compare``."""
+def run(arguments: argparse.Namespace, show: Callable[[Results], None] | None = None) -> int:
+    """Run ``ds-finepage compare``.
+
+    Args:
+        arguments: The options.
+        show: Prints the results; by default all tables.
+    """
     settings = settings_of(arguments)
     if arguments.resume and arguments.out is None:
         raise ConfigError("--resume goes on in a folder. Name it by --out.")
@@ -146,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(dataclasses.asdict(results), indent=1))
     else:
-        print_results(results)
+        (show or print_results)(results)
     problems = problems_of(results)
     if arguments.is_demo:
         failed = (run for run in results.runs if run.reason is not None)

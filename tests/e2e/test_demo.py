@@ -111,18 +111,44 @@ def test_the_json_is_that_of_the_comparison(
     assert [RUNS.validate_python(run) for run in runs] == [PLAIN, STOCK, OURS]
 
 
-def test_both_engines_stand_in_the_tables(
+def rows_of(out: str) -> list[list[str]]:
+    """Return the cells of the lines of a table."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+
+
+def test_the_table_has_a_line_for_each_figure(
     ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ran(PLAIN, STOCK, OURS)
     assert main(["demo", "--new-tokens", "5"]) == 0
     out = capsys.readouterr().out
-    lines = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
-    shown = [line for line in lines if line[1:2] in (["zero"], ["finepage"])]
-    assert [line[2:4] for line in shown[:2]] == [["yes", "1.95 KiB !"], ["yes", "600 B"]]
-    assert shown[1][8] == "1.06"  # of the bound
-    assert "1.00 s" in shown[4] and "2.00 s" in shown[5]
+    assert out.splitlines()[0].rstrip() == "Llama, 1.46 KiB of weights"
+    assert [row for row in rows_of(out) if row] == [
+        ["tokens equal to plain transformers", "yes", "yes", ""],
+        ["peak device memory", "1.95 KiB", "600 B", "<= 600 B (budget)"],
+        ["copied in a prefill", "1.46 KiB", "-", ">= -"],
+        ["copied in a decode step", "1.46 KiB", "950 B", ">= 900 B"],
+        ["first call", "1.00 s", "2.00 s", ""],
+        ["a later call of 5 tokens", "500.00 ms", "40.00 ms", ""],
+    ]
+    assert "On the CPU a fetch" in out
     assert asked[0].new_tokens == 5 and asked[0].arms == tuple(ARMS)
+
+
+def test_the_table_names_a_packed_form(
+    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(PLAIN, STOCK, OURS)
+    assert main(["demo", "--weights", "int4"]) == 0
+    assert "of weights in int4" in capsys.readouterr().out
+
+
+def test_an_engine_that_did_not_run_has_no_column(
+    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran(PLAIN, STOCK, replace(OURS, reason="it has no room"))
+    assert main(["demo"]) == 1
+    assert "ds_finepage ┃" not in capsys.readouterr().out
 
 
 def test_the_model_of_the_demo_has_the_bytes_that_it_says() -> None:
@@ -139,7 +165,11 @@ def test_ranks_run_the_comparison_of_ranks(
     assert main(["demo", "--ranks", "2"]) == 1
     captured = capsys.readouterr()
     assert "finepage had 700 bytes on the device" in captured.err
-    assert "finepage, rank 1" in captured.out and "Ranks, counted" in captured.out
+    peaks = [row for row in rows_of(captured.out) if row and row[0].startswith("peak")]
+    assert [row[:3] for row in peaks] == [
+        ["peak device memory, rank 0", "1.95 KiB", "600 B"],
+        ["peak device memory, rank 1", "2.05 KiB", "700 B"],
+    ]
     ds_config = json.loads(asked[0].ds_config)
     assert ds_config["tensor_parallel"] == {"autotp_size": 2}
     assert ds_config["bf16"] == {"enabled": False} and asked[0].num_ranks == 2
