@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from ds_finepage.capture.shipped import require_model
-from ds_finepage.cli import options, output
+from ds_finepage.cli import options, output, quieten_libraries
 from ds_finepage.cli.grid import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
@@ -50,30 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
     forms = options.weights_of(arguments)
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
-    profile = load_profile(arguments.hardware)
-    options.note_link(arguments.ranks, profile)
-    host_memory_bytes = options.host_memory_of(arguments.host_memory)
-
-    from ds_finepage.modeller import Modeller  # imports torch, so wrong options are refused first
-
-    planners = [
-        Planner(
-            arguments.policy,
-            Modeller(
-                arguments.model,
-                batch=arguments.batch,
-                prompt_tokens=arguments.seq,
-                hardware=profile,
-                split=not arguments.no_split,
-                host_memory_bytes=host_memory_bytes,
-                weights=form,
-                weights_group=arguments.weights_group,
-                num_ranks=arguments.ranks,
-            ),
-        )
-        for form in forms
-    ]
-    curves = make_curves(planners, arguments.points)
+    options.note_link(arguments.ranks, load_profile(arguments.hardware))
+    settings = {
+        "model": arguments.model,
+        "batch": arguments.batch,
+        "prompt_tokens": arguments.seq,
+        "hardware": arguments.hardware,
+        "split": not arguments.no_split,
+        "host_memory_bytes": options.host_memory_of(arguments.host_memory),
+        "weights_group": arguments.weights_group,
+        "num_ranks": arguments.ranks,
+    }
+    made = [(arguments.policy, tuple({**settings, "weights": form}.items())) for form in forms]
+    curves = make_curves(made, arguments.points)
     if arguments.json:
         found = [asdict(curve) for curve in curves]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
@@ -85,19 +78,41 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def make_curves(planners: Sequence[Planner], num_points: int) -> list[Curve]:
+def make_curves(made: Sequence[Making], num_points: int) -> list[Curve]:
     """Plan each form of a model's weights under the same budgets, as far as it can run.
 
+    Several forms are planned side by side, in processes.
+
     Args:
-        planners: One for each form.
+        made: How to make the planner of each form.
         num_points: Budgets to plan.
+
+    Raises:
+        ConfigError: The model, its form or a size cannot be used.
+        CaptureError: The forward cannot be written as a taskgraph.
     """
-    budgets = common_budgets([planner.ends for planner in planners], num_points)
-    asked = [(planner, b) for planner in planners for b in budgets if b >= planner.ends[0]]
-    points: dict[Planner, list[Point]] = {}
-    for planner, budget in output.with_progress(asked):
-        points.setdefault(planner, []).append(planner.point(budget))
-    return [planner.curve(found) for planner, found in points.items()]
+    if len(made) == 1:
+        planner = planner_of(*made[0])
+        budgets = common_budgets([planner.ends], num_points)
+        return [planner.curve([planner.point(b) for b in output.with_progress(budgets)])]
+    with ExitStack() as stack:
+        forms = [(stack.enter_context(process()), each) for each in made]
+        begun = [pool.submit(ends_of, each) for pool, each in forms]
+        ends = [future.result() for future in begun]
+        budgets = common_budgets(ends, num_points)
+        own = [[b for b in budgets if b >= least] for least, _ in ends]
+        asked = [
+            pool.submit(plan_point, each, budget)
+            for budget in budgets
+            for (pool, each), some in zip(forms, own, strict=True)
+            if budget in some
+        ]
+        for future in output.with_progress(asked):
+            future.result()
+        curves = [
+            pool.submit(curve_of, each, some) for (pool, each), some in zip(forms, own, strict=True)
+        ]
+        return [future.result() for future in curves]
 
 
 class Planner:
@@ -137,6 +152,45 @@ class Planner:
             weights=self._modeller.weights,
             num_ranks=decode.num_ranks,
         )
+
+
+Making = tuple[str, tuple[tuple[str, Any], ...]]
+"""A policy, and the settings of a :class:`Modeller`."""
+
+
+@cache
+def planner_of(policy: str, settings: tuple[tuple[str, Any], ...]) -> Planner:
+    """Capture both passes of a model; a process captures them once."""
+    from ds_finepage.modeller import Modeller  # imports torch: check the options first
+
+    return Planner(policy, Modeller(**dict(settings)))
+
+
+def process() -> ProcessPoolExecutor:
+    """Start a process that works for one form of the weights."""
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=begin)
+
+
+def begin() -> None:
+    """Prepare a process: it ends with an interrupt, and hides warnings as the command does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    quieten_libraries()
+
+
+def ends_of(made: Making) -> tuple[int, int]:
+    """Return the smallest budget, and the one that pages nothing."""
+    return planner_of(*made).ends
+
+
+def plan_point(made: Making, budget_bytes: int) -> None:
+    """Plan under a budget; the process remembers the point."""
+    planner_of(*made).point(budget_bytes)
+
+
+def curve_of(made: Making, budgets: Sequence[int]) -> Curve:
+    """Return the curve of one form through some budgets."""
+    planner = planner_of(*made)
+    return planner.curve([planner.point(budget) for budget in budgets])
 
 
 def common_budgets(ends: Sequence[tuple[int, int]], num_points: int) -> list[int]:

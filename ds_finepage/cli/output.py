@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +16,9 @@ from rich.table import Table
 from ds_finepage.units import format_bytes
 
 T = TypeVar("T")
+PERIOD_S = 60.0
+"""From one line about progress to the next."""
+
 TABLE_WIDTH = 110
 """Columns of output to a file or a pipe."""
 
@@ -32,10 +37,18 @@ def show(table: Table) -> None:
 
 
 def with_progress(items: Sequence[T]) -> Iterator[T]:
-    """Go through items, and show how far that is: a bar on the standard error, if it is shown."""
-    console = Console(stderr=True)
+    """Go through items, and show on the standard error how far that is.
+
+    A bar on a terminal, else a line a minute.
+    """
+    console, said = Console(stderr=True), time.monotonic()
     hidden = not console.is_terminal
-    yield from track(items, "planning", console=console, transient=True, disable=hidden)
+    shown = track(items, "planning", console=console, transient=True, disable=hidden)
+    for done, item in enumerate(shown, 1):
+        yield item
+        if hidden and time.monotonic() - said >= PERIOD_S:
+            said = time.monotonic()
+            print(f"planning: {done} of {len(items)}", file=sys.stderr, flush=True)
 
 
 def show_figures(title: str, figures: Mapping[str, Any], *, as_json: bool) -> None:
