@@ -164,6 +164,14 @@ def test_the_persistence_knob_uses_the_arena_up(units: int) -> None:
     assert [r.buffer for r in memgraph.entry] == list(range(len(memgraph.entry)))
 
 
+@pytest.mark.parametrize("policy", ["zero", "zero-persistence"])
+def test_given_settings_are_taken(policy: str) -> None:
+    problem = Problem(layered(4), arena_bytes=12 * UNIT, alignment=UNIT, engine=bucket(3))
+    found = check(POLICIES[policy].plan(problem))
+    assert found == plan_zero_with(problem, bucket(3), policy)
+    assert found.reloaded_bytes == problem.graph.weight_bytes  # nothing is kept, whatever the room
+
+
 def test_without_an_embedding_there_is_no_hidden_size() -> None:
     settings = authors_settings(layered(1))
     assert settings.prefetch_bucket_size == settings.param_persistence_threshold == 0
