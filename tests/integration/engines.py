@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,22 @@ import torch
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.run import ONE_PROCESS, UNUSED_OP
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, in the repository; it has to end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @contextmanager

@@ -1,35 +1,23 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ds_finepage.cli import main, progress
-from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
+from ds_finepage.cli import progress
+from tests.integration.cli.conftest import Cli
+from tests.integration.cli.models import NUM_PARAMETERS, card
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
+def curve(model: str, tmp_path: Path) -> list[str]:
     """A small model on a card whose link is slow enough for a budget to matter."""
     slow = card(tmp_path, "slow", h2d_bytes_per_s=1e9, launch_ns=0, transfer_latency_ns=0)
-    model = small_model(tmp_path)
-    return ["curve", "--model", str(model), "--seq", "64", "--hardware", str(slow), "--points", "6"]
+    return ["curve", "--model", model, "--seq", "64", "--hardware", str(slow), "--points", "6"]
 
 
-def curve(capsys: pytest.CaptureFixture[str], arguments: list[str], *more: str) -> dict[str, Any]:
-    assert main([*arguments, "--json", *more]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
-
-
-# The command.
-
-
-def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = curve(capsys, arguments)
+def test_json(curve: list[str], cli: Cli) -> None:
+    found = cli.json(*curve)
     assert (found["batch"], found["seq"], found["hardware"]) == (1, 64, "slow")
     assert found["weight_bytes"] == 2 * NUM_PARAMETERS
     points = found["points"]
@@ -49,58 +37,46 @@ def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("forms", ["bf16", "bf16,int4"])
 def test_each_budget_is_counted_on_the_standard_error(
-    arguments: list[str],
-    forms: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    curve: list[str], forms: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr(progress, "PERIOD_S", 0.0)
-    assert main([*arguments, "--weights", forms, "--json"]) == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    points = [p for c in (found if isinstance(found, list) else [found]) for p in c["points"]]
-    total = len(points)
-    said = [line for line in captured.err.splitlines() if line.startswith("planning: ")]
-    assert said == [f"planning: {n} of {total}" for n in range(1, total + 1)]
+    said = cli(*curve, "--weights", forms).err
+    counted = [line for line in said.splitlines() if line.startswith("planning: ")]
+    found = cli.json(*curve, "--weights", forms)
+    total = sum(len(c["points"]) for c in (found if isinstance(found, list) else [found]))
+    assert counted == [f"planning: {n} of {total}" for n in range(1, total + 1)]
 
 
-def test_a_model_is_cut_over_ranks(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*arguments, "--points", "2", "--tokens-per-s", "1", "--ranks", "2"]
-    found = curve(capsys, arguments)
+def test_a_model_is_cut_over_ranks(curve: list[str], cli: Cli) -> None:
+    two = [*curve, "--points", "2", "--tokens-per-s", "1", "--ranks", "2"]
+    found = cli.json(*two)
     whole = 500 * 256 + 5 * 256  # the table and the norms are not cut
     assert found["weight_bytes"] == 2 * ((NUM_PARAMETERS - whole) // 2 + whole)
     assert found["num_ranks"] == 2
-    assert main(arguments) == 0
-    assert "slow, each of 2 ranks" in " ".join(capsys.readouterr().out.split())
+    assert "slow, each of 2 ranks" in cli(*two).words
 
 
-def test_the_inverse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    points = curve(capsys, arguments)["points"]
+def test_the_inverse(curve: list[str], cli: Cli) -> None:
+    points = cli.json(*curve)["points"]
     between = (points[2]["tokens_per_s"] + points[3]["tokens_per_s"]) / 2
-    found = curve(capsys, arguments, "--tokens-per-s", f"{between},1e12,0.001")
+    found = cli.json(*curve, "--tokens-per-s", f"{between},1e12,0.001")
     by_speed = {need["tokens_per_s"]: need["budget_bytes"] for need in found["needs"]}
     assert list(by_speed) == [between, 0.001]  # and nothing reaches a trillion
     assert points[2]["budget_bytes"] < by_speed[between] <= points[3]["budget_bytes"]
     assert by_speed[0.001] == points[0]["budget_bytes"]
     # It was planned, so the command that plans confirms it.
-    plan = ["plan", *arguments[1:-2], "--device-budget", str(by_speed[between]), "--json"]
-    assert main(plan) == 0
-    assert 1e9 / json.loads(capsys.readouterr().out)["predicted_ns"] >= between
+    planned = cli.json("plan", *curve[1:-2], "--device-budget", by_speed[between])
+    assert 1e9 / planned["predicted_ns"] >= between
 
 
-def test_words(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
+def test_words(curve: list[str], cli: Cli) -> None:
+    out = cli(*curve).out
     assert " buys " in out and " tok/s needs " in out and "first token" in out
 
 
-def test_budgets_beyond_the_card_are_marked(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_budgets_beyond_the_card_are_marked(curve: list[str], tmp_path: Path, cli: Cli) -> None:
     path = card(tmp_path, "small", capacity_bytes=3 << 20)
-    found = curve(capsys, arguments, "--hardware", str(path))
+    found = cli.json(*curve, "--hardware", path)
     assert {p["fits"] for p in found["points"]} == {True, False}
     for point in found["points"]:
         assert point["fits"] == (point["budget_bytes"] <= 3 << 20)
@@ -118,8 +94,5 @@ def test_budgets_beyond_the_card_are_marked(
         (["--seq", "1000"], "128 positions"),
     ],
 )
-def test_bad_options(
-    arguments: list[str], changes: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, *changes]) == 2
-    assert words in capsys.readouterr().err
+def test_bad_options(curve: list[str], changes: list[str], words: str, cli: Cli) -> None:
+    cli.refuses(*curve, *changes, says=words)
