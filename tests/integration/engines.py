@@ -51,6 +51,43 @@ def one_process_deepspeed() -> Iterator[Any]:
             deepspeed.comm.comm.cdb = None
 
 
+ZERO_ON_CPU: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
+}
+"""A ds_config of stock ZeRO-Inference with weights in host memory."""
+
+TINY_WEIGHTS = {
+    "stage3_gather_16bit_weights_on_model_save": True,
+    "stage3_param_persistence_threshold": 0,  # else all of them would stay resident
+}
+"""Keys of ``zero_optimization``."""
+
+
+def ds_config(
+    finepage: dict[str, Any] | None = None, *, zero: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Return a ds_config for inference; ``finepage`` None leaves the section out."""
+    zero = {**ZERO_ON_CPU["zero_optimization"], **(zero or {})}
+    config = {**ZERO_ON_CPU, "zero_optimization": zero, **changes}
+    return config if finepage is None else {**config, "finepage": finepage}
+
+
+def static_tokens(model: Any, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Generate greedily with a static cache, as the arms of a comparison do."""
+    with torch.no_grad():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            cache_implementation="static",
+            disable_compile=True,
+        )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
 def load_arm(request: RunRequest) -> Engine:
     """Return the engine of an arm of a comparison."""
     engine: Engine = import_module(ARMS[request.arm].module).load(request)

@@ -35,7 +35,9 @@ from ds_finepage.planning.baselines.zero import (
 from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
-from tests.integration.engines import one_process_deepspeed
+from tests.integration.engines import ds_config
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
 
 HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_LENGTH = 64, 4, 500, 5
 NUM_FORWARDS = 4  # the first records, the second is the first with a trace
@@ -145,13 +147,6 @@ def _nbytes(parameter: Any) -> int:
     return int(parameter.ds_numel * parameter.element_size())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def deepspeed() -> Iterator[Any]:
-    """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    with one_process_deepspeed() as found:
-        yield found
-
-
 @pytest.fixture
 def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """``start(model name, settings, leaves)``: a model that stock ZeRO runs, and its counter."""
@@ -169,12 +164,7 @@ def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         zero: dict[str, Any] = {f"stage3_{key}": value for key, value in settings.items()}
         if leaves:
             set_z3_leaf_modules(model, list(leaves[-1:]))
-        offload = {"device": "cpu", "pin_memory": False}
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "offload_param": offload, **zero},
-        }
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config(zero=zero))
         engines.append(engine)
         coordinator = engine.optimizer.get_param_coordinator()
         return engine.module, Counter(coordinator, list(model.parameters()))

@@ -14,13 +14,8 @@ from torch import nn
 
 from ds_finepage.api import attach
 from ds_finepage.runtime.handle import Handle
+from tests.integration.engines import ds_config
 from tests.integration.families import make_model, token_ids
-
-DS_CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
-    "finepage": {"enabled": True, "device_budget": "1GiB"},
-}
 
 
 class Net(nn.Module):
@@ -150,7 +145,8 @@ def make_subject(*, deepspeed: bool, language_model: bool) -> Subject:
 
         from ds_finepage.integrations.deepspeed.engine import handle_of
 
-        engine, *_ = ds.initialize(model=model, config=DS_CONFIG)
+        config = ds_config({"enabled": True, "device_budget": "1GiB"})
+        engine, *_ = ds.initialize(model=model, config=config)
         model, handle = engine.module, handle_of(engine)
     else:
         handle = attach(model, device_budget="1GiB", device="cpu")
