@@ -183,19 +183,27 @@ def prompt() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (1, PROMPT_LENGTH))
 
 
-@pytest.mark.parametrize(("model_name", "setting"), CASES)
-def test_a_steady_forward_gathers_what_is_simulated(
-    start: Callable[..., Any], model_name: str, setting: str
-) -> None:
-    model, counter = start(model_name, SETTINGS[setting])
+def check_steady_forward(
+    started: tuple[Any, Counter], model_name: str, settings: ZeroSettings
+) -> Any:
+    """Hold what a steady forward gathers against what is simulated; return that."""
+    model, counter = started
     with torch.no_grad():
         for _ in range(NUM_FORWARDS):
             counter.begin()
             model(prompt())
-    graph = captured(model_name, "prefill", PROMPT_LENGTH)
-    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
+    simulated = simulate_coordinator(captured(model_name, "prefill", PROMPT_LENGTH), settings)
     assert counter.gathered_bytes == simulated.gathered_bytes
     assert counter.peak_live_bytes == simulated.peak_live_bytes
+    return simulated
+
+
+@pytest.mark.parametrize(("model_name", "setting"), CASES)
+def test_a_steady_forward_gathers_what_is_simulated(
+    start: Callable[..., Any], model_name: str, setting: str
+) -> None:
+    settings = SETTINGS[setting]
+    check_steady_forward(start(model_name, settings), model_name, ZeroSettings(**settings))
 
 
 @pytest.mark.parametrize("setting", ["neither prefetch nor persistence", "a larger bucket"])
@@ -207,14 +215,9 @@ def test_layers_as_leaf_modules_gather_what_is_simulated(
 ) -> None:
     graph = captured(model_name, "prefill", PROMPT_LENGTH)
     leaves = (*ZeroSettings().leaf_classes, layer)
-    model, counter = start(model_name, SETTINGS[setting], leaves)
-    with torch.no_grad():
-        for _ in range(NUM_FORWARDS):
-            counter.begin()
-            model(prompt())
-    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting], leaf_classes=leaves))
-    assert counter.gathered_bytes == simulated.gathered_bytes
-    assert counter.peak_live_bytes == simulated.peak_live_bytes
+    settings = ZeroSettings(**SETTINGS[setting], leaf_classes=leaves)
+    started = start(model_name, SETTINGS[setting], leaves)
+    simulated = check_steady_forward(started, model_name, settings)
     module_by_module = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
     assert simulated.peak_live_bytes != module_by_module.peak_live_bytes
 
@@ -226,14 +229,7 @@ def test_the_settings_that_are_searched_gather_what_is_simulated(
     profile = load_profile("v100-16gb")
     settings = best_settings([(Problem(graph, graph.weight_bytes * 2 // 3, 64, profile), 1)])
     copied = {key.removeprefix("stage3_"): number for key, number in settings.keys.items()}
-    model, counter = start("llama", copied)
-    with torch.no_grad():
-        for _ in range(NUM_FORWARDS):
-            counter.begin()
-            model(prompt())
-    simulated = simulate_coordinator(graph, settings)
-    assert 0 < counter.gathered_bytes == simulated.gathered_bytes
-    assert counter.peak_live_bytes == simulated.peak_live_bytes
+    assert check_steady_forward(start("llama", copied), "llama", settings).gathered_bytes > 0
 
 
 def test_decode_gathers_what_is_simulated(start: Callable[..., Any]) -> None:

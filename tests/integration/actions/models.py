@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_finepage.errors import FinepageError
 from tests.integration.actions.subjects import Actions, Subject, equal_results, run
 
 ACTIONS = Actions()
@@ -244,32 +243,6 @@ def op_hook_that_reads(subject: Subject) -> None:
     )
     subject.same(times=1)
     assert sums and all(torch.equal(s, subject.plain.up.weight.sum()) for s in sums)
-    remove()
-
-
-def _refused_inside(name: str, act: Callable[[Subject], Any]) -> None:
-    def tried(subject: Subject) -> None:
-        remove = subject.handle.register_op_hook(before=lambda *_: act(subject))
-        with pytest.raises(FinepageError, match="was called while the model runs"):
-            run(subject.model, subject.x)
-        remove()
-
-    ACTIONS[name] = tried
-
-
-_refused_inside("detach_inside_a_call", lambda s: s.handle.detach())
-_refused_inside("replan_inside_a_call", lambda s: s.handle.replan(policy="horizon"))
-_refused_inside("refresh_inside_a_call", lambda s: s.handle.refresh())
-
-
-@ACTIONS.add
-def error_inside_a_call(subject: Subject) -> None:
-    def fail(*_: Any) -> None:
-        raise KeyError("a fault of the program")
-
-    remove = subject.handle.register_op_hook(after=fail)
-    with pytest.raises(KeyError):
-        run(subject.model, subject.x)
     remove()
 
 
