@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +13,9 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN, Length
-from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.policies import POLICIES
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
-from tests.integration.parity import same_within
+from tests.integration.parity import only_cut_plans, same_within
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 140
@@ -30,10 +25,8 @@ CUT = ("llama", "gpt2")  # of GPT-2 the head alone: the others are transposed
 
 @pytest.fixture(scope="module", autouse=True)
 def _only_cut_plans() -> Iterator[None]:
-    """Whole weights are often as good for models this small; plans of them have tests enough."""
-    options = FinepageOptions(tries_whole=False)
-    cutting = replace(POLICIES["finepage"], plan=partial(plan_finepage, options=options))
-    with mock.patch.dict(POLICIES, finepage=cutting):
+    """Plans of whole weights have tests enough."""
+    with only_cut_plans():
         yield
 
 
