@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,23 @@ from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.run import ONE_PROCESS
 
 ROOT = Path(__file__).parents[2]
+
+
+def finepage(
+    *words: object, environment: dict[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own; it has to end well."""
+    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.fixture(scope="session")

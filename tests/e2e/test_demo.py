@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,10 @@ from ds_finepage.reporting.results import (
     load_results,
     over_ranks,
 )
+from tests.e2e.conftest import finepage
 from tests.unit.compare.runs import run
 
+DEMO = ("demo", "--json", "--tiny", "--budget", "80%weights")
 STEPS = PhaseFigures(h2d_bytes=1500, wall_ns=10**8)
 PREFILL = PhaseFigures(h2d_bytes=1000, wall_ns=10**8, lower_bound_bytes=800)
 DECODE = PhaseFigures(h2d_bytes=950, wall_ns=10**7, lower_bound_bytes=900)
@@ -84,12 +85,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[CompareSettings]]
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_exit_status_judges_the_result(
-    ran: Callable[..., Any],
-    stock: Run,
-    ours: Run,
-    problem: str | None,
-    as_json: bool,
-    capsys: pytest.CaptureFixture[str],
+    ran: Any, stock: Run, ours: Run, problem: str | None, as_json: bool, capsys: Any
 ) -> None:
     ran(PLAIN, stock, ours)
     assert main(["demo", "--json"] if as_json else ["demo"]) == (problem is not None)
@@ -99,17 +95,12 @@ def test_the_exit_status_judges_the_result(
         assert "600 B (budget)" in captured.out and ">= 900 B" in captured.out
 
 
-def test_both_problems_are_named(
+def test_the_json_is_that_of_the_comparison(
     ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(PLAIN, STOCK, replace(OURS, tokens_equal=False, peak_bytes=10**9))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().err.count("\n") == 2
-
-
-def test_the_json_is_that_of_the_comparison(
-    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert capsys.readouterr().err.count("\n") == 2  # both problems are named
     ran(PLAIN, STOCK, OURS)
     assert main(["demo", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
@@ -162,10 +153,7 @@ def test_each_rank_has_its_own_figures(
     ],
 )
 def test_ranks_that_cannot_run_are_refused_before_any_work(
-    ran: Callable[..., Any],
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    ran: Any, options: list[str], message: str, capsys: Any
 ) -> None:
     asked = ran(PLAIN, STOCK, OURS)
     assert main(["demo", "--tiny", *options]) == 2
@@ -197,18 +185,8 @@ def kept(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Run the demo of a packed model, from a folder that has nothing to do with the repository."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
-    options = ["--json", "--tiny", "--budget", "80%weights", "--new-tokens", "6"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "demo", *options, "--weights", "int4", "--keep", "kept"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "kept", done
+    options = ["--new-tokens", "6", "--weights", "int4", "--keep", "kept"]
+    return folder / "kept", finepage(*DEMO, *options, environment=environment, cwd=folder)
 
 
 def results_of(done: subprocess.CompletedProcess[str]) -> Results:
@@ -253,17 +231,8 @@ def test_progress_and_what_is_kept(kept: tuple[Path, subprocess.CompletedProcess
 
 
 def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
-    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
-    options = ["--json", "--tiny", "--budget", "80%weights", "--new-tokens", "4", "--ranks", "2"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "demo", *options],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["--new-tokens", "4", "--ranks", "2"]
+    done = finepage(*DEMO, *options, environment=environment, cwd=tmp_path)
     ranks = of_ranks(results_of(done))
     assert len(ranks) == 2
     linear = 4 * 128 * 128 + 3 * 128 * 256 + 1024 * 128  # the output layer is cut, too

@@ -9,7 +9,7 @@ import pytest
 from ds_finepage.cli.check import figures_of
 from ds_finepage.planning.horizon import plan_horizon
 from ds_finepage.planning.problem import Problem
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 from tests.integration.engines import python
 from tests.unit.planning.sketches import chain
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ds_finepage.cli import progress
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card
 
 

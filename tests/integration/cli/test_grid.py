@@ -8,7 +8,7 @@ import pytest
 
 from ds_finepage.cli import grid, grid_rows
 from ds_finepage.cli.grid_rows import to_rows
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 from tests.integration.cli.models import card, small_model
 
 

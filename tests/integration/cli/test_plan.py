@@ -10,7 +10,7 @@ import pytest
 from ds_finepage.graph import codec
 from ds_finepage.graph.profiles import load_profile, profile_names
 from ds_finepage.planning.policies import PAGING, POLICIES
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 from tests.integration.engines import python
 

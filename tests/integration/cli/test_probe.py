@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_finepage.graph.profiles import load_profile
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 
 PROBE = ["probe", "--device", "cpu", "--scratch", "2MiB"]
 

@@ -13,7 +13,7 @@ from ds_finepage.graph import codec
 from ds_finepage.reporting import drawing
 from ds_finepage.reporting.page import PAGE_FILE
 from ds_finepage.reporting.results import RESULTS_FILE, run_folder, save_results
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 from tests.unit.reporting.folders import RESULTS, SETTINGS, make_folder, planned
 
 COMMANDS = pytest.mark.parametrize("command", ["report", "trace"])

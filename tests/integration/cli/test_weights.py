@@ -15,7 +15,7 @@ from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.packed import PACKED_PRODUCTS
 from ds_finepage.graph.profiles import load_profile
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 
 LINEAR_PARAMETERS = 2 * (4 * 256 * 256 + 3 * 256 * 512)

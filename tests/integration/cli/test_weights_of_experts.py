@@ -10,7 +10,7 @@ import pytest
 
 from ds_finepage import whatif
 from ds_finepage.graph.profiles import load_profile
-from tests.integration.cli.conftest import Cli
+from tests.commands import Cli
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
