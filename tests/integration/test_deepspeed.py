@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import ds_finepage
-from ds_finepage._compat import ENGINE_CONFIGURE
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.engine import detach
-from ds_finepage.integrations.deepspeed.patches import is_wrapped
 from tests.integration.engines import TINY_WEIGHTS, ds_config, python
 from tests.integration.families import logits, make_model, token_ids, tokens
 
@@ -185,15 +183,12 @@ def test_every_shipped_config_runs(initialize: Initialize, path: Path) -> None:
 # Refusals.
 
 
-def refused(initialize: Initialize, config: dict[str, Any], **kwargs: Any) -> str:
+def refused(initialize: Initialize, config: dict[str, Any]) -> str:
     """Return the message of the ConfigError; the model is as it was."""
     model = torch.nn.Linear(8, 8)
     before = model.weight.detach().clone()
-    optimizer = kwargs.pop("optimizer", None)
-    if optimizer is not None:
-        kwargs["optimizer"] = optimizer(model.parameters())
     with pytest.raises(ConfigError) as error:
-        initialize(model, config, **kwargs)
+        initialize(model, config)
     assert torch.equal(model.weight, before) and not hasattr(model.weight, "ds_tensor")
     return str(error.value)
 
@@ -221,11 +216,6 @@ def test_a_budget_above_the_device_is_refused(initialize: Initialize) -> None:
         initialize(torch.nn.Linear(8, 8), planned_config(device_budget="1000TiB"))
 
 
-def test_an_optimizer_object_is_refused(initialize: Initialize) -> None:
-    message = refused(initialize, ds_config(ON), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    assert "an optimizer was given" in message
-
-
 def test_fp16_where_the_device_has_none_is_refused(
     initialize: Initialize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,26 +226,6 @@ def test_fp16_where_the_device_has_none_is_refused(
 
 
 # Installing.
-
-
-def test_install_and_uninstall_may_be_repeated(initialize: Initialize) -> None:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    def is_installed() -> bool:
-        return is_wrapped(DeepSpeedEngine, ENGINE_CONFIGURE)
-
-    assert is_installed()
-    wrapped = vars(DeepSpeedEngine)[ENGINE_CONFIGURE]
-    ds_finepage.install()
-    assert vars(DeepSpeedEngine)[ENGINE_CONFIGURE] is wrapped
-    try:
-        ds_finepage.uninstall()
-        ds_finepage.uninstall()
-        assert not is_installed()
-        assert is_stock(initialize(torch.nn.Linear(8, 8), ds_config(ON)))
-    finally:
-        ds_finepage.install()
-    assert is_installed()
 
 
 ORDERS = {
