@@ -9,6 +9,8 @@ import sys
 import pytest
 from hypothesis import settings
 
+from tests.commands import Cli
+
 # Before anything imports Hugging Face libraries, and inherited by every process that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -69,6 +71,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
 
 
 @pytest.fixture(autouse=True)

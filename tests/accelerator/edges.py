@@ -34,6 +34,7 @@ from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from tests.accelerator.failures import write_table
 from tests.accelerator.omitting import lanes_without, lanes_without_waits
 from tests.device import loading
 from tests.unit.execution.graphs import INPUT, OUTPUT, WEIGHT, Draft
@@ -76,6 +77,17 @@ class Edge:
     scenario: Scenario
     lanes: Callable[[Accelerator], StreamLanes] = StreamLanes
     omit: Callable[[], Context[Any]] = nullcontext
+
+    @classmethod
+    def of_program(cls, first: str, then: str, scenario: Scenario, of: Lane, on: Lane) -> Edge:
+        """Return the waits of a program of one lane for another."""
+        return cls(
+            first=first,
+            then=then,
+            by=f"waits of the program, {of.value} for {on.value}",
+            scenario=scenario,
+            lanes=lanes_without_waits(of, on),
+        )
 
     @property
     def name(self) -> str:
@@ -160,8 +172,14 @@ def delay(device: torch.device, seed: int, *kinds: str, ns: int = MS) -> None:
         torch.get_device_module(device).set_delay(kind, ns, ns, seed)
 
 
-def passes(*delayed: str, policy: str = "finepage") -> Scenario:
-    """Return a scenario of passes back to back in the least arena."""
+def passes(delayed: str, policy: str = "finepage", *, num_streams: int = 0) -> Scenario:
+    """Return a scenario of passes back to back in the least arena.
+
+    Args:
+        delayed: The kind of operation that is delayed.
+        policy: Of the plan.
+        num_streams: Of the caller, by turns; 0 means the current one alone.
+    """
 
     def run(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
         graph, weights = deep()
@@ -170,8 +188,12 @@ def passes(*delayed: str, policy: str = "finepage") -> Scenario:
         )
         inputs = [torch.randn(N, N) for _ in range(PASSES)]
         on_device = [x.to(device) for x in inputs]
-        delay(device, seed, *delayed)
-        found = [rig(x)[0] for x in on_device]
+        streams: list[Any] = [torch.Stream(device) for _ in range(num_streams)]
+        delay(device, seed, delayed)
+        found = []
+        for number, x in enumerate(on_device):
+            with streams[number % num_streams] if streams else nullcontext():
+                found.append(rig(x)[0])
         torch.accelerator.synchronize()
         expected = [deep_in_eager(x, weights) for x in inputs]
         return all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True))
@@ -196,23 +218,6 @@ def rows_of_passes(delayed: str) -> Scenario:
         )
 
     return run
-
-
-def passes_on_two_streams(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
-    """Run passes on two streams of the caller in turns."""
-    graph, weights = deep()
-    rig = Rig(device, lanes, graph, weights, arena_bytes=min_arena_bytes(graph, 64))
-    inputs = [torch.randn(N, N) for _ in range(PASSES)]
-    on_device = [x.to(device) for x in inputs]
-    streams = torch.Stream(device), torch.Stream(device)
-    delay(device, seed, "kernel")
-    found = []
-    for number, x in enumerate(on_device):
-        with streams[number % 2]:
-            found.append(rig(x)[0])
-    torch.accelerator.synchronize()
-    expected = [deep_in_eager(x, weights) for x in inputs]
-    return all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True))
 
 
 def memory_of_the_caller_becomes_the_arena(
@@ -342,54 +347,24 @@ def indices_without_a_wait() -> Iterator[None]:
 COMPUTE, H2D, D2H = Lane.COMPUTE, Lane.H2D, Lane.D2H
 
 EDGES = (
-    Edge(
-        first="a reload",
-        then="a task reads it",
-        by="waits of the program, compute for h2d",
-        scenario=passes("h2d"),
-        lanes=lanes_without_waits(COMPUTE, H2D),
+    Edge.of_program("a reload", "a task reads it", passes("h2d"), COMPUTE, H2D),
+    Edge.of_program(
+        "a task", "a reload takes the bytes that it reads", passes("kernel"), H2D, COMPUTE
     ),
-    Edge(
-        first="a task",
-        then="a reload takes the bytes that it reads",
-        by="waits of the program, h2d for compute",
-        scenario=passes("kernel"),
-        lanes=lanes_without_waits(H2D, COMPUTE),
+    Edge.of_program("a task", "its result is offloaded", passes("kernel"), D2H, COMPUTE),
+    Edge.of_program("an offload", "a task takes its bytes", passes("d2h"), COMPUTE, D2H),
+    Edge.of_program(
+        "an offload", "a reload takes its bytes", passes("d2h", "horizon-outputs"), H2D, D2H
     ),
-    Edge(
-        first="a task",
-        then="its result is offloaded",
-        by="waits of the program, d2h for compute",
-        scenario=passes("kernel"),
-        lanes=lanes_without_waits(D2H, COMPUTE),
+    Edge.of_program(
+        "a task", "its rows are copied to host memory", rows_of_passes("kernel"), D2H, COMPUTE
     ),
-    Edge(
-        first="an offload",
-        then="a task takes its bytes",
-        by="waits of the program, compute for d2h",
-        scenario=passes("d2h"),
-        lanes=lanes_without_waits(COMPUTE, D2H),
-    ),
-    Edge(
-        first="an offload",
-        then="a reload takes its bytes",
-        by="waits of the program, h2d for d2h",
-        scenario=passes("d2h", policy="horizon-outputs"),
-        lanes=lanes_without_waits(H2D, D2H),
-    ),
-    Edge(
-        first="a task",
-        then="its rows are copied to host memory",
-        by="waits of the program, d2h for compute",
-        scenario=rows_of_passes("kernel"),
-        lanes=lanes_without_waits(D2H, COMPUTE),
-    ),
-    Edge(
-        first="a copy of rows to host memory",
-        then="a task takes their bytes",
-        by="waits of the program, compute for d2h",
-        scenario=rows_of_passes("d2h"),
-        lanes=lanes_without_waits(COMPUTE, D2H),
+    Edge.of_program(
+        "a copy of rows to host memory",
+        "a task takes their bytes",
+        rows_of_passes("d2h"),
+        COMPUTE,
+        D2H,
     ),
     Edge(
         first="a pass",
@@ -416,7 +391,7 @@ EDGES = (
         first="a pass",
         then="the next one computes on another stream",
         by="the wait of the compute lane for the last pass",
-        scenario=passes_on_two_streams,
+        scenario=passes("kernel", num_streams=2),
         lanes=lanes_without("stream.wait_event(self._end)"),
     ),
     Edge(
@@ -450,24 +425,14 @@ EDGES = (
 )
 
 
-def write_document(path: Path, device: torch.device) -> None:
-    """Run every edge with all seeds, and write the table between the marks of a document.
-
-    Args:
-        path: The document.
-        device: The test device.
-    """
-    lines = ["| first | then | where the product waits | right with it | wrong without it |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
+def rows_of_the_document(device: torch.device) -> Iterator[tuple[str, ...]]:
+    """Run every edge with all seeds."""
+    yield "first", "then", "where the product waits", "right with it", "wrong without it"
     for edge in EDGES:
         held = sum(is_right(edge, device, seed, omit=False) for seed in range(SEEDS))
         seen = sum(not is_right(edge, device, seed, omit=True) for seed in range(SEEDS))
-        cells = (edge.first, edge.then, edge.by, f"{held} of {SEEDS}", f"{seen} of {SEEDS}")
-        lines.append(f"| {' | '.join(cells)} |")
-    before, mark, rest = path.read_text().partition(MARK)
-    _, end, after = rest.partition(END)
-    path.write_text(before + mark + "\n\n" + "\n".join(lines) + "\n\n" + end + after)
+        yield edge.first, edge.then, edge.by, f"{held} of {SEEDS}", f"{seen} of {SEEDS}"
 
 
 if __name__ == "__main__":
-    write_document(Path(sys.argv[1]), loading.load())
+    write_table(Path(sys.argv[1]), MARK, END, rows_of_the_document(loading.load()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,32 +178,35 @@ def growing_cache(device: torch.device, kind: str, which: Iterable[int]) -> Foun
     return found
 
 
-def write_document(path: Path) -> None:
-    """Let each of the first 200 allocations fail, and samples of the others; write the table.
+def write_table(path: Path, mark: str, end: str, rows: Iterable[tuple[object, ...]]) -> None:
+    """Write a table between the marks of a document, row by row; the first row is its head."""
+    lines: list[str] = []
+    for cells in rows:
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        if len(lines) == 1:
+            lines.append(f"|{' --- |' * len(cells)}")
+        before, _, rest = path.read_text().partition(mark)
+        after = rest.partition(end)[2]
+        path.write_text(f"{before}{mark}\n\n" + "\n".join(lines) + f"\n\n{end}{after}")
 
-    Args:
-        path: The document, with a mark above the table.
-    """
+
+def rows_of_the_document() -> Iterator[tuple[object, ...]]:
+    """Let each of the first 200 allocations fail, and samples of the others."""
     device = loading.load()
     gc.collect()
     gc.freeze()
-    lines = ["| what fails | while | tried | clear error | no error, right | faults |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    yield "what fails", "while", "tried", "clear error", "no error, right", "faults"
     everything, samples = range(1, 201), range(1, 201, 10)
     for kind, which in (("alloc", everything), *((k, samples) for k in ("h2d", "d2h", "kernel"))):
         for what, found in (
             ("load and first pass", load_and_first_pass(device, kind, which, num_parts=16)),
             ("a growing cache", growing_cache(device, kind, which)),
         ):
-            tried = len(found.raised) + len(found.survived)
-            cells = (KINDS[kind], what, tried, len(found.raised), len(found.survived))
-            lines.append(f"| {' | '.join(map(str, (*cells, len(found.faults))))} |")
             for line in (*found.faults, *map(str, found.errors.most_common())):
                 sys.stderr.write(f"{kind}, {what}: {line}\n")
-            before, mark, rest = path.read_text().partition(MARK)
-            _, end, after = rest.partition(END)
-            path.write_text(before + mark + "\n\n" + "\n".join(lines) + "\n\n" + end + after)
+            counts = tuple(map(len, (found.raised, found.survived, found.faults)))
+            yield KINDS[kind], what, counts[0] + counts[1], *counts
 
 
 if __name__ == "__main__":
-    write_document(Path(sys.argv[1]))
+    write_table(Path(sys.argv[1]), MARK, END, rows_of_the_document())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,13 +11,7 @@ from torch import nn
 
 import ds_finepage
 from ds_finepage.errors import ConfigError
-from ds_finepage.execution import device as device_module
-from ds_finepage.execution.device import (
-    Accelerator,
-    DeviceMemoryError,
-    default_device,
-    device_of,
-)
+from ds_finepage.execution.device import DeviceMemoryError, default_device, device_of
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter
@@ -102,61 +94,6 @@ def test_a_write_to_a_parameter_on_the_device_takes_effect_in_the_next_call(
     assert torch.equal(logits(model, ids.to(device)).cpu(), logits(changed, ids))
     handle.detach()
     assert torch.equal(logits(model, ids), logits(changed, ids))
-
-
-@contextmanager
-def refused(words: str) -> Iterator[WithBuffers]:
-    """Check that a device is refused, and that the module is as it was."""
-    module = WithBuffers()
-    before = {name: (t.data_ptr(), t.clone()) for name, t in module.state_dict().items()}
-    own, watched = set(vars(module)), vars(nn.Parameter).get("data")
-    with pytest.raises(ConfigError, match=words):
-        yield module
-    now = module.state_dict()
-    assert {t.device.type for t in now.values()} == {"cpu"}
-    assert {name: t.data_ptr() for name, t in now.items()} == {n: p for n, (p, _) in before.items()}
-    assert all(torch.equal(now[name], value) for name, (_, value) in before.items())
-    assert set(vars(module)) == own
-    assert vars(nn.Parameter).get("data") is watched
-
-
-def test_a_device_that_torch_does_not_know_is_refused(card: Any) -> None:
-    with refused(
-        "device: 'slowcart' is not a device that torch knows. Write slowcard or"
-    ) as module:
-        attached(module, "slowcart")
-
-
-@pytest.mark.parametrize("name", ("cuda", "xpu", "meta"))
-def test_another_accelerator_is_refused(card: Any, name: str) -> None:
-    with refused(f"device: '{name}' cannot be used: the accelerator of") as module:
-        attached(module, name)
-
-
-def test_a_device_that_is_not_there_is_refused(card: Any) -> None:
-    with refused("'slowcard:1' cannot be used: torch sees 1 of slowcard") as module:
-        attached(module, "slowcard:1")
-
-
-def test_a_device_that_was_removed_is_refused(card: Any) -> None:
-    card.set_num_devices(0)
-    try:
-        with refused("torch sees no accelerator") as module:
-            attached(module, "slowcard")
-    finally:
-        card.set_num_devices(1)
-
-
-def test_a_device_without_streams_is_refused(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_stream(self: Accelerator) -> torch.Stream:
-        raise RuntimeError("Backend doesn't support create a new Stream.")
-
-    device_module._lack.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(Accelerator, "new_stream", no_stream)
-        with refused("'slowcard' cannot be used: it has no streams or no events") as module:
-            attached(module, "slowcard")
-    device_module._lack.cache_clear()
 
 
 def test_two_devices_of_a_process_run_a_model_each(card: Any) -> None:

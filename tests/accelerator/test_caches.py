@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +11,6 @@ import ds_finepage
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN
 from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
-from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.policies import POLICIES
 from ds_finepage.runtime.device_memory import DeviceMemory
 from tests.accelerator.subjects import AMPLE, plain_on, subject
 from tests.accelerator.test_passes import waits_of
@@ -35,6 +28,7 @@ from tests.integration.families import (
     token_ids,
     tokens,
 )
+from tests.integration.parity import only_cut_plans
 
 BATCH, LENGTH, NEW = 4, 60, 4
 ARGUMENTS_DELAY_NS = 300_000
@@ -130,15 +124,7 @@ def test_rows_of_a_prompt_wait_in_the_arena_while_they_move(
     handle.detach()
 
 
-@pytest.fixture
-def only_cut_plans() -> Iterator[None]:
-    options = FinepageOptions(tries_whole=False)
-    cutting = replace(POLICIES["finepage"], plan=partial(plan_finepage, options=options))
-    with mock.patch.dict(POLICIES, finepage=cutting):
-        yield
-
-
-@pytest.mark.usefixtures("only_cut_plans")
+@only_cut_plans()
 def test_weights_that_are_cut_and_a_static_cache(device: torch.device) -> None:
     """A cut may change the last bit of a sum, but each run gives the same bits."""
     torch._dynamo.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from ds_finepage.compare import accelerate_arm
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.execution.meter import DeviceMeter
 from tests.accelerator.subjects import plain_on
-from tests.integration.engines import load_arm
+from tests.integration.engines import load_arm, static_tokens
 from tests.integration.families import make_model, token_ids
+from tests.unit.compare.runs import request
 
 NUM_TOKENS, BATCH, PROMPT_TOKENS = 4, 2, 12
 PINNED = {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}}}
@@ -38,33 +38,19 @@ def model_dir(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(model: Any, device: torch.device) -> torch.Tensor:
     ids = token_ids(PROMPT_TOKENS, batch=BATCH).to(device)
-    with torch.no_grad():
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            cache_implementation="static",
-            disable_compile=True,
-        )
-    assert isinstance(found, torch.Tensor)
-    return found.cpu()
+    return static_tokens(model, ids, NUM_TOKENS).cpu()
 
 
-def request_of(model_dir: Path, device: torch.device, budget_bytes: int) -> RunRequest:
-    return RunRequest(
-        arm="accelerate-map",
-        model_dir=str(model_dir),
-        ds_config={},
-        device=str(device),
-        budget_bytes=budget_bytes,
-        batch=BATCH,
-        prompt_tokens=PROMPT_TOKENS,
-        new_tokens=NUM_TOKENS,
-        repeats=1,
-        settings={},
-    )
+def request_of(
+    model_dir: Path, device: torch.device, budget_bytes: int, **changes: Any
+) -> RunRequest:
+    shape = {"batch": BATCH, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NUM_TOKENS}
+    given = {"device": str(device), "budget_bytes": budget_bytes, **shape, **changes}
+    return request("accelerate-map", model_dir, **given)
+
+
+def modules(num: int) -> dict[str, Any]:
+    return {"settings": {"modules_on_device": num}}
 
 
 def weight_bytes_of(model: Any) -> int:
@@ -76,16 +62,15 @@ def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
 ) -> None:
     expected = generate(plain.to(plain_on(device)), plain_on(device))
     weight_bytes = weight_bytes_of(plain)
-    request = request_of(model_dir, device, weight_bytes * 9 // 10)
-    request = dataclasses.replace(request, settings={"modules_on_device": 100})
-    engine = load_arm(request)
+    asked = request_of(model_dir, device, weight_bytes * 9 // 10, **modules(100))
+    engine = load_arm(asked)
     with DeviceMeter(device) as meter, engine.counting():
         engine.place()
         assert torch.equal(generate(engine.model, device), expected)
         engine.begin_forward()
         assert torch.equal(generate(engine.model, device), expected)
         h2d_bytes, d2h_bytes = engine.copied()
-    assert meter.peak_bytes <= request.budget_bytes and d2h_bytes == 0
+    assert meter.peak_bytes <= asked.budget_bytes and d2h_bytes == 0
     assert torch.equal(generate(engine.model, device), expected)
     assert meter.live_bytes > 0
     assert h2d_bytes is not None and 0 < h2d_bytes < NUM_TOKENS * weight_bytes
@@ -97,14 +82,13 @@ def test_tokens_are_equal_bytes_count_and_the_peak_is_within_the_budget(
 def test_a_map_that_takes_more_than_was_estimated_keeps_fewer_modules(
     device: torch.device, plain: Any, model_dir: Path
 ) -> None:
-    request = request_of(model_dir, device, weight_bytes_of(plain) * 9 // 10)
-    request = dataclasses.replace(request, settings={"modules_on_device": 100})
-    fitting = load_arm(request).settings["modules_on_device"]
-    assert 0 < int(fitting) < 100
-    few = dataclasses.replace(request, budget_bytes=1)
-    assert load_arm(few).settings["modules_on_device"] == 0
-    asked = dataclasses.replace(request, settings={"modules_on_device": 2})
-    assert load_arm(asked).settings["modules_on_device"] == 2
+    def kept(budget_bytes: int, num: int) -> Any:
+        asked = request_of(model_dir, device, budget_bytes, **modules(num))
+        return load_arm(asked).settings["modules_on_device"]
+
+    most_bytes = weight_bytes_of(plain) * 9 // 10
+    assert 0 < kept(most_bytes, 100) < 100
+    assert (kept(1, 100), kept(most_bytes, 2)) == (0, 2)
 
 
 def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
@@ -120,8 +104,7 @@ def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
 
     place = accelerate_arm.DeviceMapEngine.place
     monkeypatch.setattr(accelerate_arm.DeviceMapEngine, "place", fails_once)
-    request = request_of(model_dir, device, 1 << 40)
-    engine = load_arm(dataclasses.replace(request, settings={"modules_on_device": 2}))
+    engine = load_arm(request_of(model_dir, device, 1 << 40, **modules(2)))
     assert tries == [2, 1] and engine.settings["modules_on_device"] == 1
 
 
@@ -129,7 +112,6 @@ def test_a_map_that_runs_out_of_memory_keeps_fewer_modules(
 def test_weights_are_pinned_if_the_ds_config_says_so(
     device: torch.device, model_dir: Path, pins: bool
 ) -> None:
-    request = request_of(model_dir, device, 1)
-    engine = load_arm(dataclasses.replace(request, ds_config=PINNED if pins else {}))
+    engine = load_arm(request_of(model_dir, device, 1, ds_config=PINNED if pins else {}))
     assert all(p.is_pinned() is pins for p in engine.model.parameters())
     assert bool(engine.notes) is pins

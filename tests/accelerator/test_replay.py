@@ -104,21 +104,6 @@ def test_a_replay_that_fails_is_an_error_and_the_next_call_is_right(
         llama.check()
 
 
-def test_a_hook_sees_every_task_and_passes_replay_again_without_it(
-    llama: Subject, card: Any
-) -> None:
-    llama.at(llama.budgets[0])
-    llama.check()
-    seen: list[int] = []
-    remove = llama.handle.register_op_hook(before=lambda task, _: seen.append(task.index))
-    card.reset_counters()
-    llama.check()
-    assert seen and card.counters()["replay"] == 0
-    remove()
-    llama.check()
-    assert card.counters()["replay"]
-
-
 def test_debug_checks_come_between_the_tasks(llama: Subject, card: Any) -> None:
     llama.at(llama.budgets[0], seed=1)
     card.reset_counters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,23 @@ def tiny_config(folder: Path, **changes: Any) -> str:
     path = folder / "tiny.json"
     path.write_text(json.dumps({**TINY, **changes}))
     return str(path)
+
+
+def finepage(
+    *words: object, environment: dict[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own; it has to end well."""
+    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,15 @@ from rank_worker import (
     LLAMA_SIZES,
     MAKERS,
     MODE,
+    NUM_NEW,
     ONE_LAYER,
     RANK,
     ds_config,
     engine_of,
     error_of,
+    figures_of,
+    generated,
+    replanned,
     share_of_one_rank,
     with_an_exception,
     without_room,
@@ -33,7 +37,6 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
 
-NUM_NEW = 4
 DEBUG = {"lane_delay_seed": 5, "poison_vacated": True}
 """Runs the lanes in threads of their own, and fills what a plan has vacated."""
 
@@ -69,24 +72,11 @@ def own_prompt(num_tokens: int = 7) -> torch.Tensor:
     return torch.randint(1, 96, (2, num_tokens), generator=random)
 
 
-@torch.no_grad()
-def generated(model: Any, num_new: int = NUM_NEW) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of every step of a generation, and its tokens."""
-    made = model.generate(
-        own_prompt(),
-        attention_mask=torch.ones_like(own_prompt()),
-        max_new_tokens=num_new,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return torch.stack(made.logits), made.sequences
-
-
 def is_equal(model: Any, plain: Any, num_new: int = NUM_NEW) -> bool:
-    found = zip(generated(model, num_new), generated(plain, num_new), strict=True)
-    return all(torch.equal(mine, theirs) for mine, theirs in found)
+    (logits, tokens), (expected, expected_tokens) = (
+        generated(each, own_prompt(), num_new) for each in (model, plain)
+    )
+    return torch.equal(logits, expected) and tokens == expected_tokens
 
 
 def made(name: str, dtype: torch.dtype) -> Any:
@@ -100,15 +90,8 @@ def run_family(name: str, dtype: torch.dtype) -> tuple[dict[str, Any], Any, Any]
     debug = DEBUG if dtype is torch.float32 else {}
     engine = engine_of(plain, ds_config(dtype=dtype, size=1, debug=debug))
     model, handle = engine.module.eval(), ds_finepage.handle_of(engine)
-    found: dict[str, Any] = {"equal": {}}
-    for share in (0.7, 0.0, 1.0):
-        least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
-        handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
-        found["equal"][share] = is_equal(model, plain)
-    found["unplanned"] = handle.stats.unplanned_reasons
-    found["reloaded"] = handle.stats.reloaded_bytes
-    found["link"] = [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns]
-    found["share of host memory"] = share_of_host_memory(model, plain)
+    found = {"equal": {share: is_equal(model, plain) for share in replanned(handle)}}
+    found |= {**figures_of(handle), "share of host memory": share_of_host_memory(model, plain)}
     return found, engine, plain
 
 
@@ -171,8 +154,7 @@ def run_loaded() -> dict[str, Any]:
     found = {
         "equal": is_equal(engine.module, plain),
         "share of host memory": share_of_host_memory(model, plain),
-        "unplanned": handle.stats.unplanned_reasons,
-        "reloaded": handle.stats.reloaded_bytes,
+        **figures_of(handle),
     }
     del alive
     return found

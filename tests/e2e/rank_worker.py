@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,18 +111,37 @@ def prompt() -> torch.Tensor:
 
 
 @torch.no_grad()
-def generated(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+def generated(
+    model: Any, ids: torch.Tensor, num_new: int = NUM_NEW
+) -> tuple[torch.Tensor, list[Any]]:
     """Return the logits of every step of a generation, and its tokens."""
     made = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=NUM_NEW,
+        max_new_tokens=num_new,
         do_sample=False,
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
     )
     return torch.stack(made.logits), made.sequences.tolist()
+
+
+def replanned(handle: Any, shares: tuple[float, ...] = (0.7, 0.0, 1.0)) -> Iterator[float]:
+    """Go on under one share of the weights after the other, and at least under what is needed."""
+    for share in shares:
+        least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
+        handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
+        yield share
+
+
+def figures_of(handle: Any) -> dict[str, Any]:
+    """Return what is of interest of a handle when all has run."""
+    return {
+        "unplanned": handle.stats.unplanned_reasons,
+        "reloaded": handle.stats.reloaded_bytes,
+        "link": [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns],
+    }
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -160,15 +179,12 @@ def run_family(
     model, handle = engine.module.eval(), ds_finepage.handle_of(engine)
     found: dict[str, Any] = {"stock": (far - wanted).abs().max().item(), "budgets": {}}
     found["stock tokens"] = stock_tokens == tokens
-    for share in shares:
-        least = max((p.min_budget_bytes for p in handle.stats.passes), default=0)
-        handle.replan(budget_bytes=max(least, int(handle.stats.weight_bytes * share)))
+    for share in replanned(handle, shares):
         logits, made = generated(model, prompt())
         distance = (logits - wanted).abs().max().item()
         found["budgets"][share] = {"distance": distance, "tokens": made == tokens}
-    found["unplanned"] = handle.stats.unplanned_reasons
+    found |= figures_of(handle)
     found["num_unplanned"] = handle.stats.num_unplanned_graphs + handle.stats.num_unplanned_modules
-    found["link"] = [handle.profile.rank_bytes_per_s, handle.profile.rank_latency_ns]
     found["forecast"] = forecast_of(plain.config, dtype)
     found["weight_bytes"] = handle.stats.weight_bytes
     found["collectives"] = [collectives(plan.graph) for plan, _ in handle.plans()]

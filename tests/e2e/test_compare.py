@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,13 @@ from ds_finepage.cli import main
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.reporting.results import LOG_FILE, load_passes, run_folder
-from tests.e2e.conftest import tiny_config
+from tests.e2e.conftest import finepage, tiny_config
 
-CODE = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
 OPTIONS = ("--device-budget", "90%weights", "--prompt", "8", "--new", "5", "--repeats", "1")
 
 
 def command(model: Path, out: Path, *options: str) -> list[str]:
-    words = ["compare", "--model", str(model), "--out", str(out), *OPTIONS, *options]
-    return [sys.executable, "-c", CODE, *words]
+    return ["compare", "--model", str(model), "--out", str(out), *OPTIONS, *options]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +34,7 @@ def compared(
 ) -> tuple[Path, dict[str, Any]]:
     """Run every arm; return the folder, and the runs by arm."""
     out = tmp_path_factory.mktemp("compared") / "out"
-    done = subprocess.run(
-        command(model, out, "--arms", "all", "--json"),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = finepage(*command(model, out, "--arms", "all", "--json"), environment=environment)
     return out, {found["arm"]: found for found in json.loads(done.stdout)["runs"]}
 
 
@@ -81,6 +70,5 @@ def test_a_finished_comparison_is_only_shown_again(
     model: Path, compared: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, runs = compared
-    words = command(model, out, "--arms", "all", "--json", "--resume")[3:]
-    assert main(words) == 0
+    assert main(command(model, out, "--arms", "all", "--json", "--resume")) == 0
     assert [found["arm"] for found in json.loads(capsys.readouterr().out)["runs"]] == list(runs)

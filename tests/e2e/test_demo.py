@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from ds_finepage.reporting.results import (
     load_results,
     over_ranks,
 )
-from tests.e2e.conftest import tiny_config
+from tests.e2e.conftest import finepage, tiny_config
 from tests.unit.compare.runs import run
 
 ARMS = ["plain", "zero", "finepage"]
@@ -81,12 +80,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[CompareSettings]]
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_exit_status_judges_the_result(
-    ran: Callable[..., Any],
-    stock: Run,
-    ours: Run,
-    problem: str | None,
-    as_json: bool,
-    capsys: pytest.CaptureFixture[str],
+    ran: Any, stock: Run, ours: Run, problem: str | None, as_json: bool, capsys: Any
 ) -> None:
     ran(PLAIN, stock, ours)
     assert main(["demo", "--json"] if as_json else ["demo"]) == (problem is not None)
@@ -94,17 +88,12 @@ def test_the_exit_status_judges_the_result(
     assert (problem or "") in captured.err and captured.err.count("\n") == (problem is not None)
 
 
-def test_both_problems_are_named(
+def test_the_json_is_that_of_the_comparison(
     ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(PLAIN, STOCK, replace(OURS, tokens_equal=False, peak_bytes=10**9))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().err.count("\n") == 2
-
-
-def test_the_json_is_that_of_the_comparison(
-    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert capsys.readouterr().err.count("\n") == 2  # both problems are named
     ran(PLAIN, STOCK, OURS)
     assert main(["demo", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
@@ -184,14 +173,19 @@ def test_ranks_run_the_comparison_of_ranks(
     ],
 )
 def test_ranks_that_cannot_run_are_refused_before_any_work(
-    ran: Callable[..., Any],
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    ran: Any, options: list[str], message: str, capsys: Any
 ) -> None:
     asked = ran(PLAIN, STOCK, OURS)
     assert main(["demo", *options]) == 2
     assert message in capsys.readouterr().err and asked == []
+
+
+def tiny_demo(
+    folder: Path, environment: dict[str, str], *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the demo of a tiny model in a folder."""
+    words = ["demo", "--json", "--model", tiny_config(folder), "--budget", "80%weights"]
+    return finepage(*words, *options, environment=environment, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -200,26 +194,8 @@ def kept(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Run the demo of a packed model, from a folder that has nothing to do with the repository."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
-    options = [
-        "--json",
-        "--model",
-        tiny_config(folder),
-        "--budget",
-        "80%weights",
-        "--new-tokens",
-        "6",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "demo", *options, "--weights", "int4", "--keep", "kept"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "kept", done
+    options = ["--new-tokens", "6", "--weights", "int4", "--keep", "kept"]
+    return folder / "kept", tiny_demo(folder, environment, *options)
 
 
 def results_of(done: subprocess.CompletedProcess[str]) -> Results:
@@ -258,27 +234,7 @@ def test_progress_and_what_is_kept(kept: tuple[Path, subprocess.CompletedProcess
 
 
 def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
-    code = "import sys; from ds_finepage.cli import main; sys.exit(main(sys.argv[1:]))"
-    options = [
-        "--json",
-        "--model",
-        tiny_config(tmp_path),
-        "--budget",
-        "80%weights",
-        "--new-tokens",
-        "4",
-        "--ranks",
-        "2",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "demo", *options],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = tiny_demo(tmp_path, environment, "--new-tokens", "4", "--ranks", "2")
     _, *engines = results_of(done).runs
     ranks = [[run.of_rank(rank) for run in engines] for rank in range(2)]
     linear = 4 * 128 * 128 + 3 * 128 * 256 + 1024 * 128  # the output layer is cut, too

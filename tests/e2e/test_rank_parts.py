@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_ranks import found_on
+from tests.e2e.test_ranks import found_on, test_an_exception_on_one_rank_ends_the_others
+
+__all__ = ["test_an_exception_on_one_rank_ends_the_others"]
 
 WORKER = Path(__file__).with_name("part_worker.py")
 
@@ -98,12 +100,3 @@ def test_ranks_that_differ_before_a_pass_go_on_afterwards(ranks: list[dict[str, 
         assert found["no room"].startswith("RankError: The ranks differ in the next step: ")
         assert (found["in step before"], found["in step"]) == ("", "")
         assert "cannot run without a plan on 2 ranks" in found["without a plan"]
-
-
-def test_an_exception_on_one_rank_ends_the_others(ranks: list[dict[str, Any]]) -> None:
-    own, other = ranks[1]["out of step"], ranks[0]["out of step"]
-    assert own["exception"] == "KeyError('of the user')"
-    assert other["exception"] == "RankError: Rank 1 failed: KeyError('of the user')"
-    assert own["in time"] and other["in time"]
-    assert "Start all ranks again." in own["afterwards"]
-    assert "Start all ranks again." in other["afterwards"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from tests.integration.engines import one_process_deepspeed
 
 LINEAR = torch.nn.functional.linear
 
@@ -24,6 +27,13 @@ def _frozen_heap() -> None:
     torch.set_num_threads(1)  # for fixtures of a whole module, too
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def deepspeed() -> Iterator[Any]:
+    """DeepSpeed with one process on the CPU, whatever else this machine has."""
+    with one_process_deepspeed() as found:
+        yield found
 
 
 @pytest.fixture

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.policies import POLICIES
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.stats import Stats
 
 BUDGETS = ("min", "50%", "100%")
 AMPLE = "1GiB"
 POOL_BYTES = 8 << 20
+
+
+@contextmanager
+def only_cut_plans() -> Iterator[None]:
+    """Let finepage cut weights always: whole ones are often as good for models this small."""
+    options = FinepageOptions(tries_whole=False)
+    cutting = replace(POLICIES["finepage"], plan=partial(plan_finepage, options=options))
+    with mock.patch.dict(POLICIES, finepage=cutting):
+        yield
 
 
 def equal(found: Any, expected: Any) -> bool:

@@ -15,7 +15,7 @@ def test_there_are_enough_of_them() -> None:
 ALONE = [name for name in NET_ACTIONS if name not in weights.READS]
 
 
-@pytest.mark.parametrize("name", [*ALONE, *lives.PLAIN_ACTIONS, *lives.LANGUAGE_ACTIONS])
+@pytest.mark.parametrize("name", [*ALONE, *lives.PLAIN, *lives.LANGUAGE])
 def test_action(name: str) -> None:
     run_in_a_process(name, deepspeed=False)
 

@@ -39,7 +39,8 @@ ALONE = (
     "prune_a_weight",
     "load_and_assign_a_state",
     "write_into_the_tensor_that_became_data",
-    *(name for name in lives.DEEPSPEED_ACTIONS if name not in READS),
+    *(name for name in lives.DEEPSPEED if name not in READS),
+    "detach_a_changed_model",
     *("generate_after_a_change", "save_pretrained", "pickle_and_generate"),
 )
 """What leaves another model than before, or none. All others can follow one another."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -118,13 +117,20 @@ def test_weights_are_those_of_the_model_and_tied_ones_are_there_once(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_the_kv_cache_is_given_and_changed(phase: str) -> None:
+def test_a_pass_changes_the_kv_cache_and_gives_the_logits_of_the_last_position(phase: str) -> None:
     graph = capture(phase=phase)
     heads, width = 2, 16
     assert nbytes(graph, BufferKind.STATE) == [2 * heads * 16 * width * 2] * 4
     assert {b.name for b in graph.buffers if b.kind is BufferKind.STATE} == {
         f"cache.{layer}.{part}" for layer in (0, 1) for part in ("keys", "values")
     }
+    (output,) = graph.outputs
+    assert output.tensor is not None
+    assert graph.tensors[output.tensor].shape == (2, 1, 100)
+    assert nbytes(graph, BufferKind.OUTPUT) == [2 * 100 * 2]
+    # Attention is one op, and needs no mask.
+    assert len(ops(graph, "scaled_dot_product")) == 2
+    assert not [v for v in graph.tensors if v.dtype == "bool"]
 
 
 def test_other_inputs() -> None:
@@ -138,22 +144,6 @@ def test_other_inputs() -> None:
     }
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_logits_are_those_of_the_last_position(phase: str) -> None:
-    graph = capture(phase=phase)
-    (output,) = graph.outputs
-    assert output.tensor is not None
-    assert graph.tensors[output.tensor].shape == (2, 1, 100)
-    assert nbytes(graph, BufferKind.OUTPUT) == [2 * 100 * 2]
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_attention_is_one_op_and_needs_no_mask(phase: str) -> None:
-    graph = capture(phase=phase)
-    assert len(ops(graph, "scaled_dot_product")) == 2
-    assert not [v for v in graph.tensors if v.dtype == "bool"]
-
-
 def test_labels_and_calls_name_modules() -> None:
     graph = capture()
     assert graph.tasks[0].label == "model.embed_tokens"
@@ -163,21 +153,16 @@ def test_labels_and_calls_name_modules() -> None:
     assert inside and all(t.label.startswith("model.layers.1.mlp") for t in inside)
 
 
-def test_the_same_config_gives_the_same_graph() -> None:
-    assert capture() == capture()
-
-
-def test_the_config_is_left_as_it_was() -> None:
-    before = LLAMA.to_dict()
+def test_the_config_is_left_as_it_was_and_gives_the_same_graph() -> None:
+    before, graph = LLAMA.to_dict(), capture()
     capture(dtype="bfloat16")
-    capture(dtype="float16")
+    assert capture(dtype="float16") == graph
     assert LLAMA.to_dict() == before
 
 
-def test_a_sliding_window_keeps_its_rows_only() -> None:
-    rows = 2 * 2 * 8 * 16 * 2
-    assert nbytes(capture(MISTRAL, "decode"), BufferKind.STATE) == [rows] * 4
-    assert nbytes(capture(MISTRAL, "prefill"), BufferKind.STATE) == [rows] * 4
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_sliding_window_keeps_its_rows_only(phase: str) -> None:
+    assert nbytes(capture(MISTRAL, phase), BufferKind.STATE) == [2 * 2 * 8 * 16 * 2] * 4
 
 
 @pytest.mark.parametrize("config", [LLAMA, OPT, MISTRAL, MIXTRAL], ids=lambda c: c.model_type)
@@ -270,30 +255,17 @@ def test_flops_of_a_prefill() -> None:
     assert {t.flops for t in ops(graph, "scaled_dot_product")} == {causal}
 
 
-def test_flops_of_attention_over_a_cache() -> None:
-    assert {t.flops for t in ops(capture(phase="decode"), "scaled_dot_product")} == {
-        4 * 2 * 4 * 16 * 16
-    }
-
-
-def test_an_embedding_moves_rows_and_not_its_table() -> None:
+def test_costs_of_a_decode_step() -> None:
     graph = capture(phase="decode")
-    (lookup,) = ops(graph, "embedding")
+    (lookup,) = ops(graph, "embedding")  # it moves rows, and not its table
     assert lookup.moved_bytes == 2 * 8 + 2 * (2 * 64 * 2)
-
-
-def test_a_cache_is_written_by_rows_and_read_whole() -> None:
-    graph = capture(phase="decode")
-    row, rows = 2 * 2 * 16 * 2, 2 * 2 * 16 * 16 * 2
+    # A cache is written by rows and read whole.
+    row, rows, queries = 2 * 2 * 16 * 2, 2 * 2 * 16 * 16 * 2, 2 * 4 * 16 * 2
     assert {t.moved_bytes for t in ops(graph, "index_copy_")} == {8 + 2 * row}
-    queries = 2 * 4 * 16 * 2
-    assert {t.moved_bytes for t in ops(graph, "scaled_dot_product")} == {
-        2 * rows + 2 * queries + 2 * 4 * 4  # and the logarithms that the op returns
-    }
-
-
-def test_a_product_moves_its_matrices() -> None:
-    graph = capture(phase="decode")
+    attention = ops(graph, "scaled_dot_product")
+    logarithms = 2 * 4 * 4  # the op returns them
+    assert {t.moved_bytes for t in attention} == {2 * rows + 2 * queries + logarithms}
+    assert {t.flops for t in attention} == {4 * 2 * 4 * 16 * 16}
     (head,) = [t for t in ops(graph, "aten.mm") if t.label == "lm_head"]
     assert head.moved_bytes == 2 * (2 * 64 + 64 * 100 + 2 * 100)
     assert head.flops == 2 * 2 * 64 * 100
@@ -301,10 +273,8 @@ def test_a_product_moves_its_matrices() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_experts_are_one_product_that_reads_those_it_needs(dtype: str) -> None:
-    few = [
-        t for t in capture(MIXTRAL, "decode", batch=1, dtype=dtype).tasks if "grouped_mm" in t.op
-    ]
-    many = [t for t in capture(MIXTRAL, "prefill", dtype=dtype).tasks if "grouped_mm" in t.op]
+    few = ops(capture(MIXTRAL, "decode", batch=1, dtype=dtype), "grouped_mm")
+    many = ops(capture(MIXTRAL, "prefill", dtype=dtype), "grouped_mm")
     assert len(few) == len(many) == 4
     up = 8 * 2 * 96 * 64 * 2
     rows = 2
@@ -342,29 +312,40 @@ def test_arguments_out_of_range(changes: dict[str, Any], words: list[str]) -> No
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_model_that_makes_no_text_alone() -> None:
-    with pytest.raises(ConfigError, match="cannot build a language model of model_type 'vit'"):
-        capture(transformers.ViTConfig())
+def llama_like(kind: Any, **changes: Any) -> Any:
+    """Make a small config, some attributes of which have odd values."""
+    config = kind(**GROUPED)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
 
 
-def test_sizes_that_do_not_go_together() -> None:
-    config = transformers.OPTConfig(hidden_size=64, num_attention_heads=7, word_embed_proj_dim=64)
-    with pytest.raises(ConfigError, match="opt"):
-        capture(config)
+OF_A_STATE = {"layer_types": ["full_attention", "linear_attention"]}
+EAGER = {"_experts_implementation": "eager"}
+ODD_HEADS = {"hidden_size": 64, "num_attention_heads": 7, "word_embed_proj_dim": 64}
 
 
-def test_a_state_that_is_no_kv_cache() -> None:
-    config = transformers.Qwen3Config(**GROUPED)
-    config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(CaptureError, match="linear_attention"):
-        capture(config)
-
-
-def test_a_forward_that_looks_at_values() -> None:
-    config = copy.deepcopy(MIXTRAL)
-    config._experts_implementation = "eager"
-    with pytest.raises(CaptureError, match="MixtralForCausalLM looks at values .*nonzero"):
-        capture(config)
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (transformers.ViTConfig, ConfigError, "cannot build a language model of model_type 'vit'"),
+        (lambda: transformers.OPTConfig(**ODD_HEADS), ConfigError, "opt"),
+        (
+            lambda: llama_like(transformers.Qwen3Config, **OF_A_STATE),
+            CaptureError,
+            "linear_attention",
+        ),
+        (
+            lambda: llama_like(transformers.MixtralConfig, **EAGER),
+            CaptureError,
+            "MixtralForCausalLM looks at values .*nonzero",
+        ),
+    ],
+    ids=["no text", "sizes", "a state that is no KV cache", "values"],
+)
+def test_models_that_cannot_be_captured(make: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        capture(make())
 
 
 # Loading configs.
@@ -380,13 +361,6 @@ def test_by_directory_and_by_file(tmp_path: Path) -> None:
     path = write(tmp_path)
     assert load_model_config(str(tmp_path)).to_dict() == load_model_config(str(path)).to_dict()
     assert num_parameters(load_model_config(str(path))) == num_parameters(LLAMA)
-
-
-def test_unknown_names_are_answered_with_the_nearest_and_all() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_model_config("llama2-7b")
-    assert "Did you mean 'llama-2-7b'?" in str(caught.value)
-    assert all(name in str(caught.value) for name in model_names())
 
 
 @pytest.mark.parametrize(
@@ -407,11 +381,15 @@ def test_configs_that_cannot_be_read(tmp_path: Path, text: str, words: str) -> N
     assert words in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_a_directory_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read model config") as caught:
-        load_model_config(str(tmp_path))
-    assert str(caught.value).count(str(tmp_path)) == 1
-    assert all(name in str(caught.value) for name in model_names())
+def test_what_is_no_model_is_answered_with_all_names(tmp_path: Path) -> None:
+    for name, message in (
+        ("llama2-7b", "Did you mean 'llama-2-7b'?"),
+        (str(tmp_path), "cannot read model config"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_model_config(name)
+        assert message in str(caught.value) and str(caught.value).count(name) == 1
+        assert all(known in str(caught.value) for known in model_names())
 
 
 def test_positions_and_dtype() -> None:

@@ -12,28 +12,13 @@ import torch
 
 from ds_finepage.api import attach
 from ds_finepage.capture import recorder
-from ds_finepage.config import DebugConfig
-from ds_finepage.runtime.handle import Handle
-from tests.integration.families import (
-    CACHE,
-    greedy,
-    left_padded,
-    make_model,
-    token_ids,
-    tokens,
-)
+from tests.integration.families import CACHE, greedy, left_padded, make_model, token_ids, tokens
+from tests.integration.parity import same_at_every_budget
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 NUM_TOKENS = 12
 PROMPTS = (5, 150)
-NUM_SEEDS = 3
-
-
-def budgets(handle: Handle) -> list[int]:
-    """From the least budget to all that the model needs."""
-    least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
-    return [least, max(least, needed // 2), needed]
 
 
 @pytest.mark.parametrize(
@@ -49,16 +34,11 @@ def test_the_default_cache_gives_the_tokens_of_plain_transformers(
     family: str, dtype: torch.dtype
 ) -> None:
     model = make_model(family, dtype, num_hidden_layers=2 if family == "llama" else 1)
-    plain = [tokens(model, token_ids(n), NUM_TOKENS, cache=None) for n in PROMPTS]
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    for length, expected in zip(PROMPTS, plain, strict=True):
-        assert torch.equal(tokens(model, token_ids(length), NUM_TOKENS, cache=None), expected)
-    for budget in budgets(handle):
-        handle.replan(budget_bytes=budget)
-        for length, expected in zip(PROMPTS, plain, strict=True):
-            assert torch.equal(tokens(model, token_ids(length), NUM_TOKENS, cache=None), expected)
-    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    handle.detach()
+
+    def run() -> list[torch.Tensor]:
+        return [tokens(model, token_ids(n), NUM_TOKENS, cache=None) for n in PROMPTS]
+
+    same_at_every_budget(model, run)
 
 
 class Streamer:
@@ -126,19 +106,6 @@ def test_any_decoding_is_that_of_plain_transformers() -> None:
         assert torch.equal(decode(model), plain[name]), name
     assert handle.stats.num_captures == num_captures
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    handle.detach()
-
-
-def test_delays_and_poison_change_nothing() -> None:
-    model = make_model("llama", num_hidden_layers=1)
-    plain = tokens(model, token_ids(13), 8, cache=None)
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    tokens(model, token_ids(13), 8, cache=None)
-    three = budgets(handle)
-    for seed in range(NUM_SEEDS):
-        debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
-        handle.replan(budget_bytes=three[seed % 3], debug=debug)
-        assert torch.equal(tokens(model, token_ids(13), 8, cache=None), plain), seed
     handle.detach()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +14,23 @@ from torch import nn
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import StoreError
+from ds_finepage.runtime.handle import Handle
 from tests.integration.parity import shows_masters
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
+Same = Callable[[], bool]
 DEBUG = DebugConfig(poison_vacated=True, lane_delay_seed=7)
+
+
+@contextmanager
+def attached(model: nn.Module, *inputs: torch.Tensor) -> Iterator[tuple[Handle, Same]]:
+    """Attach; return the handle, and what says whether results are still those of before."""
+    with torch.no_grad():
+        plain = [model(x) for x in inputs]
+        handle = attach(model, device_budget="1MiB", device="cpu")
+        yield handle, lambda: all(map(torch.equal, map(model, inputs), plain))
+    handle.detach()
 
 
 class Broken(nn.Module):
@@ -54,12 +67,9 @@ def test_a_model_runs_by_plan_after_others_were_compiled_up_to_the_limit() -> No
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
         for _ in range(4):
             torch.compile(Broken(""), backend=lambda graph, _: graph.forward)(x)
-        model = Broken("").eval()
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        assert torch.equal(model(x), plain)
-        assert handle.stats.num_unplanned_modules == 0 and handle.stats.num_captures == 1
-        handle.detach()
+        with attached(Broken("").eval(), x) as (handle, same):
+            assert same()
+            assert handle.stats.num_unplanned_modules == 0 and handle.stats.num_captures == 1
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
@@ -88,14 +98,12 @@ def test_a_model_with_breaks_runs_in_pieces(
     kind: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, inputs = Broken(kind).eval(), [torch.randn(n, 16) for n in (8, 8, 5)]
-    with torch.no_grad():
-        plain = [model(x) for x in inputs]
-        handle = attach(model, device_budget="1MiB", device="cpu")
+    with attached(model, *inputs) as (handle, same):
         with caplog.at_level(logging.WARNING, "ds_finepage"):
-            assert all(torch.equal(model(x), y) for x, y in zip(inputs, plain, strict=True))
+            assert same()
         handle.replan(budget_bytes=handle.stats.min_budget_bytes, debug=DEBUG)
-        assert all(torch.equal(model(x), y) for x, y in zip(inputs, plain, strict=True))
-    stats = handle.stats
+        assert same()
+        stats = handle.stats
     assert len({p.name for p in stats.passes}) >= 2  # the pieces are planned
     assert stats.num_unplanned_graphs == 0
     if kind == "disabled module":
@@ -107,8 +115,7 @@ def test_a_model_with_breaks_runs_in_pieces(
     else:
         assert stats.num_unplanned_modules == 0
         assert not ours(caplog)
-    handle.detach()
-    assert torch.equal(model(inputs[0]), plain[0])
+    assert same()
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
@@ -116,19 +123,15 @@ def test_a_graph_with_a_size_that_depends_on_data_runs_without_a_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Broken("data-dependent size in the graph").eval()
-    inputs = [torch.randn(8, 16) for _ in range(3)]
-    with torch.no_grad():
-        plain = [model(x) for x in inputs]
-        handle = attach(model, device_budget="1MiB", device="cpu")
+    with attached(model, *(torch.randn(8, 16) for _ in range(3))) as (handle, same):
         with caplog.at_level(logging.WARNING, "ds_finepage"):
-            assert all(torch.equal(model(x), y) for x, y in zip(inputs, plain, strict=True))
-    assert handle.stats.num_captures == 0
-    assert handle.stats.num_unplanned_graphs == 3
-    (reason,) = handle.stats.unplanned_reasons
-    (record,) = ours(caplog)
-    assert record.message == f"running without a plan: {reason}"
-    assert shows_masters(handle)
-    handle.detach()
+            assert same()
+        assert handle.stats.num_captures == 0
+        assert handle.stats.num_unplanned_graphs == 3
+        (reason,) = handle.stats.unplanned_reasons
+        (record,) = ours(caplog)
+        assert record.message == f"running without a plan: {reason}"
+        assert shows_masters(handle)
 
 
 class Outside(nn.Linear):
@@ -168,20 +171,16 @@ OUTSIDE: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_a_module_outside_any_graph_gets_its_weights(kind: str) -> None:
     name, make = OUTSIDE[kind]
-    model, x = make(), torch.randn(4, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
+    with attached(make(), torch.randn(4, 16)) as (handle, same):
         for seed in range(3):
             handle.replan(debug=DebugConfig(poison_vacated=True, lane_delay_seed=seed))
             for _ in range(2):
-                assert torch.equal(model(x), plain)
+                assert same()
                 assert shows_masters(handle)
-    assert handle.stats.num_unplanned_modules >= 6
-    reason = f"module {name} is called outside any graph"
-    assert handle.stats.unplanned_reasons.count(reason) == 1
-    handle.detach()
-    assert torch.equal(model(x), plain)
+        assert handle.stats.num_unplanned_modules >= 6
+        reason = f"module {name} is called outside any graph"
+        assert handle.stats.unplanned_reasons.count(reason) == 1
+    assert same()
 
 
 class Layer(nn.Module):
@@ -210,17 +209,12 @@ class Stack(nn.Module):
 
 
 def test_layers_that_share_a_graph_have_weights_of_their_own() -> None:
-    model, x = Stack().eval(), torch.randn(4, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
+    with attached(Stack().eval(), torch.randn(4, 16)) as (handle, same):
         for policy in ("finepage", "horizon"):
             handle.replan(policy=policy, debug=DEBUG)
-            for _ in range(3):
-                assert torch.equal(model(x), plain)
-    assert handle.stats.num_captures == 8
-    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    handle.detach()
+            assert same() and same() and same()
+        assert handle.stats.num_captures == 8
+        assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
 
 
 class FailsWhileTraced(nn.Module):
@@ -238,18 +232,13 @@ class FailsWhileTraced(nn.Module):
 
 
 def test_a_forward_that_fails_only_while_it_is_traced_runs_eagerly() -> None:
-    model, x = FailsWhileTraced().eval(), torch.randn(8, 16)
     suppressed = torch._dynamo.config.suppress_errors
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        for _ in range(2):
-            assert torch.equal(model(x), plain)
-    stats = handle.stats
-    assert stats.num_unplanned_modules == 2 * 2
-    assert [reason.split()[1] for reason in stats.unplanned_reasons] == ["first", "second"]
-    assert torch._dynamo.config.suppress_errors == suppressed
-    handle.detach()
+    with attached(FailsWhileTraced().eval(), torch.randn(8, 16)) as (handle, same):
+        assert same() and same()
+        stats = handle.stats
+        assert stats.num_unplanned_modules == 2 * 2
+        assert [reason.split()[1] for reason in stats.unplanned_reasons] == ["first", "second"]
+        assert torch._dynamo.config.suppress_errors == suppressed
 
 
 def test_an_error_of_the_forward_itself_is_that_of_plain_pytorch() -> None:
@@ -283,13 +272,10 @@ class Scans(nn.Module):
 
 def test_an_algorithm_for_compiled_models_is_not_taken() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Scans()).eval(), torch.randn(32, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        assert torch.equal(model(x), plain)
+    model = nn.Sequential(Scans()).eval()
+    with attached(model, torch.randn(32, 16)) as (handle, same):
+        assert same()
         assert handle.stats.num_captures == 1 and not handle.stats.unplanned_reasons
-        handle.detach()
     assert model[0].use_associative_scan is True
 
 
@@ -321,28 +307,21 @@ def test_a_forward_that_changes_a_weight_is_refused(through_view: bool) -> None:
 
 
 def test_behind_the_recompile_limit_a_model_still_runs() -> None:
-    model = Broken("").eval()
     inputs = [torch.randn(n, 16) for n in (2, 3, 4, 5)]
-    with torch.no_grad():
-        plain = [model(x) for x in inputs]
-        handle = attach(model, device_budget="1MiB", device="cpu")
+    with attached(Broken("").eval(), *inputs) as (handle, same):
         with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
-            assert all(torch.equal(model(x), y) for x, y in zip(inputs, plain, strict=True))
-    assert handle.stats.num_captures == 2
-    assert handle.stats.num_unplanned_modules == 3 * 2
-    handle.detach()
+            assert same()
+        assert handle.stats.num_captures == 2
+        assert handle.stats.num_unplanned_modules == 3 * 2
 
 
 def test_any_number_of_models_of_a_class_run_by_plan_one_after_another() -> None:
     x = torch.randn(2, 16)
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
         for _ in range(4):
-            model = Broken("graph_break").eval()
-            plain = model(x)
-            handle = attach(model, device_budget="1MiB", device="cpu")
-            assert torch.equal(model(x), plain)
-            assert handle.stats.num_unplanned_modules == 0
-            handle.detach()
+            with attached(Broken("graph_break").eval(), x) as (handle, same):
+                assert same()
+                assert handle.stats.num_unplanned_modules == 0
         assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__)
 
 
@@ -393,27 +372,20 @@ class SharesWithABreak(nn.Module):
 
 
 def test_a_module_outside_any_graph_leaves_weights_to_graphs_that_run_by_themselves() -> None:
-    model, x = SharesWithABreak().eval(), torch.randn(4, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        assert all(torch.equal(model(x), plain) for _ in range(3))
-    assert handle.stats.num_resident_runs and handle.stats.num_unplanned_modules
-    handle.detach()
+    with attached(SharesWithABreak().eval(), torch.randn(4, 16)) as (handle, same):
+        assert same() and same() and same()
+        assert handle.stats.num_resident_runs and handle.stats.num_unplanned_modules
 
 
 def test_nothing_stays_on_the_device_when_loading_all_weights_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, x = with_module(nn.Linear(16, 16)), torch.randn(4, 16)
-    with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
+    model = with_module(nn.Linear(16, 16))
+    with attached(model, torch.randn(4, 16)) as (handle, same):
         second = handle._weights._weights[1]
         with monkeypatch.context() as patched:
             patched.setattr(second, "shape", (1 << 40,))  # it has no such view
             with pytest.raises(RuntimeError, match="out of bounds"):
                 handle._weights.load_all()
         assert shows_masters(handle) and handle._weights.on_device == {}
-        assert torch.equal(model(x), plain)
-    handle.detach()
+        assert same()

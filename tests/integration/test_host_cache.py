@@ -31,11 +31,7 @@ from tests.integration.families import (
     token_ids,
 )
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @dataclass

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_finepage.cli import curve, grid, main
+from ds_finepage.cli import curve, grid
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph import codec
@@ -18,6 +18,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.modeller import Modeller
 from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.whatif import CapturedModel, capture_model, form_that_fits, plan_captured
+from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 
 BATCH, SEQ = 8, 64
@@ -203,20 +204,21 @@ def test_a_cache_in_host_memory_has_room_to_grow(model: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "curve", "grid"])
-def test_host_memory_is_a_size(
-    command: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_host_memory_is_a_size(command: str, model: Path, cli: Cli) -> None:
     name = "--models" if command == "grid" else "--model"
-    arguments = [command, name, str(model), "--hardware", "t4", "--seq", "64"]
-    assert main([*arguments, "--host-memory", "plenty"]) == 2
-    assert "--host-memory: cannot read 'plenty' as a size" in capsys.readouterr().err
-    status = main([*arguments, "--host-memory", "1MiB"])
-    captured = capsys.readouterr()
-    assert "of host memory; --host-memory is 1048576 bytes" in captured.out + captured.err
-    assert status == (0 if command == "grid" else 2)
+    call = cli.of(command, name, model, "--hardware", "t4", "--seq", "64", "--host-memory")
+    call.refuses("plenty", says="--host-memory: cannot read 'plenty' as a size")
+    said = call("1MiB", status=0 if command == "grid" else 2)
+    assert "of host memory; --host-memory is 1048576 bytes" in said.out + said.err
 
 
 # Both passes of a generation.
+
+
+def cell_of(model: Path, profile: HardwareProfile, budget_bytes: int) -> tuple[grid.Cell, Any]:
+    cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
+    budget = DeviceBudget.parse(budget_bytes)
+    return cell, grid.Planner(profiles={"t4": profile}, budget=budget, split=False).plan(cell)
 
 
 def modeller_of(model: Path, profile: HardwareProfile, folder: Path) -> Modeller:
@@ -238,11 +240,7 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     assert not planner.point(budget_bytes + 1).decode_kv_on_host
     assert planner.ends[0] < budget_bytes
 
-    cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
-    cells = grid.Planner(
-        profiles={"t4": PROFILE}, budget=DeviceBudget.parse(budget_bytes), split=False
-    )
-    result = cells.plan(cell)
+    cell, result = cell_of(model, PROFILE, budget_bytes)
     assert isinstance(result, grid.Point)
     assert result.prefill_kv_on_host and result.decode_kv_on_host
     assert result.weight_bytes == 2 * NUM_PARAMETERS
@@ -264,32 +262,21 @@ def test_both_passes_have_the_cache_where_a_run_has_it(
     planner = curve.Planner("finepage", modeller)
     point = planner.point(budget_bytes)
     assert (point.decode_kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
-    cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
-    cells = grid.Planner(
-        profiles={"t4": FAST_WRITES}, budget=DeviceBudget.parse(budget_bytes), split=False
-    )
-    result = cells.plan(cell)
+    _, result = cell_of(model, FAST_WRITES, budget_bytes)
     assert isinstance(result, grid.Point)
     assert (result.prefill_kv_on_host, result.decode_kv_on_host) == (False, False)
     assert result.first_token_ns == in_a_run.predicted_ns
 
 
 def test_the_commands_say_where_the_cache_is(
-    model: Path,
-    decode: CapturedModel,
-    prefill: CapturedModel,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, decode: CapturedModel, prefill: CapturedModel, tmp_path: Path, cli: Cli
 ) -> None:
-    path = card(tmp_path)
-    arguments = ["--model", str(model), "--hardware", str(path), "--batch", str(BATCH)]
-    arguments += ["--seq", str(SEQ), "--no-split"]
-    assert main(["plan", *arguments, "--device-budget", str(least_on_device(decode) - 1)]) == 0
-    assert "1.00 MiB in host memory" in capsys.readouterr().out
-    least = ["--phase", "prefill", "--device-budget", str(least_on_device(prefill))]
+    given = ["--model", model, "--hardware", card(tmp_path), "--batch", BATCH]
+    given += ["--seq", SEQ, "--no-split"]
+    plan = cli.of("plan", *given, "--device-budget")
+    assert "1.00 MiB in host memory" in plan(least_on_device(decode) - 1).out
+    least = [least_on_device(prefill), "--phase", "prefill"]
     for place, words in (("auto", "1.00 MiB on the device"), ("host", "1.00 MiB in host memory")):
-        assert main(["plan", *arguments, *least, "--kv-cache", place]) == 0
-        assert words in capsys.readouterr().out
-    assert main(["curve", *arguments, "--points", "2", "--json"]) == 0
-    points = json.loads(capsys.readouterr().out)["points"]
+        assert words in plan(*least, "--kv-cache", place).out
+    points = cli.json("curve", *given, "--points", "2")["points"]
     assert [point["decode_kv_on_host"] for point in points] == [True, False]

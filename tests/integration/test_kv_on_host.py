@@ -17,10 +17,7 @@ BUDGETS = ("60%weights", "64MiB")
 """Weights are paged, or all of them fit with the cache."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def generated(model: Any) -> list[torch.Tensor]:

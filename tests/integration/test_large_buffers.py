@@ -15,7 +15,7 @@ from ds_finepage.errors import ConfigError, StoreError
 from ds_finepage.execution.device import default_device
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.handle import Handle
-from tests.integration.engines import one_process_deepspeed
+from tests.integration.engines import ds_config, one_process_deepspeed
 
 WIDTH, GROUP = 512, 8
 X = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
@@ -385,11 +385,7 @@ def test_deepspeed_pages_large_buffers() -> None:
     with torch.no_grad():
         expected = model(ids)
     with one_process_deepspeed() as deepspeed:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-            "finepage": {"enabled": True, "device_budget": "1GiB"},
-        }
+        config = ds_config({"enabled": True, "device_budget": "1GiB"})
         engine, *_ = deepspeed.initialize(model=model, config=config)
         handle = ds_finepage.handle_of(engine)
         with torch.no_grad():

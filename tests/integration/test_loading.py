@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,19 +19,15 @@ import ds_finepage
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed import deferred, loading
 from ds_finepage.integrations.deepspeed.deferred import DeferredTensor
-from tests.integration.engines import one_process_deepspeed
+from tests.integration import engines
+from tests.integration.engines import TINY_WEIGHTS
 from tests.integration.families import logits, make_model, token_ids, tokens
 from tests.integration.peaks import HAS_PEAKS, make_large, peak_of_load
 
+pytestmark = pytest.mark.usefixtures("deepspeed")
+
 PROMPT = token_ids(7)
 SHARD = "200KB"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def deepspeed() -> Iterator[Any]:
-    """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    with one_process_deepspeed() as found:
-        yield found
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +37,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ds_config(enabled: bool = True, **changes: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": False},
-            "stage3_gather_16bit_weights_on_model_save": True,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "finepage": {"enabled": enabled, "device_budget": "120%weights"},
-        **changes,
-    }
+    section = {"enabled": enabled, "device_budget": "120%weights"}
+    return {**engines.ds_config(section, zero=TINY_WEIGHTS), **changes}
 
 
 def load(folder: Path, config: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -331,11 +315,7 @@ from ds_finepage.integrations.deepspeed.patches import is_wrapped
 def wrapped(): return is_wrapped(transformers.PreTrainedModel, "get_init_context")
 print(wrapped()); ds_finepage.uninstall(); print(wrapped())
 """
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["True", "False"]
+    assert engines.python(code).stdout.split() == ["True", "False"]
 
 
 class Older:

@@ -18,7 +18,6 @@ from ds_finepage.integrations.transformers.preflight import (
     Longest,
     Preflight,
     kv_bytes,
-    longest_of,
 )
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
@@ -183,9 +182,6 @@ def test_layers_that_differ_are_not_asked_for_one_width() -> None:
 def test_the_call_s_own_settings_are_looked_at() -> None:
     model = make_model("llama", num_hidden_layers=1)
     ids = token_ids(6)
-    settings = GenerationConfig(max_new_tokens=4, num_beams=3, use_cache=False)
-    assert longest_of(model, (ids, settings), {}) == Longest(3, 10, 6)
-    assert longest_of(model, (ids,), {"generation_config": settings}) == Longest(3, 10, 6)
     handle = attach(model, device_budget="1MiB", device="cpu")
     long = {"max_new_tokens": 3000}  # whose KV cache has no room; there is none here
     with pytest.raises(PlanInfeasibleError, match="of KV cache in one layer"):

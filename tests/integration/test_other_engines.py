@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.accelerate import map_modules, plan_accelerate_map_with
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
-from tests.integration.engines import load_arm
+from tests.integration.engines import load_arm, static_tokens
+from tests.unit.compare.runs import request
 
 HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_TOKENS, NEW_TOKENS = 64, 2, 500, 7, 4
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -49,7 +49,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
         eos_token_id=None,
     ),
 }
-ARM = "accelerate-map"
 every_model = pytest.mark.parametrize("model_name", CONFIGS)
 
 
@@ -69,33 +68,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def request_of(folder: Path, share: float = 0.6, **changes: Any) -> RunRequest:
     """Ask for a run under a budget of a share of the weights, and something for activations."""
     weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    request = RunRequest(
-        arm=ARM,
-        model_dir=str(folder),
-        ds_config={},
-        device="cpu",
-        budget_bytes=int(share * weight_bytes) + 300_000,
-        batch=1,
-        prompt_tokens=PROMPT_TOKENS,
-        new_tokens=NEW_TOKENS,
-        repeats=1,
-        settings={KEPT: 2},
+    given = {"budget_bytes": int(share * weight_bytes) + 300_000, "settings": {KEPT: 2}, **changes}
+    return request(
+        "accelerate-map", folder, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, **given
     )
-    return replace(request, **changes)
 
 
 def generate(model: Any) -> torch.Tensor:
     ids = torch.randint(VOCABULARY, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        cache_implementation="static",
-        disable_compile=True,
-    )
-    assert isinstance(found, torch.Tensor)
-    return found
+    return static_tokens(model, ids, NEW_TOKENS)
 
 
 @contextmanager
@@ -134,8 +115,8 @@ def simulated(engine: Engine, graph: TaskGraph) -> MemGraph:
 def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
     folders: dict[str, Path], model_name: str
 ) -> None:
-    request = request_of(folders[model_name])
-    engine = load_arm(request)
+    asked = request_of(folders[model_name])
+    engine = load_arm(asked)
     expected = generate(engine.model)
     with DeviceMeter(engine.device) as meter, engine.counting():
         engine.place()
@@ -143,7 +124,7 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
             assert torch.equal(generate(engine.model), expected)
     assert torch.equal(generate(engine.model), expected)  # by their own hooks alone
     largest_bytes = max(weight.nbytes for weight in engine.model.parameters())
-    assert largest_bytes <= meter.peak_bytes <= request.budget_bytes
+    assert largest_bytes <= meter.peak_bytes <= asked.budget_bytes
     prefill, *_, decode = counted
     for phase, found in (("prefill", prefill), ("decode", decode)):
         memgraph = simulated(engine, captured(model_name, phase))
@@ -204,9 +185,8 @@ def test_a_fetch_is_a_copy_while_it_counts_and_else_an_alias(
 def test_a_device_map_may_keep_nothing_or_everything(
     folders: dict[str, Path], model_name: str, keeps_all: bool
 ) -> None:
-    request = request_of(folders[model_name], share=2)
-    request = replace(request, settings={KEPT: 100 if keeps_all else 0})
-    engine = load_arm(request)
+    settings = {KEPT: 100 if keeps_all else 0}
+    engine = load_arm(request_of(folders[model_name], share=2, settings=settings))
     num_modules = len(map_modules(captured(model_name, "prefill")))
     assert engine.settings["modules_on_device"] == (num_modules if keeps_all else 0)
     expected = generate(engine.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,21 @@ from ds_finepage.packing import sliced
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
-from tests.integration.engines import one_process_deepspeed
+from tests.integration import engines
 from tests.integration.families import logits, make_model, token_ids
 from tests.integration.peaks import HAS_PEAKS, make_large, peak_of_load
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
 
 PROMPT = token_ids(7)
 FORM = PackedForm.parse("int4", 32)
 PACKED = PackedConfig.of(FORM)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def deepspeed() -> Iterator[Any]:
-    """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    with one_process_deepspeed() as found:
-        yield found
-
-
 def ds_config(**finepage: Any) -> dict[str, Any]:
     section = {"enabled": True, "device_budget": "120%weights", "weights": "int4"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
-        "finepage": {**section, "weights_group": FORM.group, **finepage},
-    }
+    section |= {"weights_group": FORM.group, **finepage}
+    return engines.ds_config(section, bf16={"enabled": True})
 
 
 def load(folder: Path, config: dict[str, Any] | None = None, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel as Model
 import ds_finepage
 from ds_finepage.execution.device import default_device
 from ds_finepage.execution.meter import DeviceMeter
-from tests.integration.engines import one_process_deepspeed
+from tests.integration.engines import ds_config, one_process_deepspeed
 
 PROMPT = torch.arange(9)[None]
 GENERATE = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
@@ -119,12 +119,8 @@ def test_deepspeed_runs_a_quantised_model_by_plan() -> None:
     quantize_(model, Int8WeightOnlyConfig())
     tokens = model.generate(PROMPT, **GENERATE)
     with one_process_deepspeed() as deepspeed:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-            "finepage": {"enabled": True, "device_budget": "80%weights"},
-        }
+        section = {"enabled": True, "device_budget": "80%weights"}
+        config = ds_config(section, bf16={"enabled": True})
         engine, *_ = deepspeed.initialize(model=model, config=config)
         assert torch.equal(engine.module.generate(PROMPT, **GENERATE), tokens)
         stats = ds_finepage.stats(engine)

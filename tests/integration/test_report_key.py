@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from ds_finepage.integrations.deepspeed.one_process import ONE_PROCESS
 from ds_finepage.reporting.page import PAGE_FILE
 from ds_finepage.reporting.results import load_passes, load_results, run_folder
+from tests.integration.engines import python
 
 PROGRAM = """
 import json, sys
@@ -41,16 +39,7 @@ print(json.dumps(times))
 
 
 def test_a_program_that_ends_leaves_its_report(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        cwd=root,
-        env={**os.environ, **ONE_PROCESS, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(PROGRAM, tmp_path, **ONE_PROCESS, DS_ACCELERATOR="cpu")
     (times,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert set(times) == {"fwd", "fwd_microstep"} and min(times.values()) > 0  # milliseconds
     (run,) = load_results(tmp_path).runs

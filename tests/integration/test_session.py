@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from ds_finepage.api import attach
 from ds_finepage.capture.tracing import OwnHooks
 from ds_finepage.config import DebugConfig
-from ds_finepage.errors import StoreError
 from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.executor import Executor
 from ds_finepage.graph.taskgraph import Task
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, tiny, token_ids, tokens
+from tests.integration.parity import same_at_every_budget
 
 PROMPT = token_ids(6)
 DEBUG = DebugConfig(poison_vacated=True, lane_delay_seed=7)
@@ -98,14 +98,6 @@ def hash_of(parameter: torch.Tensor) -> bytes:
     return parameter.detach().view(torch.uint8).numpy().tobytes()
 
 
-def test_a_model_without_data_is_refused() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(StoreError, match="parameter 0.weight is on the meta device"):
-        attach(model, device_budget="1MiB", device="cpu")
-    assert model._compiled_call_impl is None
-
-
 class MixedTypes(nn.Module):
     """bfloat16 products with float32 norms, as models keep them, and a column-major weight."""
 
@@ -124,19 +116,10 @@ class MixedTypes(nn.Module):
 
 
 def test_weights_of_two_types_and_odd_layouts() -> None:
-    torch._dynamo.reset()
     model, x = MixedTypes().eval(), torch.randn(5, 32, dtype=torch.bfloat16)
     with torch.no_grad():
-        plain = model(x)
-        handle = attach(model, device_budget="1MiB", device="cpu")
-        assert torch.equal(model(x), plain)
-        for policy in ("finepage", "horizon"):
-            least = handle.stats.min_budget_bytes
-            handle.replan(budget_bytes=least, policy=policy, debug=DEBUG)
-            assert torch.equal(model(x), plain)
-    handle.detach()
+        same_at_every_budget(model, lambda: model(x))
     assert model.down.weight.stride() == (1, 32)
-    assert torch.equal(model(x), plain)
 
 
 def test_hooks_are_hidden_once_for_each_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,34 +267,7 @@ def count_tasks(handle: Handle, run: Callable[[], Any]) -> int:
     return len(found)
 
 
-def test_an_error_leaves_nothing_that_is_taken_for_resident(attached: Any) -> None:
-    model, plain, _, handle = attached
-    handle.replan(budget_bytes=handle.stats.needed_budget_bytes)
-    for _ in range(2):
-        logits(model, PROMPT)
-    assert handle.stats.passes[0].last_reloaded_bytes == 0
-
-    def fail(task: Task, tensors: Any) -> None:
-        raise ValueError
-
-    remove = handle.register_op_hook(after=fail)
-    with pytest.raises(ValueError):
-        logits(model, PROMPT)
-    remove()
-    assert torch.equal(logits(model, PROMPT), plain)
-    assert handle.stats.passes[0].last_entry_reloaded_bytes == handle.stats.weight_bytes
-
-
 # Callers.
-
-
-def test_modes_do_not_spoil_each_other(attached: Any) -> None:
-    model, plain, _, handle = attached
-    for mode in (torch.inference_mode, torch.enable_grad, torch.no_grad) * 2:
-        handle.replan()  # what one mode has made must be writable in the next
-        with mode():
-            assert torch.equal(model(PROMPT).logits, plain)
-            assert torch.equal(model(PROMPT).logits, plain)
 
 
 class _MasterReads(TorchDispatchMode):

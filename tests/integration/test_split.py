@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,25 +13,20 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN, Length
-from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.policies import POLICIES
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
+from tests.integration.parity import only_cut_plans, same_within
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 140
-NUM_SEEDS = 3
 SHORT = ((5, 12), (9, 20), (40, 3))
 CUT = ("llama", "gpt2")  # of GPT-2 the head alone: the others are transposed
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _only_cut_plans() -> Iterator[None]:
-    """Whole weights are often as good for models this small; plans of them have tests enough."""
-    options = FinepageOptions(tries_whole=False)
-    cutting = replace(POLICIES["finepage"], plan=partial(plan_finepage, options=options))
-    with mock.patch.dict(POLICIES, finepage=cutting):
+    """Plans of whole weights have tests enough."""
+    with only_cut_plans():
         yield
 
 
@@ -62,6 +55,8 @@ def attached(request: pytest.FixtureRequest) -> Iterator[Attached]:
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
     budgets = [least, (2 * least + needed) // 3, (least + 2 * needed) // 3]
     num_plans = handle.stats.num_plans
+    for length, new in SHORT:
+        tokens(model, token_ids(length), new, cache=None)
     yield Attached(model, plain, plain_short, handle, num_plans, budgets)
     handle.detach()
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
@@ -79,25 +74,18 @@ def test_tokens_are_those_of_plain_transformers_within_any_budget(
     attached: Attached, share: int
 ) -> None:
     model, handle = attached.model, attached.handle
-    handle.replan(budget_bytes=attached.budgets[share], debug=DebugConfig())
     num_captures = handle.stats.num_captures
-    with DeviceMeter(CPU) as meter:
-        found = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
-    assert torch.equal(found, attached.plain)
+
+    def run() -> list[torch.Tensor]:
+        found = [tokens(model, token_ids(n), new, cache=None) for n, new in SHORT]
+        return [tokens(model, token_ids(5), NUM_TOKENS, cache=None), *found]
+
+    plain = [attached.plain, *attached.plain_short]
+    same_within(handle, run, plain, attached.budgets[share], seed=share)
     assert handle.stats.num_captures == num_captures
-    assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
     if share == 1:
         assert attached.num_cut() > 0
         assert any(p.last_reloaded_bytes for p in handle.stats.passes)
-
-
-def test_delays_and_poison_change_nothing(attached: Attached) -> None:
-    model, handle = attached.model, attached.handle
-    for seed in range(NUM_SEEDS):
-        debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
-        handle.replan(budget_bytes=attached.budgets[seed % 3], debug=debug)
-        for (length, new), plain in zip(SHORT, attached.plain_short, strict=True):
-            assert torch.equal(tokens(model, token_ids(length), new, cache=None), plain), seed
 
 
 def test_every_length_of_a_bucket_has_the_logits_of_plain_transformers() -> None:

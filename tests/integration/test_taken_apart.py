@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ds_finepage.api import attach
-from ds_finepage.errors import ConfigError, StoreError
-from tests.unit.execution.packed import Opaque, Packed, packed_linear
+from ds_finepage.errors import ConfigError
+from tests.unit.execution.packed import Packed, packed_linear
 
 X = torch.linspace(-1, 1, 512).reshape(2, 256)
 
@@ -39,13 +39,6 @@ def test_a_refused_attach_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ConfigError, match="device_budget"):
         attach(model, device_budget=1 << 60, device="cpu")
     assert type(model[0]) is nn.Linear and isinstance(model[0].weight, Packed)
-
-
-def test_a_subclass_that_cannot_be_taken_apart_is_refused() -> None:
-    model = two_layers()
-    model[2]._parameters["weight"] = Opaque(torch.zeros(256, 512))
-    with pytest.raises(StoreError, match="tensor subclass without __tensor_flatten__"):
-        attach(model, device_budget="1GiB", device="cpu")
 
 
 def test_a_packed_layer_that_comes_later_is_taken_apart() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import ds_finepage
-from ds_finepage.execution.device import default_device
-from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN
-from ds_finepage.packing.form import PackedForm
-from ds_finepage.packing.model import pack_model
-from tests.integration.families import logits, make_model, token_ids, tokens
+from tests.integration.families import make_model, token_ids
+from tests.integration.parity import equal, results, same_within
 
 IDS = token_ids(9)
 GROUP = 32
@@ -51,31 +47,15 @@ def unpacking_model() -> torch.nn.Module:
     return model
 
 
-def packed_model() -> torch.nn.Module:
-    model = make_model("llama", hidden_size=128, intermediate_size=640, dtype=torch.bfloat16)
-    pack_model(model, PackedForm.parse("int4", GROUP))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "split"),
-    [(unpacking_model, False), (packed_model, True)],
-    ids=["by hand", "by the op"],
-)
-def test_tokens_are_those_of_the_same_model_within_any_budget(make: object, split: bool) -> None:
-    model = make()  # type: ignore[operator]
-    expected, generated = logits(model, IDS), tokens(model, IDS, 3, cache=None)
-    handle = ds_finepage.attach(model, device_budget="64MiB", split=split)
-    assert torch.equal(logits(model, IDS), expected)
-    assert torch.equal(tokens(model, IDS, 3, cache=None), generated)
+def test_tokens_are_those_of_the_same_model_within_any_budget() -> None:
+    model = unpacking_model()
+    plain = results(model, IDS)
+    handle = ds_finepage.attach(model, device_budget="64MiB")
+    assert equal(results(model, IDS), plain)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
-    for budget_bytes in (least, (least + needed) // 2):
-        handle.replan(budget_bytes=budget_bytes)
-        with DeviceMeter(default_device()) as meter:
-            assert torch.equal(tokens(model, IDS, 3, cache=None), generated)
-        assert meter.peak_bytes <= budget_bytes
+    for seed, budget_bytes in enumerate((least, (least + needed) // 2)):
+        same_within(handle, lambda: results(model, IDS), plain, budget_bytes, seed)
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     graphs = [memgraph.graph for memgraph, _ in handle.plans()]
-    if split or make is unpacking_model:
-        assert any(task.op == JOIN for graph in graphs for task in graph.tasks)
+    assert any(task.op == JOIN for graph in graphs for task in graph.tasks)
     handle.detach()

@@ -95,18 +95,6 @@ def test_a_changed_weight_is_that_of_the_next_call(
     rig.run()
 
 
-@pytest.mark.parametrize("is_small", (True, False), ids=("small", "ample"))
-def test_another_dtype_is_that_of_the_next_call(rig: Rig, is_small: bool) -> None:
-    if is_small:
-        rig.shrink()
-    for model in (rig.model, rig.plain):
-        model.bfloat16()
-    rig.x = rig.x.bfloat16()
-    rig.handle.replan(budget_bytes=1 << 30)
-    rig.run()
-    assert rig.handle.stats.weight_bytes == 6 * WIDTH * WIDTH * 2
-
-
 def test_plans_for_another_dtype_are_forgotten(rig: Rig) -> None:
     rig.shrink()
     rig.run()

@@ -35,7 +35,9 @@ from ds_finepage.planning.baselines.zero import (
 from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
-from tests.integration.engines import one_process_deepspeed
+from tests.integration.engines import ds_config
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
 
 HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_LENGTH = 64, 4, 500, 5
 NUM_FORWARDS = 4  # the first records, the second is the first with a trace
@@ -145,13 +147,6 @@ def _nbytes(parameter: Any) -> int:
     return int(parameter.ds_numel * parameter.element_size())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def deepspeed() -> Iterator[Any]:
-    """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    with one_process_deepspeed() as found:
-        yield found
-
-
 @pytest.fixture
 def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """``start(model name, settings, leaves)``: a model that stock ZeRO runs, and its counter."""
@@ -169,12 +164,7 @@ def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         zero: dict[str, Any] = {f"stage3_{key}": value for key, value in settings.items()}
         if leaves:
             set_z3_leaf_modules(model, list(leaves[-1:]))
-        offload = {"device": "cpu", "pin_memory": False}
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "offload_param": offload, **zero},
-        }
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config(zero=zero))
         engines.append(engine)
         coordinator = engine.optimizer.get_param_coordinator()
         return engine.module, Counter(coordinator, list(model.parameters()))
@@ -193,19 +183,27 @@ def prompt() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (1, PROMPT_LENGTH))
 
 
-@pytest.mark.parametrize(("model_name", "setting"), CASES)
-def test_a_steady_forward_gathers_what_is_simulated(
-    start: Callable[..., Any], model_name: str, setting: str
-) -> None:
-    model, counter = start(model_name, SETTINGS[setting])
+def check_steady_forward(
+    started: tuple[Any, Counter], model_name: str, settings: ZeroSettings
+) -> Any:
+    """Hold what a steady forward gathers against what is simulated; return that."""
+    model, counter = started
     with torch.no_grad():
         for _ in range(NUM_FORWARDS):
             counter.begin()
             model(prompt())
-    graph = captured(model_name, "prefill", PROMPT_LENGTH)
-    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
+    simulated = simulate_coordinator(captured(model_name, "prefill", PROMPT_LENGTH), settings)
     assert counter.gathered_bytes == simulated.gathered_bytes
     assert counter.peak_live_bytes == simulated.peak_live_bytes
+    return simulated
+
+
+@pytest.mark.parametrize(("model_name", "setting"), CASES)
+def test_a_steady_forward_gathers_what_is_simulated(
+    start: Callable[..., Any], model_name: str, setting: str
+) -> None:
+    settings = SETTINGS[setting]
+    check_steady_forward(start(model_name, settings), model_name, ZeroSettings(**settings))
 
 
 @pytest.mark.parametrize("setting", ["neither prefetch nor persistence", "a larger bucket"])
@@ -217,14 +215,9 @@ def test_layers_as_leaf_modules_gather_what_is_simulated(
 ) -> None:
     graph = captured(model_name, "prefill", PROMPT_LENGTH)
     leaves = (*ZeroSettings().leaf_classes, layer)
-    model, counter = start(model_name, SETTINGS[setting], leaves)
-    with torch.no_grad():
-        for _ in range(NUM_FORWARDS):
-            counter.begin()
-            model(prompt())
-    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting], leaf_classes=leaves))
-    assert counter.gathered_bytes == simulated.gathered_bytes
-    assert counter.peak_live_bytes == simulated.peak_live_bytes
+    settings = ZeroSettings(**SETTINGS[setting], leaf_classes=leaves)
+    started = start(model_name, SETTINGS[setting], leaves)
+    simulated = check_steady_forward(started, model_name, settings)
     module_by_module = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
     assert simulated.peak_live_bytes != module_by_module.peak_live_bytes
 
@@ -236,14 +229,7 @@ def test_the_settings_that_are_searched_gather_what_is_simulated(
     profile = load_profile("v100-16gb")
     settings = best_settings([(Problem(graph, graph.weight_bytes * 2 // 3, 64, profile), 1)])
     copied = {key.removeprefix("stage3_"): number for key, number in settings.keys.items()}
-    model, counter = start("llama", copied)
-    with torch.no_grad():
-        for _ in range(NUM_FORWARDS):
-            counter.begin()
-            model(prompt())
-    simulated = simulate_coordinator(graph, settings)
-    assert 0 < counter.gathered_bytes == simulated.gathered_bytes
-    assert counter.peak_live_bytes == simulated.peak_live_bytes
+    assert check_steady_forward(start("llama", copied), "llama", settings).gathered_bytes > 0
 
 
 def test_decode_gathers_what_is_simulated(start: Callable[..., Any]) -> None:

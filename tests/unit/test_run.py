@@ -90,25 +90,19 @@ def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["WORLD_SIZE"] == "1"
 
 
-def test_under_a_launcher_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gloo", [{}, {GLOO_ALONE: "1"}])
+def test_under_a_launcher_nothing_is_set(
+    monkeypatch: pytest.MonkeyPatch, gloo: dict[str, str]
+) -> None:
+    """Ranks that talk over gloo alone build no op."""
     import deepspeed
 
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, True)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    run.prepare_one_process()
-    assert "MASTER_PORT" not in os.environ
-    assert deepspeed.ops.__compatible_ops__[UNUSED_OP] is True
-
-
-def test_ranks_that_talk_over_gloo_alone_build_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    import deepspeed
-
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, UNUSED_OP, True)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", GLOO_ALONE: "1"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **gloo}.items():
         monkeypatch.setenv(name, value)
     run.prepare_one_process()
-    assert deepspeed.ops.__compatible_ops__[UNUSED_OP] is False
+    assert "MASTER_PORT" not in os.environ
+    assert deepspeed.ops.__compatible_ops__[UNUSED_OP] is not bool(gloo)
 
 
 def test_each_rank_uses_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,38 +20,19 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import StoreError
 from tests.integration.actions.models import replace_a_module
-from tests.integration.actions.subjects import (
-    Net,
-    Subject,
-    equal_results,
-    refused_by_deepspeed,
-    run,
-)
+from tests.integration.actions.subjects import Actions, Net, Subject, equal_results, run
 from tests.integration.families import greedy
 
 SECONDS = 30
 
-ACTIONS: dict[str, Callable[[Subject], None]] = {}
-LANGUAGE_ACTIONS: dict[str, Callable[[Subject], None]] = {}
-PLAIN_ACTIONS: dict[str, Callable[[Subject], None]] = {}
-DEEPSPEED_ACTIONS: dict[str, Callable[[Subject], None]] = {}
-
-
-def _into(table: dict[str, Callable[[Subject], None]]) -> Callable[[Any], Any]:
-    def add(act: Callable[[Subject], None]) -> Callable[[Subject], None]:
-        table[act.__name__] = act
-        return act
-
-    return add
-
-
-action = _into(ACTIONS)
+ACTIONS, PLAIN, DEEPSPEED, LANGUAGE = (Actions() for _ in range(4))
+"""On a net however it is attached, plainly, or by DeepSpeed; and on a language model."""
 
 
 # Threads, and several models.
 
 
-@action
+@ACTIONS.add
 def two_threads(subject: Subject) -> None:
     expected, found = run(subject.plain, subject.x), []
 
@@ -65,10 +45,9 @@ def two_threads(subject: Subject) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 24 and all(torch.equal(f, expected) for f in found)
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def write_in_another_thread(subject: Subject) -> None:
     def write() -> None:
         subject.both(lambda m: m.up.weight.data.mul_(2))
@@ -76,10 +55,9 @@ def write_in_another_thread(subject: Subject) -> None:
     thread = threading.Thread(target=write)
     thread.start()
     thread.join()
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def call_in_a_forked_process(subject: Subject) -> None:
     """A server that loads a model and forks its workers then."""
     subject.handle.replan(debug=DebugConfig(lane_delay_seed=1))  # threads make all copies
@@ -94,19 +72,17 @@ def call_in_a_forked_process(subject: Subject) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def share_memory_between_processes(subject: Subject) -> None:
     subject.both(lambda m: m.share_memory())
     subject.same()
     assert all(p.is_shared() for p in subject.model.parameters())
     subject.both(lambda m: m.up.weight.data.mul_(2))
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def two_models(subject: Subject) -> None:
     other = Net()
     other.up.weight.data.mul_(2)
@@ -118,35 +94,24 @@ def two_models(subject: Subject) -> None:
         subject.same(times=1)
     handle.detach()
     subject.both(lambda m: m.up.weight.data.mul_(2))
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def attach_twice(subject: Subject) -> None:
-    with pytest.raises(StoreError, match="belongs to a model that ds_finepage is attached to"):
-        attach(subject.model, device_budget="1MiB", device="cpu")
-    with pytest.raises(StoreError, match="belongs to a model that ds_finepage is attached to"):
-        attach(subject.model.blocks, device_budget="1MiB", device="cpu")
-    subject.same()
-
-
-@action
-def attach_a_model_that_shares_a_weight(subject: Subject) -> None:
     other = nn.Sequential(nn.Linear(16, 48))
     other[0].weight = subject.model.up.weight
-    with pytest.raises(StoreError, match="parameter 0.weight belongs to a model"):
-        attach(other, device_budget="1MiB", device="cpu")
-    subject.same()
+    for module in (subject.model, subject.model.blocks, other):
+        with pytest.raises(StoreError, match="belongs to a model that ds_finepage is attached to"):
+            attach(module, device_budget="1MiB", device="cpu")
 
 
-@action
+@ACTIONS.add
 def debug_mode(subject: Subject) -> None:
     subject.handle.replan(debug=DebugConfig(poison_vacated=True, lane_delay_seed=3))
     subject.both(lambda m: m.up.weight.data.mul_(2))
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def change_while_everything_fits(subject: Subject) -> None:
     subject.make_room()
     subject.same(times=3)
@@ -157,28 +122,19 @@ def change_while_everything_fits(subject: Subject) -> None:
     subject.same()
     with torch.no_grad():
         subject.both(lambda m: m.down.weight.add_(1))
-    subject.same()
 
 
 # Detaching and freeing.
 
 
-@action
+@ACTIONS.add
 def detach_in_between(subject: Subject) -> None:
     with torch.no_grad():
         subject.both(lambda m: m.down.bias.add_(1))
-    model = subject.model
-    if subject.engine is not None:
-        from ds_finepage.integrations.deepspeed.engine import detach
-
-        detach(subject.engine)
-        model = subject.engine
-    else:
-        subject.handle.detach()
-    assert equal_results(model, subject.plain, subject.x)
+    assert equal_results(subject.detached(), subject.plain, subject.x)
 
 
-@_into(PLAIN_ACTIONS)
+@PLAIN.add
 def detach_and_attach_again(subject: Subject) -> None:
     for _ in range(2):
         subject.handle.detach()
@@ -189,17 +145,16 @@ def detach_and_attach_again(subject: Subject) -> None:
         subject.same()
 
 
-@_into(PLAIN_ACTIONS)
+@ACTIONS.add
 def detach_a_changed_model(subject: Subject) -> None:
     subject.both(replace_a_module)
     subject.both(lambda m: m.down.half().float())
     subject.same()
-    subject.both(lambda m: m.down.weight.data.mul_(3))
-    subject.handle.detach()
-    subject.same()
+    subject.both(lambda m: m.up.weight.data.mul_(3))
+    assert equal_results(subject.detached(), subject.plain, subject.x)
 
 
-@action
+@ACTIONS.add
 def delete_everything(subject: Subject) -> None:
     dead = [weakref.ref(o) for o in (subject.model, subject.handle, subject.model.up.weight)]
     arena = subject.handle._memory._arena
@@ -222,7 +177,7 @@ def delete_everything(subject: Subject) -> None:
 # DeepSpeed.
 
 
-@action
+@ACTIONS.add
 def gather_and_read(subject: Subject) -> None:
     import deepspeed
 
@@ -230,10 +185,9 @@ def gather_and_read(subject: Subject) -> None:
         assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
         subject.same()
     assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def gather_and_write(subject: Subject) -> None:
     import deepspeed
 
@@ -243,44 +197,27 @@ def gather_and_write(subject: Subject) -> None:
                 model.up.weight.mul_(2)
                 model.down.weight.data.add_(1)
     assert torch.equal(subject.model.up.weight, subject.plain.up.weight)
-    subject.same()
 
 
-@_into(DEEPSPEED_ACTIONS)
+@DEEPSPEED.add
 def call_the_engine(subject: Subject) -> None:
-    assert torch.equal(run(subject.engine, subject.x), run(subject.plain, subject.x))
-    subject.same()
+    assert equal_results(subject.engine, subject.plain, subject.x)
 
 
-@_into(DEEPSPEED_ACTIONS)
+@DEEPSPEED.add
 def consolidated_state(subject: Subject) -> None:
-    state = subject.engine._zero3_consolidated_16bit_state_dict()
     fresh = Net()
-    fresh.load_state_dict(state)
+    fresh.load_state_dict(subject.engine._zero3_consolidated_16bit_state_dict())
     assert equal_results(fresh, subject.plain, subject.x)
-    subject.same()
 
 
-@_into(DEEPSPEED_ACTIONS)
+@DEEPSPEED.add
 def destroy_the_engine(subject: Subject) -> None:
     subject.engine.destroy()
     assert not subject.handle.attached
 
 
-@_into(DEEPSPEED_ACTIONS)
-def detach_a_model_with_new_parts(subject: Subject) -> None:
-    from ds_finepage.integrations.deepspeed.engine import detach
-
-    subject.both(replace_a_module)
-    subject.same()
-    subject.both(lambda m: m.up.weight.data.mul_(3))
-    detach(subject.engine)
-    assert torch.equal(run(subject.engine, subject.x), run(subject.plain, subject.x))
-
-
 # Language models.
-
-language = _into(LANGUAGE_ACTIONS)
 
 
 def _same_tokens(subject: Subject) -> None:
@@ -288,16 +225,15 @@ def _same_tokens(subject: Subject) -> None:
     assert torch.equal(found, expected)
 
 
-@language
+@LANGUAGE.add
 def generate_after_a_change(subject: Subject) -> None:
     subject.make_room()
     _same_tokens(subject)
     subject.both(lambda m: m.lm_head.weight.data.mul_(-1))
     _same_tokens(subject)
-    subject.same()
 
 
-@language
+@LANGUAGE.add
 def resize_the_vocabulary(subject: Subject) -> None:
     def resize(model: Any) -> None:
         torch.manual_seed(1)
@@ -309,53 +245,39 @@ def resize_the_vocabulary(subject: Subject) -> None:
     _same_tokens(subject)
 
 
-@language
+@LANGUAGE.add
 def tie_the_head(subject: Subject) -> None:
     def tie(model: Any) -> None:
         model.lm_head.weight = model.model.embed_tokens.weight
 
     subject.make_room()
     subject.both(tie)
-    subject.same()
 
 
-@language
+@LANGUAGE.add
 def save_pretrained(subject: Subject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
         fresh = type(subject.plain).from_pretrained(folder).eval()
     assert equal_results(fresh, subject.plain, subject.x)
-    subject.same()
 
 
-@language
+@LANGUAGE.add
 def deepcopy_and_generate(subject: Subject) -> None:
     twin = copy.deepcopy(subject.model)
     assert torch.equal(greedy(twin), greedy(subject.plain))
     with torch.no_grad():
         twin.lm_head.weight.mul_(-1)
     assert not torch.equal(run(twin, subject.x), run(subject.plain, subject.x))
-    subject.same()
 
 
-@language
-def pickle_and_generate(subject: Subject) -> None:
-    if subject.engine is not None:
-        refused_by_deepspeed(subject, pickle.dumps)
-        return
-    twin = pickle.loads(pickle.dumps(subject.model))
-    assert torch.equal(greedy(twin), greedy(subject.plain))
-    subject.same()
+LANGUAGE.gives(
+    "pickle_and_generate", lambda m: greedy(pickle.loads(pickle.dumps(m))), deepspeed=False
+)
+LANGUAGE.gives("memory_footprint", lambda m: m.get_memory_footprint())
 
 
-@language
-def memory_footprint(subject: Subject) -> None:
-    found, expected = subject.both(lambda m: m.get_memory_footprint())
-    assert found == expected
-    subject.same()
-
-
-@language
+@LANGUAGE.add
 def merge_lora(subject: Subject) -> None:
     peft = pytest.importorskip("peft")
 
@@ -371,4 +293,3 @@ def merge_lora(subject: Subject) -> None:
     subject.make_room()
     found, expected = subject.both(merged)
     assert torch.equal(found, expected)
-    subject.same()

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from ds_finepage.errors import FinepageError
-from tests.integration.actions.subjects import (
-    Subject,
-    equal_results,
-    run,
-)
+from tests.integration.actions.subjects import Actions, Subject, equal_results, run
 
-ACTIONS: dict[str, Callable[[Subject], None]] = {}
-
-
-def action(act: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    ACTIONS[act.__name__] = act
-    return act
+ACTIONS = Actions()
+X = torch.linspace(-1, 1, 80).view(5, 16)
 
 
 def _changes(name: str, change: Callable[[Any], Any]) -> None:
@@ -122,87 +115,61 @@ _changes("move_to_the_cpu", lambda m: m.to("cpu"))
 _changes("move_to_float", lambda m: m.float())
 
 
-@action
+@ACTIONS.add
 def train_with_dropout(subject: Subject) -> None:
     subject.both(lambda m: m.train())
     subject.same()
     subject.both(lambda m: m.eval())
-    subject.same()
 
 
-@action
-def cast_to_bfloat16(subject: Subject) -> None:
-    subject.make_room()
-    subject.both(lambda m: m.bfloat16())
-    subject.x = subject.x.bfloat16()
-    subject.same()
-    assert subject.model.up.weight.dtype is torch.bfloat16
+def _casts(name: str, *casts: str) -> None:
+    def act(subject: Subject) -> None:
+        subject.make_room()
+        for cast in casts:
+            subject.both(lambda m, cast=cast: getattr(m, cast)())  # type: ignore[misc]
+            subject.x = getattr(subject.x, cast)()
+            subject.same()
+            assert subject.model.up.weight.dtype is subject.x.dtype
+
+    ACTIONS[name] = act
 
 
-@action
-def cast_to_double_and_back(subject: Subject) -> None:
-    subject.make_room()
-    subject.both(lambda m: m.double())
-    subject.x = subject.x.double()
-    subject.same()
-    subject.both(lambda m: m.float())
-    subject.x = subject.x.float()
-    subject.same()
-
-
-@action
-def cast_to_half(subject: Subject) -> None:
-    subject.make_room()
-    subject.both(lambda m: m.half())
-    subject.x = subject.x.half()
-    subject.same()
+_casts("cast_to_bfloat16", "bfloat16")
+_casts("cast_to_half", "half")
+_casts("cast_to_double_and_back", "double", "float")
 
 
 # Wrappers and tracers.
 
 
-@action
-def compile_the_model(subject: Subject) -> None:
-    compiled = torch.compile(subject.model, backend="eager")
-    before = subject.handle.stats.passes[-1].num_runs
-    assert equal_results(compiled, subject.plain, subject.x)
-    assert subject.handle.stats.passes[-1].num_runs > before, "it ran by plan"
-    subject.same()
+def _compiles(name: str, caller: Callable[[Any], Callable[[torch.Tensor], Any]]) -> None:
+    """Add an action that compiles a caller of the model, which runs by plan."""
+
+    def act(subject: Subject) -> None:
+        compiled = torch.compile(caller(subject.model), backend="eager")
+        before = subject.handle.stats.passes[-1].num_runs
+        assert equal_results(compiled, caller(subject.plain), subject.x)
+        assert subject.handle.stats.passes[-1].num_runs > before, "it ran by plan"
+
+    ACTIONS[name] = act
 
 
-@action
-def compile_a_caller(subject: Subject) -> None:
-    def twice(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: model(x * 2) + 1
-
-    compiled = torch.compile(twice(subject.model), backend="eager")
-    before = subject.handle.stats.passes[-1].num_runs
-    assert equal_results(compiled, twice(subject.plain), subject.x)
-    assert subject.handle.stats.passes[-1].num_runs > before, "it ran by plan"
-    subject.same()
+_compiles("compile_the_model", lambda m: m)
+_compiles("compile_a_caller", lambda m: lambda x: m(x * 2) + 1)
 
 
-@action
+@ACTIONS.add
 def compile_in_place(subject: Subject) -> None:
     subject.model.compile(backend="eager")
-    subject.same()
 
 
-@action
-def trace_with_jit(subject: Subject) -> None:
-    found, expected = subject.both(lambda m: torch.jit.trace(m, subject.x, check_trace=False))
-    assert torch.equal(run(found, subject.x), run(expected, subject.x))
-    subject.same()
-
-
-@action
+@ACTIONS.add
 def export_the_model(subject: Subject) -> None:
     exported = torch.export.export(subject.model, (subject.x,), strict=False)
     assert torch.equal(run(exported.module(), subject.x), run(subject.plain, subject.x))
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def functional_call(subject: Subject) -> None:
     subject.make_room()
 
@@ -219,64 +186,36 @@ def functional_call(subject: Subject) -> None:
     assert subject.handle.stats.num_captures <= captures + 1
 
 
-@action
-def map_over_a_batch(subject: Subject) -> None:
-    xs = torch.randn(3, 5, 16)
-    with torch.no_grad():
-        found, expected = subject.both(lambda m: torch.func.vmap(m)(xs))
-    assert torch.equal(found, expected)
-    subject.same()
+ACTIONS.gives("trace_with_jit", lambda m: run(torch.jit.trace(m, X, check_trace=False), X))
+ACTIONS.gives(
+    "map_over_a_batch", torch.no_grad()(lambda m: torch.func.vmap(m)(torch.stack([X, -X])))
+)
+ACTIONS.gives("call_within_a_wrapper", lambda m: run(nn.Sequential(m, nn.ReLU()), X))
+ACTIONS.gives("call_with_gradients", lambda m: m(X).detach())
 
 
-@action
-def call_within_a_wrapper(subject: Subject) -> None:
-    found, expected = subject.both(lambda m: run(nn.Sequential(m, nn.ReLU()), subject.x))
-    assert torch.equal(found, expected)
-    subject.same()
+def _within(name: str, context: Callable[[], Any], *, needs_room: bool = False) -> None:
+    """Add an action that calls both models within a context."""
+
+    def act(subject: Subject) -> None:
+        if needs_room:
+            subject.make_room()
+        with context():
+            subject.same()
+
+    ACTIONS[name] = act
 
 
-@action
-def count_flops(subject: Subject) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False):
-        subject.same()
-    subject.same()
-
-
-@action
-def profile_a_call(subject: Subject) -> None:
-    with torch.profiler.profile():
-        subject.same()
-    subject.same()
-
-
-@action
-def call_with_gradients(subject: Subject) -> None:
-    found, expected = subject.both(lambda m: m(subject.x).detach())
-    assert torch.equal(found, expected)
-    subject.same()
-
-
-@action
-def call_in_inference_mode(subject: Subject) -> None:
-    with torch.inference_mode():
-        subject.same()
-    subject.same()
-
-
-@action
-def call_under_autocast(subject: Subject) -> None:
-    subject.make_room()
-    with torch.autocast("cpu", torch.bfloat16):
-        subject.same()
-    subject.same()
+_within("count_flops", lambda: FlopCounterMode(display=False))
+_within("profile_a_call", torch.profiler.profile)
+_within("call_in_inference_mode", torch.inference_mode)
+_within("call_under_autocast", partial(torch.autocast, "cpu", torch.bfloat16), needs_room=True)
 
 
 # Hooks.
 
 
-@action
+@ACTIONS.add
 def hook_that_reads(subject: Subject) -> None:
     seen: list[float] = []
     for model in (subject.model, subject.plain):
@@ -285,7 +224,7 @@ def hook_that_reads(subject: Subject) -> None:
     assert len(set(seen)) == 1
 
 
-@action
+@ACTIONS.add
 def hook_that_writes(subject: Subject) -> None:
     @torch._dynamo.disable
     def write(part: Any, *_: Any) -> None:
@@ -294,10 +233,9 @@ def hook_that_writes(subject: Subject) -> None:
 
     for model in (subject.model, subject.plain):
         model.up.register_forward_hook(write)
-    subject.same(times=3)
 
 
-@action
+@ACTIONS.add
 def op_hook_that_reads(subject: Subject) -> None:
     sums: list[torch.Tensor] = []
     remove = subject.handle.register_op_hook(
@@ -306,39 +244,9 @@ def op_hook_that_reads(subject: Subject) -> None:
     subject.same(times=1)
     assert sums and all(torch.equal(s, subject.plain.up.weight.sum()) for s in sums)
     remove()
-    subject.same()
 
 
-def _refused_inside(act: Callable[[Subject], Any]) -> Callable[[Subject], None]:
-    def tried(subject: Subject) -> None:
-        remove = subject.handle.register_op_hook(before=lambda *_: act(subject))
-        with pytest.raises(FinepageError, match="was called while the model runs"):
-            run(subject.model, subject.x)
-        remove()
-        subject.same()
-
-    return tried
-
-
-ACTIONS["detach_inside_a_call"] = _refused_inside(lambda s: s.handle.detach())
-ACTIONS["replan_inside_a_call"] = _refused_inside(lambda s: s.handle.replan(policy="horizon"))
-ACTIONS["refresh_inside_a_call"] = _refused_inside(lambda s: s.handle.refresh())
-
-
-@action
-def error_inside_a_call(subject: Subject) -> None:
-    def fail(*_: Any) -> None:
-        raise KeyError("a fault of the program")
-
-    remove = subject.handle.register_op_hook(after=fail)
-    with pytest.raises(KeyError):
-        run(subject.model, subject.x)
-    remove()
-    subject.same()
-
-
-@action
+@ACTIONS.add
 def wrong_input(subject: Subject) -> None:
     with pytest.raises(Exception, match="shape|size"):
         run(subject.model, torch.randn(5, 3))
-    subject.same()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.integration.actions import lives, models, weights
-from tests.integration.actions.subjects import Subject, make_subject
+from tests.integration.actions.subjects import make_subject
 from tests.integration.engines import one_process_deepspeed
 
 SECONDS = 120
@@ -27,12 +27,7 @@ PRELOADED = [
 ]
 
 NET_ACTIONS = {**weights.ACTIONS, **models.ACTIONS, **lives.ACTIONS}
-ALL_ACTIONS: dict[str, Callable[[Subject], None]] = {
-    **NET_ACTIONS,
-    **lives.PLAIN_ACTIONS,
-    **lives.DEEPSPEED_ACTIONS,
-    **lives.LANGUAGE_ACTIONS,
-}
+ALL_ACTIONS = {**NET_ACTIONS, **lives.PLAIN, **lives.DEEPSPEED, **lives.LANGUAGE}
 
 
 def run_in_a_process(*names: str, deepspeed: bool) -> None:
@@ -60,21 +55,22 @@ def run_in_a_process(*names: str, deepspeed: bool) -> None:
 
 
 def _act(names: tuple[str, ...], deepspeed: bool, answer: Any) -> None:
-    (is_language_model,) = {name in lives.LANGUAGE_ACTIONS for name in names}
+    (is_language_model,) = {name in lives.LANGUAGE for name in names}
     name = "nothing"
     try:
-        if deepspeed:  # whose process group has threads, which do not outlive a fork
-            with one_process_deepspeed():
+        with ExitStack() as stack:
+            if deepspeed:  # whose process group has threads, which do not outlive a fork
+                stack.enter_context(one_process_deepspeed())
                 subject = make_subject(deepspeed=True, language_model=is_language_model)
-                for name in names:
-                    ALL_ACTIONS[name](subject)
-        else:
-            from tests.integration.actions.warm import SUBJECTS  # made before the fork
+            else:
+                from tests.integration.actions.warm import SUBJECTS  # made before the fork
 
-            SUBJECTS.pop(not is_language_model).handle.detach()
-            subject = SUBJECTS.pop(is_language_model)
+                SUBJECTS.pop(not is_language_model).handle.detach()
+                subject = SUBJECTS.pop(is_language_model)
             for name in names:
                 ALL_ACTIONS[name](subject)
+                if subject.handle is not None and subject.handle.attached:
+                    subject.same()
         answer.send("")
     except pytest.skip.Exception as skipped:
         answer.send(f"skipped: {skipped}")

@@ -14,13 +14,8 @@ from torch import nn
 
 from ds_finepage.api import attach
 from ds_finepage.runtime.handle import Handle
+from tests.integration.engines import ds_config
 from tests.integration.families import make_model, token_ids
-
-DS_CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
-    "finepage": {"enabled": True, "device_budget": "1GiB"},
-}
 
 
 class Net(nn.Module):
@@ -76,6 +71,47 @@ class Subject:
         """Go on with room for whatever the action needs; weights stay if they fit."""
         self.handle.replan(budget_bytes=1 << 30)
 
+    def detached(self) -> Any:
+        """Detach; return what is called then."""
+        if self.engine is None:
+            self.handle.detach()
+            return self.model
+        from ds_finepage.integrations.deepspeed.engine import detach
+
+        detach(self.engine)
+        return self.engine
+
+
+class Actions(dict[str, Callable[[Subject], None]]):
+    """Actions by name. After each of them, both models are held against each other."""
+
+    def add(self, act: Callable[[Subject], None]) -> Callable[[Subject], None]:
+        """Add an action under its name; a decorator."""
+        self[act.__name__] = act
+        return act
+
+    def gives(self, name: str, get: Callable[[Any], Any], *, deepspeed: bool = True) -> None:
+        """Add an action that gets something of both models and compares what it finds.
+
+        Args:
+            name: Of the action.
+            get: Gets it of a model.
+            deepspeed: Whether it can be got of a module with DeepSpeed's own hooks.
+        """
+
+        def act(subject: Subject) -> None:
+            if subject.engine is not None and not deepspeed:
+                with pytest.raises(AttributeError, match="DeepSpeedEngine"):
+                    get(subject.model)
+                return
+            found, expected = subject.both(get)
+            if isinstance(expected, torch.Tensor):
+                assert torch.equal(found, expected)
+            else:
+                assert found == expected
+
+        self[name] = act
+
 
 def run(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Call a model on numbers, or on token ids."""
@@ -109,7 +145,8 @@ def make_subject(*, deepspeed: bool, language_model: bool) -> Subject:
 
         from ds_finepage.integrations.deepspeed.engine import handle_of
 
-        engine, *_ = ds.initialize(model=model, config=DS_CONFIG)
+        config = ds_config({"enabled": True, "device_budget": "1GiB"})
+        engine, *_ = ds.initialize(model=model, config=config)
         model, handle = engine.module, handle_of(engine)
     else:
         handle = attach(model, device_budget="1GiB", device="cpu")
@@ -122,10 +159,3 @@ def make_subject(*, deepspeed: bool, language_model: bool) -> Subject:
     assert 0 < last.last_reloaded_bytes < stats.weight_bytes, "some weights are to stay"
     gc.collect()
     return subject
-
-
-def refused_by_deepspeed(subject: Subject, pickle: Callable[[Any], Any]) -> None:
-    """Hold that a module with DeepSpeed's own hooks cannot be pickled, and still runs."""
-    with pytest.raises(AttributeError, match="DeepSpeedEngine"):
-        pickle(subject.model)
-    subject.same()

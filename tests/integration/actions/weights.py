@@ -10,176 +10,112 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
-from tests.integration.actions.subjects import (
-    Net,
-    Subject,
-    equal_results,
-    refused_by_deepspeed,
-    run,
+from tests.integration.actions.subjects import Actions, Net, Subject, equal_results, run
+
+ACTIONS = Actions()
+X = torch.linspace(-1, 1, 80).view(5, 16)
+
+
+def _copied_part(model: Any) -> tuple[type, list[Any]]:
+    part = copy.deepcopy(model.blocks)
+    return type(part[1].weight), run(part, torch.ones(3, 48)).tolist()
+
+
+def _net_of(load: Callable[[Any], Any]) -> torch.Tensor:
+    """Return the result of a net that has only the weights that are loaded into it."""
+    net = Net()
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    load(net)
+    return run(net, X)
+
+
+def _saved(value: Any, **how: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **how)
+
+
+def _by_safetensors(model: Any) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, f"{folder}/model.safetensors")
+        return _net_of(lambda net: load_model(net, f"{folder}/model.safetensors"))
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "print_the_model": repr,
+    "print_a_weight": lambda m: repr(m.up.weight),
+    "format_a_weight": lambda m: f"{m.up.bias.detach()}",
+    "clone_a_weight": lambda m: m.up.weight.clone(),
+    "mean_of_a_weight": lambda m: m.up.weight.mean(),
+    "list_of_a_weight": lambda m: m.up.weight.tolist(),
+    "numpy_of_a_weight": lambda m: m.up.weight.detach().numpy().tobytes(),
+    "data_of_a_weight": lambda m: m.up.weight.data.sum().item(),
+    "checksum_of_all": lambda m: sum(p.double().sum().item() for p in m.parameters()),
+    "norm_of_all": lambda m: nn.utils.parameters_to_vector(m.parameters()).norm(),
+    "count_elements": lambda m: sum(p.numel() for p in m.parameters()),
+    "count_bytes": lambda m: sum(p.untyped_storage().nbytes() for p in m.parameters()) > 0,
+    "slice_a_weight": lambda m: m.up.weight[3:7, ::2].contiguous(),
+    "index_a_weight": lambda m: m.up.weight[5, 3].item(),
+    "compare_a_weight": lambda m: bool((m.up.weight == m.up.weight).all()),
+    "cast_a_weight": lambda m: m.up.weight.to(torch.float64),
+    "multiply_with_a_weight": lambda m: m.up.weight @ m.up.weight.t(),
+    "bytes_of_a_weight": lambda m: bytes(m.up.bias.untyped_storage())[:64],
+    "state_dict": lambda m: {k: v.tolist() for k, v in m.state_dict().items()},
+    "describe_state_dict": lambda m: str(m.state_dict()),
+    "named_parameters": lambda m: {k: v.sum().item() for k, v in m.named_parameters()},
+    "pickle_the_data": lambda m: pickle.loads(pickle.dumps(m.up.weight.data)).tolist(),
+    "buffers": lambda m: {k: v.tolist() for k, v in m.named_buffers()},
+    "call_a_part": lambda m: run(m.up, torch.ones(2, 16)),
+    "apply_a_function": lambda m: [m.apply(lambda part: None)] and m.up.weight.sum().item(),
+    "parameter_of_a_weight": lambda m: nn.Parameter(m.up.weight),
+    "copy_the_model": lambda m: run(copy.copy(m), X),
+    "deepcopy_a_part": _copied_part,
+    "deepcopy_the_state": lambda m: _net_of(
+        lambda net: net.load_state_dict(copy.deepcopy(m.state_dict()))
+    ),
+    "save_and_load_the_state": lambda m: _net_of(
+        lambda net: net.load_state_dict(_saved(m.state_dict()))
+    ),
+    "save_safetensors": _by_safetensors,
+}
+"""What changes nothing, so that one can follow another."""
+
+for _name, _read in READS.items():
+    ACTIONS.gives(_name, _read)
+
+ACTIONS.gives(
+    "save_and_load_the_model", lambda m: run(_saved(m, weights_only=False), X), deepspeed=False
 )
-
-ACTIONS: dict[str, Callable[[Subject], None]] = {}
-READS: list[str] = []
-"""Names of actions that change nothing, so that they can follow one another."""
+ACTIONS.gives("pickle_the_model", lambda m: run(pickle.loads(pickle.dumps(m)), X), deepspeed=False)
 
 
-def action(act: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    ACTIONS[act.__name__] = act
-    return act
-
-
-def _reads(name: str, read: Callable[[Any], Any]) -> None:
-    """Add an action that reads something off both models and compares what it finds."""
-
-    def act(subject: Subject) -> None:
-        found, expected = subject.both(read)
-        if isinstance(expected, torch.Tensor):
-            assert torch.equal(found, expected)
-        else:
-            assert found == expected
-        subject.same()
-
-    ACTIONS[name] = act
-    READS.append(name)
-
-
-_reads("print_the_model", repr)
-_reads("print_a_weight", lambda m: repr(m.up.weight))
-_reads("format_a_weight", lambda m: f"{m.up.bias.detach()}")
-_reads("clone_a_weight", lambda m: m.up.weight.clone())
-_reads("mean_of_a_weight", lambda m: m.up.weight.mean())
-_reads("list_of_a_weight", lambda m: m.up.weight.tolist())
-_reads("numpy_of_a_weight", lambda m: m.up.weight.detach().numpy().tobytes())
-_reads("data_of_a_weight", lambda m: m.up.weight.data.sum().item())
-_reads("checksum_of_all", lambda m: sum(p.double().sum().item() for p in m.parameters()))
-_reads("norm_of_all", lambda m: nn.utils.parameters_to_vector(m.parameters()).norm())
-_reads("count_elements", lambda m: sum(p.numel() for p in m.parameters()))
-_reads("count_bytes", lambda m: sum(p.untyped_storage().nbytes() for p in m.parameters()) > 0)
-_reads("slice_a_weight", lambda m: m.up.weight[3:7, ::2].contiguous())
-_reads("index_a_weight", lambda m: m.up.weight[5, 3].item())
-_reads("compare_a_weight", lambda m: bool((m.up.weight == m.up.weight).all()))
-_reads("cast_a_weight", lambda m: m.up.weight.to(torch.float64))
-_reads("multiply_with_a_weight", lambda m: m.up.weight @ m.up.weight.t())
-_reads("bytes_of_a_weight", lambda m: bytes(m.up.bias.untyped_storage())[:64])
-_reads("state_dict", lambda m: {k: v.tolist() for k, v in m.state_dict().items()})
-_reads("describe_state_dict", lambda m: str(m.state_dict()))
-_reads("named_parameters", lambda m: {k: v.sum().item() for k, v in m.named_parameters()})
-_reads("pickle_the_data", lambda m: pickle.loads(pickle.dumps(m.up.weight.data)).tolist())
-_reads("buffers", lambda m: {k: v.tolist() for k, v in m.named_buffers()})
-_reads("call_a_part", lambda m: run(m.up, torch.ones(2, 16)))
-_reads("apply_a_function", lambda m: [m.apply(lambda part: None)] and m.up.weight.sum().item())
-
-
-# Copies.
-
-
-@action
+@ACTIONS.add
 def deepcopy_the_model(subject: Subject) -> None:
     twin = copy.deepcopy(subject.model)
     assert equal_results(twin, subject.plain, subject.x)
     with torch.no_grad():
         twin.up.weight.zero_()
     assert not equal_results(twin, subject.plain, subject.x)
-    subject.same()
 
 
-@action
-def deepcopy_a_part(subject: Subject) -> None:
-    part = copy.deepcopy(subject.model.blocks)
-    x = torch.randn(3, 48)
-    assert torch.equal(run(part, x), run(subject.plain.blocks, x))
-    assert type(part[1].weight) is nn.Parameter
-    subject.same()
-
-
-@action
-def copy_the_model(subject: Subject) -> None:
-    twin = copy.copy(subject.model)
-    assert equal_results(twin, subject.plain, subject.x)
-    subject.same()
-
-
-@action
-def deepcopy_the_state(subject: Subject) -> None:
-    state = copy.deepcopy(subject.model.state_dict())
-    fresh = Net()
-    fresh.load_state_dict(state)
-    assert equal_results(fresh, subject.plain, subject.x)
-    subject.same()
-
-
-@action
+@ACTIONS.add
 def deepcopy_a_weight(subject: Subject) -> None:
     twin = copy.deepcopy(subject.model.up.weight)
     assert type(twin) is nn.Parameter and torch.equal(twin, subject.plain.up.weight)
     with torch.no_grad():
         twin.zero_()
-    subject.same()
-
-
-@action
-def parameter_of_a_weight(subject: Subject) -> None:
-    twin = nn.Parameter(subject.model.up.weight)
-    assert torch.equal(twin, subject.plain.up.weight)
-    subject.same()
-
-
-# Serialisation.
-
-
-@action
-def save_and_load_the_state(subject: Subject) -> None:
-    file = io.BytesIO()
-    torch.save(subject.model.state_dict(), file)
-    file.seek(0)
-    fresh = Net()
-    fresh.load_state_dict(torch.load(file))
-    assert equal_results(fresh, subject.plain, subject.x)
-    subject.same()
-
-
-@action
-def save_and_load_the_model(subject: Subject) -> None:
-    file = io.BytesIO()
-    if subject.engine is not None:
-        refused_by_deepspeed(subject, lambda m: torch.save(m, file))
-        return
-    torch.save(subject.model, file)
-    file.seek(0)
-    fresh = torch.load(file, weights_only=False)
-    assert equal_results(fresh, subject.plain, subject.x)
-    subject.same()
-
-
-@action
-def pickle_the_model(subject: Subject) -> None:
-    if subject.engine is not None:
-        refused_by_deepspeed(subject, pickle.dumps)
-        return
-    fresh = pickle.loads(pickle.dumps(subject.model))
-    assert equal_results(fresh, subject.plain, subject.x)
-    subject.same()
-
-
-@action
-def save_safetensors(subject: Subject) -> None:
-    from safetensors.torch import load_model, save_model
-
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(subject.model, f"{folder}/model.safetensors")
-        fresh = Net()
-        load_model(fresh, f"{folder}/model.safetensors")
-    assert equal_results(fresh, subject.plain, subject.x)
-    subject.same()
 
 
 # Changes of values.
 
 
 def _changes(name: str, change: Callable[[Any], Any], *, needs_room: bool = False) -> None:
-    """Add an action that changes both models; the next call gives the same."""
+    """Add an action that changes both models, and the results of both."""
 
     def act(subject: Subject) -> None:
         if needs_room:
@@ -193,16 +129,7 @@ def _changes(name: str, change: Callable[[Any], Any], *, needs_room: bool = Fals
 
 
 def _without_grad(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def changed(model: Any) -> Any:
-        with torch.no_grad():
-            return change(model)
-
-    return changed
-
-
-def _assign(model: Any, path: str, value: Any) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(model.get_submodule(owner), name, value)
+    return torch.no_grad()(change)
 
 
 def _set_row(model: Any) -> None:
@@ -211,11 +138,6 @@ def _set_row(model: Any) -> None:
 
 def _add_to_data(model: Any) -> None:
     model.up.weight.data += 0.25
-
-
-def _write_later(model: Any) -> Callable[[], Any]:
-    alias = model.up.weight.data
-    return lambda: alias.mul_(3)
 
 
 def _prune(model: Any) -> None:
@@ -227,6 +149,11 @@ def _prune(model: Any) -> None:
 def _weight_norm(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.up)
     model.up.parametrizations.weight.original0.data.mul_(2)
+
+
+def _swap(model: Any) -> None:
+    first, second = model.up.bias, model.blocks[1].bias
+    first.data, second.data = second.data, first.data
 
 
 _changes("add_in_place", _without_grad(lambda m: m.up.weight.add_(0.5)))
@@ -255,67 +182,52 @@ _changes("write_a_buffer", lambda m: m.scale.fill_(2.0))
 _changes("replace_a_buffer", lambda m: m.register_buffer("scale", torch.tensor(3.0)))
 _changes("prune_a_weight", _prune, needs_room=True)
 _changes("weight_norm", _weight_norm)
+_changes("swap_two_weights", _swap)
+_changes(
+    "load_a_state",
+    lambda m: m.load_state_dict({k: v * 2 for k, v in Net().state_dict().items()}),
+)
 
 
-@action
-def load_a_state(subject: Subject) -> None:
-    state = {k: v * 2 for k, v in Net().state_dict().items()}
-    subject.both(lambda m: m.load_state_dict(state))
-    subject.same()
-
-
-@action
+@ACTIONS.add
 def load_and_assign_a_state(subject: Subject) -> None:
     subject.both(
         lambda m: m.load_state_dict({k: v * 2 for k, v in Net().state_dict().items()}, assign=True)
     )
     subject.same()
     subject.both(lambda m: m.up.weight.data.mul_(2))
-    subject.same()
 
 
-@action
+@ACTIONS.add
 def write_through_data_that_is_kept(subject: Subject) -> None:
-    writes = subject.both(_write_later)
+    aliases = subject.both(lambda m: m.up.weight.data)
     subject.same()
     for _ in range(2):
-        for write in writes:
-            write()
+        for alias in aliases:
+            alias.mul_(3)
         subject.same()
 
 
-@action
+@ACTIONS.add
 def write_into_the_tensor_that_became_data(subject: Subject) -> None:
     values = torch.ones(48, 16), torch.ones(48, 16)
     subject.model.up.weight.data, subject.plain.up.weight.data = values
     subject.same()
-    for value in values:
-        value.mul_(2)
+    values[0].mul_(2)
     if subject.engine is None:  # under ZeRO a partition takes the value, not the tensor
-        subject.same()
+        values[1].mul_(2)
 
 
-@action
+@ACTIONS.add
 def write_through_numpy_and_refresh(subject: Subject) -> None:
     def write(model: Any) -> None:
         model.up.weight.detach().numpy()[:] *= 2
 
     subject.both(write)
     subject.handle.refresh()
-    subject.same()
 
 
-@action
-def swap_two_weights(subject: Subject) -> None:
-    def swap(model: Any) -> None:
-        first, second = model.up.bias, model.blocks[1].bias
-        first.data, second.data = second.data, first.data
-
-    subject.both(swap)
-    subject.same()
-
-
-@action
+@ACTIONS.add
 def write_between_many_calls(subject: Subject) -> None:
     for step in range(6):
         name = ("up", "down")[step % 2]

@@ -1,37 +1,34 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_finepage.cli import main
 from ds_finepage.cli.check import figures_of
 from ds_finepage.planning.horizon import plan_horizon
 from ds_finepage.planning.problem import Problem
-from tests.integration.cli.models import small_model
+from tests.commands import Cli
+from tests.integration.engines import python
 from tests.unit.planning.sketches import chain
 
 
 @pytest.fixture
-def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def asked(model: str) -> list[str]:
+    shape = ["--seq", "64", "--hardware", "t4"]
+    return ["plan", "--model", model, *shape, "--device-budget", "60%weights"]
+
+
+@pytest.fixture
+def plan_file(asked: list[str], tmp_path: Path, cli: Cli) -> Path:
     path = tmp_path / "a plan.json"
-    model = str(small_model(tmp_path))
-    arguments = ["--model", model, "--seq", "64", "--hardware", "t4", "--device-budget"]
-    assert main(["plan", *arguments, "60%weights", "--out", str(path)]) == 0
-    assert f"ds-finepage check '{path}'\n" in capsys.readouterr().out
+    assert f"ds-finepage check '{path}'\n" in cli(*asked, "--out", path).out
     return path
 
 
-def test_the_figures_are_those_of_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", str(plan_file.parent / "small"), "--seq", "64", "--hardware", "t4"]
-    assert main(["plan", *arguments, "--device-budget", "60%weights", "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)
-    assert main(["check", str(plan_file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_figures_are_those_of_plan(plan_file: Path, asked: list[str], cli: Cli) -> None:
+    expected, found = cli.json(*asked), cli.json("check", plan_file)
     for name in ("policy", "reloaded_bytes", "num_memory_dependencies"):
         assert found[name] == expected[name] != 0
     # An embedding brings in its rows, so the planned weights are fewer.
@@ -40,62 +37,46 @@ def test_the_figures_are_those_of_plan(plan_file: Path, capsys: pytest.CaptureFi
     assert found["num_compute"] == found["num_tasks"] >= expected["num_tasks"]
 
 
-def test_the_table(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(plan_file)]) == 0
-    out = capsys.readouterr().out
-    assert "policy" in out and "finepage" in out and "MiB" in out and "num reload" in out
-
-
-def lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    graph, memgraph = map(json.loads, path.read_text().splitlines())
-    return graph, memgraph
-
-
-def test_a_wrong_plan_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graph, memgraph = lines(plan_file)
-    memgraph["edges"] = []
-    plan_file.write_text(json.dumps(graph) + "\n" + json.dumps(memgraph) + "\n")
-    assert main(["check", str(plan_file)]) == 1
-    assert "no_data_edge" in capsys.readouterr().err
-
-
-def test_a_plan_without_its_taskgraph_is_refused(
-    plan_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, memgraph = lines(plan_file)
-    plan_file.write_text(json.dumps(memgraph) + "\n")
-    assert main(["check", str(plan_file)]) == 1
-    message = capsys.readouterr().err
-    assert str(plan_file) in message and "expected taskgraph" in message
-
-
-def test_a_plan_of_another_version_is_refused(
-    plan_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    graph, memgraph = lines(plan_file)
-    graph["format"] = 99
-    plan_file.write_text(json.dumps(graph) + "\n" + json.dumps(memgraph) + "\n")
-    assert main(["check", str(plan_file)]) == 1
-    assert "99" in capsys.readouterr().err
-
-
-def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(tmp_path / "none.json")]) == 2
-    assert "cannot read" in capsys.readouterr().err
-
-
-def test_a_certificate_has_bytes_bound_gap_and_peak(
-    plan_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", str(plan_file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_certificate_has_bytes_bound_gap_and_peak(plan_file: Path, cli: Cli) -> None:
+    found = cli.json("check", plan_file)
     assert 0 < found["lower_bound_bytes"] <= found["reloaded_bytes"]
     gap = found["reloaded_bytes"] / found["lower_bound_bytes"] - 1
     assert found["gap_share"] == round(gap, 6) >= 0
     assert found["peak_bytes"] <= found["arena_bytes"]
-    assert main(["check", str(plan_file)]) == 0
-    printed = capsys.readouterr().out
-    assert "the plan is right" in printed and f"{gap:.2%}" in printed
+    printed = cli("check", plan_file).out
+    for words in ("the plan is right", f"{gap:.2%}", "policy", "finepage", "MiB", "num reload"):
+        assert words in printed
+
+
+def without_edges(graph: Any, memgraph: Any) -> list[Any]:
+    return [graph, {**memgraph, "edges": []}]
+
+
+def without_its_taskgraph(graph: Any, memgraph: Any) -> list[Any]:
+    return [memgraph]
+
+
+def of_another_version(graph: Any, memgraph: Any) -> list[Any]:
+    return [{**graph, "format": 99}, memgraph]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_edges, "no_data_edge"),
+        (without_its_taskgraph, "expected taskgraph"),
+        (of_another_version, "99"),
+    ],
+)
+def test_a_wrong_plan_is_refused(change: Any, words: str, plan_file: Path, cli: Cli) -> None:
+    lines = change(*map(json.loads, plan_file.read_text().splitlines()))
+    plan_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = [] if change is without_edges else [str(plan_file)]
+    cli.refuses("check", plan_file, says=[words, *file], status=1)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, cli: Cli) -> None:
+    cli.refuses("check", tmp_path / "none.json", says="cannot read")
 
 
 def test_a_plan_is_verified_without_the_planner(plan_file: Path) -> None:
@@ -103,12 +84,7 @@ def test_a_plan_is_verified_without_the_planner(plan_file: Path) -> None:
         "import sys; from ds_finepage.cli import main; main(sys.argv[1:]); "
         "print(sorted(m for m in sys.modules if m.startswith('ds_finepage.planning.')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "check", str(plan_file)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python(code, "check", plan_file)
     assert done.stdout.splitlines()[-1] == "['ds_finepage.planning.bounds']"
 
 

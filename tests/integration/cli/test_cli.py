@@ -20,10 +20,26 @@ from ds_finepage.errors import (
 )
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+class Command(SimpleNamespace):
     """A subcommand ``fake`` whose ``run`` a test sets."""
-    module = SimpleNamespace(
+
+    def raises(self, error: BaseException) -> None:
+        def run(_: argparse.Namespace) -> int:
+            raise error
+
+        self.run = run
+
+
+def ended(*words: str) -> object:
+    """Call a command that argparse ends; return the status."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(words))
+    return caught.value.code
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
+    module = Command(
         __doc__="Do a thing.\n\nAnd more.",
         add_arguments=lambda parser: parser.add_argument("--number", type=int, default=0),
         run=lambda arguments: arguments.number,
@@ -33,7 +49,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return module
 
 
-def test_the_exit_status_is_the_commands(command: SimpleNamespace) -> None:
+def test_the_exit_status_is_the_commands(command: Command) -> None:
     assert cli.main(["fake"]) == 0
     assert cli.main(["fake", "--number", "3"]) == 3
 
@@ -48,33 +64,25 @@ def test_the_exit_status_is_the_commands(command: SimpleNamespace) -> None:
     ],
 )
 def test_errors_become_messages(
-    command: SimpleNamespace,
+    command: Command,
     capsys: pytest.CaptureFixture[str],
     error: FinepageError,
     status: int,
 ) -> None:
-    def run(_: argparse.Namespace) -> int:
-        raise error
-
-    command.run = run
+    command.raises(error)
     assert cli.main(["fake"]) == status == error.exit_status
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "ds-finepage: no\n")
 
 
-def test_an_interrupt_is_no_error(
-    command: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(_: argparse.Namespace) -> int:
-        raise KeyboardInterrupt
-
-    command.run = run
+def test_an_interrupt_is_no_error(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command.raises(KeyboardInterrupt())
     assert cli.main(["fake"]) == 130
     assert capsys.readouterr().err == "ds-finepage: interrupted\n"
 
 
 def test_sigterm_ends_a_command_as_an_interrupt_does(
-    command: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heard: list[str] = []
 
@@ -100,35 +108,28 @@ def test_sigterm_ends_a_command_as_an_interrupt_does(
     assert heard == ["interrupt", "own"]
 
 
-def test_a_command_runs_in_a_thread_too(command: SimpleNamespace) -> None:
+def test_a_command_runs_in_a_thread_too(command: Command) -> None:
     command.run = lambda _: 7  # a thread cannot handle signals
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(cli.main, ["fake"]).result() == 7
 
 
-def test_our_own_mistakes_are_not_hidden(command: SimpleNamespace) -> None:
-    def run(_: argparse.Namespace) -> int:
-        raise AssertionError("a bug")
-
-    command.run = run
+def test_our_own_mistakes_are_not_hidden(command: Command) -> None:
+    command.raises(AssertionError("a bug"))
     with pytest.raises(AssertionError, match="a bug"):
         cli.main(["fake"])
 
 
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["demo", "--no-such-option"]])
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
+    assert ended(*arguments) == 2
     assert "usage: ds-finepage" in capsys.readouterr().err
 
 
 def test_a_wrong_option_is_answered_with_the_usage_of_its_command(
-    command: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["fake", "--numbers", "3", "--no-such-option"])
-    assert ended.value.code == 2
+    assert ended("fake", "--numbers", "3", "--no-such-option") == 2
     usage, error = capsys.readouterr().err.strip().rsplit("\n", 1)
     assert usage.startswith("usage: ds-finepage fake ") and "--number NUMBER" in usage
     assert error == "ds-finepage fake: error: unrecognized arguments: --numbers 3 --no-such-option"
@@ -136,26 +137,21 @@ def test_a_wrong_option_is_answered_with_the_usage_of_its_command(
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_a_modules_docstring_is_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([name, "--help"])
-    assert ended.value.code == 0
+    assert ended(name, "--help") == 0
     text = import_module(f"ds_finepage.cli.{name}").__doc__
     assert text is not None
     assert text.strip() in capsys.readouterr().out
 
 
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
+    assert ended("--help") == 0
     out = capsys.readouterr().out
     for name in cli.COMMANDS:
         assert f"\n    {name} " in out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert ended.value.code == 0
+    assert ended("--version") == 0
     assert capsys.readouterr().out.strip() == __version__
 
 
@@ -171,7 +167,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ids=str,
 )
 def test_verbose_sets_the_level_of_the_log(
-    command: SimpleNamespace,
+    command: Command,
     caplog: pytest.LogCaptureFixture,
     arguments: list[str],
     expected: list[str],
@@ -190,12 +186,16 @@ def test_verbose_sets_the_level_of_the_log(
     assert logged == expected
 
 
+def without_anything_heavy(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that says at its end which heavy packages it has imported."""
+    heavy = "('torch', 'deepspeed', 'transformers')"
+    code = f"import sys; {code}; print([name for name in {heavy} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True)
+
+
 def test_help_starts_without_anything_heavy() -> None:
-    code = (
-        "import sys; from ds_finepage.cli import make_parser; make_parser(); "
-        "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = without_anything_heavy("from ds_finepage.cli import make_parser; make_parser()")
     assert done.stdout.strip() == "[]"
 
 
@@ -209,12 +209,10 @@ def test_a_wrong_model_is_refused_before_anything_heavy() -> None:
             ("compare", "--model"),
         )
     ]
-    code = (
-        f"import sys; from ds_finepage.cli import main; print([main(c) for c in {commands}], "
-        "[name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
+    done = without_anything_heavy(
+        f"from ds_finepage.cli import main; print([main(c) for c in {commands}])"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[2, 2, 2, 2] []"
+    assert done.stdout.split("\n") == ["[2, 2, 2, 2]", "[]", ""]
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 4
     assert all("unknown model 'nosuch'. Known: " in line for line in lines)
@@ -244,7 +242,7 @@ def test_a_count_below_1_is_refused_by_the_name_of_its_option(
 
 @pytest.mark.parametrize(("arguments", "expected"), [(["fake"], False), (["fake", "-v"], True)])
 def test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone(
-    command: SimpleNamespace,
+    command: Command,
     caplog: pytest.LogCaptureFixture,
     arguments: list[str],
     expected: bool,

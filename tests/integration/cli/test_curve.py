@@ -3,35 +3,24 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from ds_finepage.cli import main, output
-from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
+from ds_finepage.cli import output
+from tests.commands import Cli
+from tests.integration.cli.models import NUM_PARAMETERS, card
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
+def curve(model: str, tmp_path: Path) -> list[str]:
     """A small model on a card whose link is slow enough for a budget to matter."""
     slow = card(tmp_path, "slow", h2d_bytes_per_s=1e9, launch_ns=0, transfer_latency_ns=0)
-    model = small_model(tmp_path)
-    return ["curve", "--model", str(model), "--seq", "64", "--hardware", str(slow), "--points", "6"]
+    return ["curve", "--model", model, "--seq", "64", "--hardware", str(slow), "--points", "6"]
 
 
-def curve(capsys: pytest.CaptureFixture[str], arguments: list[str], *more: str) -> dict[str, Any]:
-    assert main([*arguments, "--json", *more]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
-
-
-# The command.
-
-
-def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = curve(capsys, arguments)
+def test_json(curve: list[str], cli: Cli) -> None:
+    found = cli.json(*curve)
     assert (found["batch"], found["seq"], found["hardware"]) == (1, 64, "slow")
     assert found["weight_bytes"] == 2 * NUM_PARAMETERS
     points = found["points"]
@@ -48,44 +37,35 @@ def test_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bar_on_a_terminal_goes_through_the_budgets(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    curve: list[str], monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    assert main([*arguments, "--json"]) == 0
-    assert capsys.readouterr().err == ""
+    assert cli(*curve, "--json").err == ""
     terminal = functools.partial(Console, force_terminal=True)
     monkeypatch.setattr(output, "Console", terminal)
-    assert main([*arguments, "--json"]) == 0
-    captured = capsys.readouterr()
-    assert "planning" in captured.err and "100%" in captured.err
-    assert len(json.loads(captured.out)["points"]) == 6
+    said = cli(*curve, "--json")
+    assert "planning" in said.err and "100%" in said.err
+    assert len(json.loads(said.out)["points"]) == 6
 
 
-def test_a_model_is_cut_over_ranks(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*arguments, "--points", "2", "--ranks", "2"]
-    found = curve(capsys, arguments)
+def test_a_model_is_cut_over_ranks(curve: list[str], cli: Cli) -> None:
+    two = [*curve, "--points", "2", "--ranks", "2"]
+    found = cli.json(*two)
     whole = 500 * 256 + 5 * 256  # the table and the norms are not cut
     assert found["weight_bytes"] == 2 * ((NUM_PARAMETERS - whole) // 2 + whole)
     assert found["num_ranks"] == 2
-    assert main(arguments) == 0
-    assert "slow, each of 2 ranks" in " ".join(capsys.readouterr().out.split())
+    assert "slow, each of 2 ranks" in cli(*two).words
 
 
-def test_words(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
+def test_words(curve: list[str], cli: Cli) -> None:
+    out = cli(*curve).out
     assert "tok/s" in out and "first token" in out and "reloaded a token" in out
 
 
-def test_budgets_beyond_the_card_are_marked(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_budgets_beyond_the_card_are_marked(curve: list[str], tmp_path: Path, cli: Cli) -> None:
     path = card(tmp_path, "small", capacity_bytes=3 << 20)
-    found = curve(capsys, arguments, "--hardware", str(path))
+    found = cli.json(*curve, "--hardware", path)
     beyond = [p for p in found["points"] if p["budget_bytes"] > found["capacity_bytes"] == 3 << 20]
-    assert main([*arguments, "--hardware", str(path)]) == 0
-    assert 0 < capsys.readouterr().out.count("more than the") == len(beyond) < 6
+    assert 0 < cli(*curve, "--hardware", path).out.count("more than the") == len(beyond) < 6
 
 
 @pytest.mark.parametrize(
@@ -98,8 +78,5 @@ def test_budgets_beyond_the_card_are_marked(
         (["--seq", "1000"], "128 positions"),
     ],
 )
-def test_bad_options(
-    arguments: list[str], changes: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, *changes]) == 2
-    assert words in capsys.readouterr().err
+def test_bad_options(curve: list[str], changes: list[str], words: str, cli: Cli) -> None:
+    cli.refuses(*curve, *changes, says=words)

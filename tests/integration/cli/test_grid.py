@@ -3,12 +3,12 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ds_finepage.cli import grid, main
+from ds_finepage.cli import grid
 from ds_finepage.cli.grid import to_rows
+from tests.commands import Cli
 from tests.integration.cli.models import card, small_model
 from tests.unit.points import point
 
@@ -21,41 +21,16 @@ def arguments(tmp_path: Path) -> list[str]:
         small_model(tmp_path, "two", intermediate_size=1024, max_position_embeddings=64),
     ]
     cards = [card(tmp_path, name, capacity_bytes=600 << 20) for name in ("slow", "fast")]
-    return [
-        "grid",
-        "--models",
-        ",".join(map(str, models)),
-        "--hardware",
-        ",".join(map(str, cards)),
-        "--batch",
-        "2",
-        "--seq",
-        "32,128",
-        "--policies",
-        "finepage",
-        "--device-budget",
-        "4MiB",
-    ]
-
-
-def document(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
-
-
-def cells(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[dict[str, Any]]:
-    found = document(capsys, arguments)["cells"]
-    assert isinstance(found, list)
-    return found
+    words = ["grid", "--models", ",".join(map(str, models))]
+    words += ["--hardware", ",".join(map(str, cards)), "--batch", "2", "--seq", "32,128"]
+    return [*words, "--policies", "finepage", "--device-budget", "4MiB"]
 
 
 # What comes out.
 
 
-def test_json_has_every_cell(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = cells(capsys, arguments)
+def test_json_has_every_cell(arguments: list[str], cli: Cli) -> None:
+    found = cli.json(*arguments)["cells"]
     assert len(found) == 2 * 2 * 2
     identity = ["model", "hardware", "batch", "seq", "policy", "weights", "num_ranks"]
     assert list(found[0])[:9] == [*identity, "runs", "reason"]
@@ -71,30 +46,27 @@ def test_json_has_every_cell(arguments: list[str], capsys: pytest.CaptureFixture
             assert cell["tokens_per_s"] is None
 
 
-def test_models_are_cut_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["grid", "--models", str(small_model(tmp_path)), "--hardware", "t4", "--seq", "32"]
+def test_models_are_cut_over_ranks(model: str, cli: Cli) -> None:
+    arguments = ["grid", "--models", model, "--hardware", "t4", "--seq", "32"]
     arguments += ["--policies", "finepage", "--batch", "2"]
-    assert main([*arguments, "--ranks", "2"]) == 0
-    assert "each of 2 ranks" in " ".join(capsys.readouterr().out.split())
-    (cell,), (whole,) = cells(capsys, [*arguments, "--ranks", "2"]), cells(capsys, arguments)
+    ranks = [*arguments, "--ranks", "2"]
+    assert "each of 2 ranks" in cli(*ranks).words
+    (cell,), (whole,) = cli.json(*ranks)["cells"], cli.json(*arguments)["cells"]
     assert (cell["num_ranks"], whole["num_ranks"]) == (2, 1)
     assert cell["weight_bytes"] < 0.7 * whole["weight_bytes"]
 
 
-def test_a_card_that_is_too_small_says_so(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for cell in cells(capsys, [*arguments, "--device-budget", "200KiB"]):
+def test_a_card_that_is_too_small_says_so(arguments: list[str], cli: Cli) -> None:
+    for cell in cli.json(*arguments, "--device-budget", "200KiB")["cells"]:
         assert not cell["runs"]
         assert "min_budget_bytes" in cell["reason"] or "positions" in cell["reason"]
 
 
-def test_the_table_numbers_the_reasons(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
+def test_the_table_numbers_the_reasons(arguments: list[str], tmp_path: Path, cli: Cli) -> None:
+    before = sorted(tmp_path.rglob("*.json"))
+    out = cli(*arguments).out
     assert "no (1)" in out and "(1) prefill: seq: 128 tokens" in out and "(2)" not in out
+    assert sorted(tmp_path.rglob("*.json")) == before  # no file where none is asked for
 
 
 def test_the_baseline_is_compared_with() -> None:
@@ -111,10 +83,8 @@ def test_the_baseline_is_compared_with() -> None:
     assert texts == [*figures, *outcomes]
 
 
-def test_the_json_has_date_command_and_versions(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = document(capsys, arguments)
+def test_the_json_has_date_command_and_versions(arguments: list[str], cli: Cli) -> None:
+    found = cli.json(*arguments)
     assert found["date"] == datetime.date.today().isoformat() and found["versions"]["torch"]
     assert found["command"].startswith("ds-finepage grid --models ")
 
@@ -134,11 +104,8 @@ def test_the_json_has_date_command_and_versions(
         (["--device-budget", "50%"], "50%device"),
     ],
 )
-def test_bad_options(
-    arguments: list[str], changes: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, *changes]) == 2
-    assert words in capsys.readouterr().err
+def test_bad_options(arguments: list[str], changes: list[str], words: str, cli: Cli) -> None:
+    cli.refuses(*arguments, *changes, says=words)
 
 
 def shown(**times: tuple[int, int]) -> grid.Results:
@@ -172,15 +139,13 @@ def test_a_row_without_finepage_or_without_baselines_has_a_winner_only() -> None
         assert to_rows(results)[0]["row"]["decode"]["over_baselines"] is None
 
 
-def test_the_settings_found_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_found_are_printed(model: str, tmp_path: Path, cli: Cli) -> None:
     """The default policies have the best baselines among them."""
-    model, hardware = small_model(tmp_path), card(tmp_path)
-    command = ["grid", "--models", str(model), "--hardware", str(hardware), "--seq", "32"]
+    command = ["grid", "--models", model, "--hardware", card(tmp_path), "--seq", "32"]
     command += ["--device-budget", "80%weights"]
-    assert main(command) == 0
-    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("zero_optimization")]
+    lines = [x for x in cli(*command).out.splitlines() if x.startswith("zero_optimization")]
     found = [json.loads(line[line.index("{") :]) for line in lines]
-    by_policy = {cell["policy"]: cell for cell in cells(capsys, command)}
+    by_policy = {cell["policy"]: cell for cell in cli.json(*command)["cells"]}
     assert list(by_policy) == ["zero", "zero-persistence", "static", "horizon", "finepage"]
     searched = by_policy["zero-persistence"]
     assert found == [searched["prefill_settings"], searched["decode_settings"]]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_finepage.cli import main, probe
+from ds_finepage.cli import probe
 from ds_finepage.graph.profiles import load_profile
-from tests.integration.cli.models import small_model
+from tests.commands import Cli
 
 PROBE = ["probe", "--device", "cpu"]
 
@@ -18,31 +18,25 @@ def _little_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "SCRATCH_BYTES", 2 << 20)
 
 
-def test_the_profile_is_one_that_plan_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_profile_is_one_that_plan_takes(model: str, tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "my.json"
-    assert main([*PROBE, "--out", str(path)]) == 0
-    out = capsys.readouterr().out
+    out = cli(*PROBE, "--out", path).out
     assert str(path) in out and "ds-finepage plan" in out
     assert load_profile(path).name == "cpu"
-    model = small_model(tmp_path)
-    plan = ["plan", "--model", str(model), "--seq", "8", "--hardware", str(path), "--json"]
-    assert main([*plan, "--device-budget", "8MiB"]) == 0
-    assert json.loads(capsys.readouterr().out)["hardware"] == "cpu"
+    plan = ["plan", "--model", model, "--seq", "8", "--hardware", path]
+    assert cli.json(*plan, "--device-budget", "8MiB")["hardware"] == "cpu"
 
 
-def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(PROBE) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "hardware_profile"
+def test_without_a_file_it_is_printed(cli: Cli) -> None:
+    assert json.loads(cli(*PROBE).out)["kind"] == "hardware_profile"
 
 
-def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_is_overwritten(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "my.json"
     path.write_text("mine")
-    assert main([*PROBE, "--out", str(path)]) == 2
-    assert "--force" in capsys.readouterr().err and path.read_text() == "mine"
-    assert main([*PROBE, "--out", str(path), "--force"]) == 0
+    cli.refuses(*PROBE, "--out", path, says="--force")
+    assert path.read_text() == "mine"
+    cli(*PROBE, "--out", path, "--force")
     assert load_profile(path).name == "cpu"
 
 
@@ -54,22 +48,19 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--out", "/no/such/folder/my.json"], "there is no folder"),
     ],
 )
-def test_bad_options(changes: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PROBE, *changes]) == 2
-    assert words in capsys.readouterr().err
+def test_bad_options(changes: list[str], words: str, cli: Cli) -> None:
+    cli.refuses(*PROBE, *changes, says=words)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PROBE, "--device", "cuda"]) == 2
-    assert "torch sees no accelerator" in capsys.readouterr().err
+def test_a_device_that_is_not_there(cli: Cli) -> None:
+    cli.refuses(*PROBE, "--device", "cuda", says="torch sees no accelerator")
 
 
 @pytest.mark.gpu
-def test_a_gpu(tmp_path: Path) -> None:
+def test_a_gpu(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "gpu.json"
-    assert main(["probe", "--device", "cuda", "--out", str(path)]) == 0
+    cli("probe", "--device", "cuda", "--out", path)
     found = load_profile(path)
-    assert (
-        found.h2d_bytes_per_s > 1e9 and found.flops_per_s["float16"] > found.flops_per_s["float32"]
-    )
+    assert found.h2d_bytes_per_s > 1e9
+    assert found.flops_per_s["float16"] > found.flops_per_s["float32"]

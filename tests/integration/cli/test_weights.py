@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ds_finepage import api, whatif
 from ds_finepage.capture.models import load_model_config
-from ds_finepage.cli import grid, main
+from ds_finepage.cli import grid
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.packed import PACKED_PRODUCTS
 from ds_finepage.graph.profiles import load_profile
-from tests.integration.cli.models import LLAMA, NUM_PARAMETERS, card, small_model
+from tests.commands import Cli
+from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 
 LINEAR_PARAMETERS = 2 * (4 * 256 * 256 + 3 * 256 * 512)
 OTHER_BYTES = 2 * (NUM_PARAMETERS - LINEAR_PARAMETERS)
@@ -39,16 +38,6 @@ FORMS = tuple(PACKED_BYTES)
 QUANTISED = {"quant_method": "torchao", "quant_type": "int8_weight_only"}
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return str(small_model(tmp_path))
-
-
-def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def commands(model: str) -> dict[str, list[str]]:
     shape = ["--seq", "64", "--hardware", "t4"]
     return {
@@ -64,11 +53,9 @@ def commands(model: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bytes_bounds_and_budget_are_those_of_the_form(
-    model: str, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bytes_bounds_and_budget_are_those_of_the_form(model: str, form: str, cli: Cli) -> None:
     command = [*commands(model)["plan"], "--device-budget", "60%weights", "--weights", form]
-    figures = found(capsys, *command)
+    figures = cli.json(*command)
     weight_bytes = OTHER_BYTES + PACKED_BYTES[form]
     assert figures["weight_bytes"] == weight_bytes
     assert figures["budget_bytes"] == weight_bytes * 6 // 10
@@ -77,55 +64,42 @@ def test_bytes_bounds_and_budget_are_those_of_the_form(
     assert figures["weights"] == (None if form == "bf16" else f"{form}, group 64")
 
 
-def test_sixteen_bits_are_those_that_suit_the_card(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sixteen_bits_are_those_that_suit_the_card(tmp_path: Path, cli: Cli) -> None:
     model = str(small_model(tmp_path, torch_dtype="float32"))
-    as_it_is = found(capsys, *commands(model)["plan"])
-    assert as_it_is["weight_bytes"] == 4 * NUM_PARAMETERS
-    assert found(capsys, *commands(model)["plan"], "--weights", "bf16")["weight_bytes"] == (
-        2 * NUM_PARAMETERS
-    )
+    command = commands(model)["plan"]
+    assert cli.json(*command)["weight_bytes"] == 4 * NUM_PARAMETERS
+    assert cli.json(*command, "--weights", "bf16")["weight_bytes"] == 2 * NUM_PARAMETERS
 
 
-def test_the_group_is_counted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_group_is_counted(model: str, cli: Cli) -> None:
     command = [*commands(model)["plan"], "--weights", "int4", "--weights-group", "32"]
-    figures = found(capsys, *command)
+    figures = cli.json(*command)
     packed = LINEAR_PARAMETERS // 2 + LINEAR_PARAMETERS // 32 * 4
     assert figures["weight_bytes"] == OTHER_BYTES + packed
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = cli(*command).out
     assert "(int4, group 32)" in out and "--weights int4 --weights-group 32" in out
 
 
-def test_tied_weights_stay_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_weights_stay_tied(tmp_path: Path, cli: Cli) -> None:
     model = str(small_model(tmp_path, tie_word_embeddings=True))
-    figures = found(capsys, *commands(model)["plan"], "--weights", "int8")
+    figures = cli.json(*commands(model)["plan"], "--weights", "int8")
     assert figures["weight_bytes"] == OTHER_BYTES - 2 * 500 * 256 + PACKED_BYTES["int8"]
 
 
+def captured_of(model: str, weights: str, seq: int = 64, **how: bool) -> whatif.CapturedModel:
+    shape = {"phase": "decode", "batch": 1, "seq": seq, "profile": load_profile("t4")}
+    return whatif.capture_model(model, weights=weights, **shape, **how)  # type: ignore[arg-type]
+
+
 def test_a_kv_cache_in_host_memory_leaves_the_weights_packed(model: str) -> None:
-    captured = whatif.capture_model(
-        model, phase="decode", batch=1, seq=64, profile=load_profile("t4"), weights="int4"
-    )
+    captured = captured_of(model, "int4")
     assert captured.on_host is not None
     assert captured.on_host.graph.weight_bytes == captured.graph.weight_bytes
     assert captured.on_host.weights == captured.weights == "int4, group 64"
 
 
 def test_fused_products_are_predicted_without_unpacking(model: str) -> None:
-    sliced, fused = (
-        whatif.capture_model(
-            model,
-            phase="decode",
-            batch=1,
-            seq=64,
-            profile=load_profile("t4"),
-            weights="int4",
-            fused_unpacking=is_fused,
-        )
-        for is_fused in (False, True)
-    )
+    sliced, fused = (captured_of(model, "int4", fused_unpacking=f) for f in (False, True))
     for before, after in zip(sliced.graph.tasks, fused.graph.tasks, strict=True):
         if before.op in PACKED_PRODUCTS:
             assert after.moved_bytes < before.moved_bytes / 8
@@ -156,9 +130,7 @@ def test_packed_weights_need_a_third_of_the_least_budget(
     )
     least = {}
     for form in ("bf16", weights):
-        captured = whatif.capture_model(
-            model, phase="decode", batch=1, seq=1024, profile=load_profile("t4"), weights=form
-        )
+        captured = captured_of(model, form, 1024)
         plan = partial(whatif.plan_captured, captured, profile=load_profile("t4"), split=False)
         least[form] = plan(budget_bytes=1 << 30).figures.min_budget_bytes
         at_least = plan(budget_bytes=least[form]).figures
@@ -183,13 +155,13 @@ def test_the_function_plans_packed_weights_too(model: str) -> None:
 
 
 def test_four_bits_reload_at_most_three_tenths_under_the_same_share(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     """Where nearly all weights are packed: one takes 4.5 bits, with its scale and minimum."""
     model = str(small_model(tmp_path, num_hidden_layers=32, vocab_size=100))
     command = [*commands(model)["plan"], "--device-budget", "15%weights", "--seq", "8"]
     plain, packed = (
-        found(capsys, *command, "--no-split", "--weights", form)["reloaded_bytes"]
+        cli.json(*command, "--no-split", "--weights", form)["reloaded_bytes"]
         for form in ("bf16", "int4")
     )
     assert 0.28 * plain < packed <= 0.3 * plain
@@ -198,9 +170,9 @@ def test_four_bits_reload_at_most_three_tenths_under_the_same_share(
 # Several forms in one table.
 
 
-def test_a_grid_has_a_row_for_each_form(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grid_has_a_row_for_each_form(model: str, cli: Cli) -> None:
     command = [*commands(model)["grid"], "--device-budget", "2MiB", "--weights", ",".join(FORMS)]
-    cells = found(capsys, *command)["cells"]
+    cells = cli.json(*command)["cells"]
     assert [cell["weights"] for cell in cells] == list(FORMS)
     for cell, form in zip(cells, FORMS, strict=True):
         assert cell["weight_bytes"] == OTHER_BYTES + PACKED_BYTES[form]
@@ -208,32 +180,28 @@ def test_a_grid_has_a_row_for_each_form(model: str, capsys: pytest.CaptureFixtur
         assert cell["row"]["decode"]["winner"] == "finepage"
     reloaded = [cell["decode_reloaded_bytes"] for cell in cells]
     assert reloaded == sorted(reloaded, reverse=True) and reloaded[0] > 2 * reloaded[2]
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = cli(*command).out
     assert "weights" in out and all(form in out for form in FORMS)
 
 
-def test_a_grid_without_forms_has_no_column_for_them(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(commands(model)["grid"]) == 0
-    assert "weights" not in capsys.readouterr().out
-    cells = found(capsys, *commands(model)["grid"])["cells"]
+def test_a_grid_without_forms_has_no_column_for_them(model: str, cli: Cli) -> None:
+    assert "weights" not in cli(*commands(model)["grid"]).out
+    cells = cli.json(*commands(model)["grid"])["cells"]
     assert [cell["weights"] for cell in cells] == [None]
 
 
-def test_the_json_of_a_grid_names_the_forms(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_of_a_grid_names_the_forms(model: str, cli: Cli) -> None:
     forms = ["--weights", "int8,int4", "--weights-group", "32"]
-    command = found(capsys, *commands(model)["grid"], *forms)["command"]
+    command = cli.json(*commands(model)["grid"], *forms)["command"]
     assert " --weights int8,int4 --weights-group 32 " in command
 
 
 def test_a_curve_plans_all_forms_under_the_same_budgets(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, cli: Cli
 ) -> None:
     slow = card(tmp_path, "slow", h2d_bytes_per_s=1e9)
     command = [*commands(model)["curve"], "--hardware", str(slow), "--weights", "bf16,int4"]
-    curves = found(capsys, *command)
+    curves = cli.json(*command)
     assert [curve["weights"] for curve in curves] == ["bf16", "int4"]
     plain, packed = ({p["budget_bytes"]: p for p in curve["points"]} for curve in curves)
     both = sorted(plain.keys() & packed.keys())
@@ -241,37 +209,32 @@ def test_a_curve_plans_all_forms_under_the_same_budgets(
     for budget in both[:-1]:
         assert plain[budget]["tokens_per_s"] < packed[budget]["tokens_per_s"]
     assert plain.keys() != packed.keys()  # a budget that is too small for a form is left out
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = cli(*command).out
     assert "bf16 tok/s" in out and "int4 tok/s" in out and " - " in out
 
 
-def test_a_curve_of_one_form_is_named_after_it(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    curve = found(capsys, *commands(model)["curve"], "--weights", "int4")
+def test_a_curve_of_one_form_is_named_after_it(model: str, cli: Cli) -> None:
+    command = [*commands(model)["curve"], "--weights", "int4"]
+    curve = cli.json(*command)
     assert curve["weights"] == "int4" and len(curve["points"]) == 4
-    assert main([*commands(model)["curve"], "--weights", "int4"]) == 0
-    assert " in int4, batch 1" in " ".join(capsys.readouterr().out.split())
+    assert " in int4, batch 1" in cli(*command).words
 
 
 # Stock with packed weights.
 
 
-def test_stock_is_modelled_with_its_own_packing(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stock_is_modelled_with_its_own_packing(model: str, cli: Cli) -> None:
     """It fetches packed bytes, and its settings count elements of 16 bits."""
     command = [*commands(model)["plan"], "--weights", "int4", "--device-budget", "200%weights"]
-    ours = found(capsys, *command)
-    stock = found(capsys, *command, "--policy", "zero")
+    ours = cli.json(*command)
+    stock = cli.json(*command, "--policy", "zero")
     assert stock["weights"] == "int4, group 64, modelled as DeepSpeed packs"
     assert stock["weight_bytes"] == ours["weight_bytes"] == OTHER_BYTES + PACKED_BYTES["int4"]
     kept = sum(2 * count for count in PARAMETERS_AS_STOCK if count <= 100_000)
     assert stock["reloaded_bytes"] == stock["weight_bytes"] - kept
 
 
-def test_a_grid_says_that_stock_is_modelled(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grid_says_that_stock_is_modelled(model: str, cli: Cli) -> None:
     words = "zero*, int4: modelled"
     for policies, forms, expected in (
         ("zero,finepage", "bf16,int4", 1),
@@ -279,8 +242,7 @@ def test_a_grid_says_that_stock_is_modelled(model: str, capsys: pytest.CaptureFi
         ("zero", "bf16", 0),
     ):
         command = [*commands(model)["grid"], "--policies", policies, "--weights", forms]
-        assert main(command) == 0
-        assert capsys.readouterr().out.count(words) == expected
+        assert cli(*command).out.count(words) == expected
 
 
 # Caches that keep passes.
@@ -314,35 +276,25 @@ def test_cells_of_another_form_are_captured_again(model: str) -> None:
     ],
 )
 def test_a_form_that_cannot_be_had_is_refused(
-    name: str,
-    options: list[str],
-    words: list[str],
-    model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, options: list[str], words: list[str], model: str, cli: Cli
 ) -> None:
     (Path(model) / "model.safetensors").touch()
-    status = main([*commands(model)[name], *options])
-    captured = capsys.readouterr()
     if name == "grid" and "48" in options:  # a cell that does not run
-        assert status == 0 and "groups of 48" in captured.out
-        return
-    assert status == 2, captured.err
-    assert all(word in captured.err for word in words), captured.err
-    assert "Traceback" not in captured.err
+        assert "groups of 48" in cli(*commands(model)[name], *options).out
+    else:
+        cli.refuses(*commands(model)[name], *options, says=words)
 
 
 @pytest.mark.parametrize(
     ("name", "status"), [("plan", 2), ("curve", 2), ("compare", 2), ("grid", 0)]
 )
 def test_a_model_that_is_quantised_already_is_refused(
-    name: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, status: int, tmp_path: Path, cli: Cli
 ) -> None:
     model = small_model(tmp_path, quantization_config=QUANTISED)
     (model / "model.safetensors").touch()
-    assert main([*commands(str(model))[name], "--weights", "int4"]) == status
-    captured = capsys.readouterr()
-    shown = captured.err if status else captured.out  # a grid has a cell that does not run
+    said = cli(*commands(str(model))[name], "--weights", "int4", status=status)
+    shown = said.err if status else said.out  # a grid has a cell that does not run
     assert "quantised already (quantization_config: torchao)" in " ".join(shown.split())
 
 
@@ -354,16 +306,6 @@ def test_a_quantised_model_is_not_even_asked_for_sixteen_bits(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["plan", "compare", "demo"])
-def test_one_form_where_one_is_taken(
-    name: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*commands(model)[name], "--weights", "int8,int4"]) == 2
-    assert "names several forms. Write one" in capsys.readouterr().err
-
-
-def test_the_small_model_has_the_sizes_of_these_tests() -> None:
-    assert (LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["vocab_size"]) == (
-        256,
-        512,
-        500,
-    )
+def test_one_form_where_one_is_taken(name: str, model: str, cli: Cli) -> None:
+    words = "names several forms. Write one"
+    cli.refuses(*commands(model)[name], "--weights", "int8,int4", says=words)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ds_finepage import whatif
-from ds_finepage.cli import main
 from ds_finepage.graph.profiles import load_profile
+from tests.commands import Cli
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -34,11 +34,6 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
-def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 def test_no_plan_beats_its_bounds(model: str, split: bool) -> None:
     profile = load_profile("t4")
@@ -53,24 +48,24 @@ def test_no_plan_beats_its_bounds(model: str, split: bool) -> None:
         assert figures.lower_bound_bytes <= figures.reloaded_bytes < whole
 
 
-def test_tables_hold_packed_experts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_hold_packed_experts(model: str, cli: Cli) -> None:
     shape = ["--seq", "128", "--hardware", "t4"]
-    curves = found(capsys, "curve", "--model", model, *shape, "--points", "3", "--weights", "int4")
+    curves = cli.json("curve", "--model", model, *shape, "--points", "3", "--weights", "int4")
     points = curves["points"]
     assert [p["tokens_per_s"] for p in points] == sorted(p["tokens_per_s"] for p in points)
     assert all(p["decode_bound_ns"] <= p["decode_ns"] for p in points)
     grid = ["grid", "--models", model, *shape, "--device-budget", "200%weights"]
     policies = ["--policies", "zero,horizon,finepage", "--weights", "bf16,int4"]
-    cells = found(capsys, *grid, *policies)["cells"]
+    cells = cli.json(*grid, *policies)["cells"]
     reloaded = {(c["weights"], c["policy"]): c["decode_reloaded_bytes"] for c in cells}
     assert len(reloaded) == 6
     assert reloaded["int4", "finepage"] == 0 < reloaded["int4", "zero"]
     assert reloaded["int4", "zero"] <= 0.3 * reloaded["bf16", "zero"]
 
 
-def test_stock_fetches_all_packed_experts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stock_fetches_all_packed_experts(model: str, cli: Cli) -> None:
     command = ["plan", "--model", model, "--seq", "128", "--hardware", "t4", "--weights", "int4"]
-    stock = found(capsys, *command, "--device-budget", "200%weights", "--policy", "zero")
+    stock = cli.json(*command, "--device-budget", "200%weights", "--policy", "zero")
     assert stock["weights"] == "int4, group 64, modelled as DeepSpeed packs"
     width, num_layers = MIXTRAL["hidden_size"], MIXTRAL["num_hidden_layers"]
     norms, routers = (2 * num_layers + 1) * width, num_layers * 8 * width

@@ -130,36 +130,69 @@ def test_lists_of_tensors_are_read() -> None:
     assert task.args[0] == (Ref(0), Ref(1), Ref(0)) and task.reads == (0, 1)
 
 
-def test_several_results_are_several_buffers() -> None:
-    graph = captured(lambda x: both(torch.topk(x, 2)), rows(6))
-    task = only(graph)
-    assert len(task.results) == 2 and len(task.writes) == 2
-    assert [t.dtype for t in graph.tensors[1:]] == ["float32", "int64"]
-    assert kinds(graph) == ["input", "output", "output"]
+# --- results, changes in place, dead code ----------------------------------------------------
 
 
-def test_a_result_that_nobody_uses_is_still_written() -> None:
-    graph = captured(lambda x: torch.topk(x, 2)[0], rows(6))
-    assert kinds(graph) == ["input", "output", "activation"]
-    assert only(graph).writes == (1, 2)
+def changes_a_list(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    torch._foreach_add_([x, y], 1)
+    return x, y
 
 
-def test_results_in_a_list_are_written_down() -> None:
-    x = rows(5)
-    graph = captured(lambda x: both(aten.split_with_sizes_copy(x, [2, 3])), x)
-    found = only(graph)
-    assert len(found.results) == 2 and len(found.writes) == 2
+def changes_before_a_use(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    y[0].zero_()
+    return y.sum()
 
 
-# --- changes in place ------------------------------------------------------------------------
-
-
-def test_an_op_in_place_reads_and_writes_its_buffer() -> None:
-    graph = captured(lambda x: torch.exp(x).add_(1), rows(4))
-    first, second = graph.tasks
-    assert second.op == "aten.add_.Tensor"
-    assert second.reads == second.writes == first.writes
-    assert len(graph.buffers) == 2
+@pytest.mark.parametrize(
+    ("function", "shapes", "found_ops", "found_kinds", "writes"),
+    [
+        (lambda x: both(torch.topk(x, 2)), [6], "topk", "input output output", [(1, 2)]),
+        (lambda x: torch.topk(x, 2)[0], [6], "topk", "input output activation", [(1, 2)]),
+        (
+            lambda x: both(aten.split_with_sizes_copy(x, [2, 3])),
+            [5],
+            "split_with_sizes_copy",
+            "input output output",
+            [(1, 2)],
+        ),
+        (lambda x: torch.exp(x).add_(1), [4], "exp add_", "input output", [(1,), (1,)]),
+        (changes_a_list, [2, 3], "_foreach_add_", "state state", [(0, 1)]),
+        (lambda x, y: x.add_(y), [4, 4], "add_", "state input", [(0,)]),
+        (
+            lambda x, y: (x[1:].copy_(y), y.neg())[1],
+            [4, 3],
+            "copy_ neg",
+            "state input output",
+            [(0,), (2,)],
+        ),
+        (lambda x: (x.exp(), x.neg().mul(2), x.sin())[2], [4], "sin", "input output", [(1,)]),
+        (lambda x: (x.exp(), x.neg().mul(2))[1], [4], "neg mul", "input activation output", None),
+        (lambda x: (x.exp().add_(1), x.neg())[1], [4], "neg", "input output", [(1,)]),
+        (changes_before_a_use, [4], "exp zero_ sum", "input activation output", None),
+        (lambda x, y: y.neg(), [4, 2], "neg", "input input output", [(2,)]),
+    ],
+    ids=[
+        *("several results", "an unused result", "a list of results", "in place"),
+        *("a changed list", "a changed input", "state that nobody returns", "dead tasks"),
+        *("dead ones before", "a dead change", "a change before a use", "an unused input"),
+    ],
+)
+def test_what_is_needed_is_written_down(
+    function: Callable[..., Any],
+    shapes: list[int],
+    found_ops: str,
+    found_kinds: str,
+    writes: list[tuple[int, ...]] | None,
+) -> None:
+    graph = captured(function, *map(rows, shapes))
+    assert [op.split(".")[1] for op in ops(graph)] == found_ops.split()
+    assert kinds(graph) == found_kinds.split()
+    assert writes in (None, [t.writes for t in graph.tasks])
+    for found in (graph.buffers, graph.tensors):
+        assert [each.id for each in found] == list(range(len(found)))
+    assert [t.index for t in graph.tasks] == list(range(len(graph.tasks)))
+    assert [i.position for i in graph.inputs] == list(range(len(shapes)))
 
 
 def test_a_change_through_a_view_changes_the_buffer() -> None:
@@ -172,64 +205,6 @@ def test_a_change_through_a_view_changes_the_buffer() -> None:
     graph = captured(function, x)
     assert graph.tasks[1].writes == graph.tasks[0].writes
     assert torch.equal(replay(graph, (x,))[0], function(x))
-
-
-def test_a_change_of_a_list_writes_each() -> None:
-    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        torch._foreach_add_([x, y], 1)
-        return x, y
-
-    graph = captured(function, rows(2), rows(3))
-    assert only(graph).writes == (0, 1)
-    assert kinds(graph) == ["state", "state"]
-
-
-def test_an_input_that_is_changed_is_state() -> None:
-    graph = captured(lambda x, y: x.add_(y), rows(4), rows(4))
-    assert kinds(graph) == ["state", "input"]
-    assert graph.outputs[0].position == 0
-
-
-def test_a_change_of_state_is_kept_though_nobody_returns_it() -> None:
-    graph = captured(lambda x, y: (x[1:].copy_(y), y.neg())[1], rows(4), rows(3))
-    assert ops(graph) == ["aten.copy_.default", "aten.neg.default"]
-
-
-# --- dead code -------------------------------------------------------------------------------
-
-
-def test_tasks_that_nobody_needs_are_left_out() -> None:
-    graph = captured(lambda x: (x.exp(), x.neg().mul(2), x.sin())[2], rows(4))
-    assert ops(graph) == ["aten.sin.default"]
-    assert len(graph.buffers) == 2
-
-
-def test_numbers_of_what_is_left_are_positions() -> None:
-    graph = captured(lambda x: (x.exp(), x.neg().mul(2))[1], rows(4))
-    assert [t.index for t in graph.tasks] == [0, 1]
-    assert [b.id for b in graph.buffers] == [0, 1, 2]
-    assert [t.id for t in graph.tensors] == list(range(len(graph.tensors)))
-
-
-def test_a_change_in_place_of_something_dead_is_dead() -> None:
-    graph = captured(lambda x: (x.exp().add_(1), x.neg())[1], rows(4))
-    assert ops(graph) == ["aten.neg.default"]
-
-
-def test_a_change_before_a_use_is_alive() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        y[0].zero_()
-        return y.sum()
-
-    graph = captured(function, rows(4))
-    assert len(graph.tasks) == 3
-
-
-def test_inputs_stay_though_nobody_reads_them() -> None:
-    graph = captured(lambda x, y: y.neg(), rows(4), rows(2))
-    assert kinds(graph) == ["input", "input", "output"]
-    assert [i.position for i in graph.inputs] == [0, 1]
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -320,21 +295,24 @@ def test_a_constant_that_is_changed_is_refused() -> None:
 # --- what cannot be written down -------------------------------------------------------------
 
 
-def test_a_number_of_another_sort_is_refused_with_its_type() -> None:
-    with pytest.raises(CaptureError, match="argument of type complex cannot be written down"):
-        captured(lambda x: torch.add(x, 1j), rows(3))
+GENERATOR = torch.Generator()
 
 
-def test_a_generator_is_refused() -> None:
-    generator = torch.Generator()
-    with pytest.raises(CaptureError, match="argument of type Generator cannot be written down"):
-        captured(lambda x: torch.bernoulli(x, generator=generator), rows(3).sigmoid())
+@pytest.mark.parametrize(
+    ("function", "sort"),
+    [
+        (lambda x: torch.add(x, 1j), "complex"),
+        (lambda x: torch.bernoulli(x.sigmoid(), generator=GENERATOR), "Generator"),
+    ],
+)
+def test_an_argument_of_another_sort_is_refused(function: Any, sort: str) -> None:
+    with pytest.raises(CaptureError, match=f"argument of type {sort} cannot be written down"):
+        captured(function, rows(3))
 
 
 def test_a_size_that_depends_on_data_is_refused() -> None:
-    env = ShapeEnv()
     with pytest.raises(CaptureError, match="a size depends on data"):
-        Recorder()._encode(env.create_unbacked_symint())
+        Recorder()._encode(ShapeEnv().create_unbacked_symint())
 
 
 def test_a_tensor_that_nobody_made_is_refused() -> None:
@@ -347,42 +325,29 @@ def test_a_tensor_that_nobody_made_is_refused() -> None:
 # --- costs -----------------------------------------------------------------------------------
 
 
-def test_flops_of_a_product_are_counted() -> None:
-    graph = captured(lambda x, w: x @ w, rows(2, 3), rows(3, 4))
-    assert only(graph).flops == 2 * 2 * 3 * 4
-
-
-def test_moved_bytes_are_read_and_written_ones() -> None:
+def test_costs_are_those_of_a_roofline() -> None:
+    assert only(captured(lambda x, w: x @ w, rows(2, 3), rows(3, 4))).flops == 2 * 2 * 3 * 4
     assert only(captured(lambda x: x.exp(), rows(4, 6))).moved_bytes == 2 * 96
-
-
-def test_a_lookup_moves_rows_and_not_the_table() -> None:
     ids = torch.tensor([1, 2])
-    graph = captured(lambda t, i: F.embedding(i, t), rows(1000, 4), ids)
-    assert only(graph).moved_bytes < 1000
+    lookup = only(captured(lambda t, i: F.embedding(i, t), rows(1000, 4), ids))
+    assert lookup.moved_bytes < 1000  # rows, and not the table
 
 
-def test_a_product_with_a_packed_weight_is_one_task() -> None:
-    layer = packed_layer_of(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
-    given = (rows(2, 3, 64), layer.numbers, layer.scales, layer.minima)
-    graph = captured(lambda x, n, s, m: packed_linear(x, n, s, m, None, 4, 32), *given)
-    task = only(graph)
-    assert task.flops == 2 * 6 * 64 * 24
-    unpacked, packed = 24 * 64 * 4, 24 * (32 + 2 * 2 * 4)
-    assert task.moved_bytes == 6 * (64 + 24) * 4 + packed + 4 * unpacked
-    assert not wants_fused(task.args)
-
-
-@pytest.mark.parametrize(("num_rows", "is_fused"), [(16, True), (17, False)])
-def test_a_fused_product_moves_packed_bytes(num_rows: int, is_fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "asked", "is_fused"), [(6, (), False), (16, (True,), True), (17, (True,), False)]
+)
+def test_a_product_with_a_packed_weight_is_one_task(
+    num_rows: int, asked: tuple[bool, ...], is_fused: bool
+) -> None:
     layer = packed_layer_of(nn.Linear(64, 24, bias=False), PackedForm(4, 32))
     given = (rows(num_rows, 64), layer.numbers, layer.scales, layer.minima)
-    graph = captured(lambda x, n, s, m: packed_linear(x, n, s, m, None, 4, 32, True), *given)
+    graph = captured(lambda x, n, s, m: packed_linear(x, n, s, m, None, 4, 32, *asked), *given)
     task = only(graph)
+    assert task.flops == 2 * num_rows * 64 * 24
     unpacked, packed = 24 * 64 * 4, 24 * (32 + 2 * 2 * 4)
     moved_bytes = num_rows * (64 + 24) * 4 + packed
     assert task.moved_bytes == moved_bytes + (0 if is_fused else 4 * unpacked)
-    assert wants_fused(task.args)
+    assert wants_fused(task.args) is bool(asked)
 
 
 # --- replayed, against eager -----------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ds_finepage.graph.memgraph import (
 from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph
 
 LEFT, RIGHT = Extent(0, 128), Extent(128, 128)  # the two places of every arena here
+PLACES = {"L": LEFT, "R": RIGHT, "M": Extent(64, 128)}
 NBYTES = 100
 
 
@@ -36,20 +37,19 @@ def task(index: int, reads: Any = (), writes: Any = (), touches: Any = (), op: s
     return Task(index, op, reads=tuple(reads), writes=tuple(writes), touches=tuple(touches))
 
 
-def memgraph(
-    graph: TaskGraph,
-    nodes: Iterable[tuple[NodeKind, int] | tuple[NodeKind, int, Extent]],
-    edges: str,
-    **others: Any,
-) -> MemGraph:
-    """Build a memgraph; ``edges`` is "before>after ..."."""
+def memgraph(graph: TaskGraph, nodes: str, edges: str, **others: Any) -> MemGraph:
+    """Build a memgraph.
+
+    ``nodes`` is "kind, number of the task or buffer, place ..."; a place is L(eft), R(ight) or
+    M(iddle). ``edges`` is "before>after ...".
+    """
     made = []
-    for i, (kind, which, *extent) in enumerate(nodes):
-        place = extent[0] if extent else None
+    for i, (name, which, at) in enumerate(re.findall(r"([a-z]+)(\d+)([LRM]?)", nodes)):
+        kind = NodeKind(name)
         if kind is NodeKind.COMPUTE:
-            made.append(Node(i, kind, task=which))
+            made.append(Node(i, kind, task=int(which)))
         else:
-            made.append(Node(i, kind, buffer=which, extent=place))
+            made.append(Node(i, kind, buffer=int(which), extent=PLACES[at]))
     usual: dict[str, Any] = {
         "policy": "by hand",
         "arena_bytes": 256,
@@ -73,9 +73,7 @@ OFFLOAD, DROP, COLLECT = NodeKind.OFFLOAD, NodeKind.DROP, NodeKind.COLLECT
 
 def gathering(m: MemGraph, buffer: int) -> MemGraph:
     """Let a weight hold rows that each call chooses."""
-    buffers = list(m.graph.buffers)
-    buffers[buffer] = replace(buffers[buffer], gather=0)
-    return replace(m, graph=replace(m.graph, buffers=tuple(buffers)))
+    return of_buffer(m, buffer, gather=0)
 
 
 def paging() -> MemGraph:
@@ -88,21 +86,8 @@ def paging() -> MemGraph:
             task(2, reads=[2, 3], writes=[2]),
             task(3, reads=[2], writes=[4]),
         ),
-        [
-            (RESIDENT, 0, LEFT),
-            (ALLOC, 2, RIGHT),
-            (COMPUTE, 0),
-            (DROP, 0, LEFT),
-            (OFFLOAD, 2, RIGHT),
-            (ALLOC, 1, LEFT),
-            (RELOAD, 1, LEFT),
-            (COMPUTE, 1),
-            (ALLOC, 2, RIGHT),
-            (RELOAD, 2, RIGHT),
-            (COMPUTE, 2),
-            (COMPUTE, 3),
-            (DROP, 2, RIGHT),
-        ],
+        "resident0L alloc2R compute0 drop0L offload2R alloc1L reload1L compute1 "
+        "alloc2R reload2R compute2 compute3 drop2R",
         "0>2 1>2 0>3 2>3 2>4 3>5 5>6 6>7 4>8 8>9 4>9 7>10 9>10 10>11 10>12 11>12",
         entry=(Residency(0, LEFT),),
         exit=(Residency(1, LEFT),),
@@ -117,7 +102,7 @@ def collecting() -> MemGraph:
     buffers = (replace(graph.buffers[0], name="w"), graph.buffers[1])
     return memgraph(
         replace(graph, buffers=buffers, parted=("w",), num_ranks=2),
-        [(ALLOC, 0, LEFT), (RELOAD, 0, LEFT), (COLLECT, 0, LEFT), (COMPUTE, 0)],
+        "alloc0L reload0L collect0L compute0",
         "0>1 1>2 2>3",
         exit=(Residency(0, LEFT),),
     )
@@ -134,18 +119,7 @@ def touches() -> MemGraph:
             task(3, reads=[0], op=JOIN),
             task(4, reads=[0], writes=[1]),
         ),
-        [
-            (ALLOC, 0, LEFT),
-            (COMPUTE, 0),
-            (COMPUTE, 1),
-            (OFFLOAD, 0, LEFT),
-            (ALLOC, 0, LEFT),
-            (RELOAD, 0, LEFT),
-            (COMPUTE, 2),
-            (COMPUTE, 3),
-            (COMPUTE, 4),
-            (DROP, 0, LEFT),
-        ],
+        "alloc0L compute0 compute1 offload0L alloc0L reload0L compute2 compute3 compute4 drop0L",
         "0>1 0>2 1>3 2>3 3>4 4>5 3>5 5>6 6>7 7>8 7>9 8>9",
         host_slots=((0, 0),),
         host_bytes=NBYTES,
@@ -163,17 +137,7 @@ def changes() -> MemGraph:
             task(3, writes=[0]),
             task(4, reads=[0, 1]),
         ),
-        [
-            (ALLOC, 0, LEFT),
-            (ALLOC, 3, RIGHT),
-            (COMPUTE, 0),
-            (DROP, 3, RIGHT),
-            (COMPUTE, 1),
-            (COMPUTE, 2),
-            (COMPUTE, 3),
-            (COMPUTE, 4),
-            (DROP, 0, LEFT),
-        ],
+        "alloc0L alloc3R compute0 drop3R compute1 compute2 compute3 compute4 drop0L",
         "0>2 1>2 2>3 2>4 2>5 4>5 5>6 5>7 6>7 4>8 5>8 6>8 7>8",
     )
 
@@ -188,23 +152,8 @@ def host_copies() -> MemGraph:
             task(2, reads=[0], writes=[0]),
             task(3, reads=[0], writes=[2]),
         ),
-        [
-            (ALLOC, 0, LEFT),
-            (COMPUTE, 0),
-            (OFFLOAD, 0, LEFT),
-            (ALLOC, 0, LEFT),
-            (RELOAD, 0, LEFT),
-            (COMPUTE, 1),
-            (DROP, 0, LEFT),
-            (ALLOC, 0, RIGHT),
-            (RELOAD, 0, RIGHT),
-            (COMPUTE, 2),
-            (OFFLOAD, 0, RIGHT),
-            (ALLOC, 0, RIGHT),
-            (RELOAD, 0, RIGHT),
-            (COMPUTE, 3),
-            (DROP, 0, RIGHT),
-        ],
+        "alloc0L compute0 offload0L alloc0L reload0L compute1 drop0L alloc0R "
+        "reload0R compute2 offload0R alloc0R reload0R compute3 drop0R",
         # 4>10 keeps the second offload from overwriting what the first reload reads.
         "0>1 1>2 2>3 3>4 2>4 4>5 4>6 5>6 2>10 4>10 8>10 7>8 2>8 8>9 9>10 10>11 11>12 10>12 12>13 "
         "12>14 13>14",

@@ -178,7 +178,7 @@ CASES = [
         F.STALE_CONTENTS,
         lambda: memgraph(
             taskgraph("s", task(0, writes=[0]), task(1, writes=[0])),
-            [(COMPUTE, 0), (COMPUTE, 1)],
+            "compute0 compute1",
             "0>1",
         ),
         lambda m: node(node(m, 0, task=1), 1, task=0),
@@ -187,7 +187,7 @@ CASES = [
         F.STALE_CONTENTS,
         lambda: memgraph(
             taskgraph("s", task(0, writes=[0]), task(1, touches=[0]), task(2, reads=[0], op=JOIN)),
-            [(COMPUTE, 0), (COMPUTE, 1), (COMPUTE, 2)],
+            "compute0 compute1 compute2",
             "0>1 0>2 1>2",
         ),
         lambda m: node(node(m, 0, task=1), 1, task=0),
@@ -261,14 +261,7 @@ CASES = [
         F.HOST_RACE,
         lambda: memgraph(
             taskgraph("a", task(0, writes=[0]), task(1, writes=[0])),
-            [
-                (ALLOC, 0, LEFT),
-                (COMPUTE, 0),
-                (OFFLOAD, 0, LEFT),
-                (ALLOC, 0, RIGHT),
-                (COMPUTE, 1),
-                (OFFLOAD, 0, RIGHT),
-            ],
+            "alloc0L compute0 offload0L alloc0R compute1 offload0R",
             "0>1 1>2 2>3 2>5 3>4 4>5",
             host_slots=((0, 0),),
             host_bytes=NBYTES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ds_finepage.compare.engine import RunRequest
 from ds_finepage.reporting.results import CompareSettings, PhaseFigures, Results, Run
 
 DS_CONFIG = {
@@ -29,6 +30,22 @@ def settings(**changes: Any) -> CompareSettings:
         **changes,
     }
     return CompareSettings(**given)
+
+
+def request(arm: str, model_dir: object = "", **changes: Any) -> RunRequest:
+    """Return a request for one small run of an arm on the CPU."""
+    given: dict[str, Any] = {
+        "ds_config": {},
+        "device": "cpu",
+        "budget_bytes": 1,
+        "batch": 1,
+        "prompt_tokens": 2,
+        "new_tokens": 4,
+        "repeats": 1,
+        "settings": {},
+        **changes,
+    }
+    return RunRequest(arm=arm, model_dir=str(model_dir), **given)
 
 
 def run(arm: str, prefill_ns: int | None = None, decode_ns: int | None = None, **more: Any) -> Run:

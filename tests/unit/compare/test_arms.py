@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ds_finepage.compare.arms import ARMS, arms_named
-from ds_finepage.compare.engine import RunRequest, load_request, save_request
+from ds_finepage.compare.engine import load_request, save_request
 from ds_finepage.errors import ConfigError
+from tests.unit.compare.runs import request
 
 
 def test_all_stands_for_every_arm_once() -> None:
@@ -24,21 +25,11 @@ def test_an_unknown_arm_is_refused() -> None:
         arms_named(["zeros"])
 
 
-REQUEST = RunRequest(
-    arm="zero",
-    model_dir="model",
-    ds_config={"bf16": {"enabled": True}},
-    device="cpu",
-    budget_bytes=5,
-    batch=2,
-    prompt_tokens=3,
-    new_tokens=4,
-    repeats=1,
-    settings={"stage3_max_live_parameters": 7},
-    prompt_ids=((1, 2, 3), (4, 5, 6)),
-)
-
-
 def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
-    save_request(REQUEST, tmp_path / "request.json")
-    assert load_request(tmp_path / "request.json") == REQUEST
+    given = {
+        "ds_config": {"bf16": {"enabled": True}},
+        "settings": {"stage3_max_live_parameters": 7},
+    }
+    asked = request("zero", "model", **given, batch=2, prompt_ids=((1, 2), (3, 4)))
+    save_request(asked, tmp_path / "request.json")
+    assert load_request(tmp_path / "request.json") == asked

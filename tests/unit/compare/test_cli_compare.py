@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ds_finepage.cli import compare as command
-from ds_finepage.cli import main
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.reporting.results import RESULTS_FILE, CompareSettings, Results, save_results
+from tests.commands import Cli
 from tests.unit.compare.runs import DS_CONFIG, results, run
 
 OURS = run("finepage", 20, 30, tokens_equal=True)
@@ -57,8 +57,10 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
     return made
 
 
-def call(*options: str | Path) -> int:
-    return main(["compare", *OPTIONS, *map(str, options)])
+@pytest.fixture
+def call(compared: Compared, cli: Cli) -> Cli:
+    """Calls ``compare`` with few tokens of a model of two layers."""
+    return cli.of("compare", *OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +84,9 @@ def call(*options: str | Path) -> int:
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused(
-    compared: Compared, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    compared: Compared, call: Cli, options: tuple[str, ...], message: str
 ) -> None:
-    assert call(*options) == 2
-    assert message in capsys.readouterr().err
+    call.refuses(*options, says=message)
     assert compared.starts == []
 
 
@@ -104,15 +105,14 @@ def test_an_option_that_cannot_be_used_is_refused(
     ],
 )
 def test_a_ds_config_that_cannot_be_used_is_refused(
-    compared: Compared, tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+    call: Cli, tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    assert call("--ds-config", path) == 2
-    assert message in capsys.readouterr().err
+    call.refuses("--ds-config", path, says=message)
 
 
-def test_the_ds_config_is_the_users_or_that_of_the_examples(compared: Compared) -> None:
+def test_the_ds_config_is_the_users_or_that_of_the_examples(compared: Compared, call: Cli) -> None:
     example = Path(__file__).parents[3] / "configs" / "finepage_cpu.json"
     call("--ds-config", example)
     call()
@@ -134,30 +134,21 @@ def test_the_ds_config_is_the_users_or_that_of_the_examples(compared: Compared) 
     ],
 )
 def test_the_exit_status_judges_the_results(
-    compared: Compared,
-    found: Any,
-    status: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    compared: Compared, call: Cli, found: Any, status: int, message: str
 ) -> None:
     compared.runs = (found,)
-    assert call() == status
-    assert message in capsys.readouterr().err
+    assert message in call(status=status).err
 
 
-def test_the_tables_the_winner_and_what_they_mean_are_printed(
-    compared: Compared, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call("--batch", "1,8") == 0
-    out = capsys.readouterr().out
+def test_the_tables_the_winner_and_what_they_mean_are_printed(call: Cli) -> None:
+    out = call("--batch", "1,8").out
     assert "Bytes, counted: batch 1" in out and "Time, modelled for t4: batch 1" in out
     assert "Batch 1, prefill: finepage is fastest" in out
     assert "do not compare engines by them" in out
 
 
-def test_json_is_all_of_the_output(compared: Compared, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_is_all_of_the_output(call: Cli) -> None:
+    found = call.json()
     assert found["runs"][0]["arm"] == "finepage" and found["device"] == "cpu"
     assert set(found["versions"]) >= {"torch", "deepspeed", "transformers"}
 
@@ -167,7 +158,7 @@ def test_json_is_all_of_the_output(compared: Compared, capsys: pytest.CaptureFix
     [((), ("plain", "zero", "zero-persistence", "finepage")), (("--arms", "all"), tuple(ARMS))],
 )
 def test_stock_tuned_stock_and_ours_run_unless_more_is_asked(
-    compared: Compared, words: tuple[str, ...], arms: tuple[str, ...]
+    compared: Compared, call: Cli, words: tuple[str, ...], arms: tuple[str, ...]
 ) -> None:
     call(*words)
     assert compared.starts[0].settings.arms == arms
@@ -177,13 +168,13 @@ def test_stock_tuned_stock_and_ours_run_unless_more_is_asked(
     "options", [("--arms", "zero,finepage"), ("--weights", "int8", "--weights-group", "32")]
 )
 def test_the_command_repeats_the_comparison(
-    compared: Compared, tmp_path: Path, options: tuple[str, ...]
+    compared: Compared, cli: Cli, call: Cli, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     call(*options, "--out", tmp_path / "kept")
     words = shlex.split(compared.starts[0].command)
     assert words[:2] == ["ds-finepage", "compare"]
-    assert main(words[1:]) == 2  # the folder has results
-    assert main([*words[1:], "--resume"]) == 0
+    cli.refuses(*words[1:], says="has results")
+    cli(*words[1:], "--resume")
     assert compared.starts[1].settings == compared.starts[0].settings
 
 
@@ -191,7 +182,7 @@ def test_the_command_repeats_the_comparison(
 
 
 def test_the_form_of_the_weights_is_part_of_the_ds_config(
-    compared: Compared, tmp_path: Path
+    compared: Compared, call: Cli, tmp_path: Path
 ) -> None:
     """So every arm and every model of a pass finds it there."""
     given = {**DS_CONFIG, "finepage": {"weights": "int8", "weights_group": 32, "split": True}}
@@ -203,8 +194,8 @@ def test_the_form_of_the_weights_is_part_of_the_ds_config(
         ("--weights", "int4", "--weights-group", "128"),
         ("--weights", "bf16"),
     ):
-        assert call("--ds-config", path, *options) == 0
-    assert call("--weights", "int4") == 0
+        call("--ds-config", path, *options)
+    call("--weights", "int4")
     sections = [json.loads(s.settings.ds_config)["finepage"] for s in compared.starts if s.settings]
     assert sections == [
         {"weights": "int8", "weights_group": 32, "split": True},
@@ -214,7 +205,7 @@ def test_the_form_of_the_weights_is_part_of_the_ds_config(
         {"weights": "int4", "weights_group": 64},
     ]
     path.write_text(json.dumps({**DS_CONFIG, "finepage": {"weights": "int8"}}))
-    assert call("--ds-config", path, "--weights", "bf16") == 0
+    call("--ds-config", path, "--weights", "bf16")
     last = compared.starts[-1].settings
     assert last is not None and json.loads(last.ds_config) == DS_CONFIG
     commands = [start.command for start in compared.starts]
@@ -222,80 +213,68 @@ def test_the_form_of_the_weights_is_part_of_the_ds_config(
 
 
 def test_sixteen_bits_are_not_had_from_a_ds_config_of_another_dtype(
-    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    call: Cli, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**DS_CONFIG, "bf16": {"enabled": False}}))
-    assert call("--ds-config", path, "--weights", "bf16") == 2
-    assert "bf16 is not the dtype of the ds_config" in capsys.readouterr().err
+    message = "bf16 is not the dtype of the ds_config"
+    call.refuses("--ds-config", path, "--weights", "bf16", says=message)
 
 
 # Folders.
 
 
-def test_without_a_folder_nothing_is_kept(compared: Compared) -> None:
+def test_without_a_folder_nothing_is_kept(compared: Compared, call: Cli) -> None:
     call()
     assert compared.folders[0].name.startswith("ds-finepage-")
     assert not compared.folders[0].exists()
 
 
-def test_a_folder_with_other_things_is_not_used(
-    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_other_things_is_not_used(call: Cli, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").touch()
-    assert call("--out", tmp_path) == 2
-    assert "exists and is not an empty folder" in capsys.readouterr().err
-    assert call("--out", tmp_path / "letter.txt" / "below") == 2
-    assert "cannot make" in capsys.readouterr().err
+    call.refuses("--out", tmp_path, says="exists and is not an empty folder")
+    call.refuses("--out", tmp_path / "letter.txt" / "below", says="cannot make")
 
 
 def test_results_are_not_overwritten_but_resumed(
-    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compared: Compared, call: Cli, tmp_path: Path
 ) -> None:
     failed = run("static", reason="needs a package", peak_bytes=None)
     too_large = run("zero", reason="out of memory", peak_bytes=None, out_of_memory=True)
     compared.runs = (OURS, failed, too_large)
-    assert call("--out", tmp_path) == 0
-    assert call("--out", tmp_path) == 2
-    assert "has results. Go on with --resume" in capsys.readouterr().err
-    assert call("--out", tmp_path, "--resume") == 0
+    call("--out", tmp_path)
+    call.refuses("--out", tmp_path, says="has results. Go on with --resume")
+    call("--out", tmp_path, "--resume")
     assert [r.arm for r in compared.starts[1].runs] == ["finepage", "zero"]
 
 
 def test_a_resumed_comparison_has_the_same_settings(
-    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compared: Compared, call: Cli, tmp_path: Path
 ) -> None:
     call("--out", tmp_path)
-    assert call("--out", tmp_path, "--resume", "--new", "9", "--hardware", "v100-16gb") == 2
-    error = capsys.readouterr().err
-    assert "new_tokens was 5 and is 9; hardware was 't4' and is 'v100-16gb'" in error
+    says = "new_tokens was 5 and is 9; hardware was 't4' and is 'v100-16gb'"
+    call.refuses("--out", tmp_path, "--resume", "--new", "9", "--hardware", "v100-16gb", says=says)
     assert len(compared.starts) == 1
 
 
-def test_results_of_another_version_are_refused(
-    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_another_version_are_refused(call: Cli, tmp_path: Path) -> None:
     call("--out", tmp_path)
     path = tmp_path / RESULTS_FILE
     path.write_text(path.read_text().replace('"format": 4', '"format": 99'))
-    assert call("--out", tmp_path, "--resume") == 2
-    assert "of this version of ds_finepage: format: Input should be 4" in capsys.readouterr().err
+    says = "of this version of ds_finepage: format: Input should be 4"
+    call.refuses("--out", tmp_path, "--resume", says=says)
     assert '"format": 99' in path.read_text()
 
 
-def test_the_report_of_a_single_run_is_no_comparison(
-    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_a_single_run_is_no_comparison(call: Cli, tmp_path: Path) -> None:
     save_results(dataclasses.replace(results(), settings=None), tmp_path)
-    assert call("--out", tmp_path, "--resume") == 2
-    assert "is the report of a single run" in capsys.readouterr().err
+    call.refuses("--out", tmp_path, "--resume", says="is the report of a single run")
 
 
 def test_an_interrupt_says_where_the_finished_runs_are(
-    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compared: Compared, call: Cli, tmp_path: Path
 ) -> None:
     compared.error = KeyboardInterrupt()
-    assert call("--out", tmp_path) == 130
-    assert f"finished runs are in {tmp_path}; --resume goes on" in capsys.readouterr().err
-    assert call() == 130
-    assert "--resume" not in capsys.readouterr().err
+    interrupted = call("--out", tmp_path, status=130)
+    assert f"finished runs are in {tmp_path}; --resume goes on" in interrupted.err
+    assert "--resume" not in call(status=130).err

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ds_finepage.cli import main
 from ds_finepage.compare import orchestrate
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import load_request
@@ -18,11 +17,13 @@ from ds_finepage.compare.orchestrate import WHOLE_ON_ONE, Comparison
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.reporting.results import PhaseFigures, Run, load_results, run_folder, save_passes
 from ds_finepage.reporting.tables import tables
+from tests.commands import Cli
 from tests.unit.compare.runs import results, run
-from tests.unit.compare.test_cli_compare import OPTIONS, Compared, command
+from tests.unit.compare.test_cli_compare import Compared, call, compared
 from tests.unit.compare.test_orchestrate import CONFIG, TOKENS, Fake, FakeModeller
 from tests.unit.reporting.folders import RESULTS, make_folder, observed
 
+__all__ = ["call", "compared"]
 RANKS = pytest.mark.parametrize("rank", (0, 1))
 
 
@@ -127,7 +128,7 @@ def test_the_table_has_a_line_for_each_rank(ranks: FakeRanks) -> None:
     assert not [t for t in tables(one, 1) if t.title.startswith("Ranks")]
 
 
-def test_a_trace_has_a_process_for_each_rank(tmp_path: Path) -> None:
+def test_a_trace_has_a_process_for_each_rank(tmp_path: Path, cli: Cli) -> None:
     def on_two(each: Run) -> Run:
         figures = {"tokens_equal": True, "peak_bytes": 1, "host_bytes": 1}
         rank = {**figures, "prefill": PhaseFigures(), "decode": PhaseFigures()}
@@ -139,7 +140,7 @@ def test_a_trace_has_a_process_for_each_rank(tmp_path: Path) -> None:
     of_rank = run_folder(folder, "finepage_b1_rank1")
     of_rank.mkdir()
     save_passes([observed()], of_rank)
-    assert main(["trace", str(folder)]) == 0
+    cli("trace", folder)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
         f"finepage_b1{rank} decode, {how}"
@@ -151,16 +152,8 @@ def test_a_trace_has_a_process_for_each_rank(tmp_path: Path) -> None:
 # Options.
 
 
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
-    made = Compared()
-    monkeypatch.setattr(command, "compare", made)
-    monkeypatch.setattr(command, "device_type", lambda: "cpu")
-    return made
-
-
-def test_ranks_are_in_the_ds_config_and_compute_in_float32(compared: Compared) -> None:
-    assert main(["compare", *OPTIONS, "--ranks", "2"]) == 0
+def test_ranks_are_in_the_ds_config_and_compute_in_float32(compared: Compared, call: Cli) -> None:
+    call("--ranks", "2")
     (start,) = compared.starts
     assert start.settings is not None and start.settings.num_ranks == 2
     ds_config = json.loads(start.settings.ds_config)
@@ -169,17 +162,17 @@ def test_ranks_are_in_the_ds_config_and_compute_in_float32(compared: Compared) -
     assert start.command.endswith("--ranks 2")
 
 
-def test_the_users_ds_config_keeps_its_dtype(compared: Compared, tmp_path: Path) -> None:
+def test_the_users_ds_config_keeps_its_dtype(compared: Compared, call: Cli, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     given = {"bf16": {"enabled": True}, "tensor_parallel": {"autotp_size": 2, "more": 1}}
     zero = {"stage": 3, "offload_param": {"device": "cpu"}}
     path.write_text(json.dumps({**given, "zero_optimization": zero}))
-    assert main(["compare", *OPTIONS, "--ranks", "2", "--ds-config", str(path)]) == 0
+    call("--ranks", "2", "--ds-config", path)
     settings = compared.starts[0].settings
     assert settings is not None
     found = json.loads(settings.ds_config)
     assert {key: found[key] for key in given} == given
-    assert main(["compare", *OPTIONS, "--ranks", "4", "--ds-config", str(path)]) == 2
+    call("--ranks", "4", "--ds-config", path, status=2)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +184,7 @@ def test_the_users_ds_config_keeps_its_dtype(compared: Compared, tmp_path: Path)
     ],
 )
 def test_ranks_that_cannot_run_are_refused(
-    compared: Compared, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    compared: Compared, call: Cli, options: list[str], message: str
 ) -> None:
-    assert main(["compare", *OPTIONS, *options]) == 2
-    assert message in capsys.readouterr().err
+    call.refuses(*options, says=message)
     assert compared.starts == []

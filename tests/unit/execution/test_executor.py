@@ -46,15 +46,18 @@ every_policy = pytest.mark.parametrize("policy", sorted(PAGING))
 # --- results ---------------------------------------------------------------------------------
 
 
+DELAYED = [(4 * (s % 3), {"delay_seed": s, "poison": True}) for s in range(8)]
+
+
 @every_policy
-@pytest.mark.parametrize("spare_units", [0, 4, 100])
+@pytest.mark.parametrize(("spare_units", "debug"), [(0, {}), (4, {}), (100, {}), *DELAYED])
 def test_results_are_those_of_eager_pass_after_pass(
-    rig: Callable[..., Rig], policy: str, spare_units: int
+    rig: Callable[..., Rig], policy: str, spare_units: int, debug: dict[str, Any]
 ) -> None:
+    """Delays and poison change none of them."""
     graph, weights = deep()
-    made = rig(
-        graph, weights, arena_bytes=min_arena_bytes(graph, 64) + 64 * spare_units, policy=policy
-    )
+    arena_bytes = min_arena_bytes(graph, 64) + 64 * spare_units
+    made = rig(graph, weights, arena_bytes=arena_bytes, policy=policy, **debug)
     for _ in range(3):
         x = torch.randn(N, N)
         (found,) = made(x)
@@ -81,26 +84,6 @@ def test_a_pass_forgets_the_routes_of_the_last_one(rig: Callable[..., Rig]) -> N
     assert read.values() == [1]
     made(torch.randn(N, N))
     assert read._values is None
-
-
-@every_policy
-@pytest.mark.parametrize("seed", range(8))
-def test_delays_and_poison_change_no_result(
-    rig: Callable[..., Rig], policy: str, seed: int
-) -> None:
-    graph, weights = deep()
-    made = rig(
-        graph,
-        weights,
-        arena_bytes=min_arena_bytes(graph, 64) + 256 * (seed % 3),
-        policy=policy,
-        delay_seed=seed,
-        poison=True,
-    )
-    for _ in range(3):
-        x = torch.randn(N, N)
-        (found,) = made(x)
-        assert torch.equal(found, deep_in_eager(x, weights))
 
 
 @pytest.mark.parametrize("inference", [False, True])

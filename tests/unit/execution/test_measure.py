@@ -157,23 +157,22 @@ def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
     assert len(calls) == 4
 
 
-def test_a_copy_to_host_memory_is_measured() -> None:
+@pytest.mark.parametrize(
+    ("op", "kind", "shape"),
+    [(TO_HOST, BufferKind.HOST, (8,)), ("aten.neg.default", ACTIVATION, (0, 8))],
+    ids=["a copy to host memory", "empty tensors"],
+)
+def test_what_takes_no_memory_is_measured(
+    op: str, kind: BufferKind, shape: tuple[int, ...]
+) -> None:
     draft = Draft()
-    x, y = draft.tensor(INPUT, 8), draft.tensor(BufferKind.HOST, 8)
-    draft.task(TO_HOST, x, out=(y,))
+    x, y = draft.tensor(INPUT, *shape), draft.tensor(kind, *shape)
+    draft.task(op, x, out=(y,))
     (task,) = measured(draft)
     assert task.time_ns is not None and task.workspace_bytes == 0
 
 
 # --- scratch tensors -------------------------------------------------------------------------
-
-
-def test_empty_tensors_are_measured() -> None:
-    draft = Draft()
-    x, y = draft.tensor(INPUT, 0, 8), draft.tensor(ACTIVATION, 0, 8)
-    draft.task("aten.add.Tensor", x, x, out=(y,))
-    (task,) = measured(draft)
-    assert task.workspace_bytes == 0
 
 
 def test_zeros_are_indices_that_are_valid_anywhere() -> None:
@@ -214,24 +213,16 @@ def test_rows_that_a_mask_chooses_take_no_more_than_measured(chosen: int) -> Non
     assert meter.peak_bytes <= task.workspace_bytes
 
 
-def test_a_slice_of_a_large_buffer_needs_as_much_scratch_as_it_reaches() -> None:
+def test_tensors_on_a_buffer_share_as_much_scratch_as_they_reach() -> None:
     draft = Draft()
     big = draft.tensor(ACTIVATION, 1 << 40)  # four terabytes that nobody could allocate
     part = draft.view(big, (2, 3), (3, 1), offset=100)
     draft.task("aten.neg_.default", part, out=(part,), changes=(part,))
-    graph = draft.graph()
-    assert reach(graph, graph.tasks[0], 0) == 106 * 4
-    assert len(measured(draft)) == 1
-
-
-def test_several_tensors_on_one_buffer_share_scratch() -> None:
-    draft = Draft()
-    x = draft.tensor(ACTIVATION, 8)
-    low, high = draft.view(x, (4,), (1,)), draft.view(x, (4,), (1,), offset=4)
+    low, high = draft.view(big, (4,), (1,)), draft.view(big, (4,), (1,), offset=4)
     draft.task("aten.copy_.default", low, high, out=(low,), changes=(low,))
     graph = draft.graph()
-    assert reach(graph, graph.tasks[0], 0) == 32
-    assert len(measured(draft)) == 1
+    assert [reach(graph, task, 0) for task in graph.tasks] == [106 * 4, 8 * 4]
+    assert len(measured(draft)) == 2
 
 
 def test_measuring_works_in_inference_mode() -> None:

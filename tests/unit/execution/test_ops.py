@@ -281,29 +281,19 @@ def test_an_op_on_a_list_in_place_runs_as_it_is() -> None:
         ("aten.new_zeros.default", (Ref(1), (3,)), 0),
         ("aten.zeros_like.default", (Ref(1),), 0),
         ("aten.ones.default", ((3,),), 1),
+        ("aten.empty.memory_format", ((3,),), 7),
+        ("aten.new_empty.default", (Ref(1), (3,)), 7),
+        ("aten.empty_like.default", (Ref(1),), 7),
+        ("aten.empty_strided.default", ((3,), (1,)), 7),
     ],
 )
-def test_a_fill_fills_in_place(op: str, args: tuple[Any, ...], value: int) -> None:
-    out = nan(3)
+def test_a_fill_fills_in_place_and_an_empty_tensor_costs_nothing(
+    op: str, args: tuple[Any, ...], value: int
+) -> None:
+    out = torch.full((3,), 7.0)
     bench = Bench(out, rand(3))
     bench.run(bench.bind(op, args, (0,), dtype=Symbol("dtype", "float32")))
     assert out.tolist() == [value] * 3
-
-
-@pytest.mark.parametrize(
-    ("op", "args"),
-    [
-        ("aten.empty.memory_format", ((3,),)),
-        ("aten.new_empty.default", (Ref(1), (3,))),
-        ("aten.empty_like.default", (Ref(1),)),
-        ("aten.empty_strided.default", ((3,), (1,))),
-    ],
-)
-def test_an_empty_tensor_costs_nothing(op: str, args: tuple[Any, ...]) -> None:
-    out = torch.full((3,), 7.0)
-    bench = Bench(out, rand(3))
-    bench.run(bench.bind(op, args, (0,)))
-    assert out.tolist() == [7.0] * 3
 
 
 def test_a_join_does_nothing() -> None:

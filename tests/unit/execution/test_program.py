@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,13 +45,40 @@ def waits_of(program: Program) -> list[tuple[Step, Lane, int]]:
 # --- by hand ---------------------------------------------------------------------------------
 
 
-def test_a_task_waits_for_its_reload_and_the_next_reload_for_the_task() -> None:
-    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 1)
-    assert steps(lower(memgraph), memgraph) == {
-        "compute": ["compute 0 <reload w1", "compute 1 <reload w2"],
-        "h2d": ["reload w1", "reload w2 <compute 0"],
-        "d2h": [],
-    }
+ENTRY = (Residency(0, Extent(0, UNIT)), Residency(1, Extent(UNIT, UNIT)))
+
+
+@pytest.mark.parametrize(
+    ("options", "entry", "compute", "h2d"),
+    [
+        (
+            {},
+            (),
+            ["compute 0 <reload w1", "compute 1 <reload w2"],
+            ["reload w1", "reload w2 <compute 0"],
+        ),
+        (
+            {"missing": frozenset({1})},
+            ENTRY,
+            ["compute 0", "compute 1 <resident w2"],
+            ["resident w2"],
+        ),
+        (
+            {"poison": True},
+            (),
+            ["compute 0 <reload w1", "drop w1", "compute 1 <reload w2"],
+            ["reload w1", "reload w2 <drop w1"],
+        ),
+    ],
+    ids=["a task and the next reload", "a missing entry is a reload", "drops that poison"],
+)
+def test_a_step_waits_for_those_that_it_needs(
+    options: dict[str, Any], entry: tuple[Residency, ...], compute: list[str], h2d: list[str]
+) -> None:
+    graph = sketch("w1:64 w2:64", "w1 ->", "w2 ->")
+    memgraph = planned(graph, 1 + bool(entry), entry=entry)
+    found = steps(lower(memgraph, **options), memgraph)
+    assert found == {"compute": compute, "h2d": h2d, "d2h": []}
 
 
 def test_nothing_waits_where_all_is_resident() -> None:
@@ -79,33 +107,6 @@ def test_a_step_signals_where_another_lane_waits_for_it() -> None:
     assert waited
     for step in program.merged:
         assert step.signals == ((step.lane, step.position) in waited)
-
-
-# --- entries that are not in place -----------------------------------------------------------
-
-
-ENTRY = (Residency(0, Extent(0, UNIT)), Residency(1, Extent(UNIT, UNIT)))
-
-
-def test_a_missing_entry_is_a_reload_that_its_task_waits_for() -> None:
-    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 2, entry=ENTRY)
-    assert steps(lower(memgraph, missing=frozenset({1})), memgraph) == {
-        "compute": ["compute 0", "compute 1 <resident w2"],
-        "h2d": ["resident w2"],
-        "d2h": [],
-    }
-
-
-# --- poison ----------------------------------------------------------------------------------
-
-
-def test_with_poison_drops_are_steps_of_the_compute_lane() -> None:
-    memgraph = planned(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 1)
-    assert steps(lower(memgraph, poison=True), memgraph) == {
-        "compute": ["compute 0 <reload w1", "drop w1", "compute 1 <reload w2"],
-        "h2d": ["reload w1", "reload w2 <drop w1"],
-        "d2h": [],
-    }
 
 
 # --- enough and not too many, against all edges ----------------------------------------------

@@ -136,11 +136,13 @@ def library() -> Iterator[None]:
 ALONE = [changes_what_it_reads, counts_from_the_storage, gives_half, gives_doubles]
 
 
-def one_op(name: str, *, kind: Any = ACTIVATION) -> TaskGraph:
+def one_op(name: str, num_args: int = 1, dtype: str = "float32") -> TaskGraph:
+    """Make a graph of one op; one of this module has no dot in its name."""
     draft = Draft()
-    x, y = draft.tensor(INPUT, N), draft.tensor(kind, N)
-    draft.task(f"finepage_test.{name}.default", x, out=(y,))
-    return draft.graph(inputs=(x,), outputs=(y,))
+    xs = [draft.tensor(INPUT, N, dtype=dtype) for _ in range(num_args)]
+    y = draft.tensor(ACTIVATION, N, dtype=dtype)
+    draft.task(name if "." in name else f"finepage_test.{name}.default", *xs, out=(y,))
+    return draft.graph()
 
 
 def by_name(value: Any) -> str:
@@ -194,17 +196,9 @@ def test_an_op_in_place_that_resizes_is_refused() -> None:
         OpMeter(CPU).with_costs(draft.graph())
 
 
-def test_an_op_that_never_gives_the_same_is_planned() -> None:
-    meter, graph = OpMeter(CPU), one_op("restless")
-    (task,) = meter.with_costs(graph).tasks
-    assert task.workspace_bytes == NBYTES and meter.in_place(graph) == frozenset()
-
-
-def test_results_of_a_random_op_are_copied() -> None:
-    draft = Draft()
-    x, y = draft.tensor(INPUT, N), draft.tensor(ACTIVATION, N)
-    draft.task("aten.bernoulli.default", x, out=(y,))
-    meter, graph = OpMeter(CPU), draft.graph()
+@pytest.mark.parametrize("name", ["restless", "aten.bernoulli.default"])
+def test_results_of_an_op_that_never_gives_the_same_are_copied(name: str) -> None:
+    meter, graph = OpMeter(CPU), one_op(name)
     (task,) = meter.with_costs(graph).tasks
     assert meter.in_place(graph) == frozenset() and task.workspace_bytes >= NBYTES
 
@@ -236,10 +230,7 @@ def test_a_tensor_given_as_out_is_refused_where_the_op_cannot_be_tried() -> None
 
 
 def test_both_arguments_of_a_trial_hold_other_numbers() -> None:
-    draft = Draft()
-    x, y, z = draft.tensor(INPUT, N), draft.tensor(INPUT, N), draft.tensor(ACTIVATION, N)
-    draft.task("aten.sub.Tensor", x, y, out=(z,))
-    graph = draft.graph()
+    graph = one_op("aten.sub.Tensor", 2)
     trial = Trial(graph, graph.tasks[0], CPU)
     (difference,) = trial.alone()
     assert int((difference == 0).sum()) < N // 4 and difference.isfinite().all()
@@ -247,10 +238,7 @@ def test_both_arguments_of_a_trial_hold_other_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64", "complex128"])
 def test_every_dtype_is_tried(dtype: str) -> None:
-    draft = Draft()
-    x, y = draft.tensor(INPUT, N, dtype=dtype), draft.tensor(ACTIVATION, N, dtype=dtype)
-    draft.task("aten.add.Tensor", x, x, out=(y,))
-    meter, graph = OpMeter(CPU), draft.graph()
+    meter, graph = OpMeter(CPU), one_op("aten.add.Tensor", 2, dtype)
     meter.with_costs(graph)
     assert meter.in_place(graph) == {0}
 

@@ -247,12 +247,16 @@ def test_a_parameter_that_zero_frees_shows_its_partition_at_once() -> None:
     assert torch.equal(table.fetch(parameter), torch.arange(1.0, 7.0).view(2, 3))
 
 
-def test_a_partition_takes_the_value_of_a_parameter_that_is_set() -> None:
-    parameter, partition, table, _ = partitioned(lambda: False)
-    parameter.data = torch.ones(2, 3)
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_a_partition_takes_the_value_of_a_parameter_that_is_set(is_gathered: bool) -> None:
+    """A gathered parameter keeps its tensor."""
+    parameter, partition, table, _ = partitioned(lambda: is_gathered)
+    value = torch.ones(2, 3)
+    parameter.data = value
     assert table.changes() == WeightChanges(("w",))
     assert partition.tolist() == [1.0] * 6
-    assert parameter.data_ptr() == partition.data_ptr()
+    kept = value if is_gathered else partition
+    assert parameter.data_ptr() == kept.data_ptr()
 
 
 def test_two_partitions_can_be_swapped() -> None:
@@ -267,12 +271,3 @@ def test_two_partitions_can_be_swapped() -> None:
     first.data, second.data = second.data, first.data
     assert table.changes() == WeightChanges(("a", "b"))
     assert one.tolist() == [9.0] * 6 and two.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-def test_a_gathered_parameter_keeps_its_tensor_and_its_partition_has_the_value() -> None:
-    parameter, partition, table, _ = partitioned(lambda: True)
-    gathered = torch.ones(2, 3)
-    parameter.data = gathered
-    assert table.changes() == WeightChanges(("w",))
-    assert partition.tolist() == [1.0] * 6
-    assert parameter.data_ptr() == gathered.data_ptr()

@@ -131,11 +131,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def mine(folder: Path, without: str = "", **changes: Any) -> Path:
+    """Write a profile like that of the t4."""
+    path = folder / "mine.json"
+    document = json.loads(codec.dumps(load_profile("t4"))) | changes
+    document.pop(without, None)
+    path.write_text(json.dumps(document))
+    return path
+
+
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[m for _, m in WRONG])
 def test_wrong_figures_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    path = tmp_path / "mine.json"
-    document = json.loads(codec.dumps(load_profile("t4")))
-    path.write_text(json.dumps(document | changes))
+    path = mine(tmp_path, **changes)
     with pytest.raises(ConfigError, match=rf"hardware profile .*mine\.json: .*{message}"):
         load_profile(path)
 
@@ -145,12 +152,8 @@ NEEDED = [f.name for f in dataclasses.fields(HardwareProfile) if f.name not in D
 
 @pytest.mark.parametrize("field", NEEDED)
 def test_missing_figures_are_refused(tmp_path: Path, field: str) -> None:
-    path = tmp_path / "mine.json"
-    document = json.loads(codec.dumps(load_profile("t4")))
-    del document[field]
-    path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=f"missing: {field}"):
-        load_profile(path)
+        load_profile(mine(tmp_path, without=field))
 
 
 def test_corrupt_files_are_refused(tmp_path: Path) -> None:

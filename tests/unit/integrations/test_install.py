@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -31,12 +32,20 @@ def seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("its_seam")
 
 
-def test_the_seam_goes_in_when_its_module_is_loaded(seam: ModuleType) -> None:
-    installing.install()
-    installing.install()
+IN, OUT = installing.install, installing.uninstall
+
+
+@pytest.mark.parametrize(
+    ("before", "goes_in"), [((IN, IN), True), ((IN, OUT), False), ((IN, OUT, IN), True)]
+)
+def test_the_seam_goes_in_when_its_module_is_loaded(
+    seam: ModuleType, before: tuple[Callable[[], None], ...], goes_in: bool
+) -> None:
+    for call in before:
+        call()
     assert seam.calls == []
     importlib.import_module("theirs")
-    assert seam.calls == ["install theirs 3"]
+    assert seam.calls == ["install theirs 3"] * goes_in
 
 
 def test_the_seam_goes_in_at_once_into_a_loaded_module(seam: ModuleType) -> None:
@@ -47,23 +56,6 @@ def test_the_seam_goes_in_at_once_into_a_loaded_module(seam: ModuleType) -> None
     assert seam.calls == ["install theirs 3", "uninstall theirs"]
     installing.install()
     assert seam.calls[2:] == ["install theirs 3"]
-
-
-def test_a_seam_that_was_removed_first_never_goes_in(seam: ModuleType) -> None:
-    installing.install()
-    installing.uninstall()
-    importlib.import_module("theirs")
-    assert seam.calls == []
-
-
-def test_a_seam_can_be_removed_and_installed_again_before_its_module_is_loaded(
-    seam: ModuleType,
-) -> None:
-    installing.install()
-    installing.uninstall()
-    installing.install()
-    importlib.import_module("theirs")
-    assert seam.calls == ["install theirs 3"]
 
 
 def test_a_module_that_fails_to_load_gets_its_seam_at_the_next_try(

@@ -174,14 +174,21 @@ def test_growth_copies_each_row_a_few_times() -> None:
 # What callers see.
 
 
+def taken(handed_out: HandedOut, cache: DynamicCache, capacity: int = 20) -> list[RoomLayer]:
+    """Take the layers of a cache, and give them room for some rows."""
+    handed_out.take(cache)
+    found = room_layers([cache])
+    for layer in found:
+        if layer.capacity < capacity:
+            layer.resize(capacity)
+    return found
+
+
 def test_a_caller_gets_its_own_layers_back_and_rows_that_never_change(cache: DynamicCache) -> None:
     handed_out = HandedOut(pinned=False)
     own, seen = list(cache.layers), []
     for step in range(3):
-        handed_out.take(cache)
-        for layer in room_layers([cache]):
-            if layer.capacity < 20:
-                layer.resize(20)
+        for layer in taken(handed_out, cache):
             layer.update(rows(1, 10 + step), -rows(1, 10 + step))
         given = handed_out.hand_out(cache)
         assert all(map(lambda a, b: a is b, cache.layers, own))
@@ -206,9 +213,7 @@ def test_rows_in_host_memory_are_not_among_those_on_the_device(cache: DynamicCac
 def test_a_cache_that_its_caller_cut_gets_another_room(cache: DynamicCache) -> None:
     """So rows that the caller has seen, behind the cut, do not change."""
     handed_out = HandedOut(pinned=False)
-    handed_out.take(cache)
-    for layer in room_layers([cache]):
-        layer.resize(20)
+    taken(handed_out, cache)
     handed_out.hand_out(cache)
     whole = cache.layers[0].keys
     cache.crop(-2)
@@ -232,9 +237,7 @@ def test_while_the_model_runs_the_callers_layers_hold_no_rows(cache: DynamicCach
 
 def test_after_detaching_rows_have_no_room(cache: DynamicCache) -> None:
     handed_out = HandedOut(pinned=False)
-    handed_out.take(cache)
-    for layer in room_layers([cache]):
-        layer.resize(20)
+    taken(handed_out, cache)
     handed_out.hand_out(cache)
     keys = cache.layers[0].keys
     assert keys is not None and keys.untyped_storage().nbytes() == 4 * keys.nbytes
@@ -249,15 +252,11 @@ def test_after_detaching_rows_have_no_room(cache: DynamicCache) -> None:
 
 def test_a_copy_of_a_cache_goes_its_own_way(cache: DynamicCache) -> None:
     handed_out = HandedOut(pinned=False)
-    handed_out.take(cache)
-    for layer in room_layers([cache]):
-        layer.resize(20)
+    taken(handed_out, cache)
     handed_out.hand_out(cache)
     other = copy.deepcopy(cache)
     for made, seed in ((cache, 7), (other, 8)):
-        handed_out.take(made)
-        for layer in room_layers([made]):
-            layer.resize(20)
+        for layer in taken(handed_out, made):
             layer.update(rows(1, seed), -rows(1, seed))
         handed_out.hand_out(made)
     for made, seed in ((cache, 7), (other, 8)):

@@ -58,32 +58,14 @@ def bound(memory: DeviceMemory, found: Pass) -> Any:
     return memory.bind(found, found.memgraph.arena_bytes, frozenset(), [])
 
 
-def test_the_memory_starts_released(memory: DeviceMemory) -> None:
-    assert memory.state is DeviceState.RELEASED
-    assert memory.held_bytes == 0
-
-
-def test_the_memory_counts_its_arena_or_its_weights(
-    memory: DeviceMemory, weights: WeightTable
-) -> None:
-    bound(memory, planned_pass())
-    assert memory.held_bytes == 7 * NBYTES
-    memory.to_resident()
-    assert memory.held_bytes == weights.block_bytes > 0
-
-
-def test_binding_a_pass_makes_its_arena(memory: DeviceMemory) -> None:
-    found = planned_pass()
+def test_binding_a_pass_makes_an_arena_for_all(memory: DeviceMemory) -> None:
+    assert (memory.state, memory.held_bytes) == (DeviceState.RELEASED, 0)
+    found, other = planned_pass(), planned_pass()
     executor = bound(memory, found)
-    assert memory.state is DeviceState.PAGED
+    assert (memory.state, memory.held_bytes) == (DeviceState.PAGED, 7 * NBYTES)
     assert found.executor is executor
     assert executor.arena.nbytes == 7 * NBYTES
-
-
-def test_two_passes_share_an_arena(memory: DeviceMemory) -> None:
-    first, second = planned_pass(), planned_pass()
-    assert bound(memory, first).arena is bound(memory, second).arena
-    assert first.executor is not None
+    assert bound(memory, other).arena is executor.arena and found.executor is executor
 
 
 def test_an_arena_of_another_size_unbinds_and_frees_the_first(memory: DeviceMemory) -> None:
@@ -115,6 +97,7 @@ def test_resident_memory_holds_every_weight_and_no_arena(
     found = planned_pass()
     bound(memory, found)
     assert memory.to_resident() == weights.nbytes
+    assert memory.held_bytes == weights.block_bytes > 0
     assert memory.state is DeviceState.RESIDENT and found.executor is None
     assert sorted(weights.on_device) == ["bias", "weight"]
     assert memory.to_resident() == 0  # they are there already
@@ -166,10 +149,15 @@ def test_new_checks_make_new_lanes(memory: DeviceMemory) -> None:
 # Rows that wait in the arena between two passes.
 
 
-def test_rows_wait_in_the_arena_where_no_weight_is(memory: DeviceMemory) -> None:
+def test_rows_wait_in_the_arena_where_no_weight_is(
+    memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = bound(memory, planned_pass())
     memory.residents = {"a": Extent(0, NBYTES), "b": Extent(3 * NBYTES, NBYTES)}
+    followed: list[bool] = []
+    monkeypatch.setattr(memory._lanes, "follow", lambda: followed.append(True))
     keep = memory.keeper(2 * NBYTES)
+    assert followed  # they are kept behind the last pass
     assert keep is not None and list(memory.residents) == ["a", "b"]
     rows = torch.arange(2 * NBYTES // 4, dtype=torch.float32).view(2, -1, 4)
     kept = keep(rows[:, 1:])
@@ -184,16 +172,6 @@ def test_weights_in_the_place_of_kept_rows_are_reloaded(memory: DeviceMemory) ->
     memory.residents = {name: Extent(i * NBYTES, NBYTES) for i, name in enumerate("abcdefg")}
     assert memory.keeper(2 * NBYTES) is not None
     assert list(memory.residents) == ["a", "b", "c", "d", "e"]
-
-
-def test_rows_are_kept_behind_the_last_pass(
-    memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bound(memory, planned_pass())
-    followed: list[bool] = []
-    monkeypatch.setattr(memory._lanes, "follow", lambda: followed.append(True))
-    memory.keeper(NBYTES)
-    assert followed
 
 
 def test_without_an_arena_that_is_large_enough_nothing_is_kept(memory: DeviceMemory) -> None:

@@ -128,11 +128,30 @@ def test_a_hook_sees_every_op_and_can_be_removed(rig: Rig) -> None:
     assert rig.same()
     seen: list[Any] = []
     remove = rig.handle.register_op_hook(before=lambda task, operands: seen.append(task))
-    assert rig.same()
-    assert len(seen) == rig.handle.stats.passes[0].num_tasks
+    assert rig.same() and rig.state is DeviceState.PAGED
+    assert len(seen) == rig.handle.stats.passes[0].num_tasks > 0
     remove()
-    assert rig.same()
+    assert rig.same() and rig.state is DeviceState.RESIDENT
     assert len(seen) == rig.handle.stats.passes[0].num_tasks
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "horizon"},
+        {"debug": DebugConfig(poison_vacated=True)},
+        {"debug": DebugConfig(lane_delay_seed=1)},
+    ],
+    ids=str,
+)
+def test_a_model_that_fits_is_paged_as_long_as_somebody_looks_at_the_plan(
+    rig: Rig, settings: dict[str, Any]
+) -> None:
+    assert rig.same() and rig.state is DeviceState.RESIDENT
+    rig.handle.replan(**settings)
+    assert rig.same() and rig.state is DeviceState.PAGED
+    rig.handle.replan(policy="finepage", debug=DebugConfig())
+    assert rig.same() and rig.state is DeviceState.RESIDENT
 
 
 def test_a_hook_that_replans_is_refused(rig: Rig) -> None:

@@ -85,14 +85,6 @@ def lengths(cache: DynamicCache) -> list[int]:
 EXPECTED = torch.cat([rows(5), rows(9, 1)], dim=-2)
 
 
-def test_a_call_with_room_leaves_the_cache_where_it_is() -> None:
-    made, counters = calls()
-    cache = cache_with(5)
-    assert torch.equal(call(made, forward(cache), cache), EXPECTED)
-    assert lengths(cache) == [4, 4]
-    assert counters.num_caches_on_host == 0
-
-
 def test_a_cache_that_starts_on_the_host_moves_once_and_is_never_on_the_device() -> None:
     made, counters = calls()
     cache = cache_with(5)
@@ -108,26 +100,29 @@ def test_a_cache_that_starts_on_the_host_moves_once_and_is_never_on_the_device()
     assert set(seen) == {HostLayer}
 
 
-@pytest.mark.parametrize("after", (0, 1, 2))
-def test_rows_of_a_refused_forward_are_taken_back_before_the_next(after: int) -> None:
+@pytest.mark.parametrize("num_refusals", (0, 1))
+def test_an_empty_cache_is_empty_before_the_next_call(num_refusals: int) -> None:
+    made, counters = calls()
+    cache = DynamicCache()
+    assert torch.equal(call(made, forward(cache, num_refusals), cache), rows(9, 1))
+    assert lengths(cache) == [1, 1]
+    assert counters.num_caches_on_host == num_refusals
+
+
+@pytest.mark.parametrize(("num_refusals", "after"), ((0, 1), (1, 0), (1, 1), (1, 2)))
+def test_rows_of_a_refused_forward_are_taken_back_before_the_next(
+    num_refusals: int, after: int
+) -> None:
     """Behind a graph break some layers have added their rows already."""
     made, counters = calls()
     cache = cache_with(5)
-    assert torch.equal(call(made, forward(cache, 1, after), cache), EXPECTED)
+    assert torch.equal(call(made, forward(cache, num_refusals, after), cache), EXPECTED)
     assert lengths(cache) == [4, 4]
-    assert counters.num_caches_on_host == 1
+    assert counters.num_caches_on_host == num_refusals
     for layer in cache.layers:
         assert type(layer) is DynamicLayer  # the caller's own, with rows in host memory
         assert torch.equal(layer.keys, EXPECTED)
         assert torch.equal(layer.values, -EXPECTED)
-
-
-def test_an_empty_cache_is_empty_again_before_the_next() -> None:
-    made, counters = calls()
-    cache = DynamicCache()
-    assert torch.equal(call(made, forward(cache, 1), cache), rows(9, 1))
-    assert lengths(cache) == [1, 1]
-    assert counters.num_caches_on_host == 1
 
 
 def test_a_refusal_leaves_the_cache_as_it_was() -> None:
@@ -261,10 +256,12 @@ def test_rows_are_kept_elsewhere_where_two_rooms_do_not_fit(
     assert ways == [None, None, torch.clone, torch.clone]
 
 
-def test_a_room_that_cannot_double_grows_a_little() -> None:
+def test_a_room_that_cannot_double_grows_a_little_or_goes_to_host_memory() -> None:
+    most_rows = 900
+
     def make_room(rooms: Sequence[torch.Tensor], after: Sequence[int]) -> None:
-        if sum(after) > 4 * rows(5, 900).nbytes:
-            raise PlanInfeasibleError("no room for twice the rows", 5)
+        if sum(after) > 4 * most_rows * rows(5, 1).nbytes:
+            raise PlanInfeasibleError("no room for rows", 5)
 
     made, counters = calls(make_room=make_room)
     cache = cache_with(*range(200))
@@ -272,13 +269,7 @@ def test_a_room_that_cannot_double_grows_a_little() -> None:
         call(made, forward(cache), cache)
         assert capacities(cache) == [601 + 601 // 8] * 2
     assert counters.num_caches_on_host == 0
-
-
-def test_rows_without_room_at_all_go_to_host_memory() -> None:
-    def make_room(*_: Any) -> bool:
-        raise PlanInfeasibleError("no room for rows", 5)
-
-    made, counters = calls(make_room=make_room)
+    most_rows = 0
     cache = cache_with(5)
     with pytest.raises(PlanInfeasibleError, match="no room for rows"):
         call(made, forward(cache), cache, may_move=False)
@@ -300,6 +291,22 @@ def test_rows_that_a_caller_gets_are_noted() -> None:
     ]
 
 
+@pytest.mark.parametrize("error", (PlanInfeasibleError("no room"), RuntimeError("another")))
+def test_a_call_without_a_cache_or_with_another_error_is_tried_once(error: Exception) -> None:
+    made, counters = calls()
+    has_cache = type(error) is RuntimeError
+    tries = []
+
+    def run(*_: Any, **__: Any) -> None:
+        tries.append(1)
+        raise error
+
+    given = {"past_key_values": cache_with(5)} if has_cache else {}
+    with pytest.raises(type(error)):
+        made.call(CapturedCall(run, nn.Identity(), (), given), may_move=True)
+    assert (len(tries), counters.num_caches_on_host) == (1, 0)
+
+
 def test_of_two_refusals_the_one_that_needs_less_is_told() -> None:
     made, _ = calls()
     needs = iter((50, 70))
@@ -311,30 +318,3 @@ def test_of_two_refusals_the_one_that_needs_less_is_told() -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
         call(made, run, cache)
     assert caught.value.min_budget_bytes == 50
-
-
-def test_a_call_without_a_cache_is_refused_once() -> None:
-    made, counters = calls()
-    tries = []
-
-    def run() -> None:
-        tries.append(1)
-        raise PlanInfeasibleError("no room")
-
-    with pytest.raises(PlanInfeasibleError):
-        made.call(CapturedCall(run, nn.Identity(), (), {}), may_move=True)
-    assert len(tries) == 1
-    assert counters.num_caches_on_host == 0
-
-
-def test_other_errors_are_not_tried_again() -> None:
-    made, _ = calls()
-    cache, tries = cache_with(5), []
-
-    def run(past_key_values: DynamicCache) -> None:
-        tries.append(1)
-        raise RuntimeError("something else")
-
-    with pytest.raises(RuntimeError, match="something else"):
-        call(made, run, cache)
-    assert len(tries) == 1

@@ -34,31 +34,22 @@ def test_a_pass_is_sized_then_planned_then_bound() -> None:
     assert found.memgraph is None and found.executor is None
     assert planned_pass().memgraph is not None and planned_pass().executor is None
     assert bound_pass().executor is not None
-
-
-def test_a_pass_without_a_plan_cannot_be_bound() -> None:
     nothing: Any = object()
     with pytest.raises(AssertionError):
-        sized_pass(chain(9)).bind(nothing)
+        found.bind(nothing)
 
 
-def test_an_unbound_pass_keeps_its_plan() -> None:
+def test_a_pass_loses_its_executor_before_its_plan() -> None:
     found = bound_pass()
     found.unbind()
     assert found.executor is None and found.memgraph is not None
-
-
-def test_a_pass_without_a_plan_has_no_executor() -> None:
+    found = bound_pass()
+    found.set_plan(plan_checked(found.graph, ARENA, run_settings().planning))
+    assert found.executor is None and found.memgraph is not None
     found = bound_pass()
     found.invalidate_plan("a test")
     assert found.executor is None and found.memgraph is None
     assert found.stats().arena_bytes == ARENA  # of its last plan
-
-
-def test_a_new_plan_unbinds_the_pass() -> None:
-    found = bound_pass()
-    found.set_plan(plan_checked(found.graph, ARENA, run_settings().planning))
-    assert found.executor is None
 
 
 def test_more_workspace_of_rewritten_tasks_counts_once() -> None:

@@ -115,6 +115,8 @@ def twice(first: Run, second: Run) -> Run:
 def test_ranks_with_the_same_pass_run_it() -> None:
     tokens = torch.tensor([[1, 2]])
     assert on_ranks(*[one_pass("abc", tokens)] * 3) == ["ran"] * 3
+    # Tensors that a shard has for itself may differ.
+    assert on_ranks(one_pass("a", torch.zeros(1)), one_pass("a", torch.ones(2))) == ["ran"] * 2
 
 
 def test_numbers_of_all_ranks_are_by_rank() -> None:
@@ -157,32 +159,25 @@ def test_another_pass_is_refused_on_every_rank_and_they_stay_in_step(
         assert second == "ran"
 
 
-def test_tensors_that_a_shard_has_for_itself_may_differ() -> None:
-    assert on_ranks(one_pass("a", torch.zeros(1)), one_pass("a", torch.ones(2))) == ["ran"] * 2
-
-
-def test_no_room_on_one_rank_refuses_the_pass_on_all() -> None:
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (PlanInfeasibleError("needs more", 77), PlanInfeasibleError, "needs more"),
+        (KeyError("x"), RankError, "KeyError('x')"),
+    ],
+)
+def test_an_error_before_the_pass_refuses_it_on_all_ranks(
+    error: Exception, kind: type[Exception], said: str
+) -> None:
     """All of them may then move their KV caches, and try again."""
-    no_room = PlanInfeasibleError("needs more", 77)
-    runs = twice(one_pass(), one_pass()), twice(one_pass(before=no_room), one_pass())
+    runs = twice(one_pass(), one_pass()), twice(one_pass(before=error), one_pass())
     (theirs, later), (own, again) = on_ranks(*runs)
-    assert own is no_room
-    assert isinstance(theirs, PlanInfeasibleError) and theirs.min_budget_bytes is None
-    assert str(theirs) == "Rank 1 failed: needs more No rank has run this pass."
+    assert own is error
+    assert isinstance(theirs, kind) and getattr(theirs, "min_budget_bytes", None) is None
+    assert str(theirs) == f"Rank 1 failed: {said} No rank has run this pass."
     assert (later, again) == ("ran", "ran")
-
-
-def test_an_error_before_the_pass_leaves_the_others_in_step() -> None:
-    runs = twice(one_pass(), one_pass()), twice(one_pass(before=KeyError("x")), one_pass())
-    (theirs, later), (own, again) = on_ranks(*runs)
-    assert isinstance(own, KeyError) and isinstance(theirs, RankError)
-    assert str(theirs) == "Rank 1 failed: KeyError('x') No rank has run this pass."
-    assert (later, again) == ("ran", "ran")
-
-
-def test_two_ranks_that_are_refused_keep_their_own_errors() -> None:
-    errors = [PlanInfeasibleError("one"), PlanInfeasibleError("two")]
-    assert on_ranks(*(one_pass(before=error) for error in errors)) == errors
+    errors = [error, PlanInfeasibleError("two")]  # each keeps its own
+    assert on_ranks(*(one_pass(before=each) for each in errors)) == errors
 
 
 @pytest.mark.parametrize(

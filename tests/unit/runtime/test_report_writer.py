@@ -38,7 +38,7 @@ BUDGET = 100_000
 Exits = list[Callable[[], None]]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
     """The functions that would run when the interpreter ends."""
     found: Exits = []
@@ -58,6 +58,13 @@ def model() -> Iterator[torch.nn.Module]:
 def attached(model: torch.nn.Module, report: Path, **settings: Any) -> Handle:
     settings = {"device_budget": BUDGET, "device": "cpu", **settings}
     return attach(model, report=str(report), **settings)
+
+
+def run_and_detach(model: torch.nn.Module, report: Path, **settings: Any) -> None:
+    handle = attached(model, report, **settings)
+    run_twice(model)
+    handle.detach()
+    assert not handle.attached
 
 
 def run_twice(model: torch.nn.Module) -> None:
@@ -113,9 +120,7 @@ def test_a_run_without_detach_writes_at_exit_and_only_once(
     assert not page.exists()
 
 
-def test_the_budget_is_the_one_of_the_end(
-    model: torch.nn.Module, exits: Exits, tmp_path: Path
-) -> None:
+def test_the_budget_is_the_one_of_the_end(model: torch.nn.Module, tmp_path: Path) -> None:
     handle = attached(model, tmp_path)
     run_twice(model)
     handle.replan(budget_bytes=BUDGET + 512)
@@ -145,35 +150,25 @@ def test_a_folder_that_cannot_be_written_is_a_warning_when_the_model_is_attached
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_the_results_of_a_comparison_are_not_replaced(
-    model: torch.nn.Module,
-    exits: Exits,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    damaged: bool,
+    model: torch.nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bool
 ) -> None:
     save_results(RESULTS, tmp_path)
     path = tmp_path / RESULTS_FILE
     if damaged:
         path.write_text("{}")
     before = path.read_text()
-    handle = attached(model, tmp_path)
+    run_and_detach(model, tmp_path)
     assert "Name another folder" in caplog.text
-    run_twice(model)
-    handle.detach()
     assert path.read_text() == before and not (tmp_path / PAGE_FILE).exists()
 
 
-def test_an_earlier_report_of_a_run_is_replaced(
-    model: torch.nn.Module, exits: Exits, tmp_path: Path
-) -> None:
+def test_an_earlier_report_of_a_run_is_replaced(model: torch.nn.Module, tmp_path: Path) -> None:
     save_results(replace(RESULTS, settings=None), tmp_path)
     old = run_folder(tmp_path, "finepage_b1")
     old.mkdir(parents=True)
     (old / "decode.plan.json").write_text("of an earlier run")
     (old / "notes.txt").write_text("mine")
-    handle = attached(model, tmp_path)
-    run_twice(model)
-    handle.detach()
+    run_and_detach(model, tmp_path)
     assert len(load_results(tmp_path).runs) == 1
     assert [found.name for found in load_passes(old)] == ["pass"]
     assert (old / "notes.txt").read_text() == "mine"
@@ -181,22 +176,18 @@ def test_an_earlier_report_of_a_run_is_replaced(
 
 def test_without_the_packages_the_figures_are_written_and_the_page_is_not(
     model: torch.nn.Module,
-    exits: Exits,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    handle = attached(model, tmp_path)
+    run_and_detach(model, tmp_path)
     assert "pip install 'ds_finepage[report]'" in caplog.text
-    run_twice(model)
-    handle.detach()
     assert load_results(tmp_path).runs and not (tmp_path / PAGE_FILE).exists()
 
 
 def test_a_full_disk_is_a_warning(
     model: torch.nn.Module,
-    exits: Exits,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -205,20 +196,15 @@ def test_a_full_disk_is_a_warning(
         raise ConfigError("cannot write results.json: No space left on device")
 
     monkeypatch.setattr(report_writer, "save_results", full)
-    handle = attached(model, tmp_path)
-    run_twice(model)
-    handle.detach()
-    assert not handle.attached
+    run_and_detach(model, tmp_path)
     assert "is not complete: cannot write results.json: No space left" in caplog.text
 
 
 def test_a_model_that_never_ran_by_plan_is_a_warning(
-    model: torch.nn.Module, exits: Exits, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: torch.nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    handle = attached(model, tmp_path, device_budget="1GiB")
-    run_twice(model)
-    handle.detach()
+    run_and_detach(model, tmp_path, device_budget="1GiB")
     assert "no pass has run by plan" in caplog.text and not (tmp_path / RESULTS_FILE).exists()
 
 

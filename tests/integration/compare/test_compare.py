@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +15,19 @@ from ds_finepage._compat.torch import _profiler_enabled
 from ds_finepage.compare import finepage_arms, worker, zero_arms
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import make_checkpoint
-from ds_finepage.compare.engine import Engine, RunRequest, save_request
+from ds_finepage.compare.engine import Engine, save_request
 from ds_finepage.compare.modelling import model_arm
-from ds_finepage.compare.orchestrate import completed, make_prompts
 from ds_finepage.compare.worker import NUM_RECORDED, RUN_FILE, RUNS, TOKENS_FILE, Worker
 from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.modeller import Modeller
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.reporting.results import Run, load_passes
 from tests.integration.cli.models import small_model
-from tests.integration.engines import one_process_deepspeed
+from tests.integration.compare.compared import Compared
+from tests.integration.engines import ZERO_ON_CPU
+from tests.unit.compare.runs import request
+
+pytestmark = pytest.mark.usefixtures("nothing_persisted")
 
 VOCABULARY = 2000
 """With fewer rows the stock engine keeps every weight on the device."""
@@ -36,148 +39,68 @@ SHAPE = {
     "vocab_size": VOCABULARY,
 }
 BATCH, PROMPT, NEW = 2, 6, 5
-DS_CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-}
+DS_CONFIG = {**ZERO_ON_CPU, "bf16": {"enabled": True}}
 ZERO_ARMS = [arm for arm in ARMS if arm.startswith("zero")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def deepspeed() -> Iterator[Any]:
-    """DeepSpeed with one process on the CPU, whatever else this machine has."""
-    with one_process_deepspeed() as found:
-        yield found
-
-
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, str(small_model(folder, **SHAPE)))
-    return folder
+    shape = {"batch": BATCH, "prompt_tokens": PROMPT, "new_tokens": NEW}
+    models = Modeller(str(folder), **shape, device_budget="90%weights", hardware="t4")
+    return Compared(folder, DS_CONFIG, models, **shape)
 
 
 @pytest.fixture(scope="module")
-def models(checkpoint: Path) -> Modeller:
-    return Modeller(
-        str(checkpoint),
-        batch=BATCH,
-        prompt_tokens=PROMPT,
-        new_tokens=NEW,
-        device_budget="90%weights",
-        hardware="t4",
-    )
-
-
-@pytest.fixture
-def request_of(
-    checkpoint: Path, models: Modeller, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., RunRequest]:
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    # It counts over all models of a process, and would stop at the threshold of one.
-    monkeypatch.setattr(Init, "num_persisted_elements", 0)
-    prompts = make_prompts(checkpoint, batch=BATCH, prompt_tokens=PROMPT)
-
-    def make(arm: str, **changes: Any) -> RunRequest:
-        given: dict[str, Any] = {
-            "arm": arm,
-            "model_dir": str(checkpoint),
-            "ds_config": DS_CONFIG,
-            "device": "cpu",
-            "budget_bytes": models.budget_bytes,
-            "batch": BATCH,
-            "prompt_tokens": PROMPT,
-            "new_tokens": NEW,
-            "repeats": 1,
-            "settings": model_arm(ARMS[arm], models).settings,
-            "prompt_ids": prompts,
-            **changes,
-        }
-        return RunRequest(**given)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[list[int]]:
+def expected(compared: Compared) -> list[list[int]]:
     """The tokens of plain transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    ids = torch.tensor(make_prompts(checkpoint, batch=BATCH, prompt_tokens=PROMPT))
-    with torch.no_grad():
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW,
-            do_sample=False,
-            cache_implementation="static",
-            disable_compile=True,
-        )
-    tokens: list[list[int]] = found.tolist()
-    return tokens
-
-
-def ran(request: RunRequest, folder: Path) -> tuple[Run, list[Any]]:
-    made = Worker(request)
-    return made.run(folder), made.tokens
+    return compared.tokens(compared.plain())
 
 
 @pytest.mark.parametrize("arm", ZERO_ARMS)
 def test_stock_copies_what_is_simulated(
-    arm: str,
-    request_of: Callable[..., RunRequest],
-    models: Modeller,
-    expected: list[list[int]],
-    tmp_path: Path,
+    arm: str, compared: Compared, expected: list[list[int]], tmp_path: Path
 ) -> None:
     assert ARMS[arm].policy in POLICIES
-    modelled = model_arm(ARMS[arm], models)
-    found, tokens = ran(request_of(arm), tmp_path)
-    found = completed(found, modelled, models.weight_bytes)
+    found, tokens = compared.run(arm, tmp_path)
     for phase in (found.prefill, found.decode):
         assert phase.h2d_bytes == phase.modelled_h2d_bytes
         assert phase.h2d_bytes and phase.d2h_bytes == 0 and phase.wall_ns
     assert tokens == [expected] * 3  # two counted calls and a timed one
+    modelled = model_arm(ARMS[arm], compared.models)
     assert modelled.settings.items() <= found.settings.items()
     assert 0 < found.load_ns < found.first_token_ns < found.load_ns + found.first_call_ns
     assert found.peak_bytes and found.probe_bytes_per_s and found.host_bytes
 
 
 def test_the_fetches_of_later_engines_are_not_counted_any_more(
-    request_of: Callable[..., RunRequest], tmp_path: Path
+    compared: Compared, tmp_path: Path
 ) -> None:
     from ds_finepage._compat.deepspeed import partition_parameters
 
     fetch = partition_parameters._no_gather_coalesced
-    ran(request_of("zero"), tmp_path)
+    compared.run("zero", tmp_path)
     assert partition_parameters._no_gather_coalesced is fetch
 
 
 def test_plain_counts_every_weight(
-    request_of: Callable[..., RunRequest],
-    models: Modeller,
-    expected: list[list[int]],
-    tmp_path: Path,
+    compared: Compared, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    found, tokens = ran(request_of("plain"), tmp_path)
+    found, tokens = compared.run("plain", tmp_path)
     assert tokens == [expected] * 3
-    assert found.peak_bytes and found.peak_bytes > models.weight_bytes
+    assert found.peak_bytes and found.peak_bytes > compared.models.weight_bytes
     assert (found.prefill.h2d_bytes, found.decode.d2h_bytes) == (0, 0)
 
 
 def test_ours_holds_the_budget_and_shows_its_passes(
-    request_of: Callable[..., RunRequest],
-    models: Modeller,
-    expected: list[list[int]],
-    tmp_path: Path,
+    compared: Compared, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    found, tokens = ran(request_of("finepage"), tmp_path)
+    found, tokens = compared.run("finepage", tmp_path)
+    budget_bytes = compared.models.budget_bytes
     assert tokens == [expected] * (3 + NUM_RECORDED)
-    assert found.peak_bytes and found.peak_bytes <= models.budget_bytes
-    assert found.settings == {"policy": "finepage", "device_budget": models.budget_bytes}
+    assert found.peak_bytes and found.peak_bytes <= budget_bytes
+    assert found.settings == {"policy": "finepage", "device_budget": budget_bytes}
     passes = {each.name: each for each in load_passes(tmp_path)}
     assert {"prefill", "decode"} <= set(passes)
     for name in ("prefill", "decode"):  # the host's time before the lanes begin
@@ -189,34 +112,27 @@ def test_ours_holds_the_budget_and_shows_its_passes(
     assert found.first_token_ns > found.load_ns > 0
 
 
-class FakeHandle:
-    """Has counters, and one pass that was observed."""
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[str]]]:
+    """Return what an engine has observed, and its notes, for counters of a handle."""
 
-    def __init__(self, **counters: Any) -> None:
+    def observe(**counters: Any) -> tuple[Any, list[str]]:
         given = {"unplanned_reasons": (), "num_caches_on_host": 0, **counters}
-        self.stats = SimpleNamespace(**given)
+        handle = SimpleNamespace(stats=SimpleNamespace(**given), observed=lambda: ["a pass"])
+        monkeypatch.setattr(finepage_arms, "handle_of", lambda engine: handle)
+        engine = finepage_arms.FinepageEngine(None, torch.device("cpu"), {})
+        return engine.observed(), engine.notes
 
-    def observed(self) -> list[str]:
-        return ["a pass"]
-
-
-def observed(monkeypatch: pytest.MonkeyPatch, handle: FakeHandle) -> tuple[Any, list[str]]:
-    monkeypatch.setattr(finepage_arms, "handle_of", lambda engine: handle)
-    engine = finepage_arms.FinepageEngine(None, torch.device("cpu"), {})
-    return engine.observed(), engine.notes
+    return observe
 
 
 def test_an_engine_that_runs_something_without_a_plan_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    observed: Callable[..., tuple[Any, list[str]]],
 ) -> None:
+    assert observed() == (["a pass"], [])
+    assert observed(num_caches_on_host=1) == (["a pass"], ["the KV cache is in host memory"])
     with pytest.raises(FinepageError, match="ran without a plan: this; that"):
-        observed(monkeypatch, FakeHandle(unplanned_reasons=("this", "that")))
-
-
-def test_a_cache_in_host_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert observed(monkeypatch, FakeHandle()) == (["a pass"], [])
-    _, notes = observed(monkeypatch, FakeHandle(num_caches_on_host=1))
-    assert notes == ["the KV cache is in host memory"]
+        observed(unplanned_reasons=("this", "that"))
 
 
 @pytest.mark.parametrize(
@@ -228,31 +144,33 @@ def test_a_cache_in_host_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_an_error_of_an_engine_is_a_run_with_a_reason(
-    request_of: Callable[..., RunRequest],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     reason: str,
     out_of_memory: bool,
 ) -> None:
+    fail_with(error, tmp_path, monkeypatch)
+    found = RUNS.validate_json((tmp_path / RUN_FILE).read_bytes())
+    assert (found.reason, found.out_of_memory) == (reason, out_of_memory)
+    assert (found.arm, found.budget_bytes) == ("plain", 7)
+    assert json.loads((tmp_path / TOKENS_FILE).read_text()) == []
+
+
+def fail_with(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker fail."""
+
     def fail(self: Worker, folder: Path) -> Run:
         raise error
 
     monkeypatch.setattr(Worker, "run", fail)
-    save_request(request_of("plain"), tmp_path / "request.json")
-    worker.main([str(tmp_path / "request.json"), str(tmp_path)])
-    found = RUNS.validate_json((tmp_path / RUN_FILE).read_bytes())
-    assert (found.reason, found.out_of_memory) == (reason, out_of_memory)
-    assert (found.arm, found.budget_bytes) == ("plain", request_of("plain").budget_bytes)
-    assert json.loads((tmp_path / TOKENS_FILE).read_text()) == []
+    save_request(request("plain", budget_bytes=7), folder / "request.json")
+    worker.main([str(folder / "request.json"), str(folder)])
 
 
 @pytest.mark.parametrize(("world_size", "is_metered"), [("1", True), ("2", False)])
 def test_partitions_of_several_ranks_are_no_device_bytes_on_the_cpu(
-    request_of: Callable[..., RunRequest],
-    monkeypatch: pytest.MonkeyPatch,
-    world_size: str,
-    is_metered: bool,
+    compared: Compared, monkeypatch: pytest.MonkeyPatch, world_size: str, is_metered: bool
 ) -> None:
     metered: list[bool] = []
 
@@ -267,29 +185,22 @@ def test_partitions_of_several_ranks_are_no_device_bytes_on_the_cpu(
     monkeypatch.setenv("WORLD_SIZE", world_size)
     monkeypatch.setattr(Worker, "_generate", generate)
     with pytest.raises(KeyError, match="enough"):
-        Worker(request_of("zero"))._count(Placed(None, torch.device("cpu")), 0)
+        Worker(compared.request("zero"))._count(Placed(None, torch.device("cpu")), 0)
     assert metered == [is_metered, True]
 
 
-def test_stock_is_partitioned_after_it_is_cut(
-    request_of: Callable[..., RunRequest], deepspeed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_is_partitioned_after_it_is_cut(compared: Compared) -> None:
     cut = {**DS_CONFIG, "tensor_parallel": {"autotp_size": 2}}
-    engine = zero_arms.load(request_of("zero", ds_config=cut))
+    engine = zero_arms.load(compared.request("zero", ds_config=cut))
     assert all(p.numel() and not hasattr(p, "ds_tensor") for p in engine.model.parameters())
 
 
 def test_a_rank_that_fails_ends_with_a_status(
-    request_of: Callable[..., RunRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Worker, folder: Path) -> Run:
-        raise KeyError("key")
-
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(Worker, "run", fail)
-    save_request(request_of("plain"), tmp_path / "request.json")
     with pytest.raises(SystemExit) as error:
-        worker.main([str(tmp_path / "request.json"), str(tmp_path)])
+        fail_with(KeyError("key"), tmp_path, monkeypatch)
     assert error.value.code == 1
     assert RUNS.validate_json((tmp_path / RUN_FILE).read_bytes()).reason == "KeyError: 'key'"
 
@@ -326,18 +237,7 @@ def test_a_report_of_the_users_ds_config_does_not_slow_the_timed_calls(
         finepage_arms, "load_under_deepspeed", lambda request, config: given.append(config)
     )
     monkeypatch.setattr(finepage_arms, "deepspeed_device", lambda: torch.device("cpu"))
-    request = RunRequest(
-        arm="finepage",
-        model_dir="",
-        ds_config={"finepage": {"report": "folder", "split": True}},
-        device="cpu",
-        budget_bytes=1,
-        batch=1,
-        prompt_tokens=2,
-        new_tokens=4,
-        repeats=1,
-        settings={},
-    )
-    finepage_arms.load(request)
+    ds_config = {"finepage": {"report": "folder", "split": True}}
+    finepage_arms.load(request("finepage", ds_config=ds_config))
     (config,) = given
     assert config["finepage"]["report"] is None and config["finepage"]["split"]
