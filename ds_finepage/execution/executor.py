@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -122,10 +122,8 @@ class Executor:
         self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
         self._offloaded_bytes = memgraph.offloaded_bytes
         # By the missing buffers of ``entry``: prefills find the arena as decode steps left it.
-        self._collects = cache(lambda missing: collects_of(memgraph, missing))
-        self._lowered = lru_cache(MOST_PROGRAMS)(
-            lambda missing: lower(memgraph, missing=missing, poison=poison)
-        )
+        self._collects = cache(partial(collects_of, memgraph))
+        self._lowered = lru_cache(MOST_PROGRAMS)(partial(lower, memgraph, poison=poison))
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
@@ -158,7 +156,7 @@ class Executor:
         bound = self._bound
         program, actions = self._steady, self.actions
         if missing:
-            program = self._lowered(missing)
+            program = self._lowered(missing=missing)
         elif self._replayed is not None and not self._hooks and self.recorder is None:
             program, actions = self._replayed  # else something runs between two tasks
         tensors = bound.tensors.of_call(args)

@@ -113,31 +113,11 @@ class _Shown:
         return self.view if is_freed else value
 
 
-class WeightTable:
-    """All weights of a module, tied ones once.
+class PartTable:
+    """The part of a weight table that knows of weights in parts on several ranks."""
 
-    Attributes:
-        names: ``id(parameter)`` -> qualified name.
-        masters: Qualified name -> bytes in host memory, 1-d uint8.
-        on_device: Qualified name -> the whole weight on the device, from :meth:`load_all` to
-            :meth:`unload`; empty otherwise.
-    """
-
-    def __init__(self, weights: Iterable[HostWeight], device: torch.device) -> None:
-        """Take the weights; :meth:`install` then frees their device bytes."""
-        self._weights = list(weights)
-        self._device = device
-        self._shown: dict[int, _Shown] = {}  # by id(parameter)
-        self._used: list[DataWatch] = []
-        self.masters: dict[str, torch.Tensor] = {}
-        self.on_device: dict[str, torch.Tensor] = {}
-        self._index()
-
-    def _index(self) -> None:
-        self.names = {id(w.parameter): w.name for w in self._weights}
-        self._by_id = {id(w.parameter): w for w in self._weights}
-        self.masters.clear()
-        self.masters.update({w.name: w.master for w in self._weights})
+    _weights: list[HostWeight]
+    _shown: dict[int, _Shown]
 
     @property
     def nbytes(self) -> int:
@@ -188,6 +168,33 @@ class WeightTable:
                 f"tensor_parallel.autotp_size to {parts.num_ranks}, or set finepage.enabled to "
                 f"false for stock ZeRO-Inference."
             )
+
+
+class WeightTable(PartTable):
+    """All weights of a module, tied ones once.
+
+    Attributes:
+        names: ``id(parameter)`` -> qualified name.
+        masters: Qualified name -> bytes in host memory, 1-d uint8.
+        on_device: Qualified name -> the whole weight on the device, from :meth:`load_all` to
+            :meth:`unload`; empty otherwise.
+    """
+
+    def __init__(self, weights: Iterable[HostWeight], device: torch.device) -> None:
+        """Take the weights; :meth:`install` then frees their device bytes."""
+        self._weights = list(weights)
+        self._device = device
+        self._shown = {}  # by id(parameter)
+        self._used: list[DataWatch] = []
+        self.masters: dict[str, torch.Tensor] = {}
+        self.on_device: dict[str, torch.Tensor] = {}
+        self._index()
+
+    def _index(self) -> None:
+        self.names = {id(w.parameter): w.name for w in self._weights}
+        self._by_id = {id(w.parameter): w for w in self._weights}
+        self.masters.clear()
+        self.masters.update({w.name: w.master for w in self._weights})
 
     @property
     def block_bytes(self) -> int:
