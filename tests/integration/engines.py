@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -68,8 +69,8 @@ def ds_config(
     finepage: dict[str, Any] | None = None, *, zero: dict[str, Any] | None = None, **changes: Any
 ) -> dict[str, Any]:
     """Return a ds_config for inference; ``finepage`` None leaves the section out."""
-    zero = {**ZERO_ON_CPU["zero_optimization"], **(zero or {})}
-    config = {**ZERO_ON_CPU, "zero_optimization": zero, **changes}
+    config = {**copy.deepcopy(ZERO_ON_CPU), **changes}
+    config["zero_optimization"].update(zero or {})
     return config if finepage is None else {**config, "finepage": finepage}
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, modeling_utils
+from transformers import AutoModelForCausalLM, initialization, modeling_utils
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 import ds_finepage
@@ -201,8 +201,8 @@ class Custom(hf.PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
         if module is self:
-            hf.initialization.constant_(self.full, 3.0)
-            hf.initialization.normal_(self.written)
+            initialization.constant_(self.full, 3.0)
+            initialization.normal_(self.written)
 
 
 @pytest.mark.parametrize("missing", [(), ("full", "written")])
