@@ -252,7 +252,9 @@ def is_in(order):
 for order in sys.argv[1:]:
     if (child := os.fork()) == 0:
         os._exit(3 + is_in(order))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 3)
+    print("in:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 3)
 """
     done = python(code, *ORDERS.values())
-    assert done.stdout.split() == [str(int(order != "taken out")) for order in ORDERS]
+    # Some versions of DeepSpeed print warnings there, too.
+    found = [line for line in done.stdout.splitlines() if line.startswith("in:")]
+    assert found == [f"in: {int(order != 'taken out')}" for order in ORDERS]

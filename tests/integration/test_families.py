@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
@@ -82,6 +84,18 @@ class Case:
         return self.handle.stats.needed_budget_bytes * int(budget.rstrip("%")) // 100
 
 
+def plain_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what plain transformers does with the masks that it makes in a trace.
+
+    Older versions leave a prompt's causal mask out, but not in a trace. Without it a static cache
+    is read as far as the prompt goes, and the sums come in another order.
+    """
+    if "is_torchdynamo_exporting" in masking_utils._ignore_causal_mask_sdpa.__code__.co_names:
+        return steps(model)
+    with mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", return_value=False):
+        return steps(model)
+
+
 @pytest.fixture(
     scope="module",
     params=[*((family, torch.float32) for family in SWEPT), ("llama", torch.bfloat16)],
@@ -97,7 +111,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         padded_logits=[logits(model, **padded) for padded in PADDED],
         padded_tokens=tokens(model, num_tokens=NUM_TOKENS, **PADDED[0]),
         tokens_default_cache=tokens(model, PROMPT, NUM_TOKENS, cache=None),
-        steps=steps(model),  # at last: a static cache is as long as the longest one so far
+        steps=plain_steps(model),  # at last: a static cache is as long as the longest one so far
         handle=attach(model, device_budget="1GiB", device="cpu"),
     )
     assert equal(steps(model), plain.steps)
@@ -105,7 +119,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     gc.freeze()  # Dynamo leaves much behind, and planning would make the collector go over it
     yield plain
     plain.handle.detach()
-    assert equal(steps(model), plain.steps)
+    assert equal(plain_steps(model), plain.steps)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -155,7 +169,9 @@ def run_padded(case: Case, budget_bytes: int) -> None:
 def test_more_families_are_those_of_plain_transformers(family: str) -> None:
     layers = "n_layer" if family == "bloom" else "num_hidden_layers"
     # Dtypes differ in kernels, not in graphs; but experts go another way in half precision.
-    dtype = torch.bfloat16 if family == "qwen3_moe" else torch.float32
+    # With torch 2.9 and 2.10 they ask for an address there, which ends the graph.
+    halved = family == "qwen3_moe" and torch.__version__ >= "2.11"
+    dtype = torch.bfloat16 if halved else torch.float32
     model = make_model(family, dtype, **{layers: 2 if family in OF_TWO_KINDS else 1})
 
     def run() -> list[Any]:
