@@ -55,8 +55,8 @@ def recompute(
     """Run cheap tasks again to lower the peak of live activations.
 
     One buffer after another is freed wherever it is idle and activations are largest, until no more
-    can be. Of the graphs on the way the one is taken that saves most: the time to copy the bytes by
-    which the peak has fallen, less the time of all tasks that run again.
+    can be. Every step gives a graph, and the one that saves most is taken. A graph saves the time
+    to copy the bytes by which the peak has fallen, less the time of all tasks that run again.
 
     Args:
         graph: The pass.
