@@ -61,10 +61,8 @@ def install(modeling_utils: ModuleType) -> None:
 
 def uninstall(modeling_utils: ModuleType) -> None:
     """Unwrap the model class, and the choice of a quantiser."""
-    unwrap(modeling_utils, _compat.MODEL_QUANTIZER)
-    model_class = getattr(modeling_utils, _compat.MODEL, object)
-    for name in _compat.MODEL_METHODS:
-        unwrap(model_class, name)
+    unwrap(modeling_utils)
+    unwrap(getattr(modeling_utils, _compat.MODEL, object))
 
 
 def is_wanted(modeling_utils: ModuleType) -> bool:
