@@ -263,7 +263,7 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
             f"--ds-config: {path} is not for ZeRO-Inference. zero_optimization.stage must be 3 and "
             'zero_optimization.offload_param.device "cpu"; configs/finepage_cpu.json is an example.'
         )
-    FinepageConfig.from_ds_config(section_of(found), policies=POLICIES)
+    FinepageConfig.from_dict(section_of(found), policies=POLICIES)
     return found
 
 

@@ -93,9 +93,9 @@ def _is_for_ranks(modeling_utils: ModuleType) -> bool:
 def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
     """Return the ``finepage`` section of the active ``HfDeepSpeedConfig``; if none, it is off."""
     if not modeling_utils.is_deepspeed_zero3_enabled():
-        return FinepageConfig.from_ds_config(None, policies=POLICIES)
+        return FinepageConfig()
     section = section_of(modeling_utils.deepspeed_config())
-    return FinepageConfig.from_ds_config(section, policies=POLICIES)
+    return FinepageConfig.from_dict(section, policies=POLICIES)
 
 
 def _quantizer(modeling_utils: ModuleType, call: WrappedCall) -> Any:

@@ -157,7 +157,7 @@ def config_of(engine: Any) -> FinepageConfig:
         ConfigError: The section is not valid.
     """
     section = section_of(engine._config._param_dict)
-    return FinepageConfig.from_ds_config(section, policies=POLICIES)
+    return FinepageConfig.from_dict(section, policies=POLICIES)
 
 
 def refuse_unsupported(engine: Any) -> None:
