@@ -286,10 +286,10 @@ def plan_captured(
     settings = PlanSettings(
         policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, engine=engine
     )
-    forms = _forms(captured, policy, split)
+    forms: Sequence[Form] = forms_of(captured, policy=policy, split=split)
     if kv_cache == "host":
         forms = _on_host(forms, policy)
-    form, needs = _that_fits(forms, budget_bytes)
+    form, needs = that_fits(forms, budget_bytes)
     if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
         _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
     arena_bytes = budget_bytes - needs.non_arena_bytes
@@ -332,35 +332,21 @@ def problem_of(
     return Problem(captured.graph, arena_bytes, Accelerator.alignment, profile)
 
 
-def form_that_fits(
-    captured: CapturedModel, *, budget_bytes: int, policy: str, split: bool
-) -> CapturedModel:
-    """Return a pass with its KV cache where a run under a budget has it.
+Form = tuple[CapturedModel, Needs]
+"""A pass with its KV cache in one place, and what it needs there."""
+
+
+def forms_of(captured: CapturedModel, *, policy: str, split: bool) -> list[Form]:
+    """List a pass with its KV cache on the device, and in host memory if the policy moves it.
 
     Args:
         captured: The pass.
-        budget_bytes: The limit on all device bytes.
         policy: A key of ``POLICIES``.
         split: The policy may cut weights, if it can.
 
     Raises:
         ConfigError: Unknown policy.
     """
-    return _that_fits(_forms(captured, policy, split), budget_bytes)[0]
-
-
-def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
-    """Return the least budget under which a policy can run a pass with whole weights.
-
-    Raises:
-        ConfigError: Unknown policy.
-    """
-    forms = _forms(captured, policy, split=False)
-    return min(form.needs.min_budget_bytes for form, _ in forms)
-
-
-def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[CapturedModel, Needs]]:
-    """List a pass with its KV cache on the device, and in host memory if the policy moves it."""
     chosen = policy_named(policy)
     if chosen.is_zero:
         captured = captured.as_stock
@@ -375,17 +361,16 @@ def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[Capt
     return found
 
 
-def _that_fits(
-    forms: Sequence[tuple[CapturedModel, Needs]], budget_bytes: int
-) -> tuple[CapturedModel, Needs]:
-    """Return the first form that fits a budget; if none does, the one that needs least."""
+def that_fits(forms: Sequence[Form], budget_bytes: int) -> Form:
+    """Return the form in which a pass runs under a budget: the first one that fits.
+
+    If none fits, that is the one that needs least.
+    """
     fitting = (form for form in forms if form[1].min_budget_bytes <= budget_bytes)
     return next(fitting, min(forms, key=lambda form: form[1].min_budget_bytes))
 
 
-def _on_host(
-    forms: Sequence[tuple[CapturedModel, Needs]], policy: str
-) -> list[tuple[CapturedModel, Needs]]:
+def _on_host(forms: Sequence[Form], policy: str) -> Sequence[Form]:
     """Return the form with the KV cache in host memory; a pass that has none stays as it is.
 
     Raises:
@@ -396,7 +381,7 @@ def _on_host(
             f'kv_cache: "host" has no effect: policy {policy} keeps the KV cache on '
             "the device. Leave it out."
         )
-    return list(forms[-1:])
+    return forms[-1:]
 
 
 def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> None:
