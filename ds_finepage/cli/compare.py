@@ -31,6 +31,8 @@ from rich.console import Console
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli.options import (
     PROGRAM,
+    RUNS,
+    add_ranks,
     add_weights,
     counts_of,
     names_of,
@@ -92,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add_weights(parser)
-    add_ranks(parser)
+    add_ranks(parser, RUNS)
     parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
     parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
@@ -112,18 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="go on in --out; finished runs are kept"
     )
     parser.set_defaults(is_demo=False)
-
-
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the ranks that run."""
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run every engine that can on N ranks, each with its shard of the model; the budget "
-        "is that of one rank (1)",
-    )
 
 
 def run(arguments: argparse.Namespace, show: Callable[[Results], None] | None = None) -> int:
