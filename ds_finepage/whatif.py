@@ -72,9 +72,8 @@ class CapturedModel:
             not packed.
         num_ranks: Ranks that the model is cut over; the pass is the first one's.
         kv_on_host: The KV cache is in host memory, except layers with a sliding window.
-        capture_on_host: Captures the same pass with its KV cache in host memory, if that is known.
-        capture_as_stock: Captures the same pass with weights packed as DeepSpeed packs them; None
-            if they are not packed.
+        again: Captures the same pass with its KV cache in host memory (``kv_on_host``), or with
+            weights packed as DeepSpeed packs them (``as_stock``); None if nothing is known of it.
     """
 
     model: str
@@ -86,8 +85,7 @@ class CapturedModel:
     weights: str | None = None
     num_ranks: int = 1
     kv_on_host: bool = False
-    capture_on_host: Callable[[], CapturedModel] | None = None
-    capture_as_stock: Callable[[], CapturedModel] | None = None
+    again: Callable[..., CapturedModel] | None = None
 
     @property
     def needs(self) -> Needs:
@@ -116,14 +114,13 @@ class CapturedModel:
     @cached_property
     def on_host(self) -> CapturedModel | None:
         """The same pass with its KV cache in host memory; None if no layer can move there."""
-        found = self.capture_on_host() if self.capture_on_host else None
-        has_rows = found and any(b.kind is BufferKind.HOST for b in found.graph.buffers)
-        return found if has_rows else None
+        found = self.again(kv_on_host=True) if self.again else None
+        return found if found and found._bytes_of(BufferKind.HOST) else None
 
     @cached_property
     def as_stock(self) -> CapturedModel:
         """The same pass as DeepSpeed runs it, which packs a layer's weight into one parameter."""
-        return self.capture_as_stock() if self.capture_as_stock else self
+        return self.again(as_stock=True) if self.again and self.weights else self
 
     @property
     def kv_bytes(self) -> int:
@@ -210,8 +207,7 @@ def capture_model(
             weights=f"{name}{AS_STOCK}" if as_stock else name,
             num_ranks=num_ranks,
             kv_on_host=kv_on_host,
-            capture_on_host=None if kv_on_host else partial(capture, kv_on_host=True),
-            capture_as_stock=None if form is None or as_stock else partial(capture, as_stock=True),
+            again=None if kv_on_host or as_stock else capture,
         )
 
     return capture()
