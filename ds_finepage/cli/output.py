@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,18 +57,14 @@ def with_progress(items: Sequence[T]) -> Iterator[T]:
             print(f"planning: {done} of {len(items)}", file=sys.stderr, flush=True)
 
 
-def show_figures(title: str, figures: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print figures by name, as a table or as JSON.
+def show_figures(title: str, figures: Mapping[str, Any]) -> None:
+    """Print figures by name, as a table.
 
     Args:
         title: Stands above the table.
         figures: The figures; names of sizes end with ``_bytes``, of times with ``_ns``, and of
-            shares with ``_share``. A table leaves out those that are None.
-        as_json: Print JSON.
+            shares with ``_share``. Those that are None are left out.
     """
-    if as_json:
-        print(json.dumps(figures, indent=2))
-        return
     table = Table("", "", title=title, title_justify="left", show_header=False)
     table.columns[1].justify = "right"
     for name, value in figures.items():

@@ -50,7 +50,7 @@ def test_a_figure_is_printed_by_its_name_in_its_unit(capsys: pytest.CaptureFixtu
         "kv_on_host": False,
         "weights": None,
     }
-    output.show_figures("a plan", figures, as_json=False)
+    output.show_figures("a plan", figures)
     title, _, *rows, _ = capsys.readouterr().out.splitlines()
     assert title.strip() == "a plan"
     assert [row.strip("│ ").split() for row in rows] == [
