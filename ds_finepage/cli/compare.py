@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import sys
 import tempfile
@@ -52,7 +51,6 @@ from ds_finepage.reporting.results import (
     RESULTS_FILE,
     CompareSettings,
     Results,
-    installed_versions,
     load_results,
 )
 from ds_finepage.reporting.tables import footnotes, remarks, tables
@@ -66,7 +64,6 @@ CPU_HARDWARE, OTHER_HARDWARE = "t4", "h200"
 """The profiles that times are modelled for, by the device that runs; a budget must fit it."""
 
 BUDGET = "50%weights"
-PACKAGES = ("accelerate", "deepspeed", "ds_finepage", "torch", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +124,7 @@ def run(arguments: argparse.Namespace, show: Callable[[Results], None] | None = 
     if arguments.resume and arguments.out is None:
         raise ConfigError("--resume goes on in a folder. Name it by --out.")
     start = None if arguments.out is None else earlier(arguments.out, settings, arguments.resume)
-    results = start or new_results(settings, arguments.typed)
+    results = start or Results.of_today(settings, device_name(), arguments.typed)
     try:
         with work_folder(arguments.out) as folder:
             results = compare(settings, folder, results, limits_stock=not arguments.is_demo)
@@ -323,6 +320,13 @@ def device_type() -> str:
     return "cpu" if found is None else found.type
 
 
+def device_name() -> str:
+    """Return the device that runs, in words."""
+    from ds_finepage.execution.device import device_of
+
+    return device_of(device_type()).name
+
+
 # Folders.
 
 
@@ -377,29 +381,6 @@ def earlier(out: Path, settings: CompareSettings, resume: bool) -> Results | Non
         )
     kept = tuple(r for r in found.runs if r.reason is None or r.out_of_memory)
     return dataclasses.replace(found, runs=kept)
-
-
-def new_results(settings: CompareSettings, command: str) -> Results:
-    """Return results without a run.
-
-    Args:
-        settings: The user's decisions.
-        command: The command that repeats the comparison.
-    """
-    return Results(
-        settings=settings,
-        device=device_name(),
-        versions=installed_versions(PACKAGES),
-        date=datetime.date.today().isoformat(),
-        command=command,
-    )
-
-
-def device_name() -> str:
-    """Return the device that runs, in words."""
-    from ds_finepage.execution.device import device_of
-
-    return device_of(device_type()).name
 
 
 # Output.

@@ -252,7 +252,7 @@ def to_document(results: Results, command: str) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "command": command,
-        "versions": installed_versions(("ds_finepage", "torch", "transformers")),
+        "versions": installed_versions(),
         "cells": to_rows(results),
     }
 
