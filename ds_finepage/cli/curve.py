@@ -263,23 +263,18 @@ def _cell(
     return "-" if point is None else show(getattr(point, name))
 
 
+OF_THE_STEP = ("decode_kv_on_host", "tokens_per_s", "decode_ns", "decode_reloaded_bytes")
+OF_THE_PROMPT = ("first_token_ns", "prefill_reloaded_bytes")
+
+
 def at_least_as_good(points: Sequence[Point]) -> tuple[Point, ...]:
     """Let each budget use the plan of a smaller one if that is faster."""
-    best: list[Point] = []
-    for point in points:
-        if best and best[-1].tokens_per_s > point.tokens_per_s:
-            point = replace(
-                point,
-                decode_kv_on_host=best[-1].decode_kv_on_host,
-                tokens_per_s=best[-1].tokens_per_s,
-                decode_ns=best[-1].decode_ns,
-                decode_reloaded_bytes=best[-1].decode_reloaded_bytes,
-            )
-        if best and best[-1].first_token_ns < point.first_token_ns:
-            point = replace(
-                point,
-                first_token_ns=best[-1].first_token_ns,
-                prefill_reloaded_bytes=best[-1].prefill_reloaded_bytes,
-            )
-        best.append(point)
+    best = list(points[:1])
+    for point in points[1:]:
+        names: list[str] = []
+        if best[-1].tokens_per_s > point.tokens_per_s:
+            names += OF_THE_STEP
+        if best[-1].first_token_ns < point.first_token_ns:
+            names += OF_THE_PROMPT
+        best.append(replace(point, **{name: getattr(best[-1], name) for name in names}))
     return tuple(best)
