@@ -63,7 +63,7 @@ def weak_backend(calls: CallTaker) -> Callable[..., Any]:
     return backend
 
 
-class WatchedGenerate(ReplacedMethod):
+class PlannedGeneration(ReplacedMethod):
     """``generate`` of one model, with a preflight check before it."""
 
     def __init__(self, module: Any, calls: CallTaker) -> None:
@@ -129,7 +129,7 @@ class Attachment:
         if generation is not None:  # transformers would compile a compiled call once more
             self._set(generation, "disable_compile", True)
         if generation is not None and hasattr(module, "generate"):
-            self._set(module, "generate", WatchedGenerate(module, calls))
+            self._set(module, "generate", PlannedGeneration(module, calls))
         if hasattr(module, BATCHING):
             self._set(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
         self.tree.see()

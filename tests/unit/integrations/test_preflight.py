@@ -27,7 +27,7 @@ from ds_finepage.integrations.transformers.preflight import (
     require_tokens,
 )
 from ds_finepage.planning.pipeline import PlanSettings
-from ds_finepage.runtime.attachment import WatchedGenerate
+from ds_finepage.runtime.attachment import PlannedGeneration
 
 IDS = torch.zeros(3, 6, dtype=torch.int64)
 
@@ -216,9 +216,9 @@ class Watcher:
         self.order.append("end")
 
 
-def watched(module: Generating) -> WatchedGenerate:
+def watched(module: Generating) -> PlannedGeneration:
     watcher: Any = Watcher(module.order)
-    return WatchedGenerate(module, watcher)
+    return PlannedGeneration(module, watcher)
 
 
 def test_generate_is_asked_first_and_then_called_as_it_was() -> None:
