@@ -225,7 +225,7 @@ class _Inputs:
     def used(self) -> tuple[GraphInput, ...]:
         """Describe all weights, and of the other inputs those that the pass looks at."""
         recorder = self._recorder
-        seen = {b for task in recorder.tasks for b in task.reads | task.writes}
+        seen = {b for task in recorder.tasks for b in task.buffers}
         handed = (b.handed for b in recorder.buffers if b.handed is not None)
         seen |= {recorder.tensors[tensor].buffer for tensor in handed}
         kept = [

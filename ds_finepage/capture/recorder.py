@@ -13,7 +13,7 @@ being run, which is where the module names come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -35,8 +35,10 @@ from ds_finepage.graph.taskgraph import (
     TO_HOST,
     BufferKind,
     GraphOutput,
+    ModuleCall,
     Ref,
     Symbol,
+    Task,
     TensorView,
 )
 
@@ -45,13 +47,6 @@ DraftLayout: TypeAlias = tuple[str, tuple[Any, ...], tuple[Any, ...], Size]
 
 MAX_CONSTANT_BYTES = 1 << 20
 """Larger lifted constants are refused: they belong into a module buffer."""
-
-
-@dataclass(frozen=True)
-class Formula:
-    """Stands for a size in a task's arguments that differs from call to call."""
-
-    size: Any
 
 
 @dataclass
@@ -72,34 +67,10 @@ class BufferDraft:
         return BufferChangedError(self.name) if self.is_module_buffer else CaptureError(message)
 
 
-@dataclass
-class TaskDraft:
-    """An op that computes."""
-
-    op: str
-    label: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    results: tuple[int | None, ...]
-    reads: set[int]
-    writes: set[int]
-    flops: Size
-    moved_bytes: Size
-
-
-@dataclass
-class CallDraft:
-    """A call of a module."""
-
-    name: str
-    class_name: str
-    depth: int
-    begin: int
-    end: int
-
-
 class Recorder(TorchDispatchMode):
     """Writes down every op that reaches the dispatcher while the mode is on.
+
+    Sizes that vary are expressions, in tasks and views too; :func:`finish` evaluates them.
 
     Invariant: every storage that was seen is held, by identity, in ``_storages``.
     """
@@ -112,23 +83,23 @@ class Recorder(TorchDispatchMode):
         self._tensors: dict[tuple[Any, ...], int] = {}
         self.buffers: list[BufferDraft] = []
         self.tensors: list[TensorView] = []
-        self.tasks: list[TaskDraft] = []
-        self.calls: list[CallDraft] = []
+        self.tasks: list[Task] = []
+        self.calls: list[ModuleCall] = []
         self.label = ""
-        self._open_calls: list[CallDraft] = []
+        self._open_calls: list[int] = []
 
     def enter(self, name: str, class_name: str) -> None:
         """Note that a module is called: tasks are its own until it returns or calls another."""
-        at = len(self.tasks)
-        call = CallDraft(name, class_name, len(self._open_calls), at, at)
-        self.calls.append(call)
-        self._open_calls.append(call)
+        at, depth = len(self.tasks), len(self._open_calls)
+        self._open_calls.append(len(self.calls))
+        self.calls.append(ModuleCall(name, class_name, depth, at, at))
         self.label = name
 
     def leave(self) -> None:
         """Note that the module that was called last returns."""
-        self._open_calls.pop().end = len(self.tasks)
-        self.label = self._open_calls[-1].name if self._open_calls else ""
+        call = self._open_calls.pop()
+        self.calls[call] = replace(self.calls[call], end=len(self.tasks))
+        self.label = self.calls[self._open_calls[-1]].name if self._open_calls else ""
 
     def add_buffer(
         self, tensor: torch.Tensor, kind: BufferKind, nbytes: Size, name: str = ""
@@ -211,8 +182,7 @@ class Recorder(TorchDispatchMode):
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, torch.SymInt) and not has_free_unbacked_symbols(value):
-            found = size_of(value)
-            return found if isinstance(found, int) else Formula(found)
+            return size_of(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise CaptureError("a size depends on data, so the op cannot be planned")
         for kind in ("dtype", "layout", "memory_format", "device"):
@@ -297,7 +267,8 @@ class Recorder(TorchDispatchMode):
         reads = {self._buffer_of(t) for t in given} | written
         count = FLOP_COUNTS.get(str(func.overloadpacket))
         self.tasks.append(
-            TaskDraft(
+            Task(
+                index=len(self.tasks),
                 op=str(func),
                 label=self.label,
                 args=self._encode(args),
@@ -305,8 +276,8 @@ class Recorder(TorchDispatchMode):
                 results=tuple(
                     self.tensor_id(r) if isinstance(r, torch.Tensor) else None for r in results
                 ),
-                reads=reads,
-                writes=written | fresh,
+                reads=tuple(sorted(reads)),
+                writes=tuple(sorted(written | fresh)),
                 flops=size_of(count(*args, **kwargs, out_val=_one(results))) if count else 0,
                 moved_bytes=size_of(
                     moved_bytes(str(func.overloadpacket), given, _tensors(results), args)
