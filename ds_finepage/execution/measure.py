@@ -38,7 +38,7 @@ from ds_finepage.execution.ops import (
 from ds_finepage.execution.trial import OTHER_RESULTS, Trial, reach, same
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.packed import PACKED_PRODUCTS, wants_fused
-from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
+from ds_finepage.graph.taskgraph import JOIN, Ref, Task, TaskGraph
 from ds_finepage.packing.op import workspace_bytes
 
 NUM_ROUNDS = 3
@@ -74,11 +74,16 @@ def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> Tas
         own_bytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
         key = (task.op, results, own_bytes)
         if key not in known:
-            bound = bind(task, lambda _: None, patches=[], into_place=True)
-            copies = bound.call is run_and_copy
-            known[key] = own_bytes + (sum(filter(None, results)) if copies else 0)
+            known[key] = own_bytes + _copied_bytes(graph, task, into_place=True)
         tasks.append(dataclasses.replace(task, workspace_bytes=known[key]))
     return dataclasses.replace(graph, tasks=tuple(tasks))
+
+
+def _copied_bytes(graph: TaskGraph, task: Task, *, into_place: bool) -> int:
+    """Return the bytes of results that are copied to their place."""
+    bound = bind(task, lambda _: None, patches=[], into_place=into_place)
+    results = task.results if bound.call is run_and_copy else ()
+    return sum(_result_bytes(graph, r) for r in results if r is not None)
 
 
 def _result_bytes(graph: TaskGraph, tensor: int) -> int:
@@ -248,9 +253,7 @@ def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
 
 def _unmeasured(graph: TaskGraph, task: Task, device: Device) -> OpCost:
     """Estimate an op that cannot be tried, such as one that refuses random numbers."""
-    made = [graph.tensors[r] for r in task.results if r is not None]
-    new = [t.id for t in made if graph.buffers[t.buffer].kind is not BufferKind.STATE]
-    nbytes = sum(_result_bytes(graph, r) for r in new)
+    nbytes = _copied_bytes(graph, task, into_place=False)
     nbytes += _unpacked_bytes(graph, task, on_accelerator=device.is_accelerator)
     has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
     fault = "writes to a tensor given as out= and could not be tried" if has_out else None
