@@ -66,24 +66,26 @@ def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> Tas
     until they are copied to their place. The workspace of a kernel itself is not counted unless the
     op is ours, and every ``out=`` overload counts as writing into place.
     """
-    known: dict[Any, int] = {}
-    tasks = []
-    for task in graph.tasks:
-        # The kind of argument decides whether there is an overload, not the tensors themselves.
-        results = tuple(None if r is None else _result_bytes(graph, r) for r in task.results)
-        own_bytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
-        key = (task.op, results, own_bytes)
-        if key not in known:
-            known[key] = own_bytes + _copied_bytes(graph, task, into_place=True)
-        tasks.append(dataclasses.replace(task, workspace_bytes=known[key]))
-    return dataclasses.replace(graph, tasks=tuple(tasks))
+    return dataclasses.replace(
+        graph,
+        tasks=tuple(
+            dataclasses.replace(
+                task,
+                workspace_bytes=_estimate(
+                    graph, task, into_place=True, on_accelerator=on_accelerator
+                ),
+            )
+            for task in graph.tasks
+        ),
+    )
 
 
-def _copied_bytes(graph: TaskGraph, task: Task, *, into_place: bool) -> int:
-    """Return the bytes of results that are copied to their place."""
+def _estimate(graph: TaskGraph, task: Task, *, into_place: bool, on_accelerator: bool) -> int:
+    # The kind of argument decides whether there is an overload, not the tensors themselves.
     bound = bind(task, lambda _: None, patches=[], into_place=into_place)
-    results = task.results if bound.call is run_and_copy else ()
-    return sum(_result_bytes(graph, r) for r in results if r is not None)
+    copied = task.results if bound.call is run_and_copy else ()
+    own_bytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
+    return own_bytes + sum(_result_bytes(graph, r) for r in copied if r is not None)
 
 
 def _result_bytes(graph: TaskGraph, tensor: int) -> int:
@@ -253,8 +255,7 @@ def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
 
 def _unmeasured(graph: TaskGraph, task: Task, device: Device) -> OpCost:
     """Estimate an op that cannot be tried, such as one that refuses random numbers."""
-    nbytes = _copied_bytes(graph, task, into_place=False)
-    nbytes += _unpacked_bytes(graph, task, on_accelerator=device.is_accelerator)
+    nbytes = _estimate(graph, task, into_place=False, on_accelerator=device.is_accelerator)
     has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
     fault = "writes to a tensor given as out= and could not be tried" if has_out else None
     return OpCost(time_ns=None, workspace_bytes=nbytes, fault=fault)
