@@ -244,18 +244,6 @@ class Recorder(TorchDispatchMode):
                 fresh.add(self.add_buffer(value, kind, size_of(nbytes)))
         if not written and not fresh:
             return  # a view
-        self._add_task(func, args, kwargs, given, results, written, fresh)
-
-    def _add_task(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        given: list[torch.Tensor],
-        results: list[Any],
-        written: set[int],
-        fresh: set[int],
-    ) -> None:
         for buffer in written:
             if self.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.CONSTANT):
                 raise self.buffers[buffer].refusal(

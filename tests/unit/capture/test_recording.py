@@ -163,7 +163,7 @@ def test_a_capture_that_fails_ends_its_transforms(monkeypatch: pytest.MonkeyPatc
         raise CaptureError("no")
 
     ((graph, args),) = by_dynamo(torch.vmap(torch.sin), (torch.ones(3, 2),))
-    monkeypatch.setattr(Recorder, "_add_task", refuse)
+    monkeypatch.setattr(Recorder, "_encode", refuse)
     with pytest.raises(CaptureError):
         record(graph, args)
     assert get_dynamic_layer_stack_depth() == 0
