@@ -66,18 +66,9 @@ def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> Tas
     until they are copied to their place. The workspace of a kernel itself is not counted unless the
     op is ours, and every ``out=`` overload counts as writing into place.
     """
-    return dataclasses.replace(
-        graph,
-        tasks=tuple(
-            dataclasses.replace(
-                task,
-                workspace_bytes=_estimate(
-                    graph, task, into_place=True, on_accelerator=on_accelerator
-                ),
-            )
-            for task in graph.tasks
-        ),
-    )
+    estimate = partial(_estimate, graph, into_place=True, on_accelerator=on_accelerator)
+    tasks = (dataclasses.replace(task, workspace_bytes=estimate(task)) for task in graph.tasks)
+    return dataclasses.replace(graph, tasks=tuple(tasks))
 
 
 def _estimate(graph: TaskGraph, task: Task, *, into_place: bool, on_accelerator: bool) -> int:
