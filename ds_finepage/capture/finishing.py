@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import sympy
@@ -28,7 +29,6 @@ def finish(
     name: str,
     inputs: tuple[GraphInput, ...],
     outputs: tuple[GraphOutput, ...],
-    versions: tuple[tuple[str, str], ...],
     *,
     values: Mapping[str, int] | None = None,
     symbols: tuple[tuple[str, int], ...] = (),
@@ -74,13 +74,18 @@ def finish(
         ),
         inputs=tuple(GraphInput(i.position, tensors[i.tensor]) for i in inputs),
         outputs=tuple(o if o.tensor is None else GraphOutput(tensors[o.tensor]) for o in outputs),
-        versions=versions,
+        versions=versions(),
         calls=tuple(
             replace(c, begin=len(kept) - num_kept[c.begin], end=len(kept) - num_kept[c.end])
             for c in recorder.calls
         ),
         symbols=symbols,
     )
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """The versions on which a captured taskgraph depends."""
+    return tuple((name, version(name)) for name in ("torch", "transformers"))
 
 
 def _final(tensors: dict[int, int], size: Evaluator, value: Any) -> Any:

@@ -54,7 +54,6 @@ from ds_finepage._compat.transformers import cache_name
 from ds_finepage.capture.finishing import finish
 from ds_finepage.capture.models import positions_of
 from ds_finepage.capture.recorder import Recorder
-from ds_finepage.capture.recording import versions
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 from ds_finepage.units import require_count
@@ -127,7 +126,7 @@ def capture_config(
             logits = model(**kwargs, use_cache=True).logits
         outputs = tuple(GraphOutput(tensor=recorder.tensor_id(t)) for t in (logits, *new_rows))
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
-    return finish(recorder, name, inputs.used(), outputs, versions())
+    return finish(recorder, name, inputs.used(), outputs)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -41,9 +41,6 @@ from ds_finepage.graph.taskgraph import (
     Task,
     TensorView,
 )
-
-DraftLayout: TypeAlias = tuple[str, tuple[Any, ...], tuple[Any, ...], Size]
-"""The dtype, the shape, the strides and the offset of a view, as in :class:`TensorView`."""
 
 MAX_CONSTANT_BYTES = 1 << 20
 """Larger lifted constants are refused: they belong into a module buffer."""
@@ -124,7 +121,11 @@ class Recorder(TorchDispatchMode):
         return self._view_id(buffer, tensor)
 
     def _view_id(self, buffer: int, tensor: torch.Tensor) -> int:
-        key = (buffer, *layout_of(tensor))
+        if tensor.is_conj() or tensor.is_neg():
+            raise CaptureError("a tensor is conjugated or negated only when it is read")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape, stride = sizes_of(tensor.shape), sizes_of(tensor.stride())
+        key = (buffer, dtype, shape, stride, size_of(tensor.storage_offset()))
         if key not in self._tensors:
             self._tensors[key] = len(self.tensors)
             self.tensors.append(TensorView(len(self.tensors), *key))
@@ -275,22 +276,6 @@ class Recorder(TorchDispatchMode):
 
     def _buffer_of(self, tensor: torch.Tensor) -> int:
         return self.tensors[self.tensor_id(tensor)].buffer
-
-
-def layout_of(tensor: torch.Tensor) -> DraftLayout:
-    """Say how a tensor lies in its buffer.
-
-    Raises:
-        CaptureError: Its bytes are not its values.
-    """
-    if tensor.is_conj() or tensor.is_neg():
-        raise CaptureError("a tensor is conjugated or negated only when it is read")
-    return (
-        str(tensor.dtype).removeprefix("torch."),
-        sizes_of(tensor.shape),
-        sizes_of(tensor.stride()),
-        size_of(tensor.storage_offset()),
-    )
 
 
 def require_plain(tensor: torch.Tensor) -> None:
