@@ -54,7 +54,6 @@ from ds_finepage._compat.transformers import cache_name
 from ds_finepage.capture.finishing import finish
 from ds_finepage.capture.models import positions_of
 from ds_finepage.capture.recorder import Recorder
-from ds_finepage.capture.recording import versions
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 from ds_finepage.units import require_count
@@ -120,15 +119,14 @@ def capture_config(
         else:
             num_new = seq if phase == "prefill" else 1
             kwargs = _text_arguments(model, inputs, batch, num_new)
-            kwargs[cache_name(model.forward)] = cache = _StaticRows(
+            kwargs[cache_name(model.forward)], new_rows = _static_rows(
                 config, inputs, num_new=num_new, num_past=seq - num_new, host_ops=host_ops
             )
-            new_rows = cache.new_rows
         with _capture_errors(model), _labelled(model, recorder), _GroupedMm(), recorder:
             logits = model(**kwargs, use_cache=True).logits
         outputs = tuple(GraphOutput(tensor=recorder.tensor_id(t)) for t in (logits, *new_rows))
     name = f"{type(model).__name__} {phase}, batch {batch}, sequence {seq}, {dtype}"
-    return finish(recorder, name, inputs.used(), outputs, versions())
+    return finish(recorder, name, inputs.used(), outputs)
 
 
 @contextmanager
@@ -225,7 +223,7 @@ class _Inputs:
     def used(self) -> tuple[GraphInput, ...]:
         """Describe all weights, and of the other inputs those that the pass looks at."""
         recorder = self._recorder
-        seen = {b for task in recorder.tasks for b in task.reads | task.writes}
+        seen = {b for task in recorder.tasks for b in task.buffers}
         handed = (b.handed for b in recorder.buffers if b.handed is not None)
         seen |= {recorder.tensors[tensor].buffer for tensor in handed}
         kept = [
@@ -335,36 +333,27 @@ class _GroupedMm(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _StaticRows(Cache):
-    """A KV cache whose rows are all live after the pass.
+def _static_rows(
+    config: PretrainedConfig, inputs: _Inputs, *, num_new: int, num_past: int, host_ops: Any
+) -> tuple[Cache, list[torch.Tensor]]:
+    """Make a KV cache whose rows are all live after the pass.
 
-    Attributes:
-        new_rows: The rows that the pass writes to host memory.
+    Returns:
+        The cache, and a list that gets the rows which the pass writes to host memory.
     """
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        inputs: _Inputs,
-        *,
-        num_new: int,
-        num_past: int,
-        host_ops: Any,
-    ) -> None:
-        self.new_rows: list[torch.Tensor] = []
-        text = config.get_text_config(decoder=True)
-        positions = torch.empty(num_new, dtype=torch.int64)
-        inputs.add(positions, BufferKind.INPUT, "cache_position")
-        layers: list[Any] = []
-        for index, window in enumerate(_windows(text)):
-            num_rows = min(num_new + num_past, window or num_new + num_past)
-            name = f"cache.{index}"
-            if host_ops is not None and window is None:
-                layers.append(_HostRows(name, num_past, positions, inputs, host_ops, self.new_rows))
-            else:
-                layers.append(_LayerRows(name, num_rows, num_past, positions, inputs))
-            layers[-1].is_sliding = window is not None
-        super().__init__(layers=layers)
+    new_rows: list[torch.Tensor] = []
+    positions = torch.empty(num_new, dtype=torch.int64)
+    inputs.add(positions, BufferKind.INPUT, "cache_position")
+    layers: list[Any] = []
+    for index, window in enumerate(_windows(config.get_text_config(decoder=True))):
+        num_rows = min(num_new + num_past, window or num_new + num_past)
+        name = f"cache.{index}"
+        if host_ops is not None and window is None:
+            layers.append(_HostRows(name, num_past, positions, inputs, host_ops, new_rows))
+        else:
+            layers.append(_LayerRows(name, num_rows, num_past, positions, inputs))
+        layers[-1].is_sliding = window is not None
+    return Cache(layers=layers), new_rows
 
 
 class _LayerRows(CacheLayerMixin):

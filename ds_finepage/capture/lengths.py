@@ -66,10 +66,6 @@ class Evaluator:
             self._known[size] = Length(evaluate(text, self._values), text)
         return self._known[size]
 
-    def all(self, sizes: Sequence[Size]) -> tuple[int, ...]:
-        """Return the values of several sizes."""
-        return tuple(self(s) for s in sizes)
-
 
 def evaluate(text: str, values: Mapping[str, int]) -> int:
     """Return the value of a formula that :class:`Evaluator` wrote."""

@@ -13,8 +13,8 @@ being run, which is where the module names come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -35,23 +35,15 @@ from ds_finepage.graph.taskgraph import (
     TO_HOST,
     BufferKind,
     GraphOutput,
+    ModuleCall,
     Ref,
     Symbol,
+    Task,
     TensorView,
 )
 
-DraftLayout: TypeAlias = tuple[str, tuple[Any, ...], tuple[Any, ...], Size]
-"""The dtype, the shape, the strides and the offset of a view, as in :class:`TensorView`."""
-
 MAX_CONSTANT_BYTES = 1 << 20
 """Larger lifted constants are refused: they belong into a module buffer."""
-
-
-@dataclass(frozen=True)
-class Formula:
-    """Stands for a size in a task's arguments that differs from call to call."""
-
-    size: Any
 
 
 @dataclass
@@ -72,34 +64,10 @@ class BufferDraft:
         return BufferChangedError(self.name) if self.is_module_buffer else CaptureError(message)
 
 
-@dataclass
-class TaskDraft:
-    """An op that computes."""
-
-    op: str
-    label: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    results: tuple[int | None, ...]
-    reads: set[int]
-    writes: set[int]
-    flops: Size
-    moved_bytes: Size
-
-
-@dataclass
-class CallDraft:
-    """A call of a module."""
-
-    name: str
-    class_name: str
-    depth: int
-    begin: int
-    end: int
-
-
 class Recorder(TorchDispatchMode):
     """Writes down every op that reaches the dispatcher while the mode is on.
+
+    Sizes that vary are expressions, in tasks and views too; :func:`finish` evaluates them.
 
     Invariant: every storage that was seen is held, by identity, in ``_storages``.
     """
@@ -112,23 +80,23 @@ class Recorder(TorchDispatchMode):
         self._tensors: dict[tuple[Any, ...], int] = {}
         self.buffers: list[BufferDraft] = []
         self.tensors: list[TensorView] = []
-        self.tasks: list[TaskDraft] = []
-        self.calls: list[CallDraft] = []
+        self.tasks: list[Task] = []
+        self.calls: list[ModuleCall] = []
         self.label = ""
-        self._open_calls: list[CallDraft] = []
+        self._open_calls: list[int] = []
 
     def enter(self, name: str, class_name: str) -> None:
         """Note that a module is called: tasks are its own until it returns or calls another."""
-        at = len(self.tasks)
-        call = CallDraft(name, class_name, len(self._open_calls), at, at)
-        self.calls.append(call)
-        self._open_calls.append(call)
+        at, depth = len(self.tasks), len(self._open_calls)
+        self._open_calls.append(len(self.calls))
+        self.calls.append(ModuleCall(name, class_name, depth, at, at))
         self.label = name
 
     def leave(self) -> None:
         """Note that the module that was called last returns."""
-        self._open_calls.pop().end = len(self.tasks)
-        self.label = self._open_calls[-1].name if self._open_calls else ""
+        call = self._open_calls.pop()
+        self.calls[call] = replace(self.calls[call], end=len(self.tasks))
+        self.label = self.calls[self._open_calls[-1]].name if self._open_calls else ""
 
     def add_buffer(
         self, tensor: torch.Tensor, kind: BufferKind, nbytes: Size, name: str = ""
@@ -153,7 +121,11 @@ class Recorder(TorchDispatchMode):
         return self._view_id(buffer, tensor)
 
     def _view_id(self, buffer: int, tensor: torch.Tensor) -> int:
-        key = (buffer, *layout_of(tensor))
+        if tensor.is_conj() or tensor.is_neg():
+            raise CaptureError("a tensor is conjugated or negated only when it is read")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape, stride = sizes_of(tensor.shape), sizes_of(tensor.stride())
+        key = (buffer, dtype, shape, stride, size_of(tensor.storage_offset()))
         if key not in self._tensors:
             self._tensors[key] = len(self.tensors)
             self.tensors.append(TensorView(len(self.tensors), *key))
@@ -211,8 +183,7 @@ class Recorder(TorchDispatchMode):
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, torch.SymInt) and not has_free_unbacked_symbols(value):
-            found = size_of(value)
-            return found if isinstance(found, int) else Formula(found)
+            return size_of(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise CaptureError("a size depends on data, so the op cannot be planned")
         for kind in ("dtype", "layout", "memory_format", "device"):
@@ -274,18 +245,6 @@ class Recorder(TorchDispatchMode):
                 fresh.add(self.add_buffer(value, kind, size_of(nbytes)))
         if not written and not fresh:
             return  # a view
-        self._add_task(func, args, kwargs, given, results, written, fresh)
-
-    def _add_task(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        given: list[torch.Tensor],
-        results: list[Any],
-        written: set[int],
-        fresh: set[int],
-    ) -> None:
         for buffer in written:
             if self.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.CONSTANT):
                 raise self.buffers[buffer].refusal(
@@ -297,7 +256,8 @@ class Recorder(TorchDispatchMode):
         reads = {self._buffer_of(t) for t in given} | written
         count = FLOP_COUNTS.get(str(func.overloadpacket))
         self.tasks.append(
-            TaskDraft(
+            Task(
+                index=len(self.tasks),
                 op=str(func),
                 label=self.label,
                 args=self._encode(args),
@@ -305,8 +265,8 @@ class Recorder(TorchDispatchMode):
                 results=tuple(
                     self.tensor_id(r) if isinstance(r, torch.Tensor) else None for r in results
                 ),
-                reads=reads,
-                writes=written | fresh,
+                reads=tuple(sorted(reads)),
+                writes=tuple(sorted(written | fresh)),
                 flops=size_of(count(*args, **kwargs, out_val=_one(results))) if count else 0,
                 moved_bytes=size_of(
                     moved_bytes(str(func.overloadpacket), given, _tensors(results), args)
@@ -316,22 +276,6 @@ class Recorder(TorchDispatchMode):
 
     def _buffer_of(self, tensor: torch.Tensor) -> int:
         return self.tensors[self.tensor_id(tensor)].buffer
-
-
-def layout_of(tensor: torch.Tensor) -> DraftLayout:
-    """Say how a tensor lies in its buffer.
-
-    Raises:
-        CaptureError: Its bytes are not its values.
-    """
-    if tensor.is_conj() or tensor.is_neg():
-        raise CaptureError("a tensor is conjugated or negated only when it is read")
-    return (
-        str(tensor.dtype).removeprefix("torch."),
-        sizes_of(tensor.shape),
-        sizes_of(tensor.stride()),
-        size_of(tensor.storage_offset()),
-    )
 
 
 def require_plain(tensor: torch.Tensor) -> None:

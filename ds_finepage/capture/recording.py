@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -212,15 +211,9 @@ class Recording:
 
     def at(self, values: Mapping[str, int]) -> TaskGraph:
         """Return the taskgraph with buffers as large as these sizes need them."""
-        found = finish(
-            self.recorder,
-            self.name,
-            self.inputs,
-            self.outputs,
-            versions(),
-            values=values,
-            symbols=tuple(self.sizes.positions.items()),
-        )
+        symbols = tuple(self.sizes.positions.items())
+        given = self.recorder, self.name, self.inputs, self.outputs
+        found = finish(*given, values=values, symbols=symbols)
         _require_ops_of_eager(found)
         return found
 
@@ -375,8 +368,3 @@ def _rounded(value: int) -> int:
 
 def _power_above(value: int) -> int:
     return 1 << (value - 1).bit_length()
-
-
-def versions() -> tuple[tuple[str, str], ...]:
-    """The versions on which a captured taskgraph depends."""
-    return tuple((name, version(name)) for name in ("torch", "transformers"))

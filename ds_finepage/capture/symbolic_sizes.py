@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -37,8 +38,7 @@ class SymbolicSizes:
         self.positions: dict[str, int] = {}
         self.values: dict[str, int] = {}
         self._nodes: dict[sympy.Symbol, torch.SymInt] = {}
-        self._guards: tuple[sympy.Expr, ...] | None = None  # once the recording is done
-        self._asked: dict[tuple[int, ...], bool] = {}
+        self._holds = lru_cache(MAX_ANSWERS)(self._guards_hold)
         for position, node in enumerate(placeholders):
             example = node.meta.get("example_value")
             if not isinstance(example, torch.SymInt) or type(args[position]) is not int:
@@ -85,16 +85,10 @@ class SymbolicSizes:
 
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether what the recording took for granted holds for other sizes too."""
-        if self._guards is None:
-            self._guards = tuple(g.expr for g in self.env.guards)
-        if not self._guards:
-            return True
-        asked = tuple(values.values())
-        if asked not in self._asked:
-            if len(self._asked) >= MAX_ANSWERS:
-                self._asked.clear()
-            symbols = {s for guard in self._guards for s in guard.free_symbols}
-            at = {s: sympy.Integer(values[str(s)]) for s in symbols}
-            holds = all(guard.xreplace(at) == sympy.true for guard in self._guards)
-            self._asked[asked] = holds
-        return self._asked[asked]
+        return not self.env.guards or self._holds(tuple(values.items()))
+
+    def _guards_hold(self, values: tuple[tuple[str, int], ...]) -> bool:
+        sizes = dict(values)
+        guards = [guard.expr for guard in self.env.guards]
+        at = {s: sympy.Integer(sizes[str(s)]) for guard in guards for s in guard.free_symbols}
+        return all(guard.xreplace(at) == sympy.true for guard in guards)

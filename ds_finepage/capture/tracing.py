@@ -150,12 +150,18 @@ class QuickTracing:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = self._thread, self._given
-            self._listen((args, kwargs))
+            self._thread, self._given = get_ident(), (args, kwargs)
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
             try:
                 return compiled(*args, **kwargs)
             finally:
+                self._end()
+                self._restore_compiler()
+                with contextlib.suppress(ValueError):  # torch._dynamo.reset() removed all callbacks
+                    callback_handler.remove_start_callback(self._begin)
+                    callback_handler.remove_end_callback(self._end)
                 self._thread, self._given = before
-                self._stop_listening()
 
         return call
 
@@ -174,20 +180,6 @@ class QuickTracing:
             return backend(*args, **kwargs)
 
         return ending
-
-    def _listen(self, given: Arguments) -> None:
-        self._thread, self._given = get_ident(), given
-        callback_handler.register_start_callback(self._begin)
-        callback_handler.register_end_callback(self._end)
-
-    def _stop_listening(self) -> None:
-        self._end()
-        self._restore_compiler()
-        try:
-            callback_handler.remove_start_callback(self._begin)
-            callback_handler.remove_end_callback(self._end)
-        except ValueError:
-            pass  # a call of torch._dynamo.reset() removed all callbacks
 
     def _begin(self, _: Any) -> None:
         if get_ident() != self._thread:

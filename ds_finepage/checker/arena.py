@@ -20,45 +20,16 @@ class _Segment:
     vacator: int | None  # node that freed the bytes; None: no node yet, or the tenant is live
 
 
-class Bytes:
-    """The last tenant of each byte of the arena. An interval map: sorted segments without gaps."""
-
-    def __init__(self) -> None:
-        self._segments = [_Segment(0, None, None)]  # the last one never ends
-
-    def _range(self, extent: Extent) -> slice:
-        """Cut segments at the borders of an extent; return the ones inside."""
-        cuts = []
-        for offset in (extent.offset, extent.end):
-            at = bisect_left(self._segments, offset, key=lambda s: s.start)
-            if at == len(self._segments) or self._segments[at].start != offset:
-                old = self._segments[at - 1]
-                self._segments.insert(at, _Segment(offset, old.tenant, old.vacator))
-            cuts.append(at)
-        return slice(*cuts)
-
-    def take(self, extent: Extent, tenant: int) -> list[_Segment]:
-        """Give bytes to a tenant; return the segments that were there."""
-        where = self._range(extent)
-        old = self._segments[where]
-        if old:
-            self._segments[where] = [_Segment(extent.offset, tenant, None)]
-        return old
-
-    def free(self, extent: Extent, tenant: int, vacator: int) -> None:
-        """Note the node that vacates the bytes of a tenant."""
-        for segment in self._segments[self._range(extent)]:
-            if segment.tenant == tenant and segment.vacator is None:
-                segment.vacator = vacator
-
-
 class Arena:
-    """Verifies extents: each is inside the arena, and no two live ones overlap."""
+    """Verifies extents: each is inside the arena, and no two live ones overlap.
+
+    It knows the last tenant of each byte: an interval map, of sorted segments without gaps.
+    """
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._memgraph = report.memgraph
-        self._bytes = Bytes()
+        self._segments = [_Segment(0, None, None)]  # the last one never ends
 
     def accepts(self, node: Node) -> bool:
         """Verify the extent of a node by itself; False if the walk must leave the node out."""
@@ -84,13 +55,16 @@ class Arena:
         """Give a node's extent to its buffer; its bytes must be free, and their vacators done."""
         buffer, extent = placed(node)
         vacators: dict[int, None] = {}  # each once, in order
-        for segment in self._bytes.take(extent, buffer):
+        where = self._range(extent)
+        for segment in self._segments[where]:
             if segment.vacator is not None:
                 vacators[segment.vacator] = None
             elif segment.tenant is not None:
                 other = title_of(self._memgraph.graph, segment.tenant)
                 text = f"at {span(extent)} overlaps live {other}"
                 self._report.wrong(Fault.OVERLAP, node.id, text)
+        if extent.nbytes:
+            self._segments[where] = [_Segment(extent.offset, buffer, None)]
         self._report.require_waits(
             Fault.NO_MEMORY_EDGE, vacators, node.id, "the vacator of its bytes"
         )
@@ -98,4 +72,17 @@ class Arena:
     def free(self, extent: Extent, node: Node) -> None:
         """Take back the extent of a node's buffer."""
         buffer, _ = placed(node)
-        self._bytes.free(extent, buffer, node.id)
+        for segment in self._segments[self._range(extent)]:
+            if segment.tenant == buffer and segment.vacator is None:
+                segment.vacator = node.id
+
+    def _range(self, extent: Extent) -> slice:
+        """Cut segments at the borders of an extent; return the ones inside."""
+        cuts = []
+        for offset in (extent.offset, extent.end):
+            at = bisect_left(self._segments, offset, key=lambda s: s.start)
+            if at == len(self._segments) or self._segments[at].start != offset:
+                old = self._segments[at - 1]
+                self._segments.insert(at, _Segment(offset, old.tenant, old.vacator))
+            cuts.append(at)
+        return slice(*cuts)

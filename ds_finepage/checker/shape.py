@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ds_finepage.checker.faults import Fault, Violation
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
@@ -11,42 +12,34 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 
 def shape_violations(memgraph: MemGraph) -> list[Violation]:
     """List what is wrong with ids, fields and edges."""
-    found = _taskgraph_shape(memgraph.graph)
+    found = list(_taskgraph_shape(memgraph.graph))
     if memgraph.alignment < 1:
         found.append(
             Violation(Fault.ALIGNMENT, None, f"alignment is {memgraph.alignment}; it must be >= 1")
         )
-    found += _node_shape(memgraph)
-    found += _edge_shape(memgraph)
-    return found
+    return [*found, *_node_shape(memgraph), *_edge_shape(memgraph)]
 
 
-def _taskgraph_shape(graph: TaskGraph) -> list[Violation]:
-    found: list[Violation] = []
-
-    def wrong(message: str) -> None:
-        found.append(Violation(Fault.TASKGRAPH, None, message))
-
+def _taskgraph_shape(graph: TaskGraph) -> Iterator[Violation]:
+    wrong = partial(Violation, Fault.TASKGRAPH, None)
     for position, buffer in enumerate(graph.buffers):
         if buffer.id != position:
-            wrong(f"buffer at position {position} has id {buffer.id}")
+            yield wrong(f"buffer at position {position} has id {buffer.id}")
         if buffer.nbytes < 0:
-            wrong(f"buffer {buffer.id} has {buffer.nbytes} bytes")
-    for text in _broken_rows(graph):
-        wrong(text)
+            yield wrong(f"buffer {buffer.id} has {buffer.nbytes} bytes")
+    yield from map(wrong, _broken_rows(graph))
     for position, task in enumerate(graph.tasks):
         if task.index != position:
-            wrong(f"task at position {position} has index {task.index}")
+            yield wrong(f"task at position {position} has index {task.index}")
         for ids, changes in ((task.reads, False), (task.writes, True), (task.touches, True)):
             if list(ids) != sorted(set(ids)):
-                wrong(f"{task.where}: buffers {ids} are not sorted or repeat")
+                yield wrong(f"{task.where}: buffers {ids} are not sorted or repeat")
             for b in ids:
                 if not 0 <= b < len(graph.buffers):
-                    wrong(f"{task.where}: buffer {b} is outside 0..{len(graph.buffers) - 1}")
+                    yield wrong(f"{task.where}: buffer {b} is outside 0..{len(graph.buffers) - 1}")
                 elif changes and graph.buffers[b].kind is BufferKind.WEIGHT:
                     text = f"{task.where} changes {title_of(graph, b)}; weights are read-only"
-                    found.append(Violation(Fault.WEIGHT_WRITTEN, None, text))
-    return found
+                    yield Violation(Fault.WEIGHT_WRITTEN, None, text)
 
 
 def _broken_rows(graph: TaskGraph) -> Iterator[str]:
@@ -61,13 +54,13 @@ def _broken_rows(graph: TaskGraph) -> Iterator[str]:
             yield f"{title_of(graph, buffer.id)} does not hold {rows}"
 
 
-def _node_shape(memgraph: MemGraph) -> list[Violation]:
-    found: list[Violation] = []
+def _node_shape(memgraph: MemGraph) -> Iterator[Violation]:
     num_buffers, num_tasks = len(memgraph.graph.buffers), len(memgraph.graph.tasks)
     for position, node in enumerate(memgraph.nodes):
         if node.id != position:
             text = f"node at position {position} has id {node.id}"
-            found.append(Violation(Fault.NODE_ID, position, text))
+            yield Violation(Fault.NODE_ID, position, text)
+        wrong = partial(Violation, Fault.NODE_FIELDS, position)
         computes = node.kind is NodeKind.COMPUTE
         for what, is_set, wanted in (
             ("task", node.task is not None, computes),
@@ -75,34 +68,31 @@ def _node_shape(memgraph: MemGraph) -> list[Violation]:
             ("extent", node.extent is not None, not computes),
         ):
             if is_set != wanted:
-                text = f"node {position} ({node.kind.value}) {'lacks' if wanted else 'has'} {what}"
-                found.append(Violation(Fault.NODE_FIELDS, position, text))
-        if node.task is not None and not 0 <= node.task < num_tasks:
-            text = f"node {position}: task {node.task} is outside 0..{num_tasks - 1}"
-            found.append(Violation(Fault.NODE_FIELDS, position, text))
-        if node.buffer is not None and not 0 <= node.buffer < num_buffers:
-            text = f"node {position}: buffer {node.buffer} is outside 0..{num_buffers - 1}"
-            found.append(Violation(Fault.NODE_FIELDS, position, text))
-    return found
+                has = "lacks" if wanted else "has"
+                yield wrong(f"node {position} ({node.kind.value}) {has} {what}")
+        for what, number, end in (
+            ("task", node.task, num_tasks),
+            ("buffer", node.buffer, num_buffers),
+        ):
+            if number is not None and not 0 <= number < end:
+                yield wrong(f"node {position}: {what} {number} is outside 0..{end - 1}")
 
 
-def _edge_shape(memgraph: MemGraph) -> list[Violation]:
-    found: list[Violation] = []
+def _edge_shape(memgraph: MemGraph) -> Iterator[Violation]:
     previous = None
     for edge in memgraph.edges:
         text = f"edge {edge.before} -> {edge.after} ({edge.kind.value})"
         if not (0 <= edge.before < len(memgraph.nodes) and 0 <= edge.after < len(memgraph.nodes)):
             text += f" names a node outside 0..{len(memgraph.nodes) - 1}"
-            found.append(Violation(Fault.EDGE_RANGE, None, text))
+            yield Violation(Fault.EDGE_RANGE, None, text)
         elif edge.before >= edge.after:
             text += " does not point forward"
-            found.append(Violation(Fault.EDGE_BACKWARD, edge.after, text))
+            yield Violation(Fault.EDGE_BACKWARD, edge.after, text)
         if previous is not None and edge == previous:
-            found.append(Violation(Fault.EDGE_REPEATED, edge.after, text + " is there twice"))
+            yield Violation(Fault.EDGE_REPEATED, edge.after, text + " is there twice")
         elif previous is not None and edge < previous:
-            found.append(Violation(Fault.EDGE_UNSORTED, edge.after, text + " is out of order"))
+            yield Violation(Fault.EDGE_UNSORTED, edge.after, text + " is out of order")
         previous = edge
-    return found
 
 
 def title_of(graph: TaskGraph, buffer: int) -> str:

@@ -30,7 +30,7 @@ def all_reduce_(x: torch.Tensor, reduce_op: str, group: str, num_ranks: int) -> 
     Raises:
         RankError: Another rank is gone.
     """
-    with _named("all-reduce"):
+    with ranks_answer("an all-reduce with the other ranks failed"):
         reduction = getattr(distributed.ReduceOp, reduce_op.upper())
         distributed.all_reduce(x, op=reduction, group=group_named(group))
 
@@ -66,13 +66,18 @@ def gather_into(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
         RankError: Another rank is gone.
     """
     gather = getattr(distributed, "all_gather_single", None)  # its name since torch 2.13
-    with _named("all-gather"):
+    with ranks_answer("an all-gather with the other ranks failed"):
         (gather or distributed.all_gather_into_tensor)(out, x, group=group_named(group))
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def ranks_answer(otherwise: str) -> Iterator[None]:
+    """Raise what torch raises where a rank does not answer.
+
+    Raises:
+        RankError: It begins with ``otherwise``.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise RankError(f"an {what} with the other ranks failed: {error}") from error
+        raise RankError(f"{otherwise}: {error}") from error

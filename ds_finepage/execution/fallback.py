@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -209,10 +210,29 @@ def hook_modules(
     for owner in module.modules():
         own = own_weights(owner, weights)
         if own:
-            fill = _FillHook(own, weights, on_use, running)
+            fill = _OwnHook(partial(_bring_in, own, weights, on_use), running.number)
+            empty = _OwnHook(partial(_take_away, own, weights), None)
             handles.append(owner.register_forward_pre_hook(fill))
-            handles.append(owner.register_forward_hook(_EmptyHook(own, weights), always_call=True))
+            handles.append(owner.register_forward_hook(empty, always_call=True))
     return handles
+
+
+def _bring_in(
+    own: list[torch.Tensor],
+    weights: WeightTable,
+    on_use: Callable[[torch.nn.Module], None],
+    module: torch.nn.Module,
+) -> None:
+    if is_traced():
+        return  # the parameters show the masters
+    on_use(module)
+    for parameter in own:
+        weights.fill(parameter)
+
+
+def _take_away(own: list[torch.Tensor], weights: WeightTable, module: torch.nn.Module) -> None:
+    for parameter in own:
+        weights.empty(parameter)
 
 
 def ignore_call(*args: Any) -> None:
@@ -224,11 +244,14 @@ def _ignoring() -> Callable[..., None]:
 
 
 class _OwnHook:
-    """A hook on a module's own parameters. A copy of the module does not get it."""
+    """A hook on a module's own parameters. A copy of the module does not get it.
 
-    def __init__(self, own: list[torch.Tensor], weights: WeightTable) -> None:
-        self._own = own
-        self._weights = weights
+    Dynamo leaves a graph at the hook of a call that does not run, if the hook has its number.
+    """
+
+    def __init__(self, action: Callable[[torch.nn.Module], None], number: int | None) -> None:
+        self._hidden = torch.compiler.disable(action)
+        self._number = number
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return ignore_call
@@ -236,31 +259,10 @@ class _OwnHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return _ignoring, ()
 
-
-class _FillHook(_OwnHook):
-    def __init__(
-        self,
-        own: list[torch.Tensor],
-        weights: WeightTable,
-        on_use: Callable[[torch.nn.Module], None],
-        running: RunningCall,
-    ) -> None:
-        super().__init__(own, weights)
-        self._on_use = on_use
-        self._number = running.number
-        self._hidden = torch.compiler.disable(self._bring_in)
-
-    def _bring_in(self, module: torch.nn.Module) -> None:
-        if is_traced():
-            return  # the parameters show the masters
-        self._on_use(module)
-        for parameter in self._own:
-            self._weights.fill(parameter)
-
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self._hidden(module)
-        elif not _active[self._number]:
+        elif self._number is not None and not _active[self._number]:
             _leave_the_graph()
 
 
@@ -269,19 +271,5 @@ def _leave_the_graph() -> None:
     pass
 
 
-class _EmptyHook(_OwnHook):
-    def __init__(self, own: list[torch.Tensor], weights: WeightTable) -> None:
-        super().__init__(own, weights)
-        self._hidden = torch.compiler.disable(self._take_away)
-
-    def _take_away(self) -> None:
-        for parameter in self._own:
-            self._weights.empty(parameter)
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._hidden()
-
-
-for _function in (_FillHook.__call__, _EmptyHook.__call__, is_traced):
+for _function in (_OwnHook.__call__, is_traced):
     skip_code(_function.__code__)

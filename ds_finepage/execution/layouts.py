@@ -28,27 +28,37 @@ class LayoutProbe:
         self._known: dict[Any, Strides | None] = {}
 
     def __call__(
-        self, op: Any, args: Any, kwargs: Any, results: Sequence[Layout]
+        self, op: Any, args: Any, kwargs: Any, results: Sequence[Layout], is_view: bool
     ) -> Strides | None:
         """Return the strides of each result that is a tensor; None where they cannot be found out.
 
-        :data:`ds_finepage.capture.layouts.StridesOf` describes the arguments.
+        :data:`ds_finepage.capture.layouts.StridesOf` describes the arguments. Views are made on
+        torch's meta device, where they are the same as everywhere and there are no bytes.
         """
-        key = (str(op), _frozen(args), _frozen(kwargs))
+        key = repr((str(op), args, kwargs, results, is_view))  # one, true and 1.0 are equal
         if key not in self._known:
             operands = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Layout)]
             nbytes = sum(map(_nbytes, operands)) + 2 * sum(map(_nbytes, results))
             # An op that has no room here has none in a plan: its operands are all there is.
-            fits = nbytes <= self._make_room()
-            self._known[key] = _run(op, args, kwargs, results) if fits else None
+            fits = is_view or nbytes <= self._make_room()
+            self._known[key] = _run(op, args, kwargs, results, is_view) if fits else None
         return self._known[key]
 
 
-def _run(op: Any, args: Any, kwargs: Any, results: Sequence[Layout]) -> Strides | None:
-    devices = {v.device for v in results}
+def _run(
+    op: Any, args: Any, kwargs: Any, results: Sequence[Layout], is_view: bool
+) -> Strides | None:
+    devices = set() if is_view else {v.device for v in results}
+
+    def scratch(value: Layout) -> torch.Tensor:
+        device = "meta" if is_view else value.device
+        # Zeros, which are valid indices everywhere.
+        flat = torch.zeros(max(1, value.reach), dtype=_dtype(value), device=device)
+        return flat.as_strided(value.shape, value.stride)
+
     with free_profiler(), _disable_current_modes(), fork_rng(devices):
         with torch.inference_mode(False), torch.no_grad():
-            given = tree_map_only(Layout, _scratch, (args, kwargs))
+            given = tree_map_only(Layout, scratch, (args, kwargs))
             try:
                 found = op(*given[0], **given[1])
             except RuntimeError:  # one that refuses zeros, such as a draw from a distribution
@@ -59,12 +69,6 @@ def _run(op: Any, args: Any, kwargs: Any, results: Sequence[Layout]) -> Strides 
             return tuple(tuple(v.stride()) for v in made)
 
 
-def _scratch(value: Layout) -> torch.Tensor:
-    """Return zeros, which are valid indices everywhere."""
-    flat = torch.zeros(max(1, value.reach), dtype=_dtype(value), device=value.device)
-    return flat.as_strided(value.shape, value.stride)
-
-
 def _dtype(layout: Layout) -> torch.dtype:
     found: torch.dtype = getattr(torch, layout.dtype)
     return found
@@ -72,13 +76,3 @@ def _dtype(layout: Layout) -> torch.dtype:
 
 def _nbytes(layout: Layout) -> int:
     return layout.reach * _dtype(layout).itemsize
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((name, _frozen(v)) for name, v in value.items())
-    if isinstance(value, (Layout, torch.dtype, torch.device)):
-        return value
-    return (type(value).__name__, str(value))

@@ -159,15 +159,7 @@ def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> H
             value = strided
         set_data(parameter, value)
 
-    return HostWeight(
-        name,
-        parameter,
-        device_of(device).pinned(_master_of(host)),
-        tuple(host.shape),
-        host.stride(),
-        host.dtype,
-        restore,
-    )
+    return HostWeight(name, parameter, *_form_of(host, device), restore)
 
 
 def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> None:
@@ -175,9 +167,8 @@ def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> Non
 
     The weight takes the shape, strides and dtype of the tensor, which is on any device.
     """
-    host = _host_tensor(value)
-    weight.master = device_of(device).pinned(_master_of(host))
-    weight.shape, weight.stride, weight.dtype = tuple(host.shape), host.stride(), host.dtype
+    form = _form_of(_host_tensor(value), device)
+    weight.master, weight.shape, weight.stride, weight.dtype = form
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -198,9 +189,12 @@ def _host_tensor(value: torch.Tensor) -> torch.Tensor:
         return host if torch.ops.aten.is_non_overlapping_and_dense(host) else host.contiguous()
 
 
-def _master_of(host: torch.Tensor) -> torch.Tensor:
+def _form_of(
+    host: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return the master of a dense tensor in host memory, and its shape, strides and dtype."""
     with torch.inference_mode(False), torch.no_grad():
         master = byte_view(host.as_strided((host.numel(),), (1,), host.storage_offset()))
         if master.is_inference():  # only inference mode could write it
             master = master.clone()
-    return master
+    return device_of(device).pinned(master), tuple(host.shape), host.stride(), host.dtype

@@ -38,7 +38,7 @@ from ds_finepage.execution.ops import (
 from ds_finepage.execution.trial import OTHER_RESULTS, Trial, reach, same
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.packed import PACKED_PRODUCTS, wants_fused
-from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Task, TaskGraph
+from ds_finepage.graph.taskgraph import JOIN, Ref, Task, TaskGraph
 from ds_finepage.packing.op import workspace_bytes
 
 NUM_ROUNDS = 3
@@ -66,19 +66,17 @@ def estimate_workspaces(graph: TaskGraph, *, on_accelerator: bool = True) -> Tas
     until they are copied to their place. The workspace of a kernel itself is not counted unless the
     op is ours, and every ``out=`` overload counts as writing into place.
     """
-    known: dict[Any, int] = {}
-    tasks = []
-    for task in graph.tasks:
-        # The kind of argument decides whether there is an overload, not the tensors themselves.
-        results = tuple(None if r is None else _result_bytes(graph, r) for r in task.results)
-        own_bytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
-        key = (task.op, results, own_bytes)
-        if key not in known:
-            bound = bind(task, lambda _: None, patches=[], into_place=True)
-            copies = bound.call is run_and_copy
-            known[key] = own_bytes + (sum(filter(None, results)) if copies else 0)
-        tasks.append(dataclasses.replace(task, workspace_bytes=known[key]))
+    estimate = partial(_estimate, graph, into_place=True, on_accelerator=on_accelerator)
+    tasks = (dataclasses.replace(task, workspace_bytes=estimate(task)) for task in graph.tasks)
     return dataclasses.replace(graph, tasks=tuple(tasks))
+
+
+def _estimate(graph: TaskGraph, task: Task, *, into_place: bool, on_accelerator: bool) -> int:
+    # The kind of argument decides whether there is an overload, not the tensors themselves.
+    bound = bind(task, lambda _: None, patches=[], into_place=into_place)
+    copied = task.results if bound.call is run_and_copy else ()
+    own_bytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
+    return own_bytes + sum(_result_bytes(graph, r) for r in copied if r is not None)
 
 
 def _result_bytes(graph: TaskGraph, tensor: int) -> int:
@@ -248,10 +246,7 @@ def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
 
 def _unmeasured(graph: TaskGraph, task: Task, device: Device) -> OpCost:
     """Estimate an op that cannot be tried, such as one that refuses random numbers."""
-    made = [graph.tensors[r] for r in task.results if r is not None]
-    new = [t.id for t in made if graph.buffers[t.buffer].kind is not BufferKind.STATE]
-    nbytes = sum(_result_bytes(graph, r) for r in new)
-    nbytes += _unpacked_bytes(graph, task, on_accelerator=device.is_accelerator)
+    nbytes = _estimate(graph, task, into_place=False, on_accelerator=device.is_accelerator)
     has_out = task.op != JOIN and any(a.is_out for a in resolve_op(task.op)._schema.arguments)
     fault = "writes to a tensor given as out= and could not be tried" if has_out else None
     return OpCost(time_ns=None, workspace_bytes=nbytes, fault=fault)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +16,6 @@ import torch
 from ds_finepage.execution.arena import place
 from ds_finepage.execution.ops import Patch
 from ds_finepage.graph.taskgraph import Buffer, Length, TaskGraph, TensorView
-
-
-@dataclass(slots=True)
-class _Place:
-    """A patch; for a tensor, also its storage and the begin of its buffer there."""
-
-    patch: Patch
-    storage_of: torch.Tensor | None
-    offset_bytes: int
 
 
 class MovingViews:
@@ -39,7 +29,7 @@ class MovingViews:
         self._positions = [position for _, position in graph.symbols]
         self._varying = dict.fromkeys(t.id for t in graph.tensors if _varies(t))  # in order
         self._sizes: tuple[int, ...] | None = None
-        self._places: list[_Place] = []
+        self._places: list[Patch] = []
         self._buffers = [b.id for b in graph.buffers if isinstance(b.nbytes, Length)]
         self._planned = {b: int(graph.buffers[b].nbytes) for b in self._buffers}
         self._nbytes = dict(self._planned)
@@ -65,7 +55,8 @@ class MovingViews:
 
         A tensor gets any tensor on its storage, and the begin of its buffer there.
         """
-        self._places.append(_Place(patch, storage_of, offset_bytes))
+        patch.storage_of, patch.offset_bytes = storage_of, offset_bytes
+        self._places.append(patch)
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Fill all places for the sizes of a call; return False if a buffer is too small."""
@@ -81,7 +72,7 @@ class MovingViews:
             self.views[tensor] = TensorView(tensor, old.buffer, old.dtype, shape, stride, offset)
         self._nbytes = nbytes
         if self._arguments is None:
-            texts = [p.patch.size.formula for p in self._places if p.patch.size is not None]
+            texts = [p.size.formula for p in self._places if p.size is not None]
             self._arguments = self._compile(texts)
         self._fill(iter(self._arguments(*sizes)))
         self._sizes = sizes
@@ -89,14 +80,13 @@ class MovingViews:
 
     def _fill(self, arguments: Iterator[Any]) -> None:
         with torch.inference_mode(False), torch.no_grad():  # once, not for each of many views
-            for found in self._places:
-                patch = found.patch
+            for patch in self._places:
                 if patch.tensor is None:
                     patch.container[patch.key] = next(arguments)
                 else:
-                    assert found.storage_of is not None
+                    assert patch.storage_of is not None
                     view = self.views[patch.tensor]
-                    patch.container[patch.key] = place(found.storage_of, view, found.offset_bytes)
+                    patch.container[patch.key] = place(patch.storage_of, view, patch.offset_bytes)
 
     def _compile(self, texts: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
         body = "".join(f"{text}, " for text in texts)

@@ -57,12 +57,17 @@ class BoundTask:
 
 @dataclass(slots=True)
 class Patch:
-    """A place in a bound task's arguments that each call fills: a tensor, or a size."""
+    """A place in a bound task's arguments that each call fills: a tensor, or a size.
+
+    A tensor that follows from the sizes alone has a storage, and the begin of its buffer there.
+    """
 
     container: Any  # list or dict
     key: Any
     tensor: int | None
     size: Length | None = None
+    storage_of: torch.Tensor | None = None
+    offset_bytes: int = 0
 
 
 def resolve_op(name: str) -> Any:

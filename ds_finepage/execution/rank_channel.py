@@ -8,16 +8,15 @@ their own collective has failed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import distributed
 
 from ds_finepage._compat.torch import _get_default_store
-from ds_finepage.errors import RankError
-from ds_finepage.execution.collectives import all_reduce_
+from ds_finepage.execution.collectives import all_reduce_, ranks_answer
 
 STORE_KEY = "ds_finepage/failed"
 """Prefix of the keys in the store; the rank follows."""
@@ -25,15 +24,9 @@ STORE_KEY = "ds_finepage/failed"
 SMALL_ELEMENTS, NUM_REPEATS = 2, 3
 """Of the collectives that measure a link; the fastest repeat counts."""
 
+RANK_GONE = "another rank is gone"
+
 _NS_PER_S = 10**9
-
-
-@contextmanager
-def _while_all_are_there() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(f"another rank is gone: {error}") from error
 
 
 class RankChannel:
@@ -58,7 +51,7 @@ class RankChannel:
         """
         mine = torch.tensor(list(numbers), dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        with _while_all_are_there():
+        with ranks_answer(RANK_GONE):
             distributed.all_gather(found, mine, group=self._group)
         return [row.tolist() for row in found]
 
@@ -69,7 +62,7 @@ class RankChannel:
             RankError: Another rank is gone.
         """
         found: list[str] = [""] * self.num_ranks
-        with _while_all_are_there():
+        with ranks_answer(RANK_GONE):
             distributed.all_gather_object(found, text, group=self._group)
         return found
 
@@ -80,7 +73,7 @@ class RankChannel:
             RankError: Another rank is gone.
         """
         found = [value]
-        with _while_all_are_there():
+        with ranks_answer(RANK_GONE):
             distributed.broadcast_object_list(found, src=0, group=self._group)
         return found[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 
@@ -62,19 +62,13 @@ class RoutedReload:
     def __call__(self) -> None:
         """Copy the used slices, each run of adjacent ones at once where the master has no gaps."""
         values, num_slices = self._read.values(), self._route.num_slices
-        named = _groups_with_rows(values) if self._route.is_ends else values
-        used = sorted({number % num_slices for number in named})
+        if self._route.is_ends:
+            used = [g for g, (begin, end) in enumerate(pairwise([0, *values])) if end > begin]
+        else:
+            used = sorted({number % num_slices for number in values})
         for begin, end in _runs(used):
             copy_master(self._on_device[begin:end], self._on_host[begin:end])
         self.skipped_bytes = (num_slices - len(used)) * self._on_device.shape[1]
-
-
-def _groups_with_rows(ends: Sequence[int]) -> Iterator[int]:
-    before = 0
-    for group, end in enumerate(ends):
-        if end > before:
-            yield group
-        before = end
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -302,8 +302,13 @@ class WeightTable(PartTable):
 
     def _take_over(self, disturbed: list[_Shown]) -> WeightChanges:
         others = [s for s in disturbed if not s.shows_view]
-        for shown in others:
-            _refuse_whole(shown.weight)
+        for weight in (s.weight for s in others):
+            if weight.parts is not None:
+                raise StoreError(
+                    f"parameter {weight.name} holds a whole tensor, and its weight lies in parts "
+                    f"on {weight.parts.num_ranks} ranks. Leave deepspeed.zero.GatheredParameters "
+                    f"before the model runs, and change the values inside of it."
+                )
         self._used.clear()
         moved = reshaped = False
         # All are read before any partition is written: two weights may have been swapped.
@@ -407,20 +412,6 @@ def own_weights(module: torch.nn.Module, weights: WeightTable) -> list[torch.Ten
     """Return the parameters and buffers that a module itself holds, as far as they are weights."""
     held = chain(module.parameters(recurse=False), module.buffers(recurse=False))
     return [tensor for tensor in held if tensor in weights]
-
-
-def _refuse_whole(weight: HostWeight) -> None:
-    """Refuse a tensor of a parameter whose weight lies in parts on several ranks.
-
-    Raises:
-        StoreError: It does.
-    """
-    if weight.parts is not None:
-        raise StoreError(
-            f"parameter {weight.name} holds a whole tensor, and its weight lies in parts on "
-            f"{weight.parts.num_ranks} ranks. Leave deepspeed.zero.GatheredParameters before the "
-            f"model runs, and change the values inside of it."
-        )
 
 
 def _has_version(tensor: torch.Tensor) -> bool:

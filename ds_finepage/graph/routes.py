@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.taskgraph import PACKED_ITEMSIZE, BufferKind, Ref, Task, TaskGraph
@@ -99,12 +100,8 @@ def _routes(graph: TaskGraph, task: Task, last_writer: dict[int, int]) -> Iterat
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Rows that are sorted by group.
-
-    A tensor of rows, and one that holds the end of each group.
-    """
+class Groups(NamedTuple):
+    """A tensor of rows that are sorted by group, and one that holds the end of each group."""
 
     rows: int
     ends: int

@@ -13,7 +13,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
-from ds_finepage.capture.recording import record, versions
+from ds_finepage.capture.finishing import versions
+from ds_finepage.capture.recording import record
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphOutput, TaskGraph
 from tests.unit.capture.replay import by_dynamo, captured, replay, traced

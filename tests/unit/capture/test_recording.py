@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ def test_a_recording_holds_where_all_that_it_took_for_granted_does() -> None:
     rows, batch = sympy.Symbol("s0", integer=True), sympy.Symbol("s1", integer=True)
     assert not sizes
     assert sizes.admits({"s0": 0, "s1": 0})  # nothing was
-    sizes._guards = (sympy.Gt(rows, 4), sympy.Eq(rows, 2 * batch))
+    taken = (sympy.Gt(rows, 4), sympy.Eq(rows, 2 * batch))
+    sizes.env.guards[:] = [SimpleNamespace(expr=guard) for guard in taken]
     assert sizes.admits({"s0": 6, "s1": 3})
     assert not sizes.admits({"s0": 6, "s1": 4})
     assert not sizes.admits({"s0": 4, "s1": 2})
@@ -161,7 +163,7 @@ def test_a_capture_that_fails_ends_its_transforms(monkeypatch: pytest.MonkeyPatc
         raise CaptureError("no")
 
     ((graph, args),) = by_dynamo(torch.vmap(torch.sin), (torch.ones(3, 2),))
-    monkeypatch.setattr(Recorder, "_add_task", refuse)
+    monkeypatch.setattr(Recorder, "_encode", refuse)
     with pytest.raises(CaptureError):
         record(graph, args)
     assert get_dynamic_layer_stack_depth() == 0
