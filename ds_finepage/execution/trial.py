@@ -40,15 +40,24 @@ TILE_ELEMENTS = 4072
 
 OTHER_RESULTS = "gives other results in the arena than by itself"
 
+CHUNK_BYTES = 16 << 20
+"""Bytes that are compared at once; on an accelerator a comparison takes memory."""
 
-def _random_tile(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return numbers between 1/4 and 3/4, where most functions are defined."""
+
+def _tile(number: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return bytes to fill scratch with, over and over: one number."""
+    count = GUARD_BYTES // dtype.itemsize
+    return torch.full((count,), number, dtype=dtype, device=device).view(torch.uint8)
+
+
+def _random_tile(dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
+    """Return likewise numbers between 1/4 and 3/4, where most functions are defined."""
     numbers = torch.rand(
         TILE_ELEMENTS,
         generator=torch.Generator().manual_seed(seed),
         dtype=dtype if dtype.is_complex else torch.float32,
     )
-    return numbers.mul_(0.5).add_(0.25).to(dtype)
+    return numbers.mul_(0.5).add_(0.25).to(dtype).to(device).view(torch.uint8)
 
 
 class Trial:
@@ -67,6 +76,7 @@ class Trial:
         unused: frozenset[int] = frozenset(),
     ) -> None:
         self._graph, self._task, self._device, self._unused = graph, task, device, unused
+        self._guard = _tile(GUARD, torch.uint8, device)
         self._made = {*task.writes, *task.touches} - {*task.reads}
         self._changed = sorted({*task.writes} & {*task.reads})
         self._nbytes = {b: reach(graph, task, b) for b in task.buffers}
@@ -75,11 +85,7 @@ class Trial:
         for buffer in task.buffers:
             self._offsets[buffer] = end
             end += align_up(self._nbytes[buffer], GUARD_BYTES) + GUARD_BYTES
-        self._image = host_bytes(end, pinned=False).fill_(GUARD)  # what the arena should hold
-        for buffer in {*task.buffers} - self._made:
-            target, tile = self._bytes(buffer, self._image), self._tile_of(buffer)
-            times = -(-len(target) // tile.nbytes)
-            target.copy_(tile.view(torch.uint8).repeat(times)[: len(target)])
+        self._end = end
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
         self._tensors: dict[int, torch.Tensor] = {}
         self._looks: dict[int, tuple[Any, ...]] = {}
@@ -92,10 +98,10 @@ class Trial:
         """
         if contents_mean_nothing(self._task):
             return []
-        given = {
-            b: self._bytes(b, self._image).to(self._device, copy=True)
-            for b in {*self._task.buffers} - self._made
-        }
+        given: dict[int, torch.Tensor] = {}
+        for buffer in {*self._task.buffers} - self._made:
+            given[buffer] = self._empty(self._nbytes[buffer])
+            _repeat(self._tile_of(buffer), given[buffer])
 
         def tensor(index: int) -> torch.Tensor:
             view = self._graph.tensors[index]
@@ -109,8 +115,11 @@ class Trial:
 
     def bind(self, *, into_place: bool) -> BoundTask:
         """Bind the task to scratch tensors that lie in one storage, between guard bytes."""
-        self._arena = self._image.to(self._device, copy=True)
+        self._arena = self._empty(self._end)
         self._tensors, self._looks = {}, {}
+        _repeat(self._guard, self._arena)
+        for buffer in {*self._task.buffers} - self._made:
+            _repeat(self._tile_of(buffer), self._bytes(buffer))
         self._seed()
         return bind(
             self._task, self._tensor, patches=[], unused=self._unused, into_place=into_place
@@ -126,23 +135,23 @@ class Trial:
                 return "resizes a tensor that it is given"
         kept = [r for r in self._task.results if r is not None and self._is_kept(r)]
         results = [self._tensors[r] for r in kept]
-        found = (*results, *(self._bytes(b, self._arena) for b in self._changed))
+        found = (*results, *(self._bytes(b) for b in self._changed))
         for one, other in zip(found, wanted, strict=bool(wanted)):
             if not same(_on_host(one), other):
                 return OTHER_RESULTS
         for result in self._task.results:
             if result is not None and self._buffer(result) in self._made:
-                self._view(result, self._image).copy_(self._tensors[result])
-        for buffer in self._changed:
-            self._bytes(buffer, self._image).copy_(self._bytes(buffer, self._arena))
-        after = self._arena.cpu()
-        if torch.equal(after.view(torch.int64), self._image.view(torch.int64)):
-            return None
-        for buffer in self._offsets:
-            if not torch.equal(self._bytes(buffer, after), self._bytes(buffer, self._image)):
-                is_made = buffer in self._made
+                _erase(self._tensors[result])  # so that what is left was written beside it
+        end = 0
+        for buffer, offset in self._offsets.items():
+            if not _holds(self._arena[end:offset], self._guard):
+                return "writes beyond its tensors"
+            end = offset + self._nbytes[buffer]
+            is_made = buffer in self._made
+            tile = self._guard if is_made else self._tile_of(buffer)
+            if buffer not in self._changed and not _holds(self._bytes(buffer), tile):
                 return "writes beyond its results" if is_made else "changes what it only reads"
-        return "writes beyond its tensors"
+        return None if _holds(self._arena[end:], self._guard) else "writes beyond its tensors"
 
     def _seed(self) -> None:
         """Let a random op draw the same numbers each time; it takes a while."""
@@ -154,42 +163,43 @@ class Trial:
             result is not None and result not in self._unused and self._buffer(result) in self._made
         )
 
-    def _bytes(self, buffer: int, arena: torch.Tensor) -> torch.Tensor:
-        offset = self._offsets[buffer]
-        return arena[offset : offset + self._nbytes[buffer]]
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _view(self, tensor: int, arena: torch.Tensor) -> torch.Tensor:
-        return view_of(arena, self._graph.tensors[tensor], self._offsets[self._buffer(tensor)])
+    def _bytes(self, buffer: int) -> torch.Tensor:
+        offset = self._offsets[buffer]
+        return self._arena[offset : offset + self._nbytes[buffer]]
 
     def _buffer(self, tensor: int) -> int:
         return self._graph.tensors[tensor].buffer
 
     def _tensor(self, index: int) -> torch.Tensor:
         if index not in self._tensors:
-            found = self._view(index, self._arena)
+            view = self._graph.tensors[index]
+            found = view_of(self._arena, view, self._offsets[view.buffer])
             self._tensors[index], self._looks[index] = found, _look(found)
         return self._tensors[index]
 
     def _tile_of(self, buffer: int) -> torch.Tensor:
-        """Return numbers to fill a buffer with, over and over."""
         views = [self._graph.tensors[t] for t in tensor_ids(self._task)]
         dtypes = {v.dtype for v in views if v.buffer == buffer}
         dtype: torch.dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else torch.uint8
         if dtype.is_floating_point or dtype.is_complex:
-            return _random_tile(dtype, self._task.buffers.index(buffer))
+            return _random_tile(dtype, self._task.buffers.index(buffer), self._device)
         groups = groups_of(self._task)
         if groups is not None and self._buffer(groups.ends) == buffer:
             return self._ends_of(groups, dtype)
-        return torch.full((GUARD_BYTES,), int(dtype is torch.bool), dtype=dtype)
+        return _tile(int(dtype is torch.bool), dtype, self._device)
 
     def _ends_of(self, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
         """Return the ends of groups of rows."""
         num_rows = self._graph.tensors[groups.rows].shape[0]
         if self._task.op != PACKED_GROUPED:
-            return torch.full((GUARD_BYTES,), num_rows, dtype=dtype)
+            return _tile(num_rows, dtype, self._device)
         num_groups = self._graph.tensors[groups.ends].shape[0]
         ends = [num_rows * (group + 1) // num_groups for group in range(num_groups)]
-        return torch.tensor(ends, dtype=dtype)
+        ends += [num_rows] * (-num_groups % 8)  # a tile is whole words
+        return torch.tensor(ends, dtype=dtype, device=self._device).view(torch.uint8)
 
 
 def reach(graph: TaskGraph, task: Task, buffer: int) -> int:
@@ -214,6 +224,40 @@ def tensor_ids(task: Task) -> list[int]:
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
     storage = tensor.untyped_storage()
     return tensor.shape, tensor.stride(), tensor.data_ptr(), storage.data_ptr(), storage.nbytes()
+
+
+def _rows(of: torch.Tensor, tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut bytes into rows as long as a tile, and what is left over."""
+    whole = of.numel() // tile.numel() * tile.numel()
+    return of[:whole].view(-1, tile.numel()), of[whole:]
+
+
+def _repeat(tile: torch.Tensor, target: torch.Tensor) -> None:
+    rows, rest = _rows(target, tile)
+    rows.copy_(tile.expand_as(rows))
+    rest.copy_(tile[: rest.numel()])
+
+
+def _holds(found: torch.Tensor, tile: torch.Tensor) -> bool:
+    """Tell whether bytes are what :func:`_repeat` has written."""
+    rows, rest = _rows(found, tile)
+    if not torch.equal(rest, tile[: rest.numel()]):
+        return False
+    if found.storage_offset() % 8 == 0:
+        rows, tile = rows.view(torch.int64), tile.view(torch.int64)
+    return all(
+        torch.equal(chunk, tile.expand_as(chunk))
+        for chunk in rows.split(max(1, CHUNK_BYTES // tile.nbytes))
+    )
+
+
+def _erase(tensor: torch.Tensor) -> None:
+    """Fill the elements of a tensor, and no byte between them, with guard bytes."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    value = int.from_bytes(bytes([GUARD] * tensor.itemsize), "little", signed=tensor.itemsize > 1)
+    tensor.view(integer).fill_(value)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
