@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from ds_finepage.checker.checker import check
+from ds_finepage.checker.checker import check, violations
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import PUBLISHED, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
@@ -94,6 +95,19 @@ def test_any_order_is_right(
         )
         assert set(memgraph.entry) == set(before)
         prove(memgraph, arena_bytes, seed)
+
+
+@modest
+@given(graph=taskgraphs())
+def test_no_edge_is_of_no_use(graph: TaskGraph) -> None:
+    """Without an edge a plan is wrong, or the other edges imply it."""
+    memgraph = plan(graph, arena_bytes=min_arena_bytes(graph, 64), policy="horizon-outputs")
+    for edge in memgraph.edges:
+        others = tuple(e for e in memgraph.edges if e != edge)
+        behind = {edge.before}
+        for other in others:  # by ascending nodes
+            behind |= {other.after} if other.before in behind else set()
+        assert edge.after in behind or violations(dataclasses.replace(memgraph, edges=others))
 
 
 @every_paging_policy
