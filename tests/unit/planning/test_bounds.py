@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from functools import partial
-from itertools import chain, combinations
 
 import pytest
 
@@ -16,6 +14,7 @@ from ds_finepage.planning.bounds import (
     lower_bound_bytes,
 )
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from tests.property.brute_force import subsets
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
 
@@ -263,12 +262,6 @@ def test_kept_experts_cost_no_time() -> None:
 
 
 # --- against all schedules -------------------------------------------------------------------
-
-
-def subsets(items: frozenset[int]) -> Iterator[frozenset[int]]:
-    ordered = sorted(items)
-    every = chain.from_iterable(combinations(ordered, n) for n in range(len(ordered) + 1))
-    return map(frozenset, every)
 
 
 def fewest_reloaded_bytes(graph: TaskGraph, arena_bytes: int) -> int | None:
