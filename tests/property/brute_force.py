@@ -18,7 +18,9 @@ def subsets(items: frozenset[int]) -> Iterator[frozenset[int]]:
     return map(frozenset, every)
 
 
-def fewest_moved_bytes(graph: TaskGraph, arena_bytes: int) -> int | None:
+def fewest_moved_bytes(
+    graph: TaskGraph, arena_bytes: int, *, counts_offloads: bool = True
+) -> int | None:
     """Return the fewest bytes reloaded plus offloaded in a pass that ends as it began.
 
     Sizes count as they are. None where some task does not fit.
@@ -30,13 +32,15 @@ def fewest_moved_bytes(graph: TaskGraph, arena_bytes: int) -> int | None:
     for entry in subsets(used):
         if _sum(graph, entry) > arena_bytes:
             continue
-        found = _fewest_from(graph, arena_bytes, entry)
+        found = _fewest_from(graph, arena_bytes, entry, counts_offloads)
         if found is not None and (best is None or found < best):
             best = found
     return best
 
 
-def _fewest_from(graph: TaskGraph, arena_bytes: int, entry: frozenset[int]) -> int | None:
+def _fewest_from(
+    graph: TaskGraph, arena_bytes: int, entry: frozenset[int], counts_offloads: bool
+) -> int | None:
     last_use = {b: t.index for t in graph.tasks for b in t.buffers}
     reached = {entry: 0}  # residency before a task -> fewest bytes moved to get there
     for task in graph.tasks:
@@ -56,7 +60,7 @@ def _fewest_from(graph: TaskGraph, arena_bytes: int, entry: frozenset[int]) -> i
                     for b in kept | named
                     if graph.buffers[b].kind is BufferKind.WEIGHT or last_use[b] > task.index
                 )
-                cost = moved + _sum(graph, written)
+                cost = moved + counts_offloads * _sum(graph, written)
                 following[after] = min(cost, following.get(after, cost))
         reached = following
     costs = [moved for resident, moved in reached.items() if resident >= entry]
@@ -89,64 +93,3 @@ def tiny_graph(rng: random.Random) -> TaskGraph:
         activations.append(made)
         tasks.append(Task(index, "op", f"t{index}", reads=tuple(sorted(reads)), writes=(made,)))
     return TaskGraph("tiny", tuple(buffers), (), tuple(tasks))
-
-
-Placed = frozenset[tuple[int, int]]  # (buffer, offset)
-
-
-def can_move_fewer_bytes(graph: TaskGraph, arena_bytes: int, limit: int) -> bool:
-    """Tell whether some steady schedule with addresses moves at most ``limit`` bytes.
-
-    Goes through every placement, in steps of 64 bytes, of everything that may be resident.
-    """
-    used = sorted(
-        {b for t in graph.tasks for b in t.reads if graph.buffers[b].kind is BufferKind.WEIGHT}
-    )
-    for chosen in subsets(frozenset(used)):
-        for entry in _placements(graph, sorted(chosen), frozenset(), arena_bytes):
-            if _reaches(graph, arena_bytes, entry, limit):
-                return True
-    return False
-
-
-def _placements(
-    graph: TaskGraph, missing: list[int], present: Placed, arena_bytes: int
-) -> Iterator[Placed]:
-    """Go over all ways to give extents to ``missing`` beside what is present."""
-    if not missing:
-        yield present
-        return
-    first, *rest = missing
-    size = graph.buffers[first].nbytes
-    for offset in range(0, arena_bytes - size + 1, 64):
-        if all(offset + size <= o or o + graph.buffers[b].nbytes <= offset for b, o in present):
-            yield from _placements(graph, rest, present | {(first, offset)}, arena_bytes)
-
-
-def _reaches(graph: TaskGraph, arena_bytes: int, entry: Placed, limit: int) -> bool:
-    last_use = {b: t.index for t in graph.tasks for b in t.buffers}
-    reached: dict[Placed, int] = {entry: 0}
-    for task in graph.tasks:
-        named = frozenset(graph.paged(task))
-        following: dict[Placed, int] = {}
-        for resident, moved in reached.items():
-            for kept in map(frozenset, _all_subsets(sorted(resident))):
-                left = {b for b, _ in resident - kept}
-                copied = {b for b in left if graph.buffers[b].kind is BufferKind.ACTIVATION}
-                missing = named - {b for b, _ in kept}
-                cost = moved + _sum(graph, copied) + _sum(graph, missing.intersection(task.reads))
-                if cost > limit:
-                    continue
-                for during in _placements(graph, sorted(missing), kept, arena_bytes):
-                    after = frozenset(
-                        (b, o)
-                        for b, o in during
-                        if graph.buffers[b].kind is BufferKind.WEIGHT or last_use[b] > task.index
-                    )
-                    following[after] = min(cost, following.get(after, cost))
-        reached = following
-    return any(resident >= entry for resident in reached)
-
-
-def _all_subsets(items: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
-    return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
