@@ -19,14 +19,7 @@ from ds_finepage.integrations.transformers.host_cache import move_to_host, seen_
 from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
 from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.runtime.handle import Handle
-from tests.integration.families import (
-    CACHE,
-    LAST,
-    WIDE_CACHE,
-    greedy,
-    make_model,
-    token_ids,
-)
+from tests.integration.families import CACHE, LAST, WIDE_CACHE, greedy, make_model, token_ids
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -119,7 +119,12 @@ every_case = pytest.mark.parametrize(("graph", "policy", "spare", "poison"), cas
 def lowered(graph: TaskGraph, policy: str, spare: int, poison: bool) -> tuple[MemGraph, Program]:
     memgraph = planned(graph, min_arena_bytes(graph, UNIT) // UNIT + spare, policy)
     missing = frozenset(r.buffer for r in memgraph.entry[::2])
-    return memgraph, lower(memgraph, missing=missing, poison=poison)
+    program = lower(memgraph, missing=missing, poison=poison)
+    steps_of = {kind: [s.node for s in program.merged if s.node.kind is kind] for kind in NodeKind}
+    assert {node.buffer for node in steps_of[NodeKind.RESIDENT]} == missing
+    drops = [node for node in memgraph.nodes if node.kind is NodeKind.DROP]
+    assert steps_of[NodeKind.DROP] == (drops if poison else [])
+    return memgraph, program
 
 
 @every_case

@@ -9,10 +9,7 @@ from functools import partial
 import pytest
 
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning.bounds import (
-    lower_bound,
-    lower_bound_bytes,
-)
+from ds_finepage.planning.bounds import lower_bound, lower_bound_bytes
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.brute_force import fewest_moved_bytes
 from tests.property.experts import layers_of_experts

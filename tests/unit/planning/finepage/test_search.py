@@ -22,11 +22,7 @@ from ds_finepage.planning.finepage.forecast import Forecast
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
-from ds_finepage.planning.liveness import (
-    ample_arena_bytes,
-    min_arena_bytes,
-    needed_arena_bytes,
-)
+from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
