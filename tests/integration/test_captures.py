@@ -68,23 +68,6 @@ def test_captures_do_not_grow_with_the_tokens(counted: Counted) -> None:
     assert counted.generate(5, 9) == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")
-def test_a_product_that_torch_expands_is_captured_for_all_lengths() -> None:
-    torch._dynamo.reset()
-    model = make_model("bloom", n_layer=1)
-    runs = ((5, 20), (9, 10), (12, 15))
-    plain = [tokens(model, token_ids(n), new, cache=None) for n, new in runs]
-    handle = attach(model, device_budget="64MiB", device="cpu", split=True)
-    for _ in range(2):
-        for (length, new), expected in zip(runs, plain, strict=True):
-            assert torch.equal(tokens(model, token_ids(length), new, cache=None), expected)
-        # The first prefill, all others, and every step: the sizes that grow are known at once.
-        assert handle.stats.num_captures == 3
-        handle.replan(budget_bytes=handle.stats.needed_budget_bytes // 2)
-    assert handle.stats.num_unplanned_graphs == 0
-    handle.detach()
-
-
 def test_models_with_other_numbers_have_plans_too() -> None:
     """The heads differ in width, so attention has another scale."""
     torch._dynamo.reset()
