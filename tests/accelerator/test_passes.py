@@ -200,25 +200,6 @@ def test_an_operation_that_fails_is_an_error_and_the_next_call_is_right(
 # --- streams ---------------------------------------------------------------------------------
 
 
-def test_results_on_another_stream_are_equal(llama: Subject, card: Any) -> None:
-    """Two streams by turns: a pass begins after the end of the last one, wherever that ran."""
-    llama.at(llama.budgets[0])
-    streams = [torch.Stream(llama.device) for _ in range(2)]
-    card.set_delay("h2d", 300_000)
-    others = [token_ids(7, seed=seed) for seed in (1, 2)]
-    llama.at(AMPLE)
-    wanted = [logits(llama.model, ids.to(llama.device)).cpu() for ids in others]
-    llama.at(llama.budgets[0])
-    given = [ids.to(llama.device) for ids in others]
-    found = []
-    for turn in range(6):
-        with streams[turn % 2]:
-            found.append(logits(llama.model, given[turn % 2]))
-    torch.accelerator.synchronize()
-    for turn, result in enumerate(found):
-        assert torch.equal(result.cpu(), wanted[turn % 2]), turn
-
-
 def test_a_hook_sees_the_tensors_of_the_device(llama: Subject) -> None:
     llama.at(llama.budgets[0])
     seen: list[float] = []
