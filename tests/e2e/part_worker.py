@@ -26,7 +26,6 @@ from rank_worker import (
     figures_of,
     generated,
     replanned,
-    share_of_one_rank,
     with_an_exception,
     without_room,
     write,
@@ -157,7 +156,6 @@ def run_all() -> dict[str, Any]:
             # Rank 1 stops early; plain models of both ranks do not wait for each other.
             found["early stop"] = is_equal(engine.module, plain, NUM_NEW - 2 * RANK)
             found["after it"] = is_equal(engine.module, plain)
-            found["share of one rank"] = share_of_one_rank(plain, ds_config(size=1))
             found["changed"] = changed(engine.module, plain)
             of_llama = engine
     found["out of step"] = out_of_step(of_llama)
