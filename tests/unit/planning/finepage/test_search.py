@@ -180,9 +180,11 @@ SCRIPT = """
 import random
 from ds_finepage.graph.codec import dumps, fingerprint
 from ds_finepage.planning.rewrite.recompute import recompute
+from tests.property.matmul_chains import matmul_chain
 from tests.property.test_recompute_plans import layered
-from tests.unit.planning.finepage.test_search import MIXED, machine, planned
+from tests.unit.planning.finepage.test_search import MIXED, Problem, machine, plan_finepage, planned
 plans = [planned(MIXED, units, machine(h2d=1e9)) for units in (13, 16, 20)]
+plans.append(plan_finepage(Problem(matmul_chain([256] * 12), 1 << 20, 64, split=True)))
 graphs = [recompute(layered(random.Random(seed), 60), 64) for seed in range(5)]
 print(fingerprint(MIXED), *map(dumps, plans + graphs))
 """
@@ -200,7 +202,7 @@ def test_plans_and_their_bytes_do_not_depend_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(found) == 1 and found.pop().count('"kind":"memgraph"') == 3
+    assert len(found) == 1 and found.pop().count('"kind":"memgraph"') == 4
 
 
 # Which of several plans is taken.
