@@ -19,15 +19,6 @@ IN_A_ROW = 64
 LONG_ENOUGH_S = 0.004
 """A product that takes as long shows the rate of the device."""
 
-LEAST_DETAILED_BYTES = MIB
-"""With less scratch, only the rates are measured."""
-
-COPY_BYTES = (128 << 10, 512 << 10, 2 * MIB, 8 * MIB)
-"""The sizes of copies whose rates are measured."""
-
-LEAST_COPIED_BYTES = 2 * MIB
-"""In one measurement, by as many copies as that takes."""
-
 
 def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwareProfile:
     """Measure copy, memory and matrix-product rates with at most ``scratch_bytes`` on the device.
@@ -68,53 +59,15 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
 
 
 def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
-    """Measure the links.
-
-    ``latency`` is the seconds of a copy beyond those of its bytes.
-
-    Returns:
-        Fields of the profile.
-    """
+    """Measure the rates of the links, net of the latency of a copy in seconds."""
     host = device_of(device).pinned(torch.ones(nbytes, dtype=torch.uint8))
     on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    from_host, to_device = Walk(host), Walk(on_device)
-    sizes = [size for size in COPY_BYTES if nbytes >= max(size, LEAST_DETAILED_BYTES)] or [nbytes]
-    rates = []
-    for size in sizes:
-        took = _copy_seconds(to_device, from_host, size)
-        rates.append(size / max(took - latency, took / 2))
-    most = max(sizes)
-    found: dict[str, Any] = {
-        "h2d_bytes_per_s": max(rates),
-        "d2h_bytes_per_s": most / _copy_seconds(from_host, to_device, most),
+    reload = _seconds(lambda: on_device.copy_(host, non_blocking=True), device)
+    offload = _seconds(lambda: host.copy_(on_device, non_blocking=True), device)
+    return {
+        "h2d_bytes_per_s": nbytes / max(reload - latency, reload / 2),
+        "d2h_bytes_per_s": nbytes / max(offload - latency, offload / 2),
     }
-    if nbytes >= LEAST_DETAILED_BYTES:
-        shares = (rate / max(rates) for rate in rates)
-        found["copy_shares"] = tuple(zip(sizes, shares, strict=True))
-    return found
-
-
-class Walk:
-    """Goes round some memory piece by piece, so that caches have lost the next one."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory, self._at = memory, 0
-        self.device = memory.device
-
-    def next(self, nbytes: int) -> torch.Tensor:
-        """Return the next piece."""
-        begin = self._at if self._at + nbytes <= len(self._memory) else 0
-        self._at = begin + nbytes
-        return self._memory[begin : self._at]
-
-
-def _copy_seconds(target: Walk, source: Walk, nbytes: int) -> float:
-    device = source.device if device_of(source.device).is_accelerator else target.device
-
-    def copy() -> None:
-        target.next(nbytes).copy_(source.next(nbytes), non_blocking=True)
-
-    return _seconds(copy, device, repeats=3, in_a_row=max(1, LEAST_COPIED_BYTES // nbytes))
 
 
 def _memory_rate(nbytes: int, device: torch.device) -> float:

@@ -165,10 +165,8 @@ def _canonical(profile: HardwareProfile) -> HardwareProfile:
     """Return an equal profile whose rates are floats, in a fixed order."""
     names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s")
     rates: dict[str, Any] = {name: float(getattr(profile, name)) for name in names}
-    rates["copy_shares"] = tuple((nbytes, float(share)) for nbytes, share in profile.copy_shares)
     flops = {name: float(rate) for name, rate in sorted(profile.flops_per_s.items())}
-    shares = [share for _, share in rates["copy_shares"]]
-    if not all(map(math.isfinite, [*(rates[n] for n in names), *shares, *flops.values()])):
+    if not all(map(math.isfinite, [*rates.values(), *flops.values()])):
         raise InvalidPlanError(f"hardware profile {profile.name!r}: a rate is not finite")
     return replace(profile, flops_per_s=flops, **rates)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -10,8 +10,7 @@ from typing import Any
 class HardwareProfile:
     """The figures of a machine that the simulator needs. Rates are per second, sizes in bytes.
 
-    The figures of ``DETAILS`` may be missing; a machine is then as fast as its rates say. They only
-    add time, so bounds that leave them out hold.
+    The figures of ``DETAILS`` may be missing; nothing is then known of other ranks.
     """
 
     name: str
@@ -25,19 +24,11 @@ class HardwareProfile:
     transfer_latency_ns: int = 0  # time of one copy beyond that of its bytes
     host_op_ns: int = 0  # time that the host takes to start one op
     host_copy_ns: int = 0  # time that the host takes to start one copy
-    # (bytes of a copy, its share of the link's rate), by ascending bytes; linear in the logarithm
-    # of the bytes between them.
-    copy_shares: tuple[tuple[int, float], ...] = ()
     rank_bytes_per_s: float = 0.0  # link to the next rank; 0: not known, so it takes no time
     rank_latency_ns: int = 0  # time of one step of a collective beyond that of its bytes
 
-    def without_details(self) -> HardwareProfile:
-        """Return the rates and the link between ranks alone, for which plans are made."""
-        return replace(self, **{n: v for n, v in DETAILS.items() if not n.startswith("rank_")})
-
 
 DETAILS: dict[str, Any] = {
-    "copy_shares": (),
     "rank_bytes_per_s": 0.0,
     "rank_latency_ns": 0,
 }

@@ -95,12 +95,6 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
             raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
     if not math.isfinite(profile.rank_bytes_per_s):
         raise ConfigError(f"rank_bytes_per_s is {profile.rank_bytes_per_s}; it must be finite")
-    sizes = [nbytes for nbytes, _ in profile.copy_shares]
-    if sizes != sorted(set(sizes)) or min(sizes, default=1) < 1:
-        raise ConfigError(f"copy_shares has the bytes {sizes}; they must be positive and ascend")
-    for nbytes, share in profile.copy_shares:
-        if not 0 < share <= 1:
-            raise ConfigError(f"copy_shares says {share} for {nbytes} bytes; write a share up to 1")
     if DEFAULT_DTYPE not in profile.flops_per_s:
         raise ConfigError(
             f"flops_per_s has no {DEFAULT_DTYPE!r}, the rate for all other dtypes than "

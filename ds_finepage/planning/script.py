@@ -1,16 +1,14 @@
 """Turns the steps of a pass into a memgraph.
 
 A baseline writes a script: the weights that it reloads, the tasks that it runs, the buffers that it
-frees, the places where it waits. So do the exact plans of tiny passes. This module adds addresses
-and edges. Activations live from the task that makes them to the one that uses them last, as in
-eager PyTorch. Offsets are placed offline with all live ranges known, which is kinder than the
-caching allocator that other systems use.
+frees, the places where it waits. This module adds addresses and edges. Activations live from the
+task that makes them to the one that uses them last, as in eager PyTorch. Offsets are placed offline
+with all live ranges known, which is kinder than the caching allocator that other systems use.
 """
 
 from __future__ import annotations
 
 import enum
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,20 +70,18 @@ class _Life:
         return [*range(self.end + 1), *range(self.begin, num_steps)]
 
 
-def realize(problem: Problem, script: Script, *, num_orders: int = 1) -> MemGraph:
+def realize(problem: Problem, script: Script) -> MemGraph:
     """Give a script addresses.
 
     Args:
         problem: The pass and its arena.
         script: The steps of the system in that pass.
-        num_orders: Orders in which to place buffers until they fit: the largest first, then random
-            ones, the same each time.
 
     Raises:
         PlanInfeasibleError: The system holds more bytes at one time than the arena has.
     """
     problem.require_feasible()
-    return _Realization(problem, script).run(num_orders)
+    return _Realization(problem, script).run()
 
 
 def live_bytes(problem: Problem, script: Script) -> int:
@@ -108,23 +104,18 @@ class _Realization:
     def most_live_bytes(self) -> int:
         return self._busiest(self._lives())[0]
 
-    def run(self, num_orders: int) -> MemGraph:
+    def run(self) -> MemGraph:
         lives = self._lives()
         most, at = self._busiest(lives)
         self._require_room(most, at)
-        order = sorted(range(len(lives)), key=lambda i: (-self._size(lives[i].buffer), i))
-        rng = random.Random(0)
-        for _ in range(num_orders):
-            placed = self._place(lives, order)
-            top = self._kept_bytes + max((extent.end for extent in placed), default=0)
-            if top <= self._arena_bytes:
-                break
-            rng.shuffle(order)
+        placed = self._place(lives)
+        top = self._kept_bytes + max((extent.end for extent in placed), default=0)
         self._require_room(top, at)
         return self._write(lives, placed)
 
-    def _place(self, lives: Sequence[_Life], order: Sequence[int]) -> list[Extent]:
-        """Place lives in an order. One across the end of the pass has two stretches."""
+    def _place(self, lives: Sequence[_Life]) -> list[Extent]:
+        """Place lives, the largest first. One across the end of the pass has two stretches."""
+        order = sorted(range(len(lives)), key=lambda i: (-self._size(lives[i].buffer), i))
         num_steps = len(self._steps)
         found = first_fit((self._size(lives[i].buffer), lives[i].steps(num_steps)) for i in order)
         return [extent for _, extent in sorted(zip(order, found, strict=True))]

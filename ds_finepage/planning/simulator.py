@@ -5,13 +5,12 @@ nodes of all lanes in that order and never waits. A node starts when the host ha
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, alloc,
 drop) take no time: they are complete when the last of their predecessors is.
 
-A profile may say which share of the link's rate a small copy gets. On a CPU, ops and copies share
-memory, which no figure here counts: a pass may take 1.5 times as long as predicted.
+On a CPU, ops and copies share memory and small copies are slow, which no figure here counts: a pass
+may take 1.5 times as long as predicted.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,7 +52,6 @@ class Costs:
             ConfigError: A rate or size cannot be computed with.
         """
         require_usable(profile)
-        self._shares = profile.copy_shares
         self._launch_ns = profile.launch_ns
         self._latency_ns = profile.transfer_latency_ns
         self.host_ns = {
@@ -111,24 +109,7 @@ class Costs:
 
     def copy_ns(self, lane: Lane, nbytes: int, num_copies: int = 1) -> int:
         """Return the time of a copy on its link, or of several that one node makes."""
-        bytes_ns = self.links[lane].ns(nbytes)
-        if self._shares:
-            bytes_ns = math.ceil(bytes_ns / share_at(self._shares, nbytes // max(1, num_copies)))
-        return self._latency_ns * num_copies + bytes_ns
-
-
-def share_at(shares: Sequence[tuple[int, float]], nbytes: int) -> float:
-    """Return the share of a link's rate that a copy gets.
-
-    Args:
-        shares: See ``HardwareProfile.copy_shares``; not empty.
-        nbytes: The bytes of the copy.
-    """
-    after = next((i for i, (size, _) in enumerate(shares) if size >= nbytes), len(shares))
-    if after in (0, len(shares)):
-        return shares[min(after, len(shares) - 1)][1]
-    (small, low), (large, high) = shares[after - 1 : after + 1]
-    return low + (high - low) * math.log(nbytes / small) / math.log(large / small)
+        return self._latency_ns * num_copies + self.links[lane].ns(nbytes)
 
 
 def simulate(

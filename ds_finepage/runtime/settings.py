@@ -74,10 +74,10 @@ class RunSettings:
 
     @property
     def planning(self) -> PlanSettings:
-        """The part that the planner needs. Plans are made for rates, without details."""
+        """The part that the planner needs."""
         return PlanSettings(
             policy=self.config.policy,
             split=self.may_cut and self.config.split and POLICIES[self.config.policy].can_split,
             alignment=device_of(self.device).alignment,
-            profile=self.profile.without_details(),
+            profile=self.profile,
         )

@@ -137,9 +137,8 @@ def test_a_recorded_pass_never_waits_and_has_spans_of_every_step(llama: Subject,
     llama.handle.record(False)
 
 
-def test_a_probe_measures_copies_of_several_sizes(device: torch.device) -> None:
-    found = require_usable(probe(device, scratch_bytes=4 << 20))
-    assert len(found.copy_shares) == 3
+def test_a_probe_measures_every_rate(device: torch.device) -> None:
+    assert require_usable(probe(device, scratch_bytes=4 << 20)).host_copy_ns > 0
 
 
 # --- errors ----------------------------------------------------------------------------------

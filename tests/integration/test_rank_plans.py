@@ -85,9 +85,7 @@ def passes() -> dict[str, list[TaskGraph]]:
 
 def planned(graphs: Sequence[TaskGraph], profile: HardwareProfile) -> list[Planned]:
     """Plan passes under 70% of the weights."""
-    settings = PlanSettings(
-        policy="finepage", split=False, alignment=64, profile=profile.without_details()
-    )
+    settings = PlanSettings(policy="finepage", split=False, alignment=64, profile=profile)
     found = []
     for graph in graphs:
         around_bytes = needs_of(graph, alignment=64, cuts_weights=False).non_arena_bytes

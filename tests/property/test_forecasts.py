@@ -45,7 +45,6 @@ def machine(rng: random.Random) -> HardwareProfile:
         transfer_latency_ns=rng.choice([0, 1000, 6000]),
         host_op_ns=rng.choice([0, 200, 3000]),
         host_copy_ns=rng.choice([0, 300, 5000]),
-        copy_shares=rng.choice([(), ((256, 0.1), (65536, 0.9))]),
     )
 
 

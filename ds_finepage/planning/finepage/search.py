@@ -16,7 +16,7 @@ The candidates, in their order:
 1. Everything stays, if all weights fit.
 2. Cut weights stream through a ring (``streaming``, ``residency``).
 3. Whole weights do. In short passes also: a set of weights stays and the two-horizon simulation
-   does the rest (``small_arena``). Tiny passes are planned exactly.
+   does the rest (``small_arena``).
 
 Each is scored by its predicted time and its bytes (``best_plans``). A good one ends its list. If
 none is good, the list is tried for the pass in which cheap tasks make masks and the like again
@@ -32,7 +32,6 @@ from functools import partial
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.best_plans import BestPlans
-from ds_finepage.planning.finepage.exact import is_tiny, plan_exact
 from ds_finepage.planning.finepage.forecast import Plan
 from ds_finepage.planning.finepage.held_rows import ways_to_hold
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
@@ -166,8 +165,6 @@ class _Search:
                 self.plans.offer(plan)
         if no_ring and not self.plans.moves_nothing:
             self.plans.offer(settled_plan(whole))
-        if is_tiny(whole.graph) and not self.plans.moves_nothing:
-            self.plans.offer(plan_exact(whole))
         return has_room
 
     def try_shared(self, problem: Problem) -> bool:

@@ -18,18 +18,14 @@ class Clone:
 
     Attributes:
         buffer: The buffer.
-        begin: The last task that uses it before it is freed.
         end: The next task that uses it; the clone runs just before.
         tasks: The tasks to run again, in order: the maker of the buffer, and the makers of the
             operands that are no longer live.
-        held: The operands that stay live up to the clone although no task before it uses them.
     """
 
     buffer: int
-    begin: int
     end: int
     tasks: tuple[int, ...]
-    held: tuple[int, ...] = ()
 
 
 def insert_clones(graph: TaskGraph, clones: Sequence[Clone]) -> TaskGraph:
@@ -63,7 +59,7 @@ def insert_clones(graph: TaskGraph, clones: Sequence[Clone]) -> TaskGraph:
 
 
 class _Writer:
-    """Builds the new taskgraph.
+    """Builds the new taskgraph; its tasks are numbered at the end.
 
     Invariant: ``_names`` maps every buffer that was made again to its latest copy.
     """
@@ -97,12 +93,10 @@ class _Writer:
         self._names[clone.buffer] = names[clone.buffer]
 
     def _renamed(self, task: Task, names: Mapping[int, int]) -> Task:
-        index = len(self.tasks)
-        if not any(b in names for b in task.buffers):
-            return dataclasses.replace(task, index=index)
+        if names.keys().isdisjoint(task.buffers):
+            return task
         return dataclasses.replace(
             task,
-            index=index,
             args=self._renamed_refs(task.args, names),
             kwargs=self._renamed_refs(task.kwargs, names),
             results=tuple(None if r is None else self._tensor(r, names) for r in task.results),
@@ -150,7 +144,10 @@ class _Writer:
             self._graph,
             buffers=tuple(self._buffers),
             tensors=tuple(self._tensors),
-            tasks=tuple(dataclasses.replace(t, index=i) for i, t in enumerate(reversed(kept))),
+            tasks=tuple(
+                task if task.index == i else dataclasses.replace(task, index=i)
+                for i, task in enumerate(reversed(kept))
+            ),
             calls=tuple(_moved(call, at) for call in self._graph.calls),
         )
 

@@ -79,12 +79,11 @@ def test_profile_of_a_file(tmp_path: Path) -> None:
 
 
 def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) -> None:
-    shipped = load_profile("t4").without_details()
+    shipped = load_profile("t4")
     plain = dataclasses.replace(shipped, rank_bytes_per_s=0.0, rank_latency_ns=0)
     assert not DETAILS.keys() & json.loads(codec.dumps(plain)).keys()
     detailed = dataclasses.replace(
         plain,
-        copy_shares=((65536, 0.5), (1 << 20, 1.0)),
         rank_bytes_per_s=5e9,
         rank_latency_ns=8,
     )
@@ -92,8 +91,6 @@ def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) 
     codec.save(detailed, path)
     assert DETAILS.keys() < json.loads(path.read_text()).keys()
     assert load_profile(path) == detailed
-    linked = dataclasses.replace(plain, rank_bytes_per_s=5e9, rank_latency_ns=8)
-    assert detailed.without_details() == linked  # plans count the link between ranks
 
 
 def test_file_that_is_missing(tmp_path: Path) -> None:
@@ -120,10 +117,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"host_copy_ns": -1}, "host_copy_ns is -1"),
     ({"rank_latency_ns": -1}, "rank_latency_ns is -1"),
     ({"rank_bytes_per_s": -1.0}, r"rank_bytes_per_s is -1\.0; it must not be negative"),
-    ({"copy_shares": [[8, 1.5]]}, r"copy_shares says 1\.5 for 8 bytes"),
-    ({"copy_shares": [[8, 0.0]]}, r"copy_shares says 0\.0 for 8 bytes"),
-    ({"copy_shares": [[8, 0.5], [8, 0.6]]}, r"copy_shares has the bytes \[8, 8\]"),
-    ({"copy_shares": [[0, 0.5]]}, r"copy_shares has the bytes \[0\]"),
+    ({"copy_shares": [[8, 1.0]]}, "unknown: copy_shares"),
     ({"speed": 1}, "unknown: speed"),
     ({"kind": "taskgraph"}, "kind is 'taskgraph'"),
     ({"format": 2}, "format version 2"),

@@ -109,7 +109,7 @@ def num_collects(plan_of_pass: MemGraph) -> int:
 def test_the_link_between_ranks_decides_which_plan_is_chosen() -> None:
     """Where a collect takes long, weights stream in few collects, though they hide less well."""
     settings = PlanSettings(policy="finepage", split=False, alignment=64, profile=PLAIN)
-    linked = replace(settings, profile=replace(PLAIN, rank_latency_ns=2000).without_details())
+    linked = replace(settings, profile=replace(PLAIN, rank_latency_ns=2000))
     blind, seeing = (plan_checked(uneven(), 2560, s).memgraph for s in (settings, linked))
     assert num_collects(seeing) < num_collects(blind)
     times = [[simulate(p, s.profile).total_ns for p in (blind, seeing)] for s in (settings, linked)]

@@ -94,16 +94,6 @@ def test_a_model_that_does_not_fit_is_paged(rig: Rig) -> None:
     assert timeline.total_ns > 0
 
 
-def test_plans_are_made_for_rates_and_predictions_count_details(rig: Rig) -> None:
-    paged(rig)
-    settings = rig.handle._runner.settings
-    slow = dataclasses.replace(settings.profile.without_details(), copy_shares=((1, 0.01),))
-    assert dataclasses.replace(settings, profile=slow).planning.profile == slow.without_details()
-    before = rig.handle.plans()[0][1].total_ns
-    rig.handle._runner.settings = dataclasses.replace(settings, profile=slow)
-    assert rig.handle.plans()[0][1].total_ns > before
-
-
 def test_a_snapshot_of_the_counters_stays_as_it_is(rig: Rig) -> None:
     before = rig.handle.stats
     assert rig.same()

@@ -28,7 +28,7 @@ def test_no_clone_is_the_same_graph() -> None:
 
 
 def test_later_tasks_use_the_clone() -> None:
-    found = insert_clones(GRAPH, [Clone(2, 2, 4, (1,))])
+    found = insert_clones(GRAPH, [Clone(2, 4, (1,))])
     assert texts(found) == [
         "0 -> 1",
         "1 -> 2",
@@ -45,7 +45,7 @@ def test_later_tasks_use_the_clone() -> None:
 
 def test_what_is_made_on_the_way_is_for_the_clone_alone() -> None:
     """A later task uses the rows that were there before: the others are gone by then."""
-    found = insert_clones(GRAPH, [Clone(2, 2, 4, (0, 1))])
+    found = insert_clones(GRAPH, [Clone(2, 4, (0, 1))])
     assert texts(found) == [
         *("0 -> 1", "1 -> 2", "2 -> 3", "3 -> 4"),
         *("0 -> 6", "6 -> 7", "4 7 -> 5", "1 5 -> 5"),
@@ -55,6 +55,6 @@ def test_what_is_made_on_the_way_is_for_the_clone_alone() -> None:
 
 def test_a_task_whose_result_nobody_uses_any_more_is_left_out() -> None:
     graph = sketch("i0:64 aMask:64 aX:64 oOut:64", "i0 -> aMask", "i0 -> aX", "aMask aX -> oOut")
-    found = insert_clones(graph, [Clone(1, 0, 2, (0,))])
+    found = insert_clones(graph, [Clone(1, 2, (0,))])
     assert texts(found) == ["0 -> 2", "0 -> 4", "2 4 -> 3"]
     assert values_at_end(found) == values_at_end(graph)

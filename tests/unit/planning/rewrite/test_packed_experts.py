@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 import torch
 
 from ds_finepage.capture.counts import FLOP_COUNTS, moved_bytes
-from ds_finepage.checker.checker import check
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.trial import Trial
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
@@ -22,9 +20,7 @@ from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage.small_arena import least_lower_bytes, sets_to_keep
 from ds_finepage.planning.liveness import extent_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, packed_units
-from tests.property.token_interpreter import run_random_order
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
 UNIT = 64
@@ -154,19 +150,6 @@ def brought_in_twice(graph: TaskGraph, before: str, twice: str) -> MemGraph:
         if state.extent is not None:
             builder.drop(buffer)
     return builder.finish()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_reload_that_no_task_uses_is_left_out(seed: int) -> None:
-    memgraph = check(brought_in_twice(layer(with_dense=True), "dense", "numbers"))
-    late = check(wait_for_routes(memgraph))
-    names = [late.graph.buffers[b].name for b in late.routed]
-    assert sorted(names) == ["minima", "numbers", "scales"]
-    assert len(memgraph.nodes) - len(late.nodes) == 3  # alloc, reload, drop
-    sizes = {b.name: b.nbytes for b in late.graph.buffers if b.kind is WEIGHT}
-    dense_bytes = sizes.pop("dense")
-    assert late.reloaded_bytes == dense_bytes + sum(sizes.values()) * 2 // NUM
-    run_random_order(late, random.Random(seed))
 
 
 def test_what_is_not_of_experts_may_be_kept_first() -> None:
