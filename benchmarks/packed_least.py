@@ -19,7 +19,7 @@ from planned_page import command_of, keep, options_of, table, versions_used
 
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.whatif import CapturedModel, capture_model, form_that_fits, plan_captured
+from ds_finepage.whatif import CapturedModel, capture_model, forms_of, plan_captured, that_fits
 
 MODELS = ("llama-7b", "llama-65b")
 HARDWARE = "v100-16gb"
@@ -73,7 +73,7 @@ def least_of(captured: CapturedModel, form: str, *, split: bool) -> Case:
     profile = load_profile(HARDWARE)
     ample = plan_captured(captured, budget_bytes=LARGE_BYTES, profile=profile, split=split)
     budget = ample.figures.min_budget_bytes
-    chosen = form_that_fits(captured, budget_bytes=budget, policy="finepage", split=split)
+    chosen, _ = that_fits(forms_of(captured, policy="finepage", split=split), budget)
     arena = budget - chosen.needs.non_arena_bytes
     kv_bytes = sum(b.nbytes for b in chosen.graph.buffers if b.kind is BufferKind.STATE)
     scratch_bytes = chosen.graph.workspace_bytes

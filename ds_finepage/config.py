@@ -325,19 +325,6 @@ class FinepageConfig(_Settings):
         return policy
 
     @classmethod
-    def from_ds_config(cls, section: object, *, policies: Collection[str]) -> FinepageConfig:
-        """Read the ``finepage`` section of a ds_config.
-
-        Args:
-            section: The section (see ``section_of``); ``None`` where the ds_config has none.
-            policies: Names of the policies that exist.
-
-        Raises:
-            ConfigError: See ``from_dict``.
-        """
-        return cls() if section is None else cls.from_dict(section, policies=policies)
-
-    @classmethod
     def from_dict(cls, section: object, *, policies: Collection[str]) -> FinepageConfig:
         """Read a section.
 
@@ -364,7 +351,7 @@ class FinepageConfig(_Settings):
 
 
 def section_of(ds_config: Mapping[str, Any]) -> object:
-    """Find the ``finepage`` section of a whole ds_config; ``None`` where it has none.
+    """Find the ``finepage`` section of a whole ds_config; an empty one where it has none.
 
     Raises:
         ConfigError: There is none, but a key that is ``finepage`` misspelt; or both it and
@@ -377,7 +364,7 @@ def section_of(ds_config: Mapping[str, Any]) -> object:
                 f"ds_config: {SECTION}.weights and DeepSpeed's {_DS_WEIGHTS} both quantise the "
                 "weights. Leave one of them out."
             )
-        return section
+        return {} if section is None else section
     for key in ds_config:
         # A strict cutoff: other programs keep keys of their own in a ds_config.
         hint = nearest(key, [SECTION], cutoff=0.85)
@@ -386,7 +373,7 @@ def section_of(ds_config: Mapping[str, Any]) -> object:
                 f"ds_config: unknown key {key!r}. {hint}DeepSpeed ignores keys that it does not "
                 "know, so this would silently run without ds_finepage."
             )
-    return None
+    return {}
 
 
 def _exact(num_bytes: int) -> str:

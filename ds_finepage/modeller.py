@@ -20,10 +20,10 @@ from ds_finepage.whatif import (
     CapturedModel,
     PlannedModel,
     capture_model,
-    form_that_fits,
-    least_budget_bytes,
+    forms_of,
     plan_captured,
     problem_of,
+    that_fits,
 )
 
 
@@ -171,9 +171,8 @@ class Modeller:
         """
         follows = None
         if policy:
-            before = form_that_fits(
-                self.prefill, budget_bytes=self.budget_bytes, policy=policy, split=self._split
-            )
+            forms = forms_of(self.prefill, policy=policy, split=self._split)
+            before, _ = that_fits(forms, self.budget_bytes)
             follows = self.decode.on_host if before.kv_on_host else None
         return self._plan(follows or self.decode, policy, engine)
 
@@ -184,7 +183,8 @@ class Modeller:
             ConfigError: Unknown policy.
         """
         both = (self.prefill, self.decode)
-        least = max(least_budget_bytes(captured, policy=policy) for captured in both)
+        whole = (forms_of(captured, policy=policy, split=False) for captured in both)
+        least = max(min(form.needs.min_budget_bytes for form, _ in forms) for forms in whole)
         return least, max(captured.needs.needed_budget_bytes for captured in both)
 
     def settings(self, policy: str) -> dict[str, int]:

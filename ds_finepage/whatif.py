@@ -72,9 +72,8 @@ class CapturedModel:
             not packed.
         num_ranks: Ranks that the model is cut over; the pass is the first one's.
         kv_on_host: The KV cache is in host memory, except layers with a sliding window.
-        capture_on_host: Captures the same pass with its KV cache in host memory, if that is known.
-        capture_as_stock: Captures the same pass with weights packed as DeepSpeed packs them; None
-            if they are not packed.
+        again: Captures the same pass with its KV cache in host memory (``kv_on_host``), or with
+            weights packed as DeepSpeed packs them (``as_stock``); None if nothing is known of it.
     """
 
     model: str
@@ -86,8 +85,7 @@ class CapturedModel:
     weights: str | None = None
     num_ranks: int = 1
     kv_on_host: bool = False
-    capture_on_host: Callable[[], CapturedModel] | None = None
-    capture_as_stock: Callable[[], CapturedModel] | None = None
+    again: Callable[..., CapturedModel] | None = None
 
     @property
     def needs(self) -> Needs:
@@ -116,14 +114,13 @@ class CapturedModel:
     @cached_property
     def on_host(self) -> CapturedModel | None:
         """The same pass with its KV cache in host memory; None if no layer can move there."""
-        found = self.capture_on_host() if self.capture_on_host else None
-        has_rows = found and any(b.kind is BufferKind.HOST for b in found.graph.buffers)
-        return found if has_rows else None
+        found = self.again(kv_on_host=True) if self.again else None
+        return found if found and found._bytes_of(BufferKind.HOST) else None
 
     @cached_property
     def as_stock(self) -> CapturedModel:
         """The same pass as DeepSpeed runs it, which packs a layer's weight into one parameter."""
-        return self.capture_as_stock() if self.capture_as_stock else self
+        return self.again(as_stock=True) if self.again and self.weights else self
 
     @property
     def kv_bytes(self) -> int:
@@ -210,8 +207,7 @@ def capture_model(
             weights=f"{name}{AS_STOCK}" if as_stock else name,
             num_ranks=num_ranks,
             kv_on_host=kv_on_host,
-            capture_on_host=None if kv_on_host else partial(capture, kv_on_host=True),
-            capture_as_stock=None if form is None or as_stock else partial(capture, as_stock=True),
+            again=None if kv_on_host or as_stock else capture,
         )
 
     return capture()
@@ -286,10 +282,10 @@ def plan_captured(
     settings = PlanSettings(
         policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, engine=engine
     )
-    forms = _forms(captured, policy, split)
+    forms: Sequence[Form] = forms_of(captured, policy=policy, split=split)
     if kv_cache == "host":
         forms = _on_host(forms, policy)
-    form, needs = _that_fits(forms, budget_bytes)
+    form, needs = that_fits(forms, budget_bytes)
     if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
         _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
     arena_bytes = budget_bytes - needs.non_arena_bytes
@@ -332,35 +328,21 @@ def problem_of(
     return Problem(captured.graph, arena_bytes, Accelerator.alignment, profile)
 
 
-def form_that_fits(
-    captured: CapturedModel, *, budget_bytes: int, policy: str, split: bool
-) -> CapturedModel:
-    """Return a pass with its KV cache where a run under a budget has it.
+Form = tuple[CapturedModel, Needs]
+"""A pass with its KV cache in one place, and what it needs there."""
+
+
+def forms_of(captured: CapturedModel, *, policy: str, split: bool) -> list[Form]:
+    """List a pass with its KV cache on the device, and in host memory if the policy moves it.
 
     Args:
         captured: The pass.
-        budget_bytes: The limit on all device bytes.
         policy: A key of ``POLICIES``.
         split: The policy may cut weights, if it can.
 
     Raises:
         ConfigError: Unknown policy.
     """
-    return _that_fits(_forms(captured, policy, split), budget_bytes)[0]
-
-
-def least_budget_bytes(captured: CapturedModel, *, policy: str) -> int:
-    """Return the least budget under which a policy can run a pass with whole weights.
-
-    Raises:
-        ConfigError: Unknown policy.
-    """
-    forms = _forms(captured, policy, split=False)
-    return min(form.needs.min_budget_bytes for form, _ in forms)
-
-
-def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[CapturedModel, Needs]]:
-    """List a pass with its KV cache on the device, and in host memory if the policy moves it."""
     chosen = policy_named(policy)
     if chosen.is_zero:
         captured = captured.as_stock
@@ -375,17 +357,16 @@ def _forms(captured: CapturedModel, policy: str, split: bool) -> list[tuple[Capt
     return found
 
 
-def _that_fits(
-    forms: Sequence[tuple[CapturedModel, Needs]], budget_bytes: int
-) -> tuple[CapturedModel, Needs]:
-    """Return the first form that fits a budget; if none does, the one that needs least."""
+def that_fits(forms: Sequence[Form], budget_bytes: int) -> Form:
+    """Return the form in which a pass runs under a budget: the first one that fits.
+
+    If none fits, that is the one that needs least.
+    """
     fitting = (form for form in forms if form[1].min_budget_bytes <= budget_bytes)
     return next(fitting, min(forms, key=lambda form: form[1].min_budget_bytes))
 
 
-def _on_host(
-    forms: Sequence[tuple[CapturedModel, Needs]], policy: str
-) -> list[tuple[CapturedModel, Needs]]:
+def _on_host(forms: Sequence[Form], policy: str) -> Sequence[Form]:
     """Return the form with the KV cache in host memory; a pass that has none stays as it is.
 
     Raises:
@@ -396,7 +377,7 @@ def _on_host(
             f'kv_cache: "host" has no effect: policy {policy} keeps the KV cache on '
             "the device. Leave it out."
         )
-    return list(forms[-1:])
+    return forms[-1:]
 
 
 def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> None:

@@ -9,6 +9,7 @@ Exit status: 0; 1 if the file is not a right plan; 2 if it cannot be read.
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the plan, check it, print its figures."""
     found = figures_of(check(codec.load_plan(arguments.file)))
-    output.show_figures(f"the plan is right: {arguments.file}", found, as_json=arguments.json)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        output.show_figures(f"the plan is right: {arguments.file}", found)
     return 0
 
 

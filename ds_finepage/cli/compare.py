@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from rich.console import Console
 from ds_finepage.capture.shipped import require_model
 from ds_finepage.cli.options import (
     PROGRAM,
+    RUNS,
+    add_ranks,
     add_weights,
     counts_of,
     names_of,
@@ -50,7 +51,6 @@ from ds_finepage.reporting.results import (
     RESULTS_FILE,
     CompareSettings,
     Results,
-    installed_versions,
     load_results,
 )
 from ds_finepage.reporting.tables import footnotes, remarks, tables
@@ -64,7 +64,6 @@ CPU_HARDWARE, OTHER_HARDWARE = "t4", "h200"
 """The profiles that times are modelled for, by the device that runs; a budget must fit it."""
 
 BUDGET = "50%weights"
-PACKAGES = ("accelerate", "deepspeed", "ds_finepage", "torch", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add_weights(parser)
-    add_ranks(parser)
+    add_ranks(parser, RUNS)
     parser.add_argument("--batch", default="1", metavar="B,...", help="sequences in the batch (1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of it (512)")
     parser.add_argument("--new", type=int, default=32, metavar="N", help="tokens to generate (32)")
@@ -114,18 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(is_demo=False)
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the ranks that run."""
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run every engine that can on N ranks, each with its shard of the model; the budget "
-        "is that of one rank (1)",
-    )
-
-
 def run(arguments: argparse.Namespace, show: Callable[[Results], None] | None = None) -> int:
     """Run ``ds-finepage compare``.
 
@@ -137,7 +124,7 @@ def run(arguments: argparse.Namespace, show: Callable[[Results], None] | None = 
     if arguments.resume and arguments.out is None:
         raise ConfigError("--resume goes on in a folder. Name it by --out.")
     start = None if arguments.out is None else earlier(arguments.out, settings, arguments.resume)
-    results = start or new_results(settings, arguments.typed)
+    results = start or Results.of_today(settings, device_name(), arguments.typed)
     try:
         with work_folder(arguments.out) as folder:
             results = compare(settings, folder, results, limits_stock=not arguments.is_demo)
@@ -263,7 +250,7 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
             f"--ds-config: {path} is not for ZeRO-Inference. zero_optimization.stage must be 3 and "
             'zero_optimization.offload_param.device "cpu"; configs/finepage_cpu.json is an example.'
         )
-    FinepageConfig.from_ds_config(section_of(found), policies=POLICIES)
+    FinepageConfig.from_dict(section_of(found), policies=POLICIES)
     return found
 
 
@@ -333,6 +320,13 @@ def device_type() -> str:
     return "cpu" if found is None else found.type
 
 
+def device_name() -> str:
+    """Return the device that runs, in words."""
+    from ds_finepage.execution.device import device_of
+
+    return device_of(device_type()).name
+
+
 # Folders.
 
 
@@ -387,29 +381,6 @@ def earlier(out: Path, settings: CompareSettings, resume: bool) -> Results | Non
         )
     kept = tuple(r for r in found.runs if r.reason is None or r.out_of_memory)
     return dataclasses.replace(found, runs=kept)
-
-
-def new_results(settings: CompareSettings, command: str) -> Results:
-    """Return results without a run.
-
-    Args:
-        settings: The user's decisions.
-        command: The command that repeats the comparison.
-    """
-    return Results(
-        settings=settings,
-        device=device_name(),
-        versions=installed_versions(PACKAGES),
-        date=datetime.date.today().isoformat(),
-        command=command,
-    )
-
-
-def device_name() -> str:
-    """Return the device that runs, in words."""
-    from ds_finepage.execution.device import device_of
-
-    return device_of(device_type()).name
 
 
 # Output.

@@ -92,27 +92,23 @@ def make_curves(made: Sequence[Making], num_points: int) -> list[Curve]:
         CaptureError: The forward cannot be written as a taskgraph.
     """
     if len(made) == 1:
-        planner = planner_of(*made[0])
-        budgets = common_budgets([planner.ends], num_points)
-        return [planner.curve([planner.point(b) for b in output.with_progress(budgets)])]
+        ends = [ends_of(made[0])]
+        asked = output.with_progress(common_budgets(ends, num_points))
+        return [curve_through([point_of(made[0], budget) for budget in asked], made[0])]
     with ExitStack() as stack:
         forms = [(stack.enter_context(process()), each) for each in made]
         begun = [pool.submit(ends_of, each) for pool, each in forms]
         ends = [future.result() for future in begun]
-        budgets = common_budgets(ends, num_points)
-        own = [[b for b in budgets if b >= least] for least, _ in ends]
-        asked = [
-            pool.submit(plan_point, each, budget)
-            for budget in budgets
-            for (pool, each), some in zip(forms, own, strict=True)
-            if budget in some
+        futures = [
+            (each, pool.submit(point_of, each, budget))
+            for budget in common_budgets(ends, num_points)
+            for (pool, each), (least, _) in zip(forms, ends, strict=True)
+            if budget >= least
         ]
-        for future in output.with_progress(asked):
-            future.result()
-        curves = [
-            pool.submit(curve_of, each, some) for (pool, each), some in zip(forms, own, strict=True)
-        ]
-        return [future.result() for future in curves]
+        points: dict[Making, list[Point]] = {each: [] for each in made}
+        for each, future in output.with_progress(futures):
+            points[each].append(future.result())
+        return [curve_through(found, each) for each, found in points.items()]
 
 
 class Planner:
@@ -136,22 +132,6 @@ class Planner:
         if enough not in self._points:
             self._points[enough] = Point.of(*self._modeller.at(enough).planned(self._policy))
         return replace(self._points[enough], budget_bytes=budget_bytes)
-
-    def curve(self, planned: Sequence[Point]) -> Curve:
-        """Return the curve through points."""
-        decode, profile = self._modeller.decode, self._modeller.profile
-        return Curve(
-            model=decode.model,
-            batch=decode.batch,
-            seq=decode.seq,
-            policy=self._policy,
-            hardware=profile.name,
-            weight_bytes=decode.graph.weight_bytes,
-            capacity_bytes=profile.capacity_bytes,
-            points=at_least_as_good(planned),
-            weights=self._modeller.weights,
-            num_ranks=decode.num_ranks,
-        )
 
 
 Making = tuple[str, tuple[tuple[str, Any], ...]]
@@ -182,15 +162,27 @@ def ends_of(made: Making) -> tuple[int, int]:
     return planner_of(*made).ends
 
 
-def plan_point(made: Making, budget_bytes: int) -> None:
-    """Plan under a budget; the process remembers the point."""
-    planner_of(*made).point(budget_bytes)
+def point_of(made: Making, budget_bytes: int) -> Point:
+    """Plan under a budget."""
+    return planner_of(*made).point(budget_bytes)
 
 
-def curve_of(made: Making, budgets: Sequence[int]) -> Curve:
-    """Return the curve of one form through some budgets."""
-    planner = planner_of(*made)
-    return planner.curve([planner.point(budget) for budget in budgets])
+def curve_through(points: Sequence[Point], made: Making) -> Curve:
+    """Return the curve of one form through its points."""
+    policy, settings = made[0], dict(made[1])
+    profile = load_profile(settings["hardware"])
+    return Curve(
+        model=settings["model"],
+        batch=settings["batch"],
+        seq=settings["prompt_tokens"],
+        policy=policy,
+        hardware=profile.name,
+        weight_bytes=points[0].weight_bytes,
+        capacity_bytes=profile.capacity_bytes,
+        points=at_least_as_good(points),
+        weights=settings["weights"],
+        num_ranks=settings["num_ranks"],
+    )
 
 
 def common_budgets(ends: Sequence[tuple[int, int]], num_points: int) -> list[int]:
@@ -271,23 +263,18 @@ def _cell(
     return "-" if point is None else show(getattr(point, name))
 
 
+OF_THE_STEP = ("decode_kv_on_host", "tokens_per_s", "decode_ns", "decode_reloaded_bytes")
+OF_THE_PROMPT = ("first_token_ns", "prefill_reloaded_bytes")
+
+
 def at_least_as_good(points: Sequence[Point]) -> tuple[Point, ...]:
     """Let each budget use the plan of a smaller one if that is faster."""
-    best: list[Point] = []
-    for point in points:
-        if best and best[-1].tokens_per_s > point.tokens_per_s:
-            point = replace(
-                point,
-                decode_kv_on_host=best[-1].decode_kv_on_host,
-                tokens_per_s=best[-1].tokens_per_s,
-                decode_ns=best[-1].decode_ns,
-                decode_reloaded_bytes=best[-1].decode_reloaded_bytes,
-            )
-        if best and best[-1].first_token_ns < point.first_token_ns:
-            point = replace(
-                point,
-                first_token_ns=best[-1].first_token_ns,
-                prefill_reloaded_bytes=best[-1].prefill_reloaded_bytes,
-            )
-        best.append(point)
+    best = list(points[:1])
+    for point in points[1:]:
+        names: list[str] = []
+        if best[-1].tokens_per_s > point.tokens_per_s:
+            names += OF_THE_STEP
+        if best[-1].first_token_ns < point.first_token_ns:
+            names += OF_THE_PROMPT
+        best.append(replace(point, **{name: getattr(best[-1], name) for name in names}))
     return tuple(best)

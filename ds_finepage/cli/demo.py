@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ds_finepage.cli import compare, output
-from ds_finepage.cli.options import add_weights
+from ds_finepage.cli.options import RUNS, add_ranks, add_weights
 from ds_finepage.compare.arms import OURS, PLAIN
 from ds_finepage.config import SECTION
 from ds_finepage.reporting.results import Results, Run
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ds_finepage's device budget, as in finepage.device_budget (default: %(default)s)",
     )
     add_weights(parser)
-    compare.add_ranks(parser)
+    add_ranks(parser, RUNS)
     parser.add_argument(
         "--new-tokens",
         "--new",

@@ -252,7 +252,7 @@ def to_document(results: Results, command: str) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "command": command,
-        "versions": installed_versions(("ds_finepage", "torch", "transformers")),
+        "versions": installed_versions(),
         "cells": to_rows(results),
     }
 
@@ -262,21 +262,6 @@ def to_document(results: Results, command: str) -> dict[str, Any]:
 
 Row = tuple[str, str, int, int, str | None]
 """Model, hardware, batch, sequence and form of the weights: a row of the table."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
-    """The policies of one row, in one phase.
-
-    Attributes:
-        winner: The fastest policy; the first of those that are equal.
-        best_baseline: The fastest policy that stands for another system; None if none runs.
-        over_baselines: Its time over that of finepage; None if one of the two is missing.
-    """
-
-    winner: str
-    best_baseline: str | None
-    over_baselines: float | None
 
 
 def row_of(cell: Cell) -> Row:
@@ -292,8 +277,13 @@ def by_row(results: Results) -> dict[Row, dict[str, Point | str]]:
     return rows
 
 
-def contest(by_policy: Mapping[str, Point | str], phase: str) -> Contest | None:
-    """Compare the policies of one row in one phase; None if none of them runs."""
+def contest(by_policy: Mapping[str, Point | str], phase: str) -> dict[str, Any] | None:
+    """Compare the policies of one row in one phase; None if none of them runs.
+
+    Returns:
+        The fastest policy, the first of those that are equal; the fastest one that stands for
+        another system; and the time of that one over the time of finepage.
+    """
     known = {
         policy: point.decode_ns if phase == "decode" else point.first_token_ns
         for policy, point in by_policy.items()
@@ -304,20 +294,17 @@ def contest(by_policy: Mapping[str, Point | str], phase: str) -> Contest | None:
     baselines = [policy for policy in known if not POLICIES[policy].pages]
     best = min(baselines, key=known.__getitem__, default=None)
     ours = known.get(OURS)
-    return Contest(
-        winner=min(known, key=known.__getitem__),
-        best_baseline=best,
-        over_baselines=known[best] / ours if best and ours else None,
-    )
+    return {
+        "winner": min(known, key=known.__getitem__),
+        "best_baseline": best,
+        "over_baselines": known[best] / ours if best and ours else None,
+    }
 
 
 def to_rows(results: Results) -> list[dict[str, Any]]:
     """Return the cells for JSON, each with the outcome of its row."""
     outcomes = {
-        row: {
-            phase: asdict(found) if (found := contest(by_policy, phase)) else None
-            for phase in ("prefill", "decode")
-        }
+        row: {phase: contest(by_policy, phase) for phase in ("prefill", "decode")}
         for row, by_policy in by_row(results).items()
     }
     nothing = dict.fromkeys(field.name for field in fields(Point))
@@ -405,13 +392,12 @@ def to_table(results: Results) -> Table:
     return table
 
 
-def _outcome(found: Contest | None) -> str:
+def _outcome(found: dict[str, Any] | None) -> str:
     """Name the winner, and say how fast finepage is beside the best baseline."""
     if found is None:
         return ""
-    if found.over_baselines is None:
-        return found.winner
-    return f"{found.winner}; {OURS} {found.over_baselines:.2f} x {found.best_baseline}"
+    winner, best, ratio = found.values()
+    return str(winner) if ratio is None else f"{winner}; {OURS} {ratio:.2f} x {best}"
 
 
 def _text(point: Point, baseline: Point | str | None) -> str:

@@ -79,16 +79,19 @@ def add_weights(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
     )
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
+PREDICTS = (
+    "cut the model over N ranks as DeepSpeed's AutoTP does: budget, host memory and figures are "
+    "then those of one rank, tokens a second those of all"
+)
+RUNS = (
+    "run every engine that can on N ranks, each with its shard of the model; the budget is that of "
+    "one rank"
+)
+
+
+def add_ranks(parser: argparse.ArgumentParser, text: str = PREDICTS) -> None:
     """Add the option for the ranks that the model is cut over."""
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="cut the model over N ranks as DeepSpeed's AutoTP does: budget, host memory and "
-        "figures are then those of one rank, tokens a second those of all (%(default)s)",
-    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help=f"{text} (%(default)s)")
 
 
 def require_counts(arguments: argparse.Namespace, *names: str) -> None:

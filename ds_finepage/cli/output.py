@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ds_finepage.units import format_bytes
+from ds_finepage.units import format_bytes, format_ns
 
 T = TypeVar("T")
 PERIOD_S = 60.0
 """From one line about progress to the next."""
+
+UNITS: dict[str, Callable[[Any], str]] = {
+    "bytes": format_bytes,
+    "ns": format_ns,
+    "share": "{:.2%}".format,
+}
+"""The ends of the names of figures that have a unit, and what prints them."""
 
 TABLE_WIDTH = 110
 """Columns of output to a file or a pipe."""
@@ -51,25 +57,23 @@ def with_progress(items: Sequence[T]) -> Iterator[T]:
             print(f"planning: {done} of {len(items)}", file=sys.stderr, flush=True)
 
 
-def show_figures(title: str, figures: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print figures by name, as a table or as JSON.
+def show_figures(title: str, figures: Mapping[str, Any]) -> None:
+    """Print figures by name, as a table.
 
     Args:
         title: Stands above the table.
-        figures: The figures; names of sizes end with ``_bytes``, names of shares with ``_share``.
-        as_json: Print JSON.
+        figures: The figures; names of sizes end with ``_bytes``, of times with ``_ns``, and of
+            shares with ``_share``. Those that are None are left out.
     """
-    if as_json:
-        print(json.dumps(figures, indent=2))
-        return
     table = Table("", "", title=title, title_justify="left", show_header=False)
     table.columns[1].justify = "right"
     for name, value in figures.items():
-        text = str(value)
-        if value is not None and name.endswith("_bytes"):
-            text = format_bytes(value)
-        elif value is not None and name.endswith("_share"):
-            text = f"{value:.2%}"
-        label = name.removesuffix("_bytes").removesuffix("_share").replace("_", " ")
-        table.add_row(label, text)
+        base, _, unit = name.rpartition("_")
+        label = base if unit in UNITS else name
+        if value is not None:
+            table.add_row(label.replace("_", " "), UNITS.get(unit, _plain)(value))
     show(table)
+
+
+def _plain(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

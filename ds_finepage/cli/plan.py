@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(dataclasses.asdict(planned.figures), indent=2))
         return 0
-    output.show(planned.figures.to_table())
+    output.show_figures(planned.figures.title, planned.figures.shown())
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))
     if arguments.out is not None:

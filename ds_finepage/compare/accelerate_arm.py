@@ -91,12 +91,8 @@ class DeviceMapEngine(Engine):
 
         return exchanged(hooks, _compat.ACCELERATE_SET, counted)
 
-    def begin_forward(self) -> None:
-        """Start to count again."""
-        self._nbytes = 0
-
     def copied(self) -> tuple[int, int]:
-        """Return the bytes of all fetches since then. Nothing is copied back."""
+        """Return the bytes of all fetches. Nothing is copied back."""
         return self._nbytes, 0
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ The worker treats all engines alike::
     engine = load(request)           # weights are in host memory
     with DeviceMeter(...), engine.counting():
         engine.place()               # device memory counts from here on
-        ...                          # generate; begin_forward() and copied() around each forward
+        ...                          # generate; copied() before and after each forward
     ...                              # generate again, timed
     engine.close()
 """
@@ -113,11 +113,8 @@ class Engine:
         """Inside, every fetch is a real copy, and counts; on the CPU stock fetches are aliases."""
         return nullcontext()
 
-    def begin_forward(self) -> None:
-        """Start to count again; the worker calls it before the engine's own hooks."""
-
     def copied(self) -> tuple[int | None, int | None]:
-        """Return the bytes that were copied to the device, and to the host, since then."""
+        """Return all bytes so far that were copied to the device, and to the host."""
         return None, None
 
     def record(self) -> None:

@@ -17,30 +17,20 @@ from ds_finepage.errors import FinepageError
 from ds_finepage.integrations.deepspeed.engine import handle_of
 from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.handle import Handle
-from ds_finepage.runtime.stats import Stats
 
 
 class FinepageEngine(DeepSpeedEngine):
     """A model that runs by plan."""
-
-    _before: Stats
 
     @property
     def handle(self) -> Handle:
         """The handle of DeepSpeed's engine."""
         return handle_of(self.engine)
 
-    def begin_forward(self) -> None:
-        """Start to count again."""
-        self._before = self.handle.stats
-
     def copied(self) -> tuple[int, int]:
         """Return the bytes that the runtime has copied."""
-        before, now = self._before, self.handle.stats
-        return (
-            now.reloaded_bytes - before.reloaded_bytes,
-            now.offloaded_bytes - before.offloaded_bytes,
-        )
+        stats = self.handle.stats
+        return stats.reloaded_bytes, stats.offloaded_bytes
 
     def record(self) -> None:
         """Record the timelines of the passes from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,52 +28,42 @@ class Forward:
     d2h_bytes: int | None
 
 
-class Stopwatch:
-    """Stands around every call of an engine's model.
+@contextmanager
+def timed_forwards(engine: Engine) -> Iterator[list[Forward]]:
+    """Time every call of an engine's model inside the context; yield the list that they come into.
 
     Hooks of the model would stand inside of those of some engines, and Dynamo would look at them.
     So the class of the model gets another ``__call__`` for a while.
-
-    Attributes:
-        forwards: The forwards so far, in order.
     """
+    model, owner, device = engine.model, type(engine.model), device_of(engine.device)
+    original, is_own = owner.__call__, "__call__" in vars(owner)
+    forwards: list[Forward] = []
 
-    def __init__(self, engine: Engine) -> None:
-        """Prepare to watch the model of an engine."""
-        self.forwards: list[Forward] = []
-        self._engine = engine
-
-    @contextmanager
-    def watching(self) -> Iterator[Stopwatch]:
-        """Watch the model inside the context."""
-        model, owner = self._engine.model, type(self._engine.model)
-        original, is_own = owner.__call__, "__call__" in vars(owner)
-
-        def watched(called: Any, *args: Any, **kwargs: Any) -> Any:
-            if called is not model:
-                return original(called, *args, **kwargs)
-            return self._time(lambda: original(called, *args, **kwargs))
-
-        owner.__call__ = watched
-        try:
-            yield self
-        finally:
-            if is_own:
-                owner.__call__ = original
-            else:
-                del owner.__call__
-
-    def _time(self, call: Callable[[], Any]) -> Any:
-        device = device_of(self._engine.device)
-        self._engine.begin_forward()
+    def timed(called: Any, *args: Any, **kwargs: Any) -> Any:
+        if called is not model:
+            return original(called, *args, **kwargs)
+        before = engine.copied()
         device.synchronize()
         start = time.perf_counter_ns()
-        result = call()
+        result = original(called, *args, **kwargs)
         device.synchronize()
         took = time.perf_counter_ns() - start
-        h2d, d2h = self._engine.copied()
-        self.forwards.append(Forward(wall_ns=took, h2d_bytes=h2d, d2h_bytes=d2h))
+        h2d, d2h = map(_since, before, engine.copied())
+        forwards.append(Forward(wall_ns=took, h2d_bytes=h2d, d2h_bytes=d2h))
         return result
+
+    owner.__call__ = timed
+    try:
+        yield forwards
+    finally:
+        if is_own:
+            owner.__call__ = original
+        else:
+            del owner.__call__
+
+
+def _since(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None else now - before
 
 
 def median_ns(forwards: Sequence[Forward]) -> int:

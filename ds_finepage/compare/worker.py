@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import Engine, RunRequest, load_request
-from ds_finepage.compare.stopwatch import Forward, Stopwatch, median_ns
+from ds_finepage.compare.stopwatch import Forward, median_ns, timed_forwards
 from ds_finepage.errors import reason_of
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
@@ -98,9 +98,9 @@ class Worker:
 
     def _generate(self, engine: Engine) -> list[Forward]:
         """Generate once; return the forwards."""
-        request, watch = self._request, Stopwatch(engine)
+        request = self._request
         ids = self._ids.to(engine.device)
-        with watch.watching(), torch.no_grad():
+        with timed_forwards(engine) as forwards, torch.no_grad():
             found = engine.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -111,7 +111,7 @@ class Worker:
                 disable_compile=True,  # compiled code would round differently
             )
         self.tokens.append(found.tolist())
-        return watch.forwards
+        return forwards
 
     def _count(self, engine: Engine, start_ns: int) -> tuple[dict[str, Any], list[Forward]]:
         """Place the model, and generate with the meter on; return figures and the last forwards.

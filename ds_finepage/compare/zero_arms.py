@@ -93,12 +93,8 @@ class ZeroEngine(DeepSpeedEngine):
     def _add(self, nbytes: int) -> None:
         self._nbytes += nbytes
 
-    def begin_forward(self) -> None:
-        """Start to count again."""
-        self._nbytes = 0
-
     def copied(self) -> tuple[int, int]:
-        """Return the bytes of the fetches. Weights are dropped, so nothing goes to the host."""
+        """Return the bytes of all fetches. Weights are dropped, so nothing goes to the host."""
         return self._nbytes, 0
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from rich.table import Table
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.memgraph import EdgeKind, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
-from ds_finepage.units import format_bytes, format_ns
 
 NS_PER_S = 10**9
+
+IN_TITLE = ("model", "phase", "batch", "seq", "policy", "hardware", "num_ranks")
+"""Figures of a plan that its title names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +71,22 @@ class PlanFigures:
         tokens = self.batch * (self.seq if self.phase == "prefill" else 1)
         return tokens * NS_PER_S / self.predicted_ns if self.predicted_ns else 0.0
 
-    def to_table(self) -> Table:
-        """Return the figures as a table for the terminal."""
-        table = Table(
-            title=f"{self.model}, {self.phase}, batch {self.batch}, sequence {self.seq}, "
-            f"{self.policy} on {self.hardware}{of_ranks(self.num_ranks)}",
-            title_justify="left",
-            show_header=False,
+    @property
+    def title(self) -> str:
+        """Model, phase, shape, policy and machine."""
+        return (
+            f"{self.model}, {self.phase}, batch {self.batch}, sequence {self.seq}, "
+            f"{self.policy} on {self.hardware}{of_ranks(self.num_ranks)}"
         )
-        table.add_column("")
-        table.add_column("", justify="right")
-        for label, figure in _LINES:
-            shown = figure(self)
-            if shown is not None:
-                table.add_row(label, shown)
-        return table
+
+    def shown(self) -> dict[str, Any]:
+        """Return the figures that the title does not name, by name, with what follows from them."""
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in IN_TITLE},
+            "tokens_per_s": self.tokens_per_s,
+            "reloaded_above_bound_share": _above(self.reloaded_bytes, self.lower_bound_bytes),
+            "predicted_above_bound_share": _above(self.predicted_ns, self.lower_bound_ns),
+        }
 
 
 def of_ranks(num_ranks: int) -> str:
@@ -146,55 +147,5 @@ def layout_overhead(memgraph: MemGraph) -> float:
     return memgraph.peak_bytes / live if live else 1.0
 
 
-def _over(amount: int, bound: int) -> str:
-    return f" ({amount / bound:.2f} x)" if bound else ""
-
-
-def _weights(figures: PlanFigures) -> str:
-    form = f" ({figures.weights})" if figures.weights else ""
-    return format_bytes(figures.weight_bytes) + form
-
-
-def _kv_cache(figures: PlanFigures) -> str:
-    place = "in host memory" if figures.kv_on_host else "on the device"
-    return f"{format_bytes(figures.kv_bytes)} {place}"
-
-
-_LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
-    ("weights", _weights),
-    ("KV cache", _kv_cache),
-    ("budget", lambda f: format_bytes(f.budget_bytes)),
-    ("  least that can run", lambda f: format_bytes(f.min_budget_bytes)),
-    ("  peak", lambda f: format_bytes(f.peak_bytes)),
-    ("host memory", lambda f: format_bytes(f.host_bytes)),
-    ("reloaded by the first pass", lambda f: format_bytes(f.entry_reloaded_bytes)),
-    (
-        "reloaded by each pass",
-        lambda f: format_bytes(f.reloaded_bytes) + _over(f.reloaded_bytes, f.lower_bound_bytes),
-    ),
-    ("  least possible, one batch at a time", lambda f: format_bytes(f.lower_bound_bytes)),
-    ("offloaded by each pass", lambda f: format_bytes(f.offloaded_bytes)),
-    ("KV cache copied by each pass", lambda f: format_bytes(f.kv_copied_bytes)),
-    (
-        "time of a pass",
-        lambda f: format_ns(f.predicted_ns) + _over(f.predicted_ns, f.lower_bound_ns),
-    ),
-    ("  least possible, one batch at a time", lambda f: format_ns(f.lower_bound_ns)),
-    ("  compute", lambda f: format_ns(f.compute_ns)),
-    ("  transfer, busier lane", lambda f: format_ns(f.transfer_ns)),
-    ("  stall", lambda f: format_ns(f.stall_ns)),
-    (
-        "sent to the next rank by each pass",
-        lambda f: None if f.num_ranks == 1 else format_bytes(f.sent_bytes),
-    ),
-    ("tokens a second", lambda f: None if f.num_ranks > 1 else f"{f.tokens_per_s:.2f}"),
-    (
-        "tokens a second, all ranks together",
-        lambda f: None if f.num_ranks == 1 else f"{f.tokens_per_s:.2f}",
-    ),
-    ("tasks", lambda f: str(f.num_tasks)),
-    ("memory dependencies", lambda f: str(f.num_memory_dependencies)),
-    ("peak of the arena / live bytes", lambda f: f"{f.layout_overhead:.4f}"),
-    ("capture", lambda f: f"{f.capture_seconds:.2f} s"),
-    ("planning", lambda f: f"{f.plan_seconds:.2f} s"),
-)
+def _above(amount: int, bound: int) -> float | None:
+    return amount / bound - 1 if bound else None

@@ -12,7 +12,8 @@ is "prefill", "decode", or another name of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import datetime
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
@@ -28,6 +29,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 
 RESULTS_FILE, RUNS_FOLDER, LOG_FILE = "results.json", "runs", "log.txt"
+PACKAGES = ("accelerate", "deepspeed", "ds_finepage", "torch", "transformers")
 PREFILL, DECODE = "prefill", "decode"
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -227,6 +229,20 @@ class Results:
     format: Literal[4] = 4
     kind: Literal["ds_finepage results"] = "ds_finepage results"
 
+    @classmethod
+    def of_today(
+        cls, settings: CompareSettings | None, device: str, command: str, runs: tuple[Run, ...] = ()
+    ) -> Results:
+        """Return the results of a command that is run today, with the installed versions."""
+        return cls(
+            settings=settings,
+            device=device,
+            versions=installed_versions(),
+            date=datetime.date.today().isoformat(),
+            command=command,
+            runs=runs,
+        )
+
     @property
     def is_modelled(self) -> bool:
         """Whether modelled times decide which arm is fastest: on the CPU stock copies nothing."""
@@ -238,10 +254,10 @@ class Results:
         return replace(self, runs=(*others, run))
 
 
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed, by name."""
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that figures depend on, by name, if installed."""
     found = {}
-    for name in packages:
+    for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

@@ -15,7 +15,8 @@ from ds_finepage.capture.unguarded import Unguarded
 from ds_finepage.execution.fallback import hook_modules
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.batching import BATCHING, BudgetedBatching
-from ds_finepage.integrations.transformers.preflight import WatchedGenerate
+from ds_finepage.integrations.transformers.preflight import cache_use_of
+from ds_finepage.integrations.transformers.replaced import ReplacedMethod
 from ds_finepage.runtime.interception import (
     ModuleTree,
     PlannedCall,
@@ -62,6 +63,29 @@ def weak_backend(calls: CallTaker) -> Callable[..., Any]:
     return backend
 
 
+class PlannedGeneration(ReplacedMethod):
+    """``generate`` of one model, with a preflight check before it."""
+
+    def __init__(self, module: Any, calls: CallTaker) -> None:
+        """Take the place of ``module.generate``."""
+        super().__init__(module, "generate")
+        self._calls = calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check, then generate.
+
+        Raises:
+            ConfigError: The prompt has no tokens, or more than a table of positions.
+            PlanInfeasibleError: The generation would run out of memory.
+        """
+        if self._calls.shares_steps and kwargs.get("synced_gpus") is None:
+            # transformers asks this itself, but only under HfDeepSpeedConfig.
+            kwargs = {**kwargs, "synced_gpus": True}
+        self._calls.preflight(args, kwargs)
+        with self._calls.generation(cache_use_of(self._module, args, kwargs)):
+            return self._original(*args, **kwargs)
+
+
 class Attachment:
     """All that is installed in a module while it is attached."""
 
@@ -105,7 +129,7 @@ class Attachment:
         if generation is not None:  # transformers would compile a compiled call once more
             self._set(generation, "disable_compile", True)
         if generation is not None and hasattr(module, "generate"):
-            self._set(module, "generate", WatchedGenerate(module, calls))
+            self._set(module, "generate", PlannedGeneration(module, calls))
         if hasattr(module, BATCHING):
             self._set(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
         self.tree.see()

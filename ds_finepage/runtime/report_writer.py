@@ -8,7 +8,6 @@ far as possible it comes when the model is attached.
 from __future__ import annotations
 
 import atexit
-import datetime
 import logging
 import resource
 import shlex
@@ -33,7 +32,6 @@ from ds_finepage.reporting.results import (
     PhaseFigures,
     Results,
     Run,
-    installed_versions,
     load_results,
     run_folder,
     save_passes,
@@ -47,7 +45,6 @@ from ds_finepage.runtime.stats import Stats
 logger = logging.getLogger(__name__)
 
 KEY = "finepage.report"
-PACKAGES = ("accelerate", "deepspeed", "ds_finepage", "torch", "transformers")
 
 
 class ReportWriter:
@@ -98,14 +95,8 @@ class ReportWriter:
                 path.unlink()
         save_passes(passes, of_run)
         codec.save(settings.profile, folder / PROFILE_FILE)
-        results = Results(
-            settings=None,
-            device=device_of(settings.device).name,
-            versions=installed_versions(PACKAGES),
-            date=datetime.date.today().isoformat(),
-            command=shlex.join([Path(sys.executable).name, *sys.argv]),
-            runs=(run,),
-        )
+        command = shlex.join([Path(sys.executable).name, *sys.argv])
+        results = Results.of_today(None, device_of(settings.device).name, command, (run,))
         save_results(results, folder)
         require_packages(f"the page of {KEY}")
         write_report(folder, results, {run.name: passes})

@@ -17,7 +17,7 @@ from ds_finepage.graph.memgraph import NodeKind
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.modeller import Modeller
 from ds_finepage.planning.pipeline import needs_of
-from ds_finepage.whatif import CapturedModel, capture_model, form_that_fits, plan_captured
+from ds_finepage.whatif import CapturedModel, capture_model, forms_of, plan_captured, that_fits
 from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 
@@ -135,7 +135,7 @@ def test_a_model_whose_layers_all_have_windows_has_one_form_only(tmp_path: Path)
     assert found.on_host is None
     wanted = plan_captured(found, budget_bytes=10**9, profile=PROFILE, kv_cache="host")
     assert not wanted.figures.kv_on_host
-    assert form_that_fits(found, budget_bytes=1, policy="finepage", split=True) is found
+    assert that_fits(forms_of(found, policy="finepage", split=True), 1)[0] is found
 
 
 # Copies, in the time and in the bounds.
@@ -274,9 +274,16 @@ def test_the_commands_say_where_the_cache_is(
     given = ["--model", model, "--hardware", card(tmp_path), "--batch", BATCH]
     given += ["--seq", SEQ, "--no-split"]
     plan = cli.of("plan", *given, "--device-budget")
-    assert "1.00 MiB in host memory" in plan(least_on_device(decode) - 1).out
+
+    def cache(*options: object) -> list[str]:
+        rows = [row.replace("│", " ").split() for row in plan(*options).out.splitlines()]
+        return [word for row in rows if row[:1] == ["kv"] and "copied" not in row for word in row]
+
+    size, on_host = ["kv", "1.00", "MiB"], ["kv", "on", "host"]
+    assert cache(least_on_device(decode) - 1) == [*size, *on_host, "True"]
     least = [least_on_device(prefill), "--phase", "prefill"]
-    for place, words in (("auto", "1.00 MiB on the device"), ("host", "1.00 MiB in host memory")):
-        assert words in plan(*least, "--kv-cache", place).out
+    for place in ("auto", "host"):
+        expected = [*size, *on_host, str(place == "host")]
+        assert cache(*least, "--kv-cache", place) == expected
     points = cli.json("curve", *given, "--points", "2")["points"]
     assert [point["decode_kv_on_host"] for point in points] == [True, False]

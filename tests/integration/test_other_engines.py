@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ds_finepage.capture.from_config import capture_config
 from ds_finepage.checker.checker import check
 from ds_finepage.compare.accelerate_arm import KEPT, modules_to_place, pins_weights
 from ds_finepage.compare.engine import Engine, RunRequest
+from ds_finepage.compare.stopwatch import timed_forwards
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.memgraph import MemGraph
@@ -79,25 +79,6 @@ def generate(model: Any) -> torch.Tensor:
     return static_tokens(model, ids, NEW_TOKENS)
 
 
-@contextmanager
-def copied_by_forward(engine: Engine) -> Iterator[list[tuple[int | None, int | None]]]:
-    """Collect the bytes of each forward."""
-    found: list[tuple[int | None, int | None]] = []
-    owner = type(engine.model)
-
-    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
-        engine.begin_forward()
-        result = torch.nn.Module.__call__(model, *args, **kwargs)
-        found.append(engine.copied())
-        return result
-
-    owner.__call__ = watched
-    try:
-        yield found
-    finally:
-        del owner.__call__
-
-
 @cache
 def captured(name: str, phase: str) -> TaskGraph:
     seq = PROMPT_TOKENS + (0 if phase == "prefill" else NEW_TOKENS - 1)
@@ -120,7 +101,7 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
     expected = generate(engine.model)
     with DeviceMeter(engine.device) as meter, engine.counting():
         engine.place()
-        with copied_by_forward(engine) as counted:
+        with timed_forwards(engine) as counted:
             assert torch.equal(generate(engine.model), expected)
     assert torch.equal(generate(engine.model), expected)  # by their own hooks alone
     largest_bytes = max(weight.nbytes for weight in engine.model.parameters())
@@ -128,7 +109,10 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
     prefill, *_, decode = counted
     for phase, found in (("prefill", prefill), ("decode", decode)):
         memgraph = simulated(engine, captured(model_name, phase))
-        assert found == (memgraph.reloaded_bytes, memgraph.offloaded_bytes)
+        assert (found.h2d_bytes, found.d2h_bytes) == (
+            memgraph.reloaded_bytes,
+            memgraph.offloaded_bytes,
+        )
     engine.close()
 
 
@@ -172,11 +156,11 @@ def test_a_fetch_is_a_copy_while_it_counts_and_else_an_alias(
         engine.place()
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(torch.nn.functional, "linear", seen)
-        engine.begin_forward()
+        before, _ = engine.copied()
         generate(engine.model)
     assert used and head is engine.model.lm_head
     assert masters.isdisjoint(used) if counts else masters.issuperset(used)
-    assert bool(engine.copied()[0]) is counts
+    assert (engine.copied()[0] != before) is counts
     engine.close()
 
 

@@ -196,7 +196,7 @@ def test_a_delay_without_a_seed_warns(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_no_section_is_stock() -> None:
-    config = FinepageConfig.from_ds_config(None, policies=POLICIES)
+    config = FinepageConfig.from_dict(section_of({}), policies=POLICIES)
     assert config == FinepageConfig() == read({})
     assert config.enabled is False
     assert config.device_budget.is_auto
@@ -221,7 +221,7 @@ def test_a_whole_section_is_read() -> None:
         "device_graphs": True,
         "kv_cache": "host",
     }
-    assert FinepageConfig.from_ds_config(section, policies=POLICIES) == FinepageConfig(
+    assert FinepageConfig.from_dict(section, policies=POLICIES) == FinepageConfig(
         enabled=True,
         device_budget=DeviceBudget(kind=BudgetKind.BYTES, num_bytes=6 * GIB),
         policy="horizon",
@@ -314,7 +314,7 @@ def test_the_section_is_found() -> None:
 
 
 def test_a_ds_config_without_the_section_has_none() -> None:
-    assert section_of({"train_micro_batch_size_per_gpu": 1, "finetune": {}, "page": 1}) is None
+    assert section_of({"train_micro_batch_size_per_gpu": 1, "finetune": {}, "page": 1}) == {}
 
 
 def test_deepspeeds_own_quantisation_beside_ours_is_refused() -> None:
@@ -322,7 +322,7 @@ def test_deepspeeds_own_quantisation_beside_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"finepage\.weights and DeepSpeed's weight_quantization"):
         section_of({"finepage": {"weights": "int4"}, **theirs})
     assert section_of({"finepage": {"enabled": True}, **theirs}) == {"enabled": True}
-    assert section_of(theirs) is None
+    assert section_of(theirs) == section_of({"finepage": None}) == {}
 
 
 @pytest.mark.parametrize("key", ["finepge", "fine_page", "FinePage", "finepages"])

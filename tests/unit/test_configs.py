@@ -19,7 +19,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> FinepageConfig:
-    return FinepageConfig.from_ds_config(section_of(load(path)), policies=POLICIES)
+    return FinepageConfig.from_dict(section_of(load(path)), policies=POLICIES)
 
 
 def named(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""A command that plans for long says how far it is."""
+"""A command that plans for long says how far it is, and figures are printed by name."""
 
 from __future__ import annotations
 
@@ -38,3 +38,26 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(
         found.append(item)
     err = capsys.readouterr().err
     assert found == ["a", "b"] and "planning: " not in err and "100%" in err
+
+
+def test_a_figure_is_printed_by_its_name_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {
+        "peak_bytes": 3 << 30,
+        "stall_ns": 5_000_000,
+        "gap_share": 0.0125,
+        "num_tasks": 11,
+        "layout_overhead": 1.0625,
+        "kv_on_host": False,
+        "weights": None,
+    }
+    output.show_figures("a plan", figures)
+    title, _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert title.strip() == "a plan"
+    assert [row.strip("│ ").split() for row in rows] == [
+        ["peak", "│", "3.00", "GiB"],
+        ["stall", "│", "5.00", "ms"],
+        ["gap", "│", "1.25%"],
+        ["num", "tasks", "│", "11"],
+        ["layout", "overhead", "│", "1.0625"],
+        ["kv", "on", "host", "│", "False"],
+    ]

@@ -61,10 +61,8 @@ def install(modeling_utils: ModuleType) -> None:
 
 def uninstall(modeling_utils: ModuleType) -> None:
     """Unwrap the model class, and the choice of a quantiser."""
-    unwrap(modeling_utils, _compat.MODEL_QUANTIZER)
-    model_class = getattr(modeling_utils, _compat.MODEL, object)
-    for name in _compat.MODEL_METHODS:
-        unwrap(model_class, name)
+    unwrap(modeling_utils)
+    unwrap(getattr(modeling_utils, _compat.MODEL, object))
 
 
 def is_wanted(modeling_utils: ModuleType) -> bool:
@@ -95,9 +93,9 @@ def _is_for_ranks(modeling_utils: ModuleType) -> bool:
 def _active_config(modeling_utils: ModuleType) -> FinepageConfig:
     """Return the ``finepage`` section of the active ``HfDeepSpeedConfig``; if none, it is off."""
     if not modeling_utils.is_deepspeed_zero3_enabled():
-        return FinepageConfig.from_ds_config(None, policies=POLICIES)
+        return FinepageConfig()
     section = section_of(modeling_utils.deepspeed_config())
-    return FinepageConfig.from_ds_config(section, policies=POLICIES)
+    return FinepageConfig.from_dict(section, policies=POLICIES)
 
 
 def _quantizer(modeling_utils: ModuleType, call: WrappedCall) -> Any:

@@ -48,10 +48,11 @@ def wrap(owner: type | ModuleType, name: str, wrapper: Callable[[WrappedCall], A
         )
 
 
-def unwrap(owner: type | ModuleType, name: str) -> None:
-    """Restore the original method; one that is not wrapped stays as it is."""
-    if is_wrapped(owner, name):
-        setattr(owner, name, vars(owner)[name].__wrapped__)
+def unwrap(owner: type | ModuleType) -> None:
+    """Restore every method or function that a seam has wrapped."""
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, SeamWrapper):
+            setattr(owner, name, value.__wrapped__)
 
 
 def is_wrapped(owner: type | ModuleType, name: str) -> bool:

@@ -36,14 +36,7 @@ def install(engine_module: ModuleType) -> None:
 
 def uninstall(engine_module: ModuleType) -> None:
     """Unwrap the engine class."""
-    engine_class = getattr(engine_module, _compat.ENGINE, object)
-    for name in (
-        _compat.ENGINE_SANITY_CHECK,
-        _compat.ENGINE_TAKE_MODEL,
-        _compat.ENGINE_CONFIGURE,
-        _compat.ENGINE_CUT_MODEL,
-    ):
-        unwrap(engine_class, name)
+    unwrap(getattr(engine_module, _compat.ENGINE, object))
 
 
 def _checked(call: WrappedCall) -> Any:
@@ -164,7 +157,7 @@ def config_of(engine: Any) -> FinepageConfig:
         ConfigError: The section is not valid.
     """
     section = section_of(engine._config._param_dict)
-    return FinepageConfig.from_ds_config(section, policies=POLICIES)
+    return FinepageConfig.from_dict(section, policies=POLICIES)
 
 
 def refuse_unsupported(engine: Any) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -17,7 +16,6 @@ from ds_finepage.capture.from_config import DTYPES, capture_config
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.integrations.transformers.replaced import ReplacedMethod
 from ds_finepage.packing.model import form_of, pack_model
 from ds_finepage.planning.pipeline import PlanSettings, needs_of
 from ds_finepage.units import format_bytes
@@ -293,46 +291,6 @@ def _refusal(
     except PlanInfeasibleError as error:
         return error
     return None
-
-
-class WatchesGeneration(Protocol):
-    """Is told of the generations of a model.
-
-    Attributes:
-        generation: Returns the context of one generation, from the use of its KV cache.
-    """
-
-    generation: Callable[[CacheUse], AbstractContextManager[None]]
-
-    @property
-    def shares_steps(self) -> bool:
-        """True where each step of a generation needs all ranks, until the last of them is done."""
-
-    def preflight(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a generation that would run out of memory."""
-
-
-class WatchedGenerate(ReplacedMethod):
-    """``generate`` of one model, with a preflight check before it."""
-
-    def __init__(self, module: Any, watcher: WatchesGeneration) -> None:
-        """Take the place of ``module.generate``."""
-        super().__init__(module, "generate")
-        self._watcher = watcher
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Check, then generate.
-
-        Raises:
-            ConfigError: The prompt has no tokens, or more than a table of positions.
-            PlanInfeasibleError: The generation would run out of memory.
-        """
-        if self._watcher.shares_steps and kwargs.get("synced_gpus") is None:
-            # transformers asks this itself, but only under HfDeepSpeedConfig.
-            kwargs = {**kwargs, "synced_gpus": True}
-        self._watcher.preflight(args, kwargs)
-        with self._watcher.generation(cache_use_of(self._module, args, kwargs)):
-            return self._original(*args, **kwargs)
 
 
 def _cache_bytes(cache: Any) -> int:

@@ -90,7 +90,13 @@ def room_like(rows: torch.Tensor, capacity: int | torch.SymInt) -> torch.Tensor:
 
 
 class RunLayer(DynamicLayer):
-    """A layer of a dynamic cache while the model runs."""
+    """A layer of a dynamic cache while the model runs.
+
+    Attributes:
+        outside: The caller's layer that it takes the place of; None if the run has made it.
+    """
+
+    outside: DynamicLayer | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the device from the first rows."""

@@ -147,19 +147,20 @@ class WeightClasses:
         if missing <= 0:
             yield RingShape(0, 0)
             return
-        for nbytes in self._ring_lengths(missing):
+        for nbytes in self._ring_lengths(room, missing):
             yield RingShape(nbytes, nbytes // self.options.slices_in_ring)
         if self.latency_bytes and not self.problem.shared:
             yield from self._large_rings(room, missing)
 
-    def _ring_lengths(self, missing: int) -> Iterator[int]:
+    def _ring_lengths(self, room: int, missing: int) -> Iterator[int]:
         """Yield lengths of the ring: for cut weights by bytes, for whole ones by their sizes."""
         if self.divisible:
             # Half of the largest weight is plenty: a plan of whole weights needs more.
             plenty = max(self.sizes[b] for b in self.divisible) // 2
             wanted = min(int(missing * self.options.ring_share), plenty)
-            yield self.aligned(max(self.least_ring_bytes(), wanted))
-            yield self.least_ring_bytes()
+            nbytes = self.aligned(max(self.least_ring_bytes(), wanted))
+            has_room = nbytes + self.fixed_bytes <= room
+            yield nbytes if has_room else self.least_ring_bytes()
             return
         for size in sorted({self.sizes[b] for b in self.order}, reverse=True)[:2]:
             yield from (self._whole_ring_bytes(int(factor * size)) for factor in RING_WEIGHTS)

@@ -77,7 +77,7 @@ def test_the_group_is_counted(model: str, cli: Cli) -> None:
     packed = LINEAR_PARAMETERS // 2 + LINEAR_PARAMETERS // 32 * 4
     assert figures["weight_bytes"] == OTHER_BYTES + packed
     out = cli(*command).out
-    assert "(int4, group 32)" in out and "--weights int4 --weights-group 32" in out
+    assert "int4, group 32" in out and "--weights int4 --weights-group 32" in out
 
 
 def test_tied_weights_stay_tied(tmp_path: Path, cli: Cli) -> None:

@@ -46,8 +46,8 @@ def test_every_kind_of_method_is_wrapped_once_and_restored(name: str) -> None:
         assert getattr(theirs, name)(value=1) == (stock[0], 2)
         assert isinstance(vars(Theirs)[name], type(descriptor))
     finally:
-        unwrap(Theirs, name)
-        unwrap(Theirs, name)
+        unwrap(Theirs)
+        unwrap(Theirs)
     assert vars(Theirs)[name] is descriptor
     assert not is_wrapped(Theirs, name)
 

@@ -19,7 +19,6 @@ from ds_finepage.integrations.transformers.preflight import (
     CacheUse,
     Longest,
     Preflight,
-    WatchedGenerate,
     cache_use_of,
     kv_bytes,
     longest_of,
@@ -28,6 +27,7 @@ from ds_finepage.integrations.transformers.preflight import (
     require_tokens,
 )
 from ds_finepage.planning.pipeline import PlanSettings
+from ds_finepage.runtime.attachment import PlannedGeneration
 
 IDS = torch.zeros(3, 6, dtype=torch.int64)
 
@@ -216,8 +216,9 @@ class Watcher:
         self.order.append("end")
 
 
-def watched(module: Generating) -> WatchedGenerate:
-    return WatchedGenerate(module, Watcher(module.order))
+def watched(module: Generating) -> PlannedGeneration:
+    watcher: Any = Watcher(module.order)
+    return PlannedGeneration(module, watcher)
 
 
 def test_generate_is_asked_first_and_then_called_as_it_was() -> None:
@@ -231,7 +232,7 @@ def test_generate_is_asked_first_and_then_called_as_it_was() -> None:
 def test_ranks_that_share_steps_go_on_until_the_last_of_them_is_done() -> None:
     module = Generating()
     generate = watched(module)
-    generate._watcher.shares_steps = True  # type: ignore[misc]
+    generate._calls.shares_steps = True  # type: ignore[misc]
     assert generate(1) == "(1,) {'synced_gpus': True}"
     assert generate(synced_gpus=False) == "() {'synced_gpus': False}"
 

@@ -60,44 +60,24 @@ def test_a_step_makes_a_token_of_each_sequence_and_a_prefill_reads_all() -> None
     assert dataclasses.replace(FIGURES, predicted_ns=0).tokens_per_s == 0
 
 
-def test_each_line_of_the_table_shows_its_own_figure() -> None:
-    table = FIGURES.to_table()
-    labels, values = (list(column.cells) for column in table.columns)
-    shown = list(zip(map(str.strip, map(str, labels)), values, strict=True))
-    assert shown == [
-        ("weights", "1.00 GiB"),
-        ("KV cache", "9.00 GiB on the device"),
-        ("budget", "2.00 GiB"),
-        ("least that can run", "3.00 GiB"),
-        ("peak", "4.00 GiB"),
-        ("host memory", "10.00 GiB"),
-        ("reloaded by the first pass", "5.00 GiB"),
-        ("reloaded by each pass", "12.00 GiB (1.50 x)"),
-        ("least possible, one batch at a time", "8.00 GiB"),
-        ("offloaded by each pass", "7.00 GiB"),
-        ("KV cache copied by each pass", "11.00 GiB"),
-        ("time of a pass", "3.00 s (1.50 x)"),
-        ("least possible, one batch at a time", "2.00 s"),
-        ("compute", "5.00 s"),
-        ("transfer, busier lane", "6.00 s"),
-        ("stall", "8.00 s"),
-        ("tokens a second", "1.33"),
-        ("tasks", "11"),
-        ("memory dependencies", "13"),
-        ("peak of the arena / live bytes", "1.0625"),
-        ("capture", "1.25 s"),
-        ("planning", "2.50 s"),
-    ]
-
-
-def test_the_table_of_a_rank_says_what_it_sends_and_what_all_ranks_make() -> None:
-    table = dataclasses.replace(FIGURES, num_ranks=4, sent_bytes=3 << 20).to_table()
-    labels, values = (list(column.cells) for column in table.columns)
-    at = labels.index("sent to the next rank by each pass")
-    assert labels[at + 1] == "tokens a second, all ranks together"
-    assert values[at : at + 2] == ["3.00 MiB", "1.33"]
-    assert "tokens a second" not in labels
-    assert str(table.title).endswith("t4, each of 4 ranks")
+def test_all_figures_are_shown_but_those_that_the_title_names() -> None:
+    assert FIGURES.title == "m, decode, batch 4, sequence 100, finepage on t4"
+    of_a_rank = dataclasses.replace(FIGURES, num_ranks=4, sent_bytes=3 << 20)
+    assert of_a_rank.title.endswith("t4, each of 4 ranks")
+    shown, all_figures = of_a_rank.shown(), dataclasses.asdict(of_a_rank)
+    named = ("model", "phase", "batch", "seq", "policy", "hardware", "num_ranks")
+    assert all_figures.keys() - shown.keys() == set(named)
+    assert {name: shown.pop(name) for name in all_figures if name not in named} == {
+        name: value for name, value in all_figures.items() if name not in named
+    }
+    assert shown == {
+        "tokens_per_s": pytest.approx(4 / 3),
+        "reloaded_above_bound_share": 0.5,
+        "predicted_above_bound_share": 0.5,
+    }
+    nothing = dataclasses.replace(FIGURES, lower_bound_bytes=0, lower_bound_ns=0).shown()
+    assert nothing["reloaded_above_bound_share"] is None
+    assert nothing["predicted_above_bound_share"] is None
 
 
 def kept(offset: int) -> MemGraph:
@@ -121,9 +101,3 @@ def test_what_a_pass_finds_and_what_is_live_is_counted() -> None:
     loose = kept(6 * UNIT)
     assert largest_live_bytes(loose) < loose.peak_bytes == 8 * UNIT
     assert layout_overhead(loose) == loose.peak_bytes / largest_live_bytes(loose)
-
-
-def test_the_table_says_where_the_kv_cache_is() -> None:
-    for moved, words in ((True, "9.00 GiB in host memory"), (False, "9.00 GiB on the device")):
-        figures = dataclasses.replace(FIGURES, kv_on_host=moved)
-        assert words in list(figures.to_table().columns[1].cells)
