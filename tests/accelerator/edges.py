@@ -9,7 +9,6 @@ and the delays, which lie on the device.
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,24 +21,21 @@ from unittest import mock
 
 import torch
 
-from ds_finepage.checker.checker import check
-from ds_finepage.execution.arena import Arena, HostPool, byte_view
+from ds_finepage.execution.arena import Arena
 from ds_finepage.execution.device import Accelerator
-from ds_finepage.execution.executor import Executor, Residents
 from ds_finepage.execution.lanes import StreamLanes
 from ds_finepage.execution.reload_sources import ReloadSources
-from ds_finepage.graph.memgraph import Lane, MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.integrations.transformers.host_cache import HostLayer
-from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
-from ds_finepage.planning.policies import plan_steady
+from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.accelerator.failures import write_table
 from tests.accelerator.omitting import lanes_without, lanes_without_waits
 from tests.device import loading
 from tests.unit.execution.graphs import INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.execution.lane_programs import program_of
-from tests.unit.execution.rig import N, copied_to_host, deep, deep_in_eager, thrice_tanh
+from tests.unit.execution.rig import N, Rig, copied_to_host, deep, deep_in_eager, thrice_tanh
 
 MARK = "<!-- python -m tests.accelerator.edges docs/negative_proofs.md -->"
 END = "<!-- end of the edges -->"
@@ -128,43 +124,6 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory()
 
 
-@functools.cache
-def planned(graph: TaskGraph, arena_bytes: int, policy: str) -> MemGraph:
-    return check(plan_steady(graph, arena_bytes=arena_bytes, policy=policy))
-
-
-class Rig:
-    """An executor on the device, under a plan of a policy."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        lanes: StreamLanes,
-        graph: TaskGraph,
-        weights: dict[str, torch.Tensor],
-        *,
-        policy: str = "finepage",
-        arena_bytes: int | None = None,
-    ) -> None:
-        arena_bytes = arena_bytes or ample_arena_bytes(graph, 64)
-        memgraph = planned(graph, arena_bytes, policy)
-        pool = HostPool(pinned=True)
-        pool.reserve(memgraph.host_bytes)
-        self.arena = Arena(arena_bytes, device)
-        self.residents: Residents = {}
-        self.executor = Executor(
-            memgraph,
-            arena=self.arena,
-            pool=pool,
-            lanes=lanes,
-            masters={name: byte_view(pinned(w)) for name, w in weights.items()},
-            in_place=frozenset(range(len(memgraph.graph.tasks))),
-        )
-
-    def __call__(self, *args: Any) -> Any:
-        return self.executor.run(args, (), self.residents)
-
-
 def delay(device: torch.device, seed: int, *kinds: str, ns: int = MS) -> None:
     """Delay every operation of some kinds by ``ns`` to twice as much."""
     torch.accelerator.synchronize()
@@ -183,9 +142,8 @@ def passes(delayed: str, policy: str = "finepage", *, num_streams: int = 0) -> S
 
     def run(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
         graph, weights = deep()
-        rig = Rig(
-            device, lanes, graph, weights, policy=policy, arena_bytes=min_arena_bytes(graph, 64)
-        )
+        least = min_arena_bytes(graph, 64)
+        rig = Rig(graph, weights, policy=policy, arena_bytes=least, device=device, lanes=lanes)
         inputs = [torch.randn(N, N) for _ in range(PASSES)]
         on_device = [x.to(device) for x in inputs]
         streams: list[Any] = [torch.Stream(device) for _ in range(num_streams)]
@@ -206,7 +164,7 @@ def rows_of_passes(delayed: str) -> Scenario:
 
     def run(device: torch.device, lanes: StreamLanes, seed: int) -> bool:
         graph = copied_to_host()
-        rig = Rig(device, lanes, graph, {}, arena_bytes=min_arena_bytes(graph, 64))
+        rig = Rig(graph, arena_bytes=min_arena_bytes(graph, 64), device=device, lanes=lanes)
         inputs = [torch.randn(N, N) for _ in range(PASSES)]
         on_device = [x.to(device) for x in inputs]
         delay(device, seed, delayed)
@@ -297,7 +255,7 @@ def rows_of_a_cache(device: torch.device, lanes: StreamLanes, seed: int) -> bool
     x = draft.tensor(INPUT, 1, 1, 2, N)
     rows = draft.tensor(BufferKind.HOST, 1, 1, 2, N)
     draft.task("finepage.to_host.default", x, out=(rows,))
-    rig = Rig(device, lanes, draft.graph((x,), (rows,)), {})
+    rig = Rig(draft.graph((x,), (rows,)), device=device, lanes=lanes)
     layer = HostLayer(pinned=True)
     values = [torch.randn(1, 1, 2, N) for _ in range(PASSES)]
     on_device = [v.to(device) for v in values]
@@ -318,7 +276,7 @@ def rows_of_an_embedding(device: torch.device, lanes: StreamLanes, seed: int) ->
     weight, out = draft.tensor(WEIGHT, 64, N, name="table"), draft.tensor(OUTPUT, 4, N)
     draft.task("aten.embedding.default", weight, ids, out=(out,))
     graph = gather_rows(draft.graph((ids,), (out,)))
-    rig = Rig(device, lanes, graph, {"table": table})
+    rig = Rig(graph, {"table": table}, device=device, lanes=lanes)
     wanted = [torch.randint(64, (4,)) for _ in range(PASSES)]
     on_device = [w.to(device) for w in wanted]
     delay(device, seed, "h2d", ns=ALONE)  # the host is in a hurry with the next rows

@@ -16,7 +16,7 @@ from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter
 from tests.accelerator.subjects import AMPLE
-from tests.integration.families import SLOW_LINK, logits, make_model, tiny, token_ids, tokens
+from tests.integration.families import SLOW_LINK, logits, make_model, token_ids, tokens
 from tests.unit.execution.test_measure import product
 
 
@@ -150,33 +150,6 @@ def test_out_of_memory_while_attaching_leaves_the_module_as_it_was(
         assert vars(nn.Parameter).get("data") is watched
         assert torch.accelerator.memory_allocated(device) == start, nth
     assert num_failed >= 5
-
-
-def test_out_of_memory_in_the_first_call_is_an_error_and_the_next_call_is_right(
-    device: torch.device, card: Any
-) -> None:
-    """Capture, measurements, plan and pass: one allocation fails each time."""
-    module, x = tiny(), torch.rand(4, 16)
-    with torch.no_grad():
-        wanted = module(x)
-    x, num_failed = x.to(device), 0
-    gc.collect()
-    start = torch.accelerator.memory_allocated(device)
-    for nth in (5, *range(10, 14), 28, 50):
-        torch._dynamo.reset()
-        handle = attached(module, device, device_budget="1MiB")
-        handle.register_op_hook()  # planned, not fully resident
-        with torch.no_grad():
-            card.fail_nth("alloc", nth)
-            try:
-                module(x)
-            except DeviceMemoryError:
-                num_failed += 1
-            card.fail_nth("alloc", 0)
-            assert torch.equal(module(x).cpu(), wanted), nth
-        handle.detach()
-        assert torch.accelerator.memory_allocated(device) == start, nth
-    assert num_failed  # a trial of an op that has no room estimates its workspace instead
 
 
 def test_a_trial_without_room_is_made_again(device: torch.device, card: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -197,58 +196,7 @@ def test_an_operation_that_fails_is_an_error_and_the_next_call_is_right(
         llama.check()
 
 
-def live_bytes(found: Subject) -> int:
-    return int(torch.accelerator.memory_allocated(found.device))
-
-
-def test_out_of_memory_at_every_allocation_is_an_error_and_leaks_nothing(
-    llama: Subject, card: Any
-) -> None:
-    """Plans are made, the arena is allocated, passes run: one allocation fails each time."""
-
-    def call() -> torch.Tensor:
-        llama.at(llama.budgets[0])
-        return llama.generate().cpu()
-
-    assert torch.equal(call(), llama.tokens)
-    llama.at(AMPLE)
-    gc.collect()  # cycles of earlier calls may hold a tensor until it runs by itself
-    before, num_failed = live_bytes(llama), 0
-    for nth in range(1, 200, 20):
-        card.fail_nth("alloc", nth)
-        try:
-            assert torch.equal(call(), llama.tokens)
-        except torch.OutOfMemoryError:
-            num_failed += 1
-        card.fail_nth("alloc", 0)
-        llama.at(AMPLE)
-        gc.collect()
-        assert live_bytes(llama) == before, f"allocation {nth}"
-        assert_idle(llama.device)
-    assert num_failed >= 4
-    llama.check()
-
-
 # --- streams ---------------------------------------------------------------------------------
-
-
-def test_results_on_another_stream_are_equal(llama: Subject, card: Any) -> None:
-    """Two streams by turns: a pass begins after the end of the last one, wherever that ran."""
-    llama.at(llama.budgets[0])
-    streams = [torch.Stream(llama.device) for _ in range(2)]
-    card.set_delay("h2d", 300_000)
-    others = [token_ids(7, seed=seed) for seed in (1, 2)]
-    llama.at(AMPLE)
-    wanted = [logits(llama.model, ids.to(llama.device)).cpu() for ids in others]
-    llama.at(llama.budgets[0])
-    given = [ids.to(llama.device) for ids in others]
-    found = []
-    for turn in range(6):
-        with streams[turn % 2]:
-            found.append(logits(llama.model, given[turn % 2]))
-    torch.accelerator.synchronize()
-    for turn, result in enumerate(found):
-        assert torch.equal(result.cpu(), wanted[turn % 2]), turn
 
 
 def test_a_hook_sees_the_tensors_of_the_device(llama: Subject) -> None:

@@ -69,19 +69,6 @@ def test_capacity_is_kept(device: torch.device) -> None:
     del second
 
 
-def test_a_storage_can_be_emptied_and_filled(device: torch.device) -> None:
-    tensor = torch.arange(1000.0).to(device)
-    before = torch.accelerator.memory_allocated()
-    storage = tensor.untyped_storage()
-    storage.resize_(0)
-    assert torch.accelerator.memory_allocated() == before - 4096
-    assert storage.nbytes() == 0
-    storage.resize_(4000)
-    tensor.fill_(7)
-    storage.resize_(8000)  # keeps the bytes
-    assert torch.equal(tensor.cpu(), torch.full((1000,), 7.0))
-
-
 def test_freed_memory_is_reused_at_once_by_its_stream(device: torch.device) -> None:
     first = torch.empty(5000, device=device)
     address = first.data_ptr()
@@ -134,29 +121,3 @@ def test_pinned_memory_is_known(device: torch.device) -> None:
     assert card.cudart().cudaHostUnregister(plain.data_ptr()) == 0
     assert not plain.is_pinned()
     assert card.cudart().cudaHostUnregister(plain.data_ptr()) == 1
-
-
-def test_kernels_use_pinned_memory_in_place(device: torch.device) -> None:
-    host = torch.arange(4.0).pin_memory()
-    storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), device, 16)
-    shown = torch.empty(0, device=device).set_(storage, 0, (4,), (1,))
-    shown.mul_(2)
-    torch.accelerator.synchronize()
-    assert host.tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
-def test_a_parameter_moves_to_the_device_and_stays_itself(device: torch.device) -> None:
-    layer = torch.nn.Linear(3, 2)
-    weight, values = layer.weight, layer.weight.detach().clone()
-    layer.to(device)
-    assert layer.weight is weight and weight.device == device
-    weight.data = weight.data.cpu()
-    assert weight.device.type == "cpu" and torch.equal(weight, values)
-
-
-def test_an_allocation_fails_on_request(device: torch.device) -> None:
-    card.fail_nth("alloc", 2)
-    kept = torch.empty(3, device=device)
-    with pytest.raises(torch.OutOfMemoryError, match="injected"):
-        torch.empty(3, device=device)
-    assert torch.empty(3, device=device).data_ptr() != kept.data_ptr()

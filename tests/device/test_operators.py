@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.device import card
 
@@ -169,21 +168,6 @@ def test_random_numbers_follow_the_seed(device: torch.device) -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 
 
-def test_dropout_follows_the_seed(device: torch.device) -> None:
-    values = torch.randn(1, 2, 4, 8)
-    on_card = values.to(device)
-    for drop in (
-        lambda x: F.dropout(x, 0.3),
-        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
-    ):
-        torch.manual_seed(3)
-        expected = drop(values)
-        torch.manual_seed(3)
-        assert torch.equal(drop(on_card).cpu(), expected)
-    kept, mask = torch.native_dropout(on_card, 0.5, train=False)
-    assert torch.equal(kept.cpu(), values) and bool(mask.all())
-
-
 def test_random_states_can_be_kept(device: torch.device) -> None:
     with torch.random.fork_rng([0], device_type="slowcard"):
         first = torch.rand(3, device=device)
@@ -194,34 +178,3 @@ def test_random_states_can_be_kept(device: torch.device) -> None:
     assert torch.equal(found.cpu(), torch.rand(3, generator=torch.Generator().manual_seed(5)))
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(3, generator=torch.Generator(), device=device)
-
-
-def test_a_compiled_function_runs(device: torch.device) -> None:
-    def attend(x: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(x, x, x).sum(-1)
-
-    x = torch.randn(1, 2, 4, 8)
-    compiled = torch.compile(attend, backend="eager", dynamic=True)
-    assert torch.equal(compiled(x.to(device)).cpu(), attend(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_language_model_gives_the_logits_of_the_cpu(
-    device: torch.device, dtype: torch.dtype
-) -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(dtype).eval()
-    tokens = torch.randint(64, (2, 7))
-    with torch.inference_mode():
-        expected = model(tokens).logits
-        model.to(device)
-        tokens = tokens.to(device)
-        card.set_delay("kernel", random_ns=50_000)
-        model(tokens)
-        card.reset_counters()
-        logits = model(tokens).logits
-        assert card.counters()["syncs"] <= 1  # transformers asks once whether a mask is needed
-        assert torch.equal(logits.cpu(), expected)

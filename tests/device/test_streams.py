@@ -92,19 +92,6 @@ def test_an_event_without_timing_has_no_time(device: torch.device) -> None:
         events[0].elapsed_time(events[1])
 
 
-def test_streams_are_current_inside_a_block(device: torch.device) -> None:
-    outer, side = torch.accelerator.current_stream(), torch.Stream(device)
-    assert outer == card.default_stream()
-    with side:
-        assert torch.accelerator.current_stream() == side
-    assert torch.accelerator.current_stream() == outer
-    with card.held(outer):
-        side.wait_stream(outer)
-        assert not side.query()
-    side.synchronize()
-    assert outer.query()
-
-
 def test_random_delays_repeat_with_their_seed(pair: Pair) -> None:
     host, on_card = pair
 
@@ -131,35 +118,6 @@ def test_one_stream_can_be_late(pair: Pair) -> None:
         last.record()
     last.synchronize()
     assert first.elapsed_time(last) >= 2
-
-
-@pytest.mark.parametrize("kind", ["h2d", "d2h", "d2d", "kernel"])
-def test_the_nth_operation_fails(pair: Pair, kind: str) -> None:
-    host, on_card = pair
-    other = torch.zeros_like(on_card)
-
-    def operate() -> None:
-        if kind == "h2d":
-            on_card.copy_(host, non_blocking=True)
-        elif kind == "d2h":
-            host.copy_(on_card, non_blocking=True)
-        elif kind == "d2d":
-            other.copy_(on_card)
-        else:
-            on_card.add_(1)
-
-    card.fail_nth(kind, 2)
-    operate()
-    with pytest.raises(torch.AcceleratorError, match=f"injected failure of a {kind}"):
-        operate()
-    operate()
-    torch.accelerator.synchronize()
-
-    card.fail_nth(kind, 1, later=True)
-    operate()
-    with pytest.raises(torch.AcceleratorError, match="earlier asynchronous operation failed"):
-        torch.accelerator.synchronize()
-    torch.accelerator.synchronize()
 
 
 def test_an_error_inside_a_kernel_shows_at_the_next_wait(device: torch.device) -> None:
@@ -210,21 +168,3 @@ def test_a_forked_process_is_refused(device: torch.device) -> None:
     child.start()
     child.join()
     assert child.exitcode == 1
-
-
-def test_two_devices(device: torch.device) -> None:
-    card.set_num_devices(2)
-    assert torch.accelerator.device_count() == 2
-    with card.held():
-        first = torch.ones(3, device="slowcard:0").add_(1)
-        second = first.to("slowcard:1")
-        first.add_(1)
-    assert second.device == torch.device("slowcard", 1)
-    assert (second.tolist(), first.tolist()) == ([2.0] * 3, [3.0] * 3)
-    with pytest.raises(RuntimeError, match="same device"):
-        first + second
-    with torch.accelerator.device_index(1):
-        assert torch.ones(1, device="slowcard").device.index == 1
-    card.set_num_devices(1)
-    with pytest.raises(RuntimeError, match="no device 1"):
-        torch.ones(1, device="slowcard:1")

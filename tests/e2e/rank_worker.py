@@ -20,7 +20,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from fixed_rates import fixed_rates
 from rich.console import Console
 from rich.table import Table
 from transformers import (
@@ -188,8 +187,6 @@ def run_family(
     found["forecast"] = forecast_of(plain.config, dtype)
     found["weight_bytes"] = handle.stats.weight_bytes
     found["collectives"] = [collectives(plan.graph) for plan, _ in handle.plans()]
-    if name == "llama" and MODE == "all":
-        found["share of one rank"] = share_of_one_rank(plain, ds_config(dtype=dtype))
     return found, engine
 
 
@@ -208,36 +205,6 @@ def forecast_of(config: Any, dtype: torch.dtype) -> list[Any]:
 
 def collectives(graph: TaskGraph) -> list[str]:
     return [task.op for task in graph.tasks if is_collective(task)]
-
-
-def share_of_one_rank(plain: Any, config: Any) -> float:
-    """Return the reloaded bytes of a rank over those of one rank alone, at an equal budget."""
-    with fixed_rates():
-        engine = engine_of(plain, config)
-        mine = reloaded(engine.module.eval(), ds_finepage.handle_of(engine))
-        return mine / reloaded_by_one_rank(plain)
-
-
-def reloaded(model: Any, handle: Any) -> int:
-    """Return what a generation reloads at 70% of the weights, once its plans are there."""
-    handle.replan(budget_bytes=handle.stats.weight_bytes * 7 // 10)
-    generated(model, prompt())
-    before = handle.stats.reloaded_bytes
-    generated(model, prompt())
-    return int(handle.stats.reloaded_bytes - before)
-
-
-def reloaded_by_one_rank(plain: Any) -> int:
-    """Let rank 0 run the whole model; tell all ranks what it has reloaded."""
-    found: list[int | None] = [None]
-    if RANK == 0:
-        model = copy.deepcopy(plain)
-        handle = ds_finepage.attach(model, device_budget="1GiB")
-        found = [reloaded(model, handle)]
-        handle.detach()
-    torch.distributed.broadcast_object_list(found)
-    assert found[0] is not None
-    return found[0]
 
 
 def out_of_step(engine: Any) -> dict[str, Any]:

@@ -24,11 +24,9 @@ from ds_finepage.execution import measure
 from ds_finepage.execution.arena import HostPool
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.planning.policies import PAGING
 from ds_finepage.runtime import device_memory
 from ds_finepage.runtime.handle import Handle
-from ds_finepage.runtime.stats import PassStats
-from tests.integration.families import CACHE, logits, make_model, token_ids, tokens
+from tests.integration.families import logits, make_model, token_ids, tokens
 
 CPU = torch.device("cpu")
 CELLS = (("short", "min"), ("long", "min"), ("long", "50%"), ("default caches", "min"))
@@ -174,46 +172,6 @@ def test_measuring_ops_takes_no_more_than_the_budget(attached: Attached) -> None
     assert attached.readings
     for reading in attached.readings:
         assert 0 < reading.scratch_peak_bytes <= reading.budget_bytes
-
-
-@pytest.mark.parametrize("policy", sorted(PAGING))
-def test_with_an_ample_budget_the_second_forward_reloads_nothing(
-    attached: Attached, policy: str
-) -> None:
-    model, handle = attached.model, attached.handle
-    attached.forget()
-    handle.replan(budget_bytes=FIRST_BUDGET_BYTES, policy=policy)
-    logits(model, token_ids(7))
-
-    def only() -> PassStats:
-        (found,) = handle.stats.passes
-        return found
-
-    # The two-horizon policies let go of bytes in between, and then cannot use all of the rest.
-    spare = 1 if policy == "finepage" else 2
-    handle.replan(budget_bytes=handle.stats.needed_budget_bytes * spare)
-    logits(model, token_ids(7))
-    assert only().last_reloaded_bytes == only().last_entry_reloaded_bytes
-    assert only().last_reloaded_bytes == handle.stats.weight_bytes
-    for _ in range(2):
-        before = handle.stats.reloaded_bytes
-        logits(model, token_ids(7))
-        assert only().last_reloaded_bytes == handle.stats.reloaded_bytes - before == 0
-        assert only().last_offloaded_bytes == 0
-
-
-def test_the_cache_of_another_chat_counts() -> None:
-    model = make_model("llama", num_hidden_layers=1)
-    with torch.no_grad():
-        mine = model(token_ids(200, batch=4), use_cache=True)[CACHE]
-        handle = attach(model, device_budget="64MiB", device="cpu")
-        model(token_ids(30), use_cache=True)
-        alone = handle.stats.min_budget_bytes
-        mine = model(token_ids(200, batch=4), use_cache=True)[CACHE]
-        model(token_ids(30), use_cache=True)
-    kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in mine.layers)
-    assert handle.stats.passes[0].min_budget_bytes >= alone + kv_bytes
-    handle.detach()
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -23,8 +23,6 @@ from ds_finepage.runtime.handle import Handle
 from tests.integration.families import (
     FAMILIES,
     MORE_FAMILIES,
-    left_padded,
-    logits,
     make_model,
     token_ids,
     tokens,
@@ -36,14 +34,12 @@ BUDGETS = ("min", "25%", "50%", "100%")
 NUM_TOKENS = 8
 SWEPT = ("gpt2", "mistral", "llama")
 """Positions that are looked up, a window, and positions that turn: under every budget."""
-LEFT_PADDED = SWEPT[:2]  # the first, so that pytest makes each case once
 ONCE = [family for family in (*FAMILIES, *MORE_FAMILIES) if family not in SWEPT]
 OF_TWO_KINDS = ("gemma2", "gemma3")
 """Whose layers differ; of the others that run once, one layer tells all."""
 
 
 PROMPT = token_ids(7)
-PADDED = (left_padded(9, 3), left_padded(30, 1))
 
 
 def steps(
@@ -74,8 +70,6 @@ class Case:
     dtype: torch.dtype
     steps: tuple[torch.Tensor, torch.Tensor]
     tokens_default_cache: torch.Tensor
-    padded_logits: list[torch.Tensor]
-    padded_tokens: torch.Tensor
     handle: Handle
 
     def budget_bytes(self, budget: str) -> int:
@@ -108,8 +102,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     plain = Case(
         model=model,
         dtype=dtype,
-        padded_logits=[logits(model, **padded) for padded in PADDED],
-        padded_tokens=tokens(model, num_tokens=NUM_TOKENS, **PADDED[0]),
         tokens_default_cache=tokens(model, PROMPT, NUM_TOKENS, cache=None),
         steps=plain_steps(model),  # at last: a static cache is as long as the longest one so far
         handle=attach(model, device_budget="1GiB", device="cpu"),
@@ -145,24 +137,6 @@ def refuses(case: Case, budget_bytes: int) -> None:
         steps(case.model)
     assert f"device_budget is {budget_bytes} bytes" in str(error.value)
     assert "which makes min_budget_bytes " in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "case", [(f, torch.float32) for f in LEFT_PADDED], ids=LEFT_PADDED, indirect=True
-)
-def test_left_padded_batches_of_several_lengths(case: Case) -> None:
-    # Every length is captured under a budget that is known to be enough, then run under the least.
-    run_padded(case, 1 << 30)
-    run_padded(case, case.handle.stats.min_budget_bytes)
-
-
-def run_padded(case: Case, budget_bytes: int) -> None:
-    debug = DebugConfig(poison_vacated=True, lane_delay_seed=100)
-    case.handle.replan(budget_bytes=budget_bytes, debug=debug)
-    for padded, plain in zip(PADDED, case.padded_logits, strict=True):
-        assert torch.equal(logits(case.model, **padded), plain)
-    found = tokens(case.model, num_tokens=NUM_TOKENS, **PADDED[0])
-    assert torch.equal(found, case.padded_tokens)
 
 
 @pytest.mark.parametrize("family", ONCE)

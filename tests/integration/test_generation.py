@@ -109,17 +109,6 @@ def test_any_decoding_is_that_of_plain_transformers() -> None:
     handle.detach()
 
 
-def test_many_tokens_need_a_plan_for_each_doubling_and_no_more_captures() -> None:
-    model = make_model("llama", max_position_embeddings=512, hidden_size=64, intermediate_size=64)
-    plain = tokens(model, token_ids(5), 300, cache=None)
-    handle = attach(model, device_budget="8MiB", device="cpu", policy="horizon")
-    assert torch.equal(tokens(model, token_ids(5), 300, cache=None), plain)
-    num_buckets = handle.stats.num_plans - 1  # without the prefill
-    assert num_buckets <= 8  # log2 of the length
-    assert handle.stats.num_captures == 2
-    handle.detach()
-
-
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")
 def test_what_cannot_be_captured_with_symbols_is_captured_size_by_size(
     caplog: pytest.LogCaptureFixture,

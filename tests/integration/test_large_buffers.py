@@ -14,6 +14,7 @@ from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError, StoreError
 from ds_finepage.execution.device import default_device
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.taskgraph import JOIN
 from ds_finepage.runtime.handle import Handle
 from tests.integration.engines import ds_config, one_process_deepspeed
 
@@ -105,6 +106,7 @@ def test_packed_layers_of_each_form_hold_the_budget_and_come_back(form: str) -> 
                 assert torch.equal(model(X), expected)
             assert meter.peak_bytes <= budget_bytes
     assert handle.stats.passes[0].last_reloaded_bytes > 5 * WIDTH * WIDTH // 2
+    assert any(task.op == JOIN for plan, _ in handle.plans() for task in plan.graph.tasks)
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     shown = model.state_dict()
     assert list(shown) == list(state) and all(torch.equal(shown[n], state[n]) for n in state)

@@ -40,23 +40,3 @@ def test_lengths_that_fit_alone_are_neither_captured_nor_planned_one_by_one(
     assert handle.stats.num_captures == 2
     assert handle.stats.num_caches_on_host == handle.stats.num_unplanned_graphs == 0
     handle.detach()
-
-
-def test_a_loop_over_prompts_of_many_lengths_makes_each_plan_once() -> None:
-    model = make_model("llama", num_hidden_layers=1)
-    prompts = [token_ids(length) for length in (5, 20, 40, 9, 70, 33)]
-    plain = [tokens(model, ids, 2, cache=None) for ids in prompts]
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    for ids in prompts:
-        tokens(model, ids, 2, cache=None)
-    handle.replan(budget_bytes=handle.stats.min_budget_bytes + (1 << 14))
-    made = []
-    for _ in range(5):
-        before = handle.stats.num_plans
-        for ids, expected in zip(prompts, plain, strict=True):
-            assert torch.equal(tokens(model, ids, 2, cache=None), expected)
-        made.append(handle.stats.num_plans - before)
-    # At first passes with other needs make the arena smaller. Then each pass adapts to the one that
-    # it happens to follow, and stays so.
-    assert made[0] > 0 and made[3:] == [0, 0]
-    handle.detach()

@@ -7,17 +7,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import transformers
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from ds_finepage.api import attach
 from ds_finepage.capture.from_config import capture_config
-from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError, StoreError
+from ds_finepage.errors import CaptureError, PlanInfeasibleError, StoreError
 from ds_finepage.integrations.transformers.preflight import (
     Longest,
     Preflight,
-    kv_bytes,
 )
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
@@ -30,17 +28,6 @@ from tests.integration.families import (
 )
 
 pytestmark = pytest.mark.usefixtures("fresh")
-
-
-def test_a_prompt_longer_than_the_positions_is_refused() -> None:
-    model = make_model("gpt2", num_hidden_layers=1)
-    plain = tokens(model, token_ids(6), 3)
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    with pytest.raises(ConfigError, match="prompt has 300 tokens, and the model knows 256"):
-        model.generate(token_ids(300), max_new_tokens=3)
-    assert torch.equal(tokens(model, token_ids(6), 3), plain)
-    handle.detach()
-    assert "generate" not in vars(model)
 
 
 def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
@@ -158,36 +145,6 @@ def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.Monkey
     for length in (40, 60, 45, 70):
         tokens(model, token_ids(length), 2, cache=None)
     assert seen == [63, 127]
-    handle.detach()
-
-
-def test_layers_that_differ_are_not_asked_for_one_width() -> None:
-    config = transformers.CONFIG_MAPPING["gemma4_text"](
-        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
-        **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"global_head_dim": 32, "hidden_size_per_layer_input": 8, "pad_token_id": 0},
-        **{"vocab_size_per_layer_input": 64, "eos_token_id": None},
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    ids = torch.ones(1, 8, dtype=torch.long)
-    plain = tokens(model, ids, 3, cache=None)
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    assert torch.equal(tokens(model, ids, 3, cache=None), plain)
-    assert kv_bytes(model.config, torch.float32, Longest(1, 9, 8)) is None
-    handle.detach()
-
-
-def test_the_call_s_own_settings_are_looked_at() -> None:
-    model = make_model("llama", num_hidden_layers=1)
-    ids = token_ids(6)
-    handle = attach(model, device_budget="1MiB", device="cpu")
-    long = {"max_new_tokens": 3000}  # whose KV cache has no room; there is none here
-    with pytest.raises(PlanInfeasibleError, match="of KV cache in one layer"):
-        model.generate(ids, **long)
-    settings = GenerationConfig(max_new_tokens=2, use_cache=False, eos_token_id=None)
-    assert model.generate(ids, settings, do_sample=False).shape == (1, 8)
     handle.detach()
 
 

@@ -164,24 +164,6 @@ def test_a_fetch_is_a_copy_while_it_counts_and_else_an_alias(
     engine.close()
 
 
-@every_model
-@pytest.mark.parametrize("keeps_all", [False, True])
-def test_a_device_map_may_keep_nothing_or_everything(
-    folders: dict[str, Path], model_name: str, keeps_all: bool
-) -> None:
-    settings = {KEPT: 100 if keeps_all else 0}
-    engine = load_arm(request_of(folders[model_name], share=2, settings=settings))
-    num_modules = len(map_modules(captured(model_name, "prefill")))
-    assert engine.settings["modules_on_device"] == (num_modules if keeps_all else 0)
-    expected = generate(engine.model)
-    with engine.counting():
-        engine.place()
-        with timed_forwards(engine) as counted:
-            assert torch.equal(generate(engine.model), expected)
-    assert all(bool(nbytes) is not keeps_all for nbytes in [f.h2d_bytes for f in counted])
-    engine.close()
-
-
 def test_weights_beside_those_of_submodules_have_no_place() -> None:
     class Beside(torch.nn.Module):
         def __init__(self) -> None:

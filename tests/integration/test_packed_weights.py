@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from ds_finepage.api import attach
-from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.packed import PACKED_LINEAR, SLICED_LINEAR
-from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.packing import op, sliced
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
 from ds_finepage.planning.rewrite import split
-from tests.integration.families import make_model, tiny, token_ids
+from tests.integration.families import make_model, token_ids
 from tests.integration.parity import results, same_at_every_budget, same_within
 
 FORMS = {name: PackedForm.parse(name) for name in ("int4", "int8")}
@@ -117,27 +115,3 @@ def test_the_key_packs_a_model_and_leaves_it_packed(
     handle.detach()
     assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
     assert all(map(torch.equal, results(model, PROMPT), plain))
-
-
-def test_a_product_is_one_task_that_writes_into_place() -> None:
-    torch._dynamo.reset()
-    model = tiny()
-    handle = attach(model, device_budget="1GiB", device="cpu", weights="int4", weights_group=16)
-    with torch.no_grad():
-        model(torch.ones(3, 16))
-    stats = handle.stats
-    handle.replan(budget_bytes=stats.min_budget_bytes)
-    with torch.no_grad():
-        model(torch.ones(3, 16))
-    ((memgraph, _),) = handle.plans()
-    products = [t for t in memgraph.graph.tasks if t.op == PACKED_LINEAR]
-    assert [t.flops for t in products] == [2 * 3 * 16 * 32] * 2
-    kinds = [memgraph.graph.buffers[b].kind for b in products[0].reads]
-    assert kinds.count(BufferKind.WEIGHT) == 4
-    estimated = estimate_workspaces(memgraph.graph, on_accelerator=False)
-    for measured, known in zip(memgraph.graph.tasks, estimated.tasks, strict=True):
-        if measured.op == PACKED_LINEAR:
-            # A slice, and a byte or two for the constants of its bit operations: no result.
-            assert 0 <= measured.workspace_bytes - known.workspace_bytes < 16
-            assert known.workspace_bytes == 32 * 16 * 4 + 32 * 8
-    handle.detach()

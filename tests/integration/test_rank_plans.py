@@ -20,7 +20,6 @@ from ds_finepage.graph.parts import with_parts
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.pipeline import Planned, PlanSettings, needs_of, plan_checked
 from ds_finepage.planning.simulator import simulate
-from tests.e2e.fixed_rates import RATES
 
 assert ops  # defines them
 
@@ -34,6 +33,21 @@ LLAMA = transformers.LlamaConfig(
 )
 PHASES = (("prefill", 8), ("decode", 16))
 NUM_STEPS = 3
+RATES = HardwareProfile(
+    name="fixed",
+    source="written down for tests",
+    capacity_bytes=1 << 40,
+    h2d_bytes_per_s=8e9,
+    d2h_bytes_per_s=8e9,
+    memory_bytes_per_s=1e10,
+    flops_per_s={"default": 2e10},
+    launch_ns=20_000,
+    transfer_latency_ns=500,
+    rank_bytes_per_s=4e9,
+    rank_latency_ns=20_000,
+)
+"""Ops take long beside copies, so a pass has time for the fewest bytes."""
+
 BUSY = replace(RATES, launch_ns=5000, transfer_latency_ns=3000)
 """Ops are so short that a pass waits for its copies."""
 

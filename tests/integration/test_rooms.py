@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from ds_finepage.api import attach
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.runtime.handle import Handle
-from tests.integration.families import CACHE, LAST, greedy, make_model, prompt_and_steps, token_ids
+from tests.integration.families import CACHE, LAST, greedy, make_model, token_ids
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -110,45 +110,3 @@ def test_layers_of_other_kinds_are_beside_those_with_room(
         with DeviceMeter(torch.device("cpu")) as meter:
             assert torch.equal(work(model), plain)
         assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
-
-
-def test_beams_take_no_more_than_the_budget_and_no_other_generation_pays_for_them() -> None:
-    """The order of long rows changes after each step, part by part."""
-    model = make_model("llama", num_hidden_layers=2, intermediate_size=64)
-    ids = token_ids(300, batch=4)
-
-    def work(module: Any, num_beams: int = 4) -> torch.Tensor:
-        rows = ids if num_beams > 1 else ids.repeat(4, 1)
-        return greedy(module, input_ids=rows, max_new_tokens=6, num_beams=num_beams)
-
-    plain = work(model)
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    work(model, 1)
-    alone = handle.stats.passes[-1].min_budget_bytes
-    assert torch.equal(work(model), plain)
-    step = handle.stats.passes[-1]
-    layer_bytes = 16 * 512 * model.config.num_key_value_heads * model.config.head_dim * 4
-    assert step.min_budget_bytes == alone + layer_bytes // 4
-    handle.replan(budget_bytes=handle.stats.min_budget_bytes)
-    with DeviceMeter(torch.device("cpu")) as meter:
-        assert torch.equal(work(model), plain)
-    assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
-    assert handle.stats.num_caches_on_host == 0
-    handle.detach()
-
-
-def test_a_second_prompt_keeps_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows move before the first step. They wait in the arena, and the weights stay."""
-    model = make_model("llama", hidden_size=256)
-    plain = prompt_and_steps(model)
-    handle = attach(model, device_budget="60%weights", device="cpu")
-    for _ in range(2):  # the second one knows the bytes beside the arena in all passes
-        assert torch.equal(prompt_and_steps(model), plain)
-    memory, kept = handle._memory, []
-    arena, keeper = memory._arena, memory.keeper
-    monkeypatch.setattr(memory, "keeper", lambda nbytes: kept.append(nbytes) or keeper(nbytes))
-    with DeviceMeter(torch.device("cpu")) as meter:
-        assert torch.equal(prompt_and_steps(model), plain)
-    assert kept and memory._arena is arena
-    assert meter.peak_bytes <= handle.stats.budget_bytes
-    handle.detach()

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_finepage.api import attach
-from ds_finepage.capture.tracing import OwnHooks
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.executor import Executor
@@ -122,41 +121,6 @@ def test_weights_of_two_types_and_odd_layouts() -> None:
     assert model.down.weight.stride() == (1, 32)
 
 
-def test_hooks_are_hidden_once_for_each_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    model, x, hidden = tiny(), torch.ones(2, 16), []
-    hide = OwnHooks.hide
-
-    def counted(hooks: OwnHooks) -> None:
-        hide(hooks)
-        hidden.append(len(hooks._hidden))
-
-    monkeypatch.setattr(OwnHooks, "hide", counted)
-    handle = attach(model, device_budget="1MiB", device="cpu")
-    for _ in range(3):
-        model(x)
-    assert hidden == [6]  # three dictionaries of each of two layers
-    handle.detach()
-
-
-# Budgets and policies.
-
-
-def test_replanning_goes_on_under_another_policy_and_budget(attached: Any) -> None:
-    model, plain, plain_tokens, handle = attached
-    for policy in ("horizon", "horizon-outputs", "horizon-published", "finepage"):
-        for budget in (handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes):
-            handle.replan(policy=policy, budget_bytes=budget)
-            assert handle.stats.budget_bytes == budget
-            assert torch.equal(logits(model, PROMPT), plain)
-            assert torch.equal(tokens(model, PROMPT, 6), plain_tokens)
-            plans = handle.plans()
-            assert {p.policy for p, _ in plans} == {policy}
-            for stats, (memgraph, timeline) in zip(handle.stats.passes, plans, strict=True):
-                assert stats.arena_bytes == memgraph.arena_bytes <= budget - stats.non_arena_bytes
-                assert timeline.total_ns > 0
-
-
 def test_the_last_row_of_a_batch_is_that_of_plain_transformers() -> None:
     model, ids = make_model("llama"), token_ids(100, batch=6)
     last: dict[str, Any] = {"logits_to_keep": 1}  # a slice: its product is folded, or it is not
@@ -166,70 +130,6 @@ def test_the_last_row_of_a_batch_is_that_of_plain_transformers() -> None:
     assert torch.equal(logits(model, ids, **last), plain)
     assert handle.stats.num_resident_runs == 0
     handle.detach()
-
-
-def test_a_prefill_that_comes_again_leaves_the_decode_steps_weights_alone() -> None:
-    model = make_model("llama")
-    prompt, plain = token_ids(40), tokens(model, token_ids(40), 6)
-    handle = attach(model, device_budget="64MiB", device="cpu")
-    try:
-        tokens(model, prompt, 6)
-        middle = (handle.stats.min_budget_bytes + handle.stats.needed_budget_bytes) // 2
-        handle.replan(budget_bytes=middle, debug=DEBUG)
-        moved = []
-        for _ in range(4):
-            before = handle.stats.reloaded_bytes
-            assert torch.equal(tokens(model, prompt, 6), plain)
-            moved.append(handle.stats.reloaded_bytes - before)
-        prefill = min(handle.stats.passes, key=lambda p: p.num_runs)
-        assert prefill.last_entry_reloaded_bytes == 0
-        assert moved[-1] == moved[-2] < moved[0]
-        num_plans = handle.stats.num_plans
-        tokens(model, prompt, 6)
-        assert handle.stats.num_plans == num_plans  # it is settled
-    finally:
-        handle.detach()
-
-
-class TwoShapes(nn.Module):
-    """One pass needs much in the arena and little around it, the other the reverse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = nn.Linear(256, 256, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: torch.Tensor, long: torch.Tensor | None = None) -> Any:
-        return self.large(x) if long is None else self.small(long)
-
-
-def test_the_least_budget_is_enough_for_every_pass_whatever_ran_before() -> None:
-    model, x, long = TwoShapes(), torch.randn(1, 256), torch.randn(8192, 16)
-    with torch.no_grad():
-        plain = model(x), model(x, long)
-        handle = attach(model, device_budget="64MiB", device="cpu")
-        model(x), model(x, long)
-        handle.replan(budget_bytes=handle.stats.min_budget_bytes, debug=DEBUG)
-        for _ in range(2):
-            assert torch.equal(model(x), plain[0])
-            assert torch.equal(model(x, long), plain[1])
-    for memgraph, _ in handle.plans():
-        assert memgraph.arena_bytes < handle.stats.budget_bytes
-    handle.detach()
-
-
-def test_nothing_outlives_the_arena() -> None:
-    """A view that somebody kept does not keep the bytes when the arena is given back."""
-    model, x = tiny(), torch.randn(3, 16)
-    kept: list[torch.Tensor] = []
-    handle = attach(model, device_budget="1MiB", device="cpu")
-    handle.register_op_hook(after=lambda task, results: kept.extend(results))
-    with torch.no_grad():
-        model(x)
-    arena_bytes = handle.stats.passes[0].arena_bytes
-    in_arena = [t for t in kept if t.untyped_storage().nbytes() >= arena_bytes]
-    assert in_arena
-    handle.detach()
-    assert all(t.untyped_storage().nbytes() == 0 for t in in_arena)
 
 
 # Hooks, and what is raised in them.

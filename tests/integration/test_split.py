@@ -109,29 +109,6 @@ def test_every_length_of_a_bucket_has_the_logits_of_plain_transformers() -> None
     handle.detach()
 
 
-@pytest.mark.parametrize("is_known", (False, True))
-def test_a_call_that_fits_only_as_it_is_needs_no_capture_of_its_own(is_known: bool) -> None:
-    torch._dynamo.reset()
-    model = make_model("llama")
-    ids = [token_ids(n, batch=4) for n in (70, 68, 65)]
-    plain = [logits(model, i) for i in ids]
-    handle = attach(model, device_budget="64MiB", device="cpu", split=True)
-    for i, expected in zip(ids, plain, strict=True):  # the first shape, then the bucket of 128
-        torch.testing.assert_close(logits(model, i), expected)
-    single, many = (p.min_budget_bytes for p in handle.stats.passes)
-    assert single < many
-    if not is_known:
-        handle._runner.forget()
-    num_captures = handle.stats.num_captures
-    handle.replan(budget_bytes=(single + many) // 2)
-    for _ in range(2):
-        for i, expected in zip(ids[1:], plain[1:], strict=True):
-            torch.testing.assert_close(logits(model, i), expected)
-    assert handle.stats.num_captures == num_captures + (0 if is_known else 1)
-    assert handle.stats.num_unplanned_graphs == 0
-    handle.detach()
-
-
 def test_a_cache_that_moves_in_the_middle_makes_way() -> None:
     torch._dynamo.reset()
     model = make_model("gpt2")

@@ -22,18 +22,15 @@ from transformers import (
 )
 
 from ds_finepage.capture.from_config import capture_config
-from ds_finepage.checker.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,
     ZeroSettings,
     authors_settings,
-    plan_zero_with,
     simulate_coordinator,
 )
 from ds_finepage.planning.baselines.zero_search import best_settings
-from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import ds_config
 
@@ -242,18 +239,6 @@ def test_decode_gathers_what_is_simulated(start: Callable[..., Any]) -> None:
     simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS["a small bucket"]))
     assert counter.gathered_bytes == simulated.gathered_bytes
     assert counter.peak_live_bytes == simulated.peak_live_bytes
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_plan_reloads_what_is_gathered(setting: str) -> None:
-    graph = captured("gpt2", "prefill", PROMPT_LENGTH)
-    settings = ZeroSettings(**SETTINGS[setting])
-    arena_bytes = ample_arena_bytes(graph, 64)
-    memgraph = check(plan_zero_with(Problem(graph, arena_bytes, 64), settings))
-    simulated = simulate_coordinator(graph, settings)
-    assert memgraph.reloaded_bytes == simulated.gathered_bytes
-    assert memgraph.offloaded_bytes == 0
-    assert {r.buffer for r in memgraph.entry} == set(simulated.resident)
 
 
 def test_the_authors_settings_follow_from_the_hidden_size() -> None:

@@ -18,7 +18,9 @@ def subsets(items: frozenset[int]) -> Iterator[frozenset[int]]:
     return map(frozenset, every)
 
 
-def fewest_moved_bytes(graph: TaskGraph, arena_bytes: int) -> int | None:
+def fewest_moved_bytes(
+    graph: TaskGraph, arena_bytes: int, *, counts_offloads: bool = True
+) -> int | None:
     """Return the fewest bytes reloaded plus offloaded in a pass that ends as it began.
 
     Sizes count as they are. None where some task does not fit.
@@ -30,13 +32,15 @@ def fewest_moved_bytes(graph: TaskGraph, arena_bytes: int) -> int | None:
     for entry in subsets(used):
         if _sum(graph, entry) > arena_bytes:
             continue
-        found = _fewest_from(graph, arena_bytes, entry)
+        found = _fewest_from(graph, arena_bytes, entry, counts_offloads)
         if found is not None and (best is None or found < best):
             best = found
     return best
 
 
-def _fewest_from(graph: TaskGraph, arena_bytes: int, entry: frozenset[int]) -> int | None:
+def _fewest_from(
+    graph: TaskGraph, arena_bytes: int, entry: frozenset[int], counts_offloads: bool
+) -> int | None:
     last_use = {b: t.index for t in graph.tasks for b in t.buffers}
     reached = {entry: 0}  # residency before a task -> fewest bytes moved to get there
     for task in graph.tasks:
@@ -56,7 +60,7 @@ def _fewest_from(graph: TaskGraph, arena_bytes: int, entry: frozenset[int]) -> i
                     for b in kept | named
                     if graph.buffers[b].kind is BufferKind.WEIGHT or last_use[b] > task.index
                 )
-                cost = moved + _sum(graph, written)
+                cost = moved + counts_offloads * _sum(graph, written)
                 following[after] = min(cost, following.get(after, cost))
         reached = following
     costs = [moved for resident, moved in reached.items() if resident >= entry]

@@ -3,14 +3,12 @@
 Nothing here comes from the planner. A linear program decides, for each weight and each stretch
 between two of its uses, the share that stays in the arena. It is generous to the schedule: shares
 may be any fraction, bytes need not be contiguous, and only activations that a task names take room.
-For tiny passes of whole weights, all schedules are tried instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, product
 
 from scipy.optimize import linprog
 
@@ -201,75 +199,3 @@ def _copies(
         taken = sum(-(-graph.buffers[b].nbytes // alignment) * alignment for b in named)
         program.at_most(stays[task.index], room[task.index] - taken)
     return copied, behind
-
-
-# --- tiny passes: try all schedules ------------------------------------------------------------
-
-
-def least_ns_of_all(
-    graph: TaskGraph, arena_bytes: int, alignment: int, machine: Machine
-) -> float | None:
-    """Try all ways to keep whole weights, and to reload experts ahead of their router or behind.
-
-    The link always works on the reload that is needed first, and may interrupt another one.
-    """
-    room = device_bytes(graph, arena_bytes, alignment)
-    known = routes(graph)
-    used = {b: t.index for t in graph.tasks for b in _paged(graph, t, BufferKind.WEIGHT)}
-    best = None
-    for kept in chain.from_iterable(combinations(used, n) for n in range(len(used) + 1)):
-        if not _fits(graph, set(kept), room, alignment):
-            continue
-        missing = [b for b in used if b not in kept]
-        for ways in product(*((False, True) if b in known else (False,) for b in missing)):
-            reloads = [
-                _Reload(
-                    use=used[b],
-                    behind=known[b].source if late else -1,
-                    ns=machine.copy_ns(
-                        known[b].most_bytes(graph.buffers[b].nbytes)
-                        if late
-                        else graph.buffers[b].nbytes
-                    ),
-                )
-                for b, late in zip(missing, ways, strict=True)
-            ]
-            taken = _run(machine.tasks_ns, reloads)
-            best = taken if best is None else min(best, taken)
-    return best
-
-
-def _fits(graph: TaskGraph, kept: set[int], room: list[int], alignment: int) -> bool:
-    for task in graph.tasks:
-        named = {b for b in task.buffers if graph.buffers[b].kind.is_paged}
-        taken = sum(graph.buffers[b].nbytes for b in kept - named)
-        taken += sum(-(-graph.buffers[b].nbytes // alignment) * alignment for b in named)
-        if taken > room[task.index]:
-            return False
-    return True
-
-
-@dataclass
-class _Reload:
-    use: int
-    behind: int  # the task that it waits for; -1: none
-    ns: float  # left to copy
-
-
-def _run(tasks_ns: Sequence[int], reloads: list[_Reload]) -> float:
-    now, done = 0.0, -1  # the last task that has run
-    left = float(tasks_ns[0])  # of the next one
-    while done + 1 < len(tasks_ns):
-        waits = any(r.ns > 0 and r.use == done + 1 for r in reloads)
-        ready = [r for r in reloads if r.ns > 0 and r.behind <= done]
-        first = min(ready, key=lambda r: r.use, default=None)
-        step = first.ns if waits and first else min(left, first.ns if first else left)
-        now += step
-        if first is not None:
-            first.ns = 0.0 if first.ns - step < 1e-9 else first.ns - step
-        if not waits:
-            left -= step
-            if left < 1e-9:
-                done += 1
-                left = float(tasks_ns[done + 1]) if done + 1 < len(tasks_ns) else 0.0
-    return now

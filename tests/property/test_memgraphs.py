@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from ds_finepage.checker.checker import check
+from ds_finepage.checker.checker import check, violations
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import PUBLISHED, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
@@ -81,7 +82,6 @@ def prove(memgraph: MemGraph, arena_bytes: int, seed: int) -> None:
 def test_any_order_is_right(
     policy: str, data: st.DataObject, graph: TaskGraph, alignment: int, seed: int
 ) -> None:
-    """Any arena that is not too small: the plan is right, and so is each pass after it."""
     arena_bytes = data.draw(arenas(graph, alignment))
     memgraph = plan_if_it_can(policy, graph, arena_bytes=arena_bytes, alignment=alignment)
     if memgraph is None:
@@ -96,11 +96,23 @@ def test_any_order_is_right(
         prove(memgraph, arena_bytes, seed)
 
 
+@modest
+@given(graph=taskgraphs())
+def test_no_edge_is_of_no_use(graph: TaskGraph) -> None:
+    """Without an edge a plan is wrong, or the other edges imply it."""
+    memgraph = plan(graph, arena_bytes=min_arena_bytes(graph, 64), policy="horizon-outputs")
+    for edge in memgraph.edges:
+        others = tuple(e for e in memgraph.edges if e != edge)
+        behind = {edge.before}
+        for other in others:  # by ascending nodes
+            behind |= {other.after} if other.before in behind else set()
+        assert edge.after in behind or violations(dataclasses.replace(memgraph, edges=others))
+
+
 @every_paging_policy
 @modest
 @given(graph=taskgraphs(), alignment=alignments, seed=st.integers(0, 2**16))
 def test_least_arena_is_enough(policy: str, graph: TaskGraph, alignment: int, seed: int) -> None:
-    """Exactly the largest working set is enough."""
     arena_bytes = min_arena_bytes(graph, alignment)
     memgraph = plan(graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment)
     prove(memgraph, arena_bytes, seed)
@@ -110,7 +122,6 @@ def test_least_arena_is_enough(policy: str, graph: TaskGraph, alignment: int, se
 @modest
 @given(graph=taskgraphs(), alignment=alignments)
 def test_too_small_arena_is_refused(policy: str, graph: TaskGraph, alignment: int) -> None:
-    """One step less than enough is refused, and the error names the task and both numbers."""
     least = min_arena_bytes(graph, alignment)
     assume(least >= alignment)
     too_small = least - alignment
@@ -128,7 +139,6 @@ def test_too_small_arena_is_refused(policy: str, graph: TaskGraph, alignment: in
 def test_ample_arena_moves_nothing(
     policy: str, graph: TaskGraph, alignment: int, spare: int
 ) -> None:
-    """With room for everything the steady pass reloads nothing, and no pass ever offloads."""
     arena_bytes = ample_arena_bytes(graph, alignment) + spare
     memgraph = plan(graph, arena_bytes=arena_bytes, policy=policy, alignment=alignment)
     for _ in range(MAX_STEADY_PASSES):
@@ -150,7 +160,6 @@ def test_ample_arena_moves_nothing(
 def test_same_input_same_plan(
     policy: str, data: st.DataObject, graph: TaskGraph, alignment: int
 ) -> None:
-    """A plan depends on its input alone."""
     arena_bytes = data.draw(arenas(graph, alignment))
     twice = [
         plan_if_it_can(policy, graph, arena_bytes=arena_bytes, alignment=alignment)

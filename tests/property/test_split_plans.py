@@ -13,7 +13,6 @@ from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
 from tests.property.matmul_chains import matmul_chain, random_chain
 from tests.property.token_interpreter import run_random_order
@@ -56,30 +55,6 @@ def test_a_deep_chain_stays_close_to_the_bound(percent: int, num_rows: int) -> N
     over = found.reloaded_bytes - bound
     assert 0 <= over <= max(0.02 * bound, 1.5 * least_ring)
     assert found.offloaded_bytes == 0
-
-
-def test_the_rows_of_an_embedding_are_brought_in_by_every_pass() -> None:
-    graph = gather_rows(matmul_chain([16, 16], num_rows=2))
-    found = plan_finepage(
-        Problem(
-            graph,
-            arena_bytes=ample_arena_bytes(graph, ALIGNMENT),
-            alignment=ALIGNMENT,
-            split=True,
-        )
-    )
-    rows = next(b for b in graph.buffers if b.gather is not None)
-    assert rows.id not in {r.buffer for r in found.entry}
-    assert found.reloaded_bytes == rows.nbytes
-
-
-def test_the_same_input_gives_the_same_plan() -> None:
-    graph = matmul_chain([256] * 12)
-    plans = [
-        plan_finepage(Problem(graph, arena_bytes=1 << 20, alignment=ALIGNMENT, split=True))
-        for _ in range(2)
-    ]
-    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -11,7 +11,7 @@ from ds_finepage.graph import codec
 from ds_finepage.graph.profiles import load_profile, profile_names
 from ds_finepage.planning.policies import PAGING, POLICIES
 from tests.commands import Cli
-from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
+from tests.integration.cli.models import NUM_PARAMETERS, card
 from tests.integration.engines import python
 
 KEYS = """
@@ -87,18 +87,6 @@ def test_a_share_of_the_weights_may_be_more_than_the_device(
     assert json.loads(said.out)["budget_bytes"] > 1 << 20
     assert "more than the 1.00 MiB of" in said.err
     cli.refuses(*arguments, "--device-budget", "2MiB", says="the device has 1.00 MiB")
-
-
-def test_by_config_file(plan: list[str], model: str, cli: Cli) -> None:
-    found = cli.json(*plan, "--model", Path(model) / "config.json")
-    assert found["weight_bytes"] == 2 * NUM_PARAMETERS
-
-
-def test_no_split_keeps_weights_whole(plan: list[str], cli: Cli) -> None:
-    whole = cli.json(*plan, "--device-budget", "60%weights", "--no-split")
-    cut = cli.json(*plan, "--device-budget", "60%weights")
-    assert cut["reloaded_bytes"] <= whole["reloaded_bytes"]
-    assert cut["lower_bound_bytes"] <= whole["lower_bound_bytes"]
 
 
 # Several ranks.
@@ -201,11 +189,6 @@ def test_bad_options(
 ) -> None:
     cli.refuses(*plan, "--out", tmp_path / "plan.json", *changes, says=words)
     assert not list(tmp_path.glob("*plan*"))
-
-
-def test_a_config_that_transformers_cannot_read(plan: list[str], tmp_path: Path, cli: Cli) -> None:
-    path = small_model(tmp_path, "wide", hidden_size="wide")
-    cli.refuses(*plan, "--model", path, says="transformers cannot read it")
 
 
 @pytest.mark.parametrize("rate", [None, -1e9, 0])

@@ -28,7 +28,6 @@ from tests.unit.checker.by_hand import (
 
 @pytest.mark.parametrize("base", GOOD)
 def test_good_memgraphs_pass(base: Callable[[], MemGraph]) -> None:
-    """What is right comes back as it is."""
     good = base()
     assert check(good) is good
 
@@ -51,7 +50,6 @@ def test_kind_of_edge_does_not_matter(base: Callable[[], MemGraph], kind: EdgeKi
 
 
 def test_error_lists_what_is_wrong() -> None:
-    """The error names the policy, each fault, the nodes and the buffers."""
     bad = replace(edges(paging(), remove="11>12"), exit=())
     with pytest.raises(InvalidPlanError) as caught:
         check(bad)
@@ -64,7 +62,6 @@ def test_error_lists_what_is_wrong() -> None:
 
 
 def test_error_does_not_grow_without_end() -> None:
-    """Of very many violations only the first are spelled out."""
     bad = replace(paging(), edges=(), alignment=256, arena_bytes=128)
     many = replace(bad, nodes=tuple(replace(n, id=n.id + 1) for n in bad.nodes * 3))
     with pytest.raises(InvalidPlanError, match=r"and \d+ more"):
@@ -117,7 +114,6 @@ def test_what_is_right_though_it_looks_odd_passes(why: str) -> None:
 
 
 def test_all_vacators_of_a_range_count() -> None:
-    """Who takes the bytes of two must wait for both."""
     good = memgraph(
         taskgraph("aaa", task(0, writes=[0, 1]), task(1, writes=[2])),
         "alloc0L alloc1R compute0 drop0L drop1R alloc2M compute1 drop2M",
@@ -130,7 +126,6 @@ def test_all_vacators_of_a_range_count() -> None:
 
 
 def test_empty_buffer_needs_no_bytes() -> None:
-    """A buffer of no bytes may lie anywhere, even inside another."""
     good = of_buffer(changes(), 3, nbytes=0)
     good = node(node(good, 1, extent=Extent(64, 0)), 3, extent=Extent(64, 0))
     assert violations(good) == []

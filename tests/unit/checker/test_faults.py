@@ -305,7 +305,6 @@ CASES = [
     "case", CASES, ids=[f"{i}-{case.fault.value}" for i, case in enumerate(CASES)]
 )
 def test_fault_is_found(case: Case) -> None:
-    """Each mutation is called what it is, and nothing else that it is not."""
     good = case.base()
     assert violations(good) == []
     found = {v.fault for v in violations(case.mutate(good))}
@@ -314,5 +313,4 @@ def test_fault_is_found(case: Case) -> None:
 
 
 def test_table_covers_every_fault() -> None:
-    """No fault goes untested."""
     assert {case.fault for case in CASES} == set(Fault)

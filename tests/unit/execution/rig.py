@@ -1,4 +1,4 @@
-"""An executor with an arena of its own, and graphs to run on it."""
+"""An executor with an arena of its own, on the CPU or another device, and graphs to run on it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ class Rig:
         delay_seed: int | None = None,
         masters: dict[str, torch.Tensor] | None = None,
         in_place: frozenset[int] | None = None,
+        device: torch.device = CPU,
+        lanes: Any = None,
         **others: Any,
     ) -> None:
         if arena_bytes is None:
             arena_bytes = ample_arena_bytes(graph, 64)
         self.memgraph = check(plan_steady(graph, arena_bytes=arena_bytes, policy=policy))
         if masters is None:
-            masters = {name: byte_view(w.clone()) for name, w in (weights or {}).items()}
-        self.arena = Arena(arena_bytes, CPU)
+            copy = torch.Tensor.clone if device == CPU else torch.Tensor.pin_memory
+            masters = {name: byte_view(copy(w)) for name, w in (weights or {}).items()}
+        self.arena = Arena(arena_bytes, device)
         self.arena.bytes.fill_(0xFF)
-        pool = HostPool(pinned=False)
+        pool = HostPool(pinned=device != CPU)
         pool.reserve(self.memgraph.host_bytes)
-        self.lanes = CpuLanes(delay_seed=delay_seed, max_delay_us=50)
+        self.lanes = lanes or CpuLanes(delay_seed=delay_seed, max_delay_us=50)
         self.residents: Residents = {}
         self.executor = Executor(
             self.memgraph,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from ds_finepage.checker.checker import check
 from ds_finepage.execution.program import LANES, Program, Step, lower
-from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, NodeKind, Residency
+from ds_finepage.graph.memgraph import Lane, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING
@@ -43,48 +42,6 @@ def waits_of(program: Program) -> list[tuple[Step, Lane, int]]:
 
 
 # --- by hand ---------------------------------------------------------------------------------
-
-
-ENTRY = (Residency(0, Extent(0, UNIT)), Residency(1, Extent(UNIT, UNIT)))
-
-
-@pytest.mark.parametrize(
-    ("options", "entry", "compute", "h2d"),
-    [
-        (
-            {},
-            (),
-            ["compute 0 <reload w1", "compute 1 <reload w2"],
-            ["reload w1", "reload w2 <compute 0"],
-        ),
-        (
-            {"missing": frozenset({1})},
-            ENTRY,
-            ["compute 0", "compute 1 <resident w2"],
-            ["resident w2"],
-        ),
-        (
-            {"poison": True},
-            (),
-            ["compute 0 <reload w1", "drop w1", "compute 1 <reload w2"],
-            ["reload w1", "reload w2 <drop w1"],
-        ),
-    ],
-    ids=["a task and the next reload", "a missing entry is a reload", "drops that poison"],
-)
-def test_a_step_waits_for_those_that_it_needs(
-    options: dict[str, Any], entry: tuple[Residency, ...], compute: list[str], h2d: list[str]
-) -> None:
-    graph = sketch("w1:64 w2:64", "w1 ->", "w2 ->")
-    memgraph = planned(graph, 1 + bool(entry), entry=entry)
-    found = steps(lower(memgraph, **options), memgraph)
-    assert found == {"compute": compute, "h2d": h2d, "d2h": []}
-
-
-def test_nothing_waits_where_all_is_resident() -> None:
-    program = lower(planned(sketch("a:64", "-> a", "a ->"), 1))
-    assert waits_of(program) == []
-    assert [s.signals for s in program.merged] == [False, False]
 
 
 def test_a_task_that_copies_to_host_memory_runs_in_the_lane_of_offloads() -> None:
@@ -162,7 +119,12 @@ every_case = pytest.mark.parametrize(("graph", "policy", "spare", "poison"), cas
 def lowered(graph: TaskGraph, policy: str, spare: int, poison: bool) -> tuple[MemGraph, Program]:
     memgraph = planned(graph, min_arena_bytes(graph, UNIT) // UNIT + spare, policy)
     missing = frozenset(r.buffer for r in memgraph.entry[::2])
-    return memgraph, lower(memgraph, missing=missing, poison=poison)
+    program = lower(memgraph, missing=missing, poison=poison)
+    steps_of = {kind: [s.node for s in program.merged if s.node.kind is kind] for kind in NodeKind}
+    assert {node.buffer for node in steps_of[NodeKind.RESIDENT]} == missing
+    drops = [node for node in memgraph.nodes if node.kind is NodeKind.DROP]
+    assert steps_of[NodeKind.DROP] == (drops if poison else [])
+    return memgraph, program
 
 
 @every_case

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from functools import partial
-from itertools import chain, combinations
 
 import pytest
 
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning.bounds import (
-    lower_bound,
-    lower_bound_bytes,
-)
+from ds_finepage.planning.bounds import lower_bound, lower_bound_bytes
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from tests.property.brute_force import fewest_moved_bytes
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain
 
@@ -265,42 +261,6 @@ def test_kept_experts_cost_no_time() -> None:
 # --- against all schedules -------------------------------------------------------------------
 
 
-def subsets(items: frozenset[int]) -> Iterator[frozenset[int]]:
-    ordered = sorted(items)
-    every = chain.from_iterable(combinations(ordered, n) for n in range(len(ordered) + 1))
-    return map(frozenset, every)
-
-
-def fewest_reloaded_bytes(graph: TaskGraph, arena_bytes: int) -> int | None:
-    """Try every schedule whose exit residency is its entry residency; None if there is none.
-
-    Generous: no fragmentation, and activations cost nothing to have out of the way.
-    """
-    size = [b.nbytes for b in graph.buffers]
-    used = frozenset(b for t in graph.tasks for b in t.reads if graph.buffers[b].kind is W)
-    best = None
-    for entry in subsets(used):
-        if sum(size[b] for b in entry) > arena_bytes:
-            continue
-        reached = {entry: 0}  # residency before a task -> fewest bytes to get there
-        for task in graph.tasks:
-            weights = frozenset(task.reads)
-            room = arena_bytes - sum(size[b] for b in task.buffers)
-            following: dict[frozenset[int], int] = {}
-            for resident, cost in reached.items():
-                cost += sum(size[b] for b in weights - resident)
-                for kept in subsets(resident - weights):
-                    if sum(size[b] for b in kept) <= room:
-                        # Nothing is reloaded ahead of its use: that could only cost room.
-                        after = kept | weights
-                        following[after] = min(cost, following.get(after, cost))
-            reached = following
-        for resident, cost in reached.items():
-            if resident >= entry and (best is None or cost < best):
-                best = cost
-    return best
-
-
 def random_graph(draw: random.Random) -> TaskGraph:
     num_weights, num_activations = draw.randint(1, 4), draw.randint(0, 2)
     sizes = [(W, draw.randint(0, 9)) for _ in range(num_weights)]
@@ -316,7 +276,7 @@ def random_graph(draw: random.Random) -> TaskGraph:
 def test_no_schedule_is_below_the_bound(seed: int) -> None:
     graph = random_graph(random.Random(seed))
     for arena_bytes in range(0, 40, 3):
-        fewest = fewest_reloaded_bytes(graph, arena_bytes)
+        fewest = fewest_moved_bytes(graph, arena_bytes, counts_offloads=False)
         bound = lower_bound_bytes(graph, arena_bytes, 1)
         assert bound >= 0
         assert fewest is None or bound <= fewest
@@ -326,4 +286,4 @@ def test_the_bound_is_reached_where_bytes_divide() -> None:
     """Where the published optimum for equal pages is a whole number, the best schedule meets it."""
     for room in (1, 4):
         graph = chain_of(4, 12)
-        assert fewest_reloaded_bytes(graph, room * 12) == lower_bound_bytes(graph, room * 12, 1)
+        assert fewest_moved_bytes(graph, room * 12) == lower_bound_bytes(graph, room * 12, 1)

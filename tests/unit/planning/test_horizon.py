@@ -1,4 +1,4 @@
-"""The published two-horizon simulation: its routines, its two variants, its order of events."""
+"""The published two-horizon simulation: its two variants, and their order of events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ds_finepage.checker.checker import check
-from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind, Residency
 from ds_finepage.graph.taskgraph import Task, TaskGraph
 from ds_finepage.planning.horizon import (
@@ -17,9 +16,9 @@ from ds_finepage.planning.horizon import (
     plan_horizon,
     plan_horizon_outputs,
 )
-from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
+from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
-from tests.unit.planning.sketches import chain, edges, names, offsets, sketch
+from tests.unit.planning.sketches import chain, names, offsets, sketch
 
 UNIT = 64
 Plan = Callable[[Problem], MemGraph]
@@ -54,93 +53,6 @@ def vacated(memgraph: MemGraph) -> list[str]:
     return [n for n in names(memgraph) if n.startswith(("drop", "offload"))]
 
 
-# --- simMalloc -------------------------------------------------------------------------------
-
-
-def test_sim_malloc_gives_free_memory() -> None:
-    made = planner(sketch("a:64", "-> a"), 1)
-    assert made.sim_malloc(0)
-    assert names(made._builder.finish()) == ["alloc a"]
-
-
-def test_sim_malloc_evicts_nothing() -> None:
-    graph = sketch("w:64 a:64", "w ->", "-> a")
-    made = planner(graph, 1, entry=resident(graph, w=0))
-    assert not made.sim_malloc(1)
-    assert names(made._builder.finish()) == ["resident w"]
-
-
-# --- simMallocOffld --------------------------------------------------------------------------
-
-
-def test_sim_malloc_offload_takes_free_memory_first() -> None:
-    graph = sketch("w:64 a:64", "w ->", "-> a")
-    made = planner(graph, 2, entry=resident(graph, w=0))
-    assert made.sim_malloc_offload(1, ())
-    assert vacated(made._builder.finish()) == []
-
-
-def test_sim_malloc_offload_evicts_the_farthest_next_use() -> None:
-    graph = sketch("w1:64 w2:64 w3:64 a:64", "-> a", "w1 ->", "w3 ->", "w2 ->")
-    made = planner(graph, 3, entry=resident(graph, w1=0, w2=1, w3=2))
-    assert made.sim_malloc_offload(3, ())
-    memgraph = made._builder.finish()
-    assert vacated(memgraph) == ["drop w2"]
-    assert "drop w2 > alloc a" in edges(memgraph)
-
-
-def test_sim_malloc_offload_evicts_a_whole_window() -> None:
-    graph = sketch("w1:64 w2:64 w3:64 a:128", "-> a", "w1 ->", "w2 ->", "w3 ->")
-    made = planner(graph, 3, entry=resident(graph, w1=0, w2=1, w3=2))
-    assert made.sim_malloc_offload(3, ())
-    assert vacated(made._builder.finish()) == ["drop w2", "drop w3"]
-
-
-def test_sim_malloc_offload_leaves_protected_buffers_alone() -> None:
-    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 ->", "w2 ->")
-    made = planner(graph, 2, entry=resident(graph, w1=0, w2=1))
-    assert made.sim_malloc_offload(2, (1,))
-    assert vacated(made._builder.finish()) == ["drop w1"]
-
-
-def test_sim_malloc_offload_leaves_pinned_weights_alone() -> None:
-    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 ->", "w2 ->")
-    made = planner(graph, 2, entry=resident(graph, w1=0, w2=1), pinned=frozenset({1}))
-    assert made.sim_malloc_offload(2, ())
-    assert vacated(made._builder.finish()) == ["drop w1"]
-
-
-def test_sim_malloc_offload_fails_where_all_is_protected() -> None:
-    graph = sketch("w1:64 w2:64 a:64", "-> a", "w1 w2 ->")
-    made = planner(graph, 2, entry=resident(graph, w1=0, w2=1))
-    assert not made.sim_malloc_offload(2, (0, 1))
-    assert vacated(made._builder.finish()) == []
-
-
-# --- simMallocForceReld ----------------------------------------------------------------------
-
-
-def test_sim_malloc_force_reload_brings_the_contents_back() -> None:
-    made = planner(sketch("w:64", "w ->"), 1)
-    assert made.sim_malloc_force_reload(0, ())
-    assert names(made._builder.finish()) == ["alloc w", "reload w"]
-
-
-def test_sim_malloc_force_reload_evicts_if_it_must() -> None:
-    graph = sketch("w1:64 w2:64", "w2 ->", "w1 ->")
-    made = planner(graph, 1, entry=resident(graph, w1=0))
-    assert made.sim_malloc_force_reload(1, ())
-    assert names(made._builder.finish())[-3:] == ["drop w1", "alloc w2", "reload w2"]
-
-
-def test_sim_malloc_force_reload_fails_without_a_trace() -> None:
-    graph = sketch("w1:64 w2:64", "w1 w2 ->")
-    made = planner(sketch("w1:64 w2:64", "w1 ->", "w2 ->"), 1, entry=resident(graph, w1=0))
-    before = names(made._builder.finish())
-    assert not made.sim_malloc_force_reload(1, (0,))
-    assert names(made._builder.finish()) == before
-
-
 # --- variant working_set ---------------------------------------------------------------------
 
 
@@ -154,13 +66,6 @@ def test_the_allocation_horizon_runs_ahead_while_memory_is_free() -> None:
         *("drop w1", "alloc w3", "reload w3"),
         "compute 2",
     ]
-
-
-def test_lookahead_evicts_nothing() -> None:
-    """w3 would fit in place of w1, which is not needed again; only a task in need evicts it."""
-    memgraph = working_set(sketch("w1:64 w2:64 w3:64", "w1 ->", "w2 ->", "w3 ->"), 2)
-    order = names(memgraph)
-    assert order.index("compute 1") < order.index("drop w1")
 
 
 def test_lookahead_reserves_all_of_a_task_or_nothing() -> None:
@@ -229,12 +134,6 @@ def test_a_resident_weight_is_not_reloaded() -> None:
     memgraph = working_set(graph, 2, entry=resident(graph, w1=1))
     assert [n for n in names(memgraph) if n.startswith("reload")] == ["reload w2"]
     assert offsets(memgraph) == {"resident w1": 64, "alloc w2": 0}
-
-
-def test_weights_are_never_offloaded() -> None:
-    memgraph = working_set(chain(12), 3)
-    assert memgraph.bytes_of(NodeKind.DROP) > 0
-    assert memgraph.offloaded_bytes == 0
 
 
 def test_a_dirty_activation_is_offloaded_and_comes_back() -> None:
@@ -394,29 +293,6 @@ def test_outputs_does_what_the_pseudo_code_says(name: str, spare: int) -> None:
 
 
 # --- what holds for both ---------------------------------------------------------------------
-
-
-@both
-@every_graph
-def test_the_least_arena_is_enough(plan: Plan, name: str) -> None:
-    graph = GRAPHS[name]
-    memgraph = plan(Problem(graph, min_arena_bytes(graph, UNIT), UNIT))
-    assert check(memgraph).peak_bytes <= min_arena_bytes(graph, UNIT)
-
-
-@both
-@every_graph
-def test_an_ample_arena_evicts_nothing(plan: Plan, name: str) -> None:
-    graph = GRAPHS[name]
-    memgraph = check(plan(Problem(graph, ample_arena_bytes(graph, UNIT), UNIT)))
-    assert memgraph.reloaded_bytes == graph.weight_bytes
-    assert memgraph.offloaded_bytes == 0
-
-
-@both
-def test_a_smaller_arena_is_refused(plan: Plan) -> None:
-    with pytest.raises(PlanInfeasibleError, match=r"task 0 aten\.op\.default \(layer0\)"):
-        plan(Problem(chain(2), 2 * UNIT - 1, UNIT))
 
 
 @both

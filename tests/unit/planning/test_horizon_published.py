@@ -5,18 +5,14 @@ from __future__ import annotations
 import random
 
 from ds_finepage.checker.checker import check
-from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.horizon import plan_horizon, plan_horizon_published
 from ds_finepage.planning.problem import Problem
 from tests.property.token_interpreter import run_random_order
 from tests.unit.planning.sketches import chain, names, sketch
+from tests.unit.planning.test_horizon import vacated
 
 UNIT = 64
 AGAIN = sketch("w0:64 w1:64 w2:64", "w0 ->", "w1 ->", "w2 ->", "w0 ->", "w1 ->")
-
-
-def vacated(memgraph: MemGraph) -> list[str]:
-    return [n for n in names(memgraph) if n.startswith(("drop", "offload"))]
 
 
 def test_the_published_algorithm_copies_clean_weights_to_the_host() -> None:

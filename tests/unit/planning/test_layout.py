@@ -53,38 +53,17 @@ def test_items_may_live_in_several_stretches(seed: int) -> None:
         for _ in range(25)
     ]
     placed = first_fit(items)
-    for i, (_, tasks) in enumerate(items):
+    for i, (nbytes, tasks) in enumerate(items):
         beside = [
             p for p, (_, others) in zip(placed, items[:i], strict=False) if {*tasks} & {*others}
         ]
-        assert not any(placed[i].overlaps(p) for p in beside)
-        lower = [e.end for e in beside if e.end <= placed[i].offset]
-        assert placed[i].offset in [0, *lower]
+        places = [Extent(at, nbytes) for at in sorted({0, *(p.end for p in beside)})]
+        free = [place for place in places if not any(map(place.overlaps, beside))]
+        assert placed[i] == free[0]  # the lowest
 
 
 def test_nothing_needs_nothing() -> None:
     assert top_of(place([])) == 0
-
-
-def test_tenancy_names_whoever_vacated_any_of_the_bytes() -> None:
-    tenancy = Tenancy()
-    assert tenancy.vacators(Extent(0, 1000)) == []
-    tenancy.free(Extent(0, 100), 7)
-    tenancy.free(Extent(100, 100), 3)
-    assert tenancy.vacators(Extent(50, 100)) == [3, 7]
-    assert tenancy.vacators(Extent(0, 100)) == [7]
-    assert tenancy.vacators(Extent(200, 10)) == []
-
-
-def test_the_latest_tenant_hides_those_before() -> None:
-    tenancy = Tenancy()
-    tenancy.free(Extent(0, 300), 1)
-    tenancy.free(Extent(100, 100), 2)
-    assert tenancy.vacators(Extent(0, 300)) == [1, 2]
-    assert tenancy.vacators(Extent(120, 10)) == [2]
-    tenancy.free(Extent(50, 200), 3)
-    assert tenancy.vacators(Extent(100, 100)) == [3]
-    assert tenancy.vacators(Extent(250, 10)) == [1]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -100,11 +79,6 @@ def test_tenancy_agrees_with_a_byte_by_byte_account(seed: int) -> None:
         account[extent.offset : extent.end] = [node] * extent.nbytes
 
 
-def test_a_gap_of_just_the_size_is_used() -> None:
-    placed = first_fit([(64, range(2)), (128, [0]), (192, range(2)), (128, [1])])
-    assert placed == [Extent(0, 64), Extent(64, 128), Extent(192, 192), Extent(64, 128)]
-
-
 def test_a_gap_between_two_is_used_where_they_leave_just_enough() -> None:
     live = [
         LiveBuffer(0, 256, 0, 4),
@@ -113,8 +87,6 @@ def test_a_gap_between_two_is_used_where_they_leave_just_enough() -> None:
         LiveBuffer(3, 192, 2, 3),
     ]
     assert top_of(place(live)) == 256 + 192 + 128
-    lowest = first_fit([(192, [0]), (128, [0, 1]), (192, [1])])
-    assert lowest[2] == Extent(0, 192)
 
 
 def test_the_largest_lie_lowest() -> None:

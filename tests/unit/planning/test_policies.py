@@ -57,12 +57,6 @@ def test_a_carrying_policy_starts_from_what_it_finds(policy: str) -> None:
     assert memgraph.entry == entry
 
 
-def test_a_cyclic_policy_chooses_its_own_entry() -> None:
-    entry = (Residency(1, Extent(64, 64)),)
-    with_entry = plan(chain(3), arena_bytes=192, policy="finepage", entry=entry)
-    assert with_entry == plan(chain(3), arena_bytes=192, policy="finepage")
-
-
 @ours
 @pytest.mark.parametrize("units", range(1, 11))
 def test_a_steady_plan_ends_as_it_begins(policy: str, units: int) -> None:
@@ -88,12 +82,6 @@ def test_a_steady_plan_reloads_less_than_the_first_pass(policy: str) -> None:
     assert steady.reloaded_bytes < first.reloaded_bytes == 9 * 64
 
 
-@ours
-def test_a_steady_plan_with_ample_room_moves_nothing(policy: str) -> None:
-    memgraph = plan_steady(chain(9), arena_bytes=10 * 64, policy=policy)
-    assert memgraph.reloaded_bytes == memgraph.offloaded_bytes == 0
-
-
 def test_a_steady_plan_gives_up_after_some_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that never settles: the last of its plans stands."""
     calls = []
@@ -110,13 +98,6 @@ def test_a_steady_plan_gives_up_after_some_rounds(monkeypatch: pytest.MonkeyPatc
     memgraph = plan_steady(sketch("w:64", "w ->"), arena_bytes=128, policy="restless")
     assert len(calls) == 9
     assert set(memgraph.entry) != set(memgraph.exit)
-
-
-@every_policy
-def test_the_same_input_gives_the_same_steady_plan(policy: str) -> None:
-    units = 5 if policy in PAGING else 10
-    twice = [plan_steady(chain(9), arena_bytes=units * 64, policy=policy) for _ in range(2)]
-    assert twice[0] == twice[1]
 
 
 @every_policy

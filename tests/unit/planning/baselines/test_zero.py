@@ -120,27 +120,6 @@ def test_a_tied_weight_is_kept_if_it_is_used_soon(distance: int, num_gathered: i
     assert simulate_coordinator(graph, settings).gathered_bytes == expected
 
 
-def test_a_leaf_module_fetches_for_all_below_it() -> None:
-    graph = layered(1)
-    calls = (
-        ModuleCall("", "Model", 0, 0, 4),
-        ModuleCall("embed", "Embedding", 1, 0, 1),
-        ModuleCall("layers.0", "MixtralSparseMoeBlock", 1, 1, 3),
-        ModuleCall("layers.0.lin0", "Linear", 2, 1, 2),
-        ModuleCall("layers.0.lin1", "Linear", 2, 2, 3),
-        ModuleCall("head", "Linear", 1, 3, 4),
-    )
-    memgraph = planned(dataclasses.replace(graph, calls=calls), BARE)
-    assert moved(memgraph, NodeKind.RELOAD, NodeKind.DROP)[3:9] == [
-        "reload layers.0.lin0",
-        "reload layers.0.lin1",
-        "layers.0.lin0",
-        "layers.0.lin1",
-        "drop layers.0.lin0",
-        "drop layers.0.lin1",
-    ]
-
-
 def test_the_defaults_keep_all_of_a_small_model() -> None:
     graph = layered(3)
     memgraph = check(POLICIES["zero"].plan(Problem(graph, arena_bytes=100 * UNIT, alignment=UNIT)))

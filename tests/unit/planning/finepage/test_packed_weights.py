@@ -63,10 +63,12 @@ def layers(
 
 
 def weights_of(graph: TaskGraph) -> dict[str, torch.Tensor]:
+    """Draw weights: numbers of a byte, and others in float32."""
     torch.manual_seed(0)
+    dtypes = {t.buffer: getattr(torch, t.dtype) for t in reversed(graph.tensors)}
     return {
-        b.name: torch.randint(0, 255, (b.nbytes,), dtype=torch.uint8)
-        if b.name.startswith("numbers")
+        b.name: torch.randint(0, 100, (b.nbytes,), dtype=dtypes[b.id])
+        if dtypes[b.id].itemsize == 1
         else torch.randn(b.nbytes // 4)
         for b in graph.buffers
         if b.kind is WEIGHT

@@ -10,22 +10,13 @@ import pytest
 from ds_finepage.checker.checker import check, violations
 from ds_finepage.checker.faults import Fault
 from ds_finepage.graph.codec import dumps, loads_memgraph
-from ds_finepage.graph.memgraph import (
-    Edge,
-    EdgeKind,
-    Extent,
-    MemGraph,
-    Node,
-    NodeKind,
-    Residency,
-)
+from ds_finepage.graph.memgraph import Edge, EdgeKind, MemGraph, Node, NodeKind, Residency
 from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
-from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.small_arena import plan_keeping
-from ds_finepage.planning.liveness import ample_arena_bytes, extent_bytes, min_arena_bytes
+from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from tests.property.experts import layers_of_experts
@@ -108,7 +99,7 @@ def test_experts_that_stay_for_the_next_pass_are_whole() -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("graph", [layers_of_experts(num_layers=1), looking_up()], ids=["", "ids"])
 def test_experts_that_are_reloaded_twice_stay_where_they_are(graph: TaskGraph, seed: int) -> None:
-    late = check(wait_for_routes(brought_in_twice(graph, "0.dense", "0.up")))
+    late = check(wait_for_routes(check(brought_in_twice(graph, "0.dense", "0.up"))))
     assert {graph.buffers[b].name for b in late.routed} == {"0.down"}
     run_random_order(late, random.Random(seed))
 
@@ -201,28 +192,8 @@ def test_a_part_cannot_be_kept() -> None:
 def reloaded_behind_its_use() -> MemGraph:
     """Find the experts of a layer resident, and bring them in once more behind their one use."""
     graph = layers_of_experts(num_layers=1)
-    up = next(b.id for b in graph.buffers if b.name == "0.up")
-    arena_bytes = ample_arena_bytes(graph, UNIT)
-    extents, end = {}, 0
-    for buffer in graph.buffers:
-        extents[buffer.id] = Extent(end, extent_bytes(buffer.nbytes, UNIT))
-        end += extents[buffer.id].nbytes if buffer.kind.is_paged else 0
-    builder = MemGraphBuilder(graph, "by hand", arena_bytes, UNIT)
-    builder.begin((Residency(up, extents[up]),))
-    for task in graph.tasks:
-        for buffer in graph.paged(task):
-            if builder.states[buffer].extent is None:
-                builder.alloc(buffer, extents[buffer], [])
-                if buffer in task.reads:
-                    builder.reload(buffer)
-        builder.compute(task)
-        if up in task.reads:
-            builder.alloc(up, extents[up], [builder.drop(up)])
-            builder.reload(up)
-    for buffer, state in enumerate(builder.states):
-        if state.extent is not None:
-            builder.drop(buffer)
-    memgraph = builder.finish()
+    memgraph = brought_in_twice(graph, "0.up", "0.up")
+    (up,) = (resident.buffer for resident in memgraph.entry)
     (reload,) = (n for n in memgraph.nodes if n.kind is NodeKind.RELOAD and n.buffer == up)
     route = routes(graph)[up]
     # Nothing but its place is wrong: it waits for what tells the slices, and that is still there.

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import ConfigError
-from ds_finepage.graph.codec import dumps
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import (
     GraphInput,
@@ -36,7 +30,6 @@ from tests.unit.planning.finepage.test_search import machine as search_machine
 from tests.unit.planning.sketches import sketch
 
 UNIT = 64
-ROOT = Path(__file__).resolve().parents[4]
 
 
 def passing(buffers: str, *tasks: str) -> TaskGraph:
@@ -431,29 +424,3 @@ def test_a_smaller_arena_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.offloaded_bytes == 0
     assert min_arena_bytes(found.graph, UNIT) <= min_arena_bytes(graph, UNIT)
     assert min_split_arena_bytes(graph, UNIT, FinepageOptions(recomputes=False)) > 2 * 8192
-
-
-PRINT = """
-from ds_finepage.graph.codec import dumps
-from ds_finepage.planning.rewrite.recompute import recompute
-from tests.property.test_recompute_plans import layered
-import hashlib, random
-print(hashlib.sha256("".join(
-    dumps(recompute(layered(random.Random(s), 60), 64)) for s in range(5)
-).encode()).hexdigest())
-"""
-
-
-def test_the_same_taskgraph_under_any_hash_seed() -> None:
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", PRINT],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "1", "42")
-    }
-    assert len(printed) == 1
-    assert hashlib.sha256(dumps(MASKED).encode()).hexdigest() not in printed

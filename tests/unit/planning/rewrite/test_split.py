@@ -19,33 +19,45 @@ from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.property.matmul_chains import matmul_chain
 
 
+def changed(graph: TaskGraph, tensor: int, **changes: object) -> TaskGraph:
+    tensors = list(graph.tensors)
+    tensors[tensor] = dataclasses.replace(tensors[tensor], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(graph, tensors=tuple(tensors))
+
+
+def with_product(graph: TaskGraph, **changes: object) -> TaskGraph:
+    lookup, product, *others = graph.tasks
+    product = dataclasses.replace(product, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(graph, tasks=(lookup, product, *others))
+
+
 def test_products_with_whole_weights_are_divisible() -> None:
     graph = matmul_chain([8, 16, 4])
     found = divisible_weights(graph)
     assert [(d.num_rows, d.row_bytes, d.task) for d in found] == [(16, 32, 1), (4, 64, 2)]
 
 
-def test_a_weight_that_is_used_twice_is_not() -> None:
-    graph = matmul_chain([8, 8, 8])
-    twice = dataclasses.replace(graph.tasks[2], args=graph.tasks[1].args, reads=(2, 3))
-    graph = dataclasses.replace(graph, tasks=(*graph.tasks[:2], twice))
-    assert divisible_weights(graph) == []
+ADDMM = matmul_chain([8, 16], num_rows=2, with_bias=True)
+BIAS, _, WEIGHT = (a.tensor for a in ADDMM.tasks[1].args)
+(RESULT,) = ADDMM.tasks[1].results
+TWICE = matmul_chain([8, 8, 8])
+WIDTH = Length(16, "s0")
+WHOLE = {
+    "used twice": with_product(TWICE, args=TWICE.tasks[2].args, reads=TWICE.tasks[2].reads),
+    "a scale": with_product(ADDMM, kwargs=(("alpha", 2),)),
+    "a result in other strides": changed(ADDMM, RESULT, stride=(1, 2)),
+    "a result as wide as the call says": changed(ADDMM, RESULT, stride=(WIDTH, 1)),
+    "a weight as wide as the call says": changed(ADDMM, WEIGHT, shape=(8, WIDTH)),
+    "a bias as wide as the call says": changed(ADDMM, BIAS, shape=(WIDTH,)),
+    "a bias of one number": changed(ADDMM, BIAS, shape=(), stride=()),
+    "a bias of one number in a row": changed(ADDMM, BIAS, shape=(1,), stride=(1,)),
+}
 
 
-def test_a_product_with_a_scale_is_not() -> None:
-    graph = matmul_chain([8, 16], with_bias=True)
-    scaled = dataclasses.replace(graph.tasks[1], kwargs=(("alpha", 2),))
-    graph = dataclasses.replace(graph, tasks=(graph.tasks[0], scaled))
-    assert divisible_weights(graph) == []
-
-
-def test_a_result_in_other_strides_is_not() -> None:
-    graph = matmul_chain([8, 16], num_rows=2)
-    (result,) = graph.tasks[1].results
-    assert result is not None
-    tensors = list(graph.tensors)
-    tensors[result] = dataclasses.replace(tensors[result], stride=(1, 2))
-    assert divisible_weights(dataclasses.replace(graph, tensors=tuple(tensors))) == []
+@pytest.mark.parametrize("why", WHOLE)
+def test_other_products_are_not(why: str) -> None:
+    assert len(divisible_weights(ADDMM)) == 1
+    assert divisible_weights(WHOLE[why]) == []
 
 
 def test_one_task_a_slice_and_a_join() -> None:
@@ -124,19 +136,26 @@ def test_a_table_that_is_to_be_kept_stays() -> None:
     assert looked_up_bytes(gather_rows(graph)) == {}
 
 
-def test_a_table_that_is_smaller_than_its_rows_stays() -> None:
-    graph = matmul_chain([8, 16], num_rows=3, vocabulary=3)
-    assert gather_rows(graph) is graph
+LOOKUP = matmul_chain([8, 16], num_rows=3)
+TABLE = LOOKUP.tasks[0].args[0].tensor
+CHANGED_IDS = tuple(
+    dataclasses.replace(b, kind=BufferKind.STATE) if b.kind is BufferKind.INPUT else b
+    for b in LOOKUP.buffers
+)
+STAYS = {
+    "smaller than its rows": matmul_chain([8, 16], num_rows=3, vocabulary=3),
+    "rows stand in already": gather_rows(LOOKUP),
+    "indices that the pass computes": dataclasses.replace(LOOKUP, inputs=()),
+    "indices that the pass changes": dataclasses.replace(LOOKUP, buffers=CHANGED_IDS),
+    "a part of a table": changed(LOOKUP, TABLE, shape=(25, 8)),
+    "as much of a table as the call says": changed(LOOKUP, TABLE, shape=(Length(50, "s0"), 8)),
+    "no index": matmul_chain([8, 16], num_rows=0),
+}
 
 
-def test_rows_that_stand_in_already_stay() -> None:
-    graph = gather_rows(matmul_chain([8, 16], num_rows=3))
-    assert gather_rows(graph) is graph
-
-
-def test_indices_that_the_pass_computes_are_not_known_before_it() -> None:
-    graph = matmul_chain([8, 16], num_rows=3)
-    assert gather_rows(dataclasses.replace(graph, inputs=())).tasks == graph.tasks
+@pytest.mark.parametrize("why", STAYS)
+def test_a_table_stays(why: str) -> None:
+    assert gather_rows(STAYS[why]) == STAYS[why]
 
 
 def test_a_table_that_a_product_uses_too_stays_for_the_product() -> None:
@@ -150,29 +169,6 @@ def test_a_table_that_a_product_uses_too_stays_for_the_product() -> None:
     found = gather_rows(graph)
     assert found.buffers[1].kind is BufferKind.WEIGHT
     assert found.buffers[1].nbytes == graph.buffers[1].nbytes
-
-
-def test_indices_that_the_pass_changes_are_not_known_before_it() -> None:
-    graph = matmul_chain([8, 16], num_rows=3)
-    (ids,) = (b for b in graph.buffers if b.kind is BufferKind.INPUT)
-    buffers = list(graph.buffers)
-    buffers[ids.id] = dataclasses.replace(ids, kind=BufferKind.STATE)
-    graph = dataclasses.replace(graph, buffers=tuple(buffers))
-    assert gather_rows(graph) == graph
-
-
-def test_rows_of_a_part_of_a_table_are_left_to_the_table() -> None:
-    graph = matmul_chain([8, 16], num_rows=3)
-    table = graph.tensors[graph.tasks[0].args[0].tensor]
-    tensors = list(graph.tensors)
-    tensors[table.id] = dataclasses.replace(table, shape=(table.shape[0] // 2, table.shape[1]))
-    graph = dataclasses.replace(graph, tensors=tuple(tensors))
-    assert gather_rows(graph) == graph
-
-
-def test_no_index_is_nothing_to_gather() -> None:
-    graph = matmul_chain([8, 16], num_rows=0)
-    assert gather_rows(graph) == graph
 
 
 def test_a_table_with_another_use_stays_whole_where_it_has_room_beside_activations() -> None:
@@ -203,12 +199,6 @@ def of_any_length(graph: TaskGraph) -> TaskGraph:
     return dataclasses.replace(graph, tensors=tensors, symbols=(("s0", 0),))
 
 
-def changed(graph: TaskGraph, tensor: int, **changes: object) -> TaskGraph:
-    tensors = list(graph.tensors)
-    tensors[tensor] = dataclasses.replace(tensors[tensor], **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(graph, tensors=tuple(tensors))
-
-
 @pytest.mark.parametrize("with_bias", (False, True))
 def test_a_cut_of_any_length_is_the_cut_of_each_length(with_bias: bool) -> None:
     widths = [8, 16, 24]
@@ -236,30 +226,6 @@ def test_a_bias_that_begins_elsewhere_in_each_call_is_cut_from_there() -> None:
         assert [moving.views[b].offset for b in biases] == [2 * num_rows, 2 * num_rows + 4]
 
 
-@pytest.mark.parametrize("place", ("weight", "bias", "result"))
-def test_what_is_as_wide_as_the_call_says_is_not_cut(place: str) -> None:
-    graph = of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS, with_bias=True))
-    bias, _, weight = (a.tensor for a in graph.tasks[1].args)
-    (result,) = graph.tasks[1].results
-    assert result is not None
-    width = Length(16, "s0")
-    changes: dict[str, tuple[int, dict[str, object]]] = {
-        "weight": (weight, {"shape": (8, width)}),
-        "bias": (bias, {"shape": (width,)}),
-        "result": (result, {"stride": (width, 1)}),
-    }
-    tensor, change = changes[place]
-    assert len(divisible_weights(graph)) == 1
-    assert divisible_weights(changed(graph, tensor, **change)) == []
-
-
-@pytest.mark.parametrize("shape", ((), (1,)))
-def test_a_bias_that_is_the_same_for_all_columns_is_not_cut(shape: tuple[int, ...]) -> None:
-    graph = matmul_chain([8, 16], with_bias=True)
-    bias = graph.tasks[1].args[0].tensor
-    assert divisible_weights(changed(graph, bias, shape=shape, stride=shape)) == []
-
-
 def test_rows_of_an_embedding_lie_where_those_of_the_longest_call_would() -> None:
     graph = gather_rows(of_any_length(matmul_chain([8, 16], num_rows=PLANNED_ROWS)))
     moving = MovingViews(graph)
@@ -267,10 +233,3 @@ def test_rows_of_an_embedding_lie_where_those_of_the_longest_call_would() -> Non
     rows, numbers = (moving.views[a.tensor] for a in graph.tasks[0].args)
     assert rows.shape == (PLANNED_ROWS, 8)
     assert (numbers.shape, numbers.stride) == ((3,), (1,))
-
-
-def test_rows_of_as_much_of_a_table_as_the_call_says_are_left_to_the_table() -> None:
-    graph = matmul_chain([8, 16], num_rows=3)
-    table = graph.tasks[0].args[0].tensor
-    graph = changed(graph, table, shape=(Length(50, "s0"), 8))
-    assert gather_rows(graph) == graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from ds_finepage.checker.checker import check
-from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Ref, Symbol, TaskGraph
 from ds_finepage.graph.unpacking import unpacked_buffers
@@ -25,7 +23,7 @@ from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from tests.property.token_interpreter import run_random_order
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
-from tests.unit.execution.test_slices import executor_of
+from tests.unit.planning.finepage.test_packed_weights import results_of
 
 ROWS, WIDTH, GROUP = 256, 128, 32
 FLOAT = Symbol("dtype", "float32")
@@ -82,26 +80,6 @@ def int8(*, with_scale: tuple[int, ...] = (), transposed: bool = True) -> TaskGr
     out = draft.tensor(OUTPUT, 2, ROWS)
     draft.task("aten.mm.default", x, draft.view(weight, (WIDTH, ROWS), (1, WIDTH)), out=(out,))
     return draft.graph((x,), (out,))
-
-
-def weights_of(graph: TaskGraph) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    dtypes = {t.buffer: getattr(torch, t.dtype) for t in reversed(graph.tensors)}
-    return {
-        b.name: torch.randint(0, 100, (b.nbytes,), dtype=dtypes[b.id])
-        if dtypes[b.id].itemsize == 1
-        else torch.randn(b.nbytes // 4)
-        for b in graph.buffers
-        if b.kind is WEIGHT
-    }
-
-
-def results_of(memgraph: MemGraph, whole: TaskGraph) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    x = torch.randn(2, WIDTH)
-    with contextlib.closing(CpuLanes()) as lanes:
-        executor = executor_of(memgraph, weights_of(whole), lanes)
-        return [out.clone() for out in executor.run((x,), (), {})]
 
 
 def assert_alike(graph: TaskGraph, cut: TaskGraph) -> None:
