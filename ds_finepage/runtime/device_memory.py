@@ -111,7 +111,9 @@ class DeviceMemory:
             self._graphs.clear()
         self._unbind_all()
         # A view that is still alive, if only in a cycle of dead objects, must hold no bytes.
-        self._arena.bytes.untyped_storage().resize_(0)
+        storage = self._arena.bytes.untyped_storage()
+        if storage.resizable():  # not if a hook has made a NumPy array of a tensor
+            storage.resize_(0)
         self._arena = None
         self.residents.clear()
         device_of(self._device).empty_cache()

@@ -114,6 +114,16 @@ def test_the_error_names_a_budget_that_is_enough(rig: Rig) -> None:
     assert rig.same()
 
 
+def test_a_hook_may_make_arrays_of_the_tensors(rig: Rig) -> None:
+    """The memory behind an array cannot be given back under it."""
+    paged(rig)
+    arrays: list[Any] = []
+    rig.handle.register_op_hook(after=lambda _, results: arrays.extend(r.numpy() for r in results))
+    assert rig.same() and arrays
+    rig.handle.detach()
+    assert rig.same()
+
+
 def test_a_hook_sees_every_op_and_can_be_removed(rig: Rig) -> None:
     assert rig.same()
     seen: list[Any] = []
