@@ -377,6 +377,18 @@ def test_an_operand_that_stays_live_takes_room() -> None:
     assert recompute(graph, UNIT) is graph
 
 
+def test_a_buffer_that_lowers_no_peak_is_not_made_again_beside_one_that_does() -> None:
+    # The half is the larger one, but its operand would be live at the peak in its place.
+    graph = passing(
+        "i1:64 aMask:64 aX:4096 aHalf:4096 aOne:64 aTwo:64 aBig:8192 aThree:64 oOut:64",
+        *("cos: i1 -> aMask", "mm: i1 -> aX", "mul: aX -> aHalf", "mm: aHalf -> aOne"),
+        *("mm: aX aOne -> aTwo", "mm: aTwo -> aBig", "mm: aBig -> aThree"),
+        "mm: aHalf aThree aMask -> oOut",
+    )
+    found = recompute(graph, UNIT)
+    assert [b.name for b in found.buffers[len(graph.buffers) :]] == ["aMask"]
+
+
 def test_rates_that_cannot_be_computed_with_are_refused() -> None:
     with pytest.raises(ConfigError, match="h2d_bytes_per_s is 0"):
         recompute(MASKED, UNIT, machine(h2d=0))
