@@ -89,19 +89,24 @@ class ReloadSources:
         return self._rows[buffer.id][1].view(-1)
 
     def fill(self, args: Sequence[Any]) -> None:
-        """Take the sources of one pass from the call's arguments.
+        """Take the sources of one pass from the call's arguments."""
+        if self._rows:
+            self.gather_rows(args)
+        for tensor, source in self._host_tensors.items():
+            source[:] = [byte_view(args[self._positions[tensor]])]
 
-        Indices of rows must be in host memory: on an accelerator the host waits for them here,
+    def gather_rows(self, args: Sequence[Any]) -> None:
+        """Copy the rows that the call's indices name.
+
+        The indices must be in host memory: on an accelerator the host waits for them here,
         between two passes. The last pass has read its rows by then, because the caller's stream
         follows it.
         """
-        for tensor, source in self._host_tensors.items():
-            source[:] = [byte_view(args[self._positions[tensor]])]
         for buffer, (table, rows) in self._rows.items():
-            gather = self._graph.buffers[buffer].gather
-            assert gather is not None
-            indices: torch.Tensor = args[self._positions[gather]].cpu()
-            planned = self._graph.tensors[gather].shape
+            tensor = self._graph.buffers[buffer].gather
+            assert tensor is not None
+            indices: torch.Tensor = args[self._positions[tensor]].cpu()
+            planned = self._graph.tensors[tensor].shape
             if indices.shape == planned:
                 torch.index_select(table, 0, indices.reshape(-1), out=rows)
             else:  # a shorter call: each row goes where the planned call has it

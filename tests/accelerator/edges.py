@@ -288,7 +288,7 @@ def rows_of_an_embedding(device: torch.device, lanes: StreamLanes, seed: int) ->
 @contextmanager
 def indices_without_a_wait() -> Iterator[None]:
     """Give the host the indices of a lookup although the device is still at work."""
-    gather = ReloadSources.fill
+    gather = ReloadSources.gather_rows
 
     def hasty(sources: ReloadSources, args: Any) -> None:
         aside = torch.Stream(args[0].device)  # has nothing to do, so nothing to wait for
@@ -296,7 +296,7 @@ def indices_without_a_wait() -> Iterator[None]:
             args = [value.to("cpu") for value in args]
         gather(sources, args)
 
-    with mock.patch.object(ReloadSources, "fill", hasty):
+    with mock.patch.object(ReloadSources, "gather_rows", hasty):
         yield
 
 

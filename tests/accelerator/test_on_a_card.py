@@ -54,7 +54,7 @@ def test_the_host_never_waits_inside_a_pass(
 ) -> None:
     torch._dynamo.reset()
     set_mode = torch.get_device_module(device).set_sync_debug_mode
-    gather = ReloadSources.fill
+    gather = ReloadSources.gather_rows
 
     def gather_before_the_pass(sources: ReloadSources, args: Sequence[Any]) -> None:
         """Let the host have the indices of an embedding, which it waits for before a pass."""
@@ -62,7 +62,7 @@ def test_the_host_never_waits_inside_a_pass(
         gather(sources, args)
         set_mode("error")
 
-    monkeypatch.setattr(ReloadSources, "fill", gather_before_the_pass)
+    monkeypatch.setattr(ReloadSources, "gather_rows", gather_before_the_pass)
     ids = token_ids(7).to(device)
     model = make_model("gpt2", torch.bfloat16, num_hidden_layers=1)
     handle = ds_finepage.attach(model, device_budget=AMPLE, device=device)

@@ -53,7 +53,7 @@ class Steps:
 
 
 KNOWN = {
-    "gather_rows": ReloadSources.fill.__code__,
+    "gather_rows": ReloadSources.gather_rows.__code__,
     "routed": RouteRead.values.__code__,
     "settle": HostLayer.settle.__code__,
 }

@@ -168,7 +168,7 @@ def test_ranks_run_the_comparison_of_ranks(
     ("options", "message"),
     [
         (["--ranks", "0"], "--ranks: 0 is less than 1."),
-        (["--ranks", "5"], "5 ranks do not divide the 12 attention heads"),
+        (["--ranks", "5"], "5 ranks do not divide the 8 attention heads"),
         (["--ranks", "2", "--weights", "int4"], "packed weights are not cut over ranks"),
     ],
 )
