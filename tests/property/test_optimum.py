@@ -17,7 +17,7 @@ NUM_GRAPHS = 250
 
 @pytest.mark.slow
 def test_the_plan_moves_as_few_bytes_as_the_best_of_all_schedules() -> None:
-    equal = 0
+    equal = moved_by_all = fewest_of_all = 0
     for seed in range(NUM_GRAPHS):
         rng = random.Random(seed)
         graph = tiny_graph(rng)
@@ -30,4 +30,7 @@ def test_the_plan_moves_as_few_bytes_as_the_best_of_all_schedules() -> None:
         fewest = fewest_moved_bytes(graph, arena_bytes)
         assert fewest is not None and moved >= fewest
         equal += moved == fewest
+        moved_by_all += moved
+        fewest_of_all += fewest
     assert equal >= 0.88 * NUM_GRAPHS
+    assert moved_by_all <= 1.7 * fewest_of_all

@@ -81,6 +81,7 @@ def recompute(
         return nbytes if profile is None else nbytes * _NS_PER_S / profile.h2d_bytes_per_s
 
     start, plain_ns = _peak(graph, alignment)[0], tasks_ns(graph)
+    most_worth = worth(start - _least_peak(graph, alignment))
     best, most_saved, found = graph, 0.0, graph
     while True:
         lower = _with_lower_peak(found, alignment, tiny_share)
@@ -90,7 +91,7 @@ def recompute(
         saved = worth(start - _peak(found, alignment)[0]) - spent_ns
         if saved > most_saved:
             best, most_saved = found, saved
-        if spent_ns >= worth(start - _least_peak(graph, alignment)):
+        if spent_ns >= most_worth:
             return best  # no lower peak can save that much
 
 
@@ -105,7 +106,8 @@ def _least_peak(graph: TaskGraph, alignment: int) -> int:
     """Return the most activation bytes that one task names: no peak can be lower."""
     kinds = [b.kind is BufferKind.ACTIVATION for b in graph.buffers]
     sizes = [extent_bytes(b.nbytes, alignment) for b in graph.buffers]
-    return max(sum(sizes[b] for b in t.buffers if kinds[b]) for t in graph.tasks)
+    named = (sum(sizes[b] for b in t.buffers if kinds[b]) for t in graph.tasks)
+    return max(named, default=0)
 
 
 def _with_lower_peak(graph: TaskGraph, alignment: int, tiny_share: float) -> TaskGraph | None:
