@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_finepage.execution.arena import place
+from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.ops import Patch
 from ds_finepage.graph.taskgraph import Buffer, Length, TaskGraph, TensorView
 
@@ -55,8 +55,12 @@ class MovingViews:
 
         A tensor gets any tensor on its storage, and the begin of its buffer there.
         """
-        patch.storage_of, patch.offset_bytes = storage_of, offset_bytes
         self._places.append(patch)
+        if patch.tensor is not None:
+            assert storage_of is not None
+            tensor = view_of(storage_of, self.views[patch.tensor], offset_bytes)
+            patch.container[patch.key] = tensor
+            patch.begin = offset_bytes // tensor.element_size()
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Fill all places for the sizes of a call; return False if a buffer is too small."""
@@ -84,9 +88,8 @@ class MovingViews:
                 if patch.tensor is None:
                     patch.container[patch.key] = next(arguments)
                 else:
-                    assert patch.storage_of is not None
-                    view = self.views[patch.tensor]
-                    patch.container[patch.key] = place(patch.storage_of, view, patch.offset_bytes)
+                    view, tensor = self.views[patch.tensor], patch.container[patch.key]
+                    tensor.as_strided_(view.shape, view.stride, patch.begin + view.offset)
 
     def _compile(self, texts: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
         body = "".join(f"{text}, " for text in texts)

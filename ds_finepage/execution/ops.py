@@ -59,15 +59,15 @@ class BoundTask:
 class Patch:
     """A place in a bound task's arguments that each call fills: a tensor, or a size.
 
-    A tensor that follows from the sizes alone has a storage, and the begin of its buffer there.
+    A tensor that follows from the sizes alone has the begin of its buffer in its storage, in
+    elements.
     """
 
     container: Any  # list or dict
     key: Any
     tensor: int | None
     size: Length | None = None
-    storage_of: torch.Tensor | None = None
-    offset_bytes: int = 0
+    begin: int = 0
 
 
 def resolve_op(name: str) -> Any:
