@@ -103,7 +103,7 @@ class HorizonPlanner:
         freed = True
         while self._execution_horizon < len(tasks):
             if freed:
-                while self._allocation_horizon < len(tasks) and self._reserve_all(
+                while self._allocation_horizon < len(tasks) and self._reserve(
                     tasks[self._allocation_horizon]
                 ):
                     self._allocation_horizon += 1
@@ -112,28 +112,6 @@ class HorizonPlanner:
                 self._force_all(task)
                 self._allocation_horizon += 1
             freed = self._simulate(task)
-            self._execution_horizon += 1
-        return self._builder.finish()
-
-    def plan_outputs(self) -> MemGraph:
-        """Run the variant that reserves outputs ahead and brings operands back on demand.
-
-        Close to the thesis's wording: outputs by ``sim_malloc`` and ``sim_malloc_offload``,
-        operands by ``sim_malloc_force_reload``.
-        """
-        tasks = self._graph.tasks
-        while self._execution_horizon < len(tasks):
-            ahead = self._allocation_horizon
-            if ahead < len(tasks) and self._alloc_outputs(tasks[ahead]):
-                self._allocation_horizon += 1
-                continue
-            task = tasks[self._execution_horizon]
-            if ahead == self._execution_horizon:
-                self._force_all(task, only_outputs=True)
-                self._allocation_horizon += 1
-                continue
-            self._force_all(task)
-            self._simulate(task)
             self._execution_horizon += 1
         return self._builder.finish()
 
@@ -175,7 +153,7 @@ class HorizonPlanner:
         self._builder.reload(buffer)
         return True
 
-    # The parts of the two variants.
+    # The parts of a pass.
 
     def _next_use(self, buffer: int) -> float:
         found = next_use(self._uses[buffer], self._position[buffer], self._execution_horizon)
@@ -204,18 +182,13 @@ class HorizonPlanner:
             return False
         return self._builder.states[buffer].is_on_host
 
-    def _reserve_all(self, task: Task) -> bool:
+    def _reserve(self, task: Task) -> bool:
+        """Give extents to all missing buffers of a task, or to none; evict nothing."""
         missing = self._missing(task)
-        return self._unpacked.isdisjoint(missing) and self._reserve(task, missing)
-
-    def _reserve(self, task: Task, buffers: list[int]) -> bool:
-        """Give extents to all of these buffers of a task, or to none; evict nothing."""
-        if len(buffers) > 1 and not self._fit(buffers):
+        if not self._unpacked.isdisjoint(missing) or not self._fit(missing):
             return False
-        for buffer in buffers:
-            if not self.sim_malloc(buffer):
-                assert len(buffers) == 1, "they fit together"
-                return False
+        for buffer in missing:
+            self.sim_malloc(buffer)
             if self._needs_contents(task, buffer):
                 self._builder.reload(buffer)
         return True
@@ -227,33 +200,21 @@ class HorizonPlanner:
         self._blocks.restore(snapshot)
         return found
 
-    def _outputs(self, task: Task) -> list[int]:
-        return [b for b in self._missing(task) if b not in task.reads]
-
-    def _alloc_outputs(self, task: Task) -> bool:
-        # A buffer that an earlier task still has to use gets its extent with that task.
-        outputs = [
-            b
-            for b in self._outputs(task)
-            if self._uses[b][self._position[b]] == task.index and not self._needs_contents(task, b)
-        ]
-        return self._reserve(task, outputs)
-
-    def _force_all(self, task: Task, *, only_outputs: bool = False) -> None:
+    def _force_all(self, task: Task) -> None:
         """Make a task's buffers resident, evicting any others."""
         protected = self._graph.paged(task)
         if not self._unpacked.isdisjoint(self._missing(task)):
-            self._repack(task, only_outputs=only_outputs)
-        for buffer in self._outputs(task) if only_outputs else self._missing(task):
+            self._repack(task)
+        for buffer in self._missing(task):
             if self._needs_contents(task, buffer):
                 done = self.sim_malloc_force_reload(buffer, protected)
             else:
                 done = self.sim_malloc_offload(buffer, protected)
             if not done:
-                self._repack(task, only_outputs=only_outputs)
+                self._repack(task)
                 return
 
-    def _repack(self, task: Task, *, only_outputs: bool) -> None:
+    def _repack(self, task: Task) -> None:
         """Move a task's own buffers, because the missing ones do not fit between them.
 
         All buffers that are not pinned are evicted, and the task's are placed side by side. They
@@ -270,8 +231,7 @@ class HorizonPlanner:
             else:
                 self._evict(block.buffer)
         end = min((b.offset for b in self._blocks if b.buffer in self._pinned), default=None)
-        missing = self._outputs(task) if only_outputs else self._missing(task)
-        for buffer in sorted(missing, key=lambda b: b not in self._unpacked):
+        for buffer in sorted(self._missing(task), key=lambda b: b not in self._unpacked):
             extent = Extent(offset, self._size(buffer))
             if end is not None and extent.end > end:
                 raise PinnedTooMuch(task)
@@ -315,8 +275,3 @@ def plan_horizon(problem: Problem) -> MemGraph:
 def plan_horizon_published(problem: Problem) -> MemGraph:
     """Plan by variant ``working_set`` without two of the repairs; see the departures."""
     return HorizonPlanner(problem, policy=PUBLISHED, copies_clean=True).plan_working_set()
-
-
-def plan_horizon_outputs(problem: Problem) -> MemGraph:
-    """Plan by the published algorithm, variant ``outputs``."""
-    return HorizonPlanner(problem, policy="horizon-outputs").plan_outputs()

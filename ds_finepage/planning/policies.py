@@ -23,7 +23,6 @@ from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.horizon import (
     plan_horizon,
-    plan_horizon_outputs,
     plan_horizon_published,
 )
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
@@ -85,7 +84,6 @@ POLICIES = {
     for policy in (
         Policy(name="finepage", plan=plan_finepage, pages=True, is_cyclic=True, can_split=True),
         Policy(name="horizon", plan=plan_horizon, pages=True),
-        Policy(name="horizon-outputs", plan=plan_horizon_outputs, pages=True),
         Policy(name="horizon-published", plan=plan_horizon_published, pages=True),
         _zero("zero", lambda passes: ZeroSettings()),
         _zero("zero-persistence", best_settings),

@@ -153,7 +153,7 @@ class Pass:
 
         A decode step repeats, and a prefill comes between decode steps. Weights that the prefill
         keeps for itself are gone each time, so it should leave those of the decode step in place.
-        It is planned anew for that once its entries have cost as much as a plan does.
+        It is planned again for that once its entries have cost as much as a plan does.
         """
         if before is self:
             return

@@ -29,7 +29,7 @@ from tests.integration.families import (
 )
 from tests.integration.parity import equal, same_at_every_budget
 
-POLICIES = ("finepage", "horizon", "horizon-outputs")
+POLICIES = ("finepage", "horizon")
 BUDGETS = ("min", "25%", "50%", "100%")
 NUM_TOKENS = 8
 SWEPT = ("gpt2", "mistral", "llama")

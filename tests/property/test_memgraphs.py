@@ -100,7 +100,7 @@ def test_any_order_is_right(
 @given(graph=taskgraphs())
 def test_no_edge_is_of_no_use(graph: TaskGraph) -> None:
     """Without an edge a plan is wrong, or the other edges imply it."""
-    memgraph = plan(graph, arena_bytes=min_arena_bytes(graph, 64), policy="horizon-outputs")
+    memgraph = plan(graph, arena_bytes=min_arena_bytes(graph, 64), policy="horizon-published")
     for edge in memgraph.edges:
         others = tuple(e for e in memgraph.edges if e != edge)
         behind = {edge.before}

@@ -23,7 +23,7 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import PACKED_FORMS
 from ds_finepage.units import GIB
 
-POLICIES = ("finepage", "horizon", "horizon-outputs")
+POLICIES = ("finepage", "horizon")
 
 
 def read(section: object) -> FinepageConfig:
@@ -280,7 +280,8 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"policy": None}, r"finepage\.policy: None is not a text"),
         ({"policy": 3}, "is not a text"),
         ({"policy": "fine_page"}, "unknown policy 'fine_page'. Did you mean 'finepage'?"),
-        ({"policy": "zzz"}, "unknown policy 'zzz'. Known: finepage, horizon, horizon-outputs"),
+        ({"policy": "horizon-outputs"}, "unknown policy 'horizon-outputs'. Did you mean 'horizon"),
+        ({"policy": "zzz"}, "unknown policy 'zzz'. Known: finepage, horizon"),
         ({"plan_dir": "plans"}, r"finepage\.plan_dir is gone: each start plans again"),
         ({"weights_dir": "packed"}, r"finepage\.weights_dir is gone: load the model with Packed"),
         ({"report": True}, r"finepage\.report: True is not a text"),

@@ -1,8 +1,7 @@
-"""The published two-horizon simulation: its two variants, and their order of events."""
+"""The published two-horizon simulation, and its order of events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,19 +9,12 @@ import pytest
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind, Residency
 from ds_finepage.graph.taskgraph import Task, TaskGraph
-from ds_finepage.planning.horizon import (
-    HorizonPlanner,
-    PinnedTooMuch,
-    plan_horizon,
-    plan_horizon_outputs,
-)
+from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch, plan_horizon
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from tests.unit.planning.sketches import chain, names, offsets, sketch
 
 UNIT = 64
-Plan = Callable[[Problem], MemGraph]
-both = pytest.mark.parametrize("plan", [plan_horizon, plan_horizon_outputs])
 
 
 def planner(
@@ -45,15 +37,8 @@ def working_set(graph: TaskGraph, units: int, **others: Any) -> MemGraph:
     return check(planner(graph, units, **others).plan_working_set())
 
 
-def outputs(graph: TaskGraph, units: int, **others: Any) -> MemGraph:
-    return check(planner(graph, units, **others).plan_outputs())
-
-
 def vacated(memgraph: MemGraph) -> list[str]:
     return [n for n in names(memgraph) if n.startswith(("drop", "offload"))]
-
-
-# --- variant working_set ---------------------------------------------------------------------
 
 
 def test_the_allocation_horizon_runs_ahead_while_memory_is_free() -> None:
@@ -150,72 +135,28 @@ def test_an_activation_that_is_overwritten_next_is_dropped() -> None:
     assert memgraph.offloaded_bytes == memgraph.reloaded_bytes == 0
 
 
-# --- variant outputs -------------------------------------------------------------------------
-
-
-def test_outputs_are_reserved_ahead_and_operands_brought_back_on_demand() -> None:
-    graph = sketch("w1:64 w2:64 a1:64 a2:64", "w1 -> a1", "a1 w2 -> a2", "a2 ->")
-    assert names(outputs(graph, 4)) == [
-        *("alloc a1", "alloc a2"),
-        *("alloc w1", "reload w1", "compute 0"),
-        *("alloc w2", "reload w2", "compute 1", "drop a1"),
-        *("compute 2", "drop a2"),
-    ]
-
-
-def test_a_reserved_output_that_nobody_has_written_may_be_a_victim() -> None:
-    """The published variant does this; it costs nothing, because garbage is not copied."""
-    graph = sketch("w1:64 w2:64 a1:64 a2:64", "w1 w2 -> a1", "a1 ->", "-> a2", "a2 ->")
-    memgraph = outputs(graph, 3)
-    order = names(memgraph)
-    assert order.index("alloc a2") < order.index("drop a2") < order.index("compute 0")
-    assert "alloc a2 2" in order
-    assert memgraph.offloaded_bytes == 0
-
-
-def test_an_output_in_need_evicts() -> None:
-    graph = sketch("w1:64 w2:64 a1:64 a2:64", "w1 w2 ->", "-> a1 a2", "a1 a2 ->")
-    memgraph = outputs(graph, 2, entry=resident(graph, w1=0, w2=1))
-    assert names(memgraph)[2:] == [
-        "compute 0",
-        *("drop w1", "alloc a1", "drop w2", "alloc a2"),
-        "compute 1",
-        *("compute 2", "drop a1", "drop a2"),
-    ]
-
-
-def test_an_overwriter_ahead_does_not_take_the_place_of_the_old_contents() -> None:
-    graph = sketch("a1:64 a2:64", "-> a1", "-> a2", "a2 ->", "a1 ->", "-> a1", "a1 ->")
-    outputs(graph, 1)
-
-
 # --- the order of events, against the published pseudo code ----------------------------------
 
 
 class Traced(HorizonPlanner):
-    """Writes down what the two loops do."""
+    """Writes down what the loop does."""
 
-    def trace(self, variant: str) -> list[tuple[str, int, bool]]:
+    def trace(self) -> list[tuple[str, int, bool]]:
         self.events: list[tuple[str, int, bool]] = []
         self.evicting = False
-        getattr(self, f"plan_{variant}")()
+        self.plan_working_set()
         return self.events
 
-    def _reserve_all(self, task: Task) -> bool:
-        done = super()._reserve_all(task)
+    def _reserve(self, task: Task) -> bool:
+        done = super()._reserve(task)
         self.events.append(("reserve", task.index, done))
         return done
 
-    def _alloc_outputs(self, task: Task) -> bool:
-        done = super()._alloc_outputs(task)
-        self.events.append(("reserve", task.index, done))
-        return done
-
-    def _force_all(self, task: Task, *, only_outputs: bool = False) -> None:
+    def _force_all(self, task: Task) -> None:
         self.evicting = True
-        super()._force_all(task, only_outputs=only_outputs)
+        super()._force_all(task)
         self.evicting = False
-        self.events.append(("force outputs" if only_outputs else "force", task.index, True))
+        self.events.append(("force", task.index, True))
 
     def _evict(self, buffer: int) -> None:
         assert self.evicting, "evicted for lookahead"
@@ -251,7 +192,7 @@ rooms = pytest.mark.parametrize("spare", range(4))
 @rooms
 def test_working_set_does_what_the_pseudo_code_says(name: str, spare: int) -> None:
     graph = GRAPHS[name]
-    events = iter(traced(graph, min_arena_bytes(graph, UNIT) // UNIT + spare).trace("working_set"))
+    events = iter(traced(graph, min_arena_bytes(graph, UNIT) // UNIT + spare).trace())
     ahead, freed = 0, True  # memory is free in the beginning
     for now in range(len(graph.tasks)):
         if freed:
@@ -269,37 +210,9 @@ def test_working_set_does_what_the_pseudo_code_says(name: str, spare: int) -> No
     assert next(events, None) is None
 
 
-@every_graph
-@rooms
-def test_outputs_does_what_the_pseudo_code_says(name: str, spare: int) -> None:
-    graph = GRAPHS[name]
-    events = iter(traced(graph, min_arena_bytes(graph, UNIT) // UNIT + spare).trace("outputs"))
-    ahead = now = 0
-    while now < len(graph.tasks):
-        if ahead < len(graph.tasks):
-            kind, task, done = next(events)
-            assert (kind, task) == ("reserve", ahead)
-            if done:
-                ahead += 1
-                continue
-        if ahead == now:
-            assert next(events) == ("force outputs", now, True)
-            ahead += 1
-            continue
-        assert next(events) == ("force", now, True)
-        assert next(events)[:2] == ("simulate", now)
-        now += 1
-    assert next(events, None) is None
-
-
-# --- what holds for both ---------------------------------------------------------------------
-
-
-@both
-def test_the_policy_is_written_into_the_memgraph(plan: Plan) -> None:
-    memgraph = plan(Problem(chain(2), 512, UNIT))
-    names_of = {plan_horizon: "horizon", plan_horizon_outputs: "horizon-outputs"}
-    assert memgraph.policy == names_of[plan]
+def test_the_policy_is_written_into_the_memgraph() -> None:
+    memgraph = plan_horizon(Problem(chain(2), 512, UNIT))
+    assert memgraph.policy == "horizon"
     assert (memgraph.arena_bytes, memgraph.alignment) == (512, UNIT)
 
 
@@ -329,13 +242,6 @@ def test_repacking_offloads_what_is_dirty() -> None:
     assert memgraph.offloaded_bytes == 64  # "a" lay in the middle
 
 
-def test_outputs_are_repacked_too() -> None:
-    graph = sketch("w1:64 a:128", "w1 ->", "w1 -> a", "a ->")
-    memgraph = outputs(graph, 3, entry=resident(graph, w1=1))
-    assert offsets(memgraph)["alloc a"] == 0
-    assert memgraph.peak_bytes <= 3 * UNIT
-
-
 def test_pinned_weights_stay_where_they_are_in_a_repack() -> None:
     graph = sketch("w1:64 w2:128 w3:64", "w1 ->", "w1 w2 ->", "w3 ->")
     memgraph = working_set(
@@ -363,7 +269,5 @@ def test_every_extent_comes_from_the_routine_of_the_thesis(monkeypatch: pytest.M
         return done
 
     monkeypatch.setattr(HorizonPlanner, "sim_malloc", watched)
-    for plan in (plan_horizon, plan_horizon_outputs):
-        asked.clear()
-        found = plan(Problem(chain(6), 4 * 64))
-        assert asked == [n.buffer for n in found.nodes if n.kind is NodeKind.ALLOC] != []
+    found = plan_horizon(Problem(chain(6), 4 * 64))
+    assert asked == [n.buffer for n in found.nodes if n.kind is NodeKind.ALLOC] != []

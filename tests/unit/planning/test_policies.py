@@ -22,7 +22,7 @@ from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.sketches import chain, plan, sketch
 
-HORIZONS = ("horizon", "horizon-outputs", "horizon-published")
+HORIZONS = ("horizon", "horizon-published")
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
 ours = pytest.mark.parametrize("policy", sorted(PAGING))
 carrying = pytest.mark.parametrize("policy", HORIZONS)
