@@ -84,12 +84,12 @@ def forecasts(graph: TaskGraph, rng: random.Random, profile: HardwareProfile | N
         weights = WeightClasses.of(problem, may_split=may_split)
         for held in ways_to_hold(problem):
             placed = place_activations(problem, held)
-            planner = RingPlanner(weights, placed, held)
+            planner = RingPlanner(weights, placed)
             for ring in shapes(weights, planner.room, rng):
                 choice = planner.choose(ring)
                 if choice is None:
                     continue
-                written = plan_streaming(problem, choice, placed, ring.nbytes, held=held)
+                written = plan_streaming(problem, choice, placed, ring.nbytes)
                 found = planner.plan(choice, ring)
                 if written is None:
                     assert found is None

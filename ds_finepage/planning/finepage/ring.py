@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows
+from ds_finepage.planning.finepage.held_rows import Held
 from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
 from ds_finepage.planning.problem import Problem
 
 
-def place_activations(problem: Problem, held: HeldRows = NOTHING_HELD) -> dict[int, Extent]:
+def place_activations(problem: Problem, held: Held | None = None) -> dict[int, Extent]:
     """Place all activations by their live ranges.
 
     The rows of an embedding are placed among them, live from the start of the pass. They differ in
@@ -29,22 +29,23 @@ def place_activations(problem: Problem, held: HeldRows = NOTHING_HELD) -> dict[i
 
     Args:
         problem: The pass.
-        held: The activations that stay after their last use.
+        held: The activations whose bytes stay taken after their last use.
 
     Returns:
         Buffer -> extent.
     """
-    key = ("activations", problem.alignment, *held.ends.items())
+    held = held or {}
+    key = ("activations", problem.alignment, *held.items())
     return problem.once(key, lambda graph: _placed(problem, graph, held))
 
 
-def _placed(problem: Problem, graph: TaskGraph, held: HeldRows) -> dict[int, Extent]:
+def _placed(problem: Problem, graph: TaskGraph, held: Held) -> dict[int, Extent]:
     live = []
     for buffer, found in zip(graph.buffers, graph.uses, strict=True):
         is_gathered = buffer.gather is not None and not graph.is_handed(buffer)
         if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):
             begin = 0 if is_gathered else found[0]
-            end = held.ends.get(buffer.id, found[-1])
+            end = held.get(buffer.id, found[-1])
             live.append(LiveBuffer(buffer.id, problem.size(buffer.id), begin, end))
     return place(live)
 
@@ -92,7 +93,6 @@ class StreamPlanner:
         activations: dict[int, Extent],
         ring_bytes: int,
         residents: Mapping[int, Extent],
-        held: HeldRows = NOTHING_HELD,
     ) -> None:
         """Lay the regions out.
 
@@ -102,9 +102,7 @@ class StreamPlanner:
             activations: The extents of the activations, from offset 0.
             ring_bytes: Length of the ring.
             residents: The extents of the kept weights, between the ring and the arena's end.
-            held: The activations that stay after their last use.
         """
-        self._held = held
         self._graph, self._size = problem.graph, problem.size
         self._waiting = deque(streamed)
         self._streamed = frozenset(streamed)
@@ -137,11 +135,8 @@ class StreamPlanner:
                     return None  # the ring is too small for what this task needs at once
             self._builder.compute(task)
             for buffer in self._graph.paged(task):
-                if self._last_use[buffer] == task.index and buffer not in self._held.ends:
+                if self._last_use[buffer] == task.index:
                     self._drop(buffer)
-        for buffer in self._held.ends:
-            if self._builder.states[buffer].extent is not None:
-                self._drop(buffer)
         return self._builder.finish()
 
     def _alloc(self, buffer: int, extent: Extent) -> None:
@@ -166,5 +161,3 @@ class StreamPlanner:
         extent = self._builder.states[buffer].extent
         assert extent is not None
         self._tenancy.free(extent, self._builder.drop(buffer))
-        for other in self._held.freed_with.get(buffer, ()):
-            self._drop(other)

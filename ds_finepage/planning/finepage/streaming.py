@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.forecast import Forecaster, Plan, can_forecast
-from ds_finepage.planning.finepage.held_rows import NOTHING_HELD, HeldRows, ways_to_hold
+from ds_finepage.planning.finepage.held_rows import Held, ways_to_hold
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
@@ -27,7 +27,7 @@ def resident_plans(
         placed = place_activations(problem, held)
         if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:
             whole = Choice(problem.graph, [])
-            yield plan_streaming(problem, whole, placed, 0, options, held=held)
+            yield plan_streaming(problem, whole, placed, 0, options)
 
 
 def streaming_plans(
@@ -36,7 +36,7 @@ def streaming_plans(
     may_split: bool,
     options: FinepageOptions = DEFAULTS,
     may_win: Callable[[int, int], bool] = lambda *_: True,
-    held: HeldRows = NOTHING_HELD,
+    held: Held | None = None,
 ) -> Iterator[Plan | None]:
     """Yield plans for several lengths of the ring; None where one has no room.
 
@@ -46,10 +46,10 @@ def streaming_plans(
         options: The heuristics.
         may_win: Tells whether a plan that reloads at least so many bytes, in at least so many
             copies, is of use.
-        held: The activations that stay after their last use.
+        held: The activations whose bytes stay taken after their last use.
     """
     weights = WeightClasses.of(problem, may_split=may_split, options=options)
-    planner = RingPlanner(weights, place_activations(problem, held), held)
+    planner = RingPlanner(weights, place_activations(problem, held))
     room = planner.room
 
     def plans(shapes: Iterable[RingShape]) -> Iterator[Plan | None]:
@@ -80,8 +80,8 @@ class RingPlanner:
         room: Bytes of the arena beside the activations.
     """
 
-    def __init__(self, weights: WeightClasses, placed: dict[int, Extent], held: HeldRows) -> None:
-        self._weights, self._placed, self._held = weights, placed, held
+    def __init__(self, weights: WeightClasses, placed: dict[int, Extent]) -> None:
+        self._weights, self._placed = weights, placed
         self.room = weights.problem.arena_bytes - top_of(placed)
         self._chooser, problem = Chooser(weights), weights.problem
         self._forecaster = Forecaster(problem, placed) if can_forecast(problem) else None
@@ -106,7 +106,7 @@ class RingPlanner:
 
     def _write(self, choice: Choice, ring: RingShape) -> MemGraph | None:
         problem, options = self._weights.problem, self._weights.options
-        return plan_streaming(problem, choice, self._placed, ring.nbytes, options, held=self._held)
+        return plan_streaming(problem, choice, self._placed, ring.nbytes, options)
 
 
 def plan_streaming(
@@ -115,8 +115,6 @@ def plan_streaming(
     placed: dict[int, Extent],
     ring_bytes: int,
     options: FinepageOptions = DEFAULTS,
-    *,
-    held: HeldRows = NOTHING_HELD,
 ) -> MemGraph | None:
     """Plan with a choice of weights to stream.
 
@@ -127,7 +125,6 @@ def plan_streaming(
             order of live ranges, so these extents hold for the cut pass too.
         ring_bytes: Length of the ring.
         options: The heuristics.
-        held: The activations that stay after their last use.
 
     Returns:
         None if the kept weights or a streamed one do not fit.
@@ -157,5 +154,4 @@ def plan_streaming(
         activations=placed,
         ring_bytes=ring_bytes,
         residents=residents,
-        held=held,
     ).plan()

@@ -12,12 +12,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.finepage import search
-from ds_finepage.planning.finepage.held_rows import (
-    NOTHING_HELD,
-    HeldRows,
-    copies_to_host,
-    ways_to_hold,
-)
+from ds_finepage.planning.finepage.held_rows import Held, copies_to_host, ways_to_hold
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.search import plan_finepage
@@ -25,7 +20,7 @@ from ds_finepage.planning.finepage.streaming import resident_plans, streaming_pl
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import predicted_ns, simulate
 from ds_finepage.planning.time_bound import least_time_ns
-from tests.unit.planning.sketches import names, sketch
+from tests.unit.planning.sketches import sketch
 from tests.unit.planning.test_simulator import PLAIN
 
 UNIT = 64
@@ -58,31 +53,23 @@ def rows(*, num_units: int = 5, copy_ns: int = 250) -> Problem:
     return Problem(graph, num_units * UNIT, UNIT, machine)
 
 
-def named(problem: Problem, held: HeldRows) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Return what is held until which task, and what is freed with which activation."""
-    name = [b.name for b in problem.graph.buffers]
-    return (
-        {name[b]: task for b, task in held.ends.items()},
-        {name[b]: [name[o] for o in others] for b, others in held.freed_with.items()},
-    )
+def named(problem: Problem, held: Held) -> dict[str, int]:
+    """Return what is held until which task."""
+    return {problem.graph.buffers[b].name: task for b, task in held.items()}
 
 
-@pytest.mark.parametrize(
-    ("copy_ns", "end", "freed_with"),
-    [
-        (250, 4, "a2"),  # the copy ends at 350, and task 4 at 400
-        (90, 3, "a1"),  # it ends in task 2, and task 3 is the next to end a live range
-    ],
-)
-def test_rows_stay_until_their_copy_is_done(copy_ns: int, end: int, freed_with: str) -> None:
+@pytest.mark.parametrize(("copy_ns", "end"), [(250, 4), (90, 2)])  # it ends at 350, and at 190
+def test_rows_stay_until_their_copy_is_done(copy_ns: int, end: int) -> None:
     problem = rows(copy_ns=copy_ns)
     first, *_ = ways_to_hold(problem)
-    assert named(problem, first) == ({"a0": end}, {freed_with: ["a0"]})
+    assert named(problem, first) == {"a0": end}
 
 
 def test_rows_whose_copy_takes_longer_than_the_pass_stay_to_its_end() -> None:
-    first, *_ = ways_to_hold(rows(copy_ns=5000))
-    assert first == HeldRows({0: 5}, {})
+    problem = rows(copy_ns=5000)
+    first, *_ = ways_to_hold(problem)
+    assert named(problem, first) == {"a0": 5}
+    planned(problem)
 
 
 def test_activations_are_placed_for_each_choice_of_held_rows() -> None:
@@ -106,9 +93,9 @@ def test_copies_follow_one_another_on_their_link() -> None:
     )
     problem = Problem(graph, 8 * UNIT, UNIT, replace(PLAIN, d2h_bytes_per_s=UNIT * 1e9 / 150))
     until_done, for_one_copy, nothing = ways_to_hold(problem)
-    assert named(problem, until_done)[0] == {"a0": 4, "a1": 5}  # at 250 and 400
-    assert named(problem, for_one_copy)[0] == {"a0": 4, "a1": 4}  # both at 250
-    assert nothing is NOTHING_HELD
+    assert named(problem, until_done) == {"a0": 4, "a1": 5}  # at 250 and 400
+    assert named(problem, for_one_copy) == {"a0": 4, "a1": 4}  # both at 250
+    assert not nothing
 
 
 def test_nothing_is_held_without_copies_or_without_a_machine() -> None:
@@ -118,7 +105,7 @@ def test_nothing_is_held_without_copies_or_without_a_machine() -> None:
     other = problem.of(replace(problem.graph, tasks=tasks))
     assert not copies_to_host(other.graph)
     for without in (other, replace(problem, profile=None)):
-        assert list(ways_to_hold(without)) == [NOTHING_HELD]
+        assert list(ways_to_hold(without)) == [{}]
 
 
 def planned(problem: Problem, *, holds: bool = True) -> tuple[MemGraph, int]:
@@ -137,13 +124,6 @@ def test_no_task_waits_for_a_copy_where_there_is_room() -> None:
     held, held_ns = planned(rows())
     _, plain_ns = planned(rows(), holds=False)
     assert (held_ns, plain_ns) == (5 * TASK_NS, 5 * TASK_NS + 250)
-    order = names(held)
-    assert order.index("drop a2") < order.index("drop a0") < order.index("compute 5")
-
-
-def test_what_stays_to_the_end_is_dropped_there() -> None:
-    plan, _ = planned(rows(copy_ns=5000))
-    assert names(plan)[-1] == "drop a0"
 
 
 def test_without_room_tasks_wait() -> None:
@@ -178,8 +158,8 @@ def test_a_search_tries_what_to_hold_until_a_plan_is_good(
 ) -> None:
     tried: list[int] = []
 
-    def noted(*args: Any, held: HeldRows, **others: Any) -> Any:
-        tried.append(max(held.ends.values(), default=0))
+    def noted(*args: Any, held: Held, **others: Any) -> Any:
+        tried.append(max(held.values(), default=0))
         return streaming_plans(*args, held=held, **others)
 
     monkeypatch.setattr(search, "streaming_plans", noted)
