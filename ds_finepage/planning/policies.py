@@ -27,7 +27,7 @@ from ds_finepage.planning.horizon import (
 )
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.embeddings import gather_rows, gather_rows_that_pay
+from ds_finepage.planning.rewrite.embeddings import gather_rows, tables_to_leave
 from ds_finepage.planning.rewrite.exact_slices import slices_that_fit
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 
@@ -151,7 +151,7 @@ def with_parts_that_fit(
     if min_arena_bytes(graph, alignment) > arena_bytes:
         return slices_that_fit(gather_rows(graph), arena_bytes, alignment)
     if chosen.is_cyclic and needed_arena_bytes(graph, alignment) > arena_bytes:
-        return gather_rows_that_pay(graph, arena_bytes)
+        return gather_rows(graph, kept=tables_to_leave(graph, arena_bytes))
     return graph
 
 

@@ -46,7 +46,7 @@ from ds_finepage.planning.finepage.streaming import resident_plans, streaming_pl
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.embeddings import gather_rows, gather_rows_that_pay
+from ds_finepage.planning.rewrite.embeddings import gather_rows, tables_to_leave
 from ds_finepage.planning.rewrite.exact_slices import (
     exact_units,
     least_sliced_bytes,
@@ -154,8 +154,7 @@ class _Search:
         """Offer plans of whole weights: by a ring, by sets that stay."""
         whole = problem
         if problem.split:
-            pays = partial(gather_rows_that_pay, arena_bytes=problem.arena_bytes)
-            whole = problem.of(problem.once(("rows that pay",), pays))
+            whole = _with_rows(problem, tables_to_leave(problem.graph, problem.arena_bytes))
         has_room = self.plans.offer_all(self._streaming_plans(whole, may_split=False))
         no_ring = not self.plans.tried
         if no_ring or (self._is_short and not self.plans.has_good):
@@ -191,9 +190,9 @@ class _Search:
                 return
 
 
-def _with_rows(problem: Problem) -> Problem:
+def _with_rows(problem: Problem, kept: frozenset[int] = frozenset()) -> Problem:
     """Return the pass in which the rows that a call looks up take the place of embedding tables."""
-    return problem.of(problem.once(("rows",), gather_rows))
+    return problem.of(problem.once(("rows", kept), partial(gather_rows, kept=kept)))
 
 
 def min_split_arena_bytes(

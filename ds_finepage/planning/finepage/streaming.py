@@ -23,6 +23,8 @@ def resident_plans(
 ) -> Iterator[MemGraph | None]:
     """Yield the plans that reload nothing, if all weights fit."""
     weights = WeightClasses.of(problem, may_split=False, options=options)
+    if weights.missing_bytes(problem.arena_bytes) > 0:
+        return
     for held in ways_to_hold(problem):
         placed = place_activations(problem, held)
         if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:

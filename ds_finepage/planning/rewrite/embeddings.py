@@ -45,22 +45,23 @@ def looked_up_bytes(graph: TaskGraph) -> dict[int, int]:
     return found
 
 
-def gather_rows_that_pay(graph: TaskGraph, arena_bytes: int) -> TaskGraph:
-    """Replace embedding tables by rows; leave those that another op or lookup uses too.
+def tables_to_leave(graph: TaskGraph, arena_bytes: int) -> frozenset[int]:
+    """Return the embedding tables that should not give way to rows.
 
-    Such a table (of a tied product) has to be reloaded anyway, and once is enough. If it has no
-    room beside the activations, it would be reloaded for each use, so it gives way too.
+    Another op or lookup uses such a table too (a tied product), so it has to be reloaded anyway,
+    and once is enough. If it has no room beside the activations, it would be reloaded for each
+    use, so it gives way too.
 
     Args:
         graph: The pass.
         arena_bytes: Size of the arena.
-
-    Returns:
-        As :func:`gather_rows`.
     """
     room = arena_bytes - max(live_activation_bytes(graph, alignment=1), default=0)
-    tied = {b.id for b in graph.buffers if len(graph.uses[b.id]) > 1 and b.nbytes <= room}
-    return gather_rows(graph, kept=tied)
+    return frozenset(
+        b
+        for b in looked_up_bytes(graph)
+        if len(graph.uses[b]) > 1 and graph.buffers[b].nbytes <= room
+    )
 
 
 def gather_rows(graph: TaskGraph, *, kept: Set[int] = frozenset()) -> TaskGraph:

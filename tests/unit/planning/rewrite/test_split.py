@@ -12,8 +12,8 @@ from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
 from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.rewrite.embeddings import (
     gather_rows,
-    gather_rows_that_pay,
     looked_up_bytes,
+    tables_to_leave,
 )
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.property.matmul_chains import matmul_chain
@@ -173,13 +173,14 @@ def test_a_table_that_a_product_uses_too_stays_for_the_product() -> None:
 
 def test_a_table_with_another_use_stays_whole_where_it_has_room_beside_activations() -> None:
     graph = matmul_chain([8, 16], num_rows=3)
-    assert gather_rows_that_pay(graph, 10**6) == gather_rows(graph) != graph
+    assert not tables_to_leave(graph, 10**6)
     again = dataclasses.replace(graph.tasks[0], index=len(graph.tasks))
     graph = dataclasses.replace(graph, tasks=(*graph.tasks, again))
     (table,) = (b for b in graph.buffers if b.name == "table")
     least = table.nbytes + max(live_activation_bytes(graph, alignment=1))
-    assert gather_rows_that_pay(graph, least) == graph
-    assert gather_rows_that_pay(graph, least - 1) == gather_rows(graph) != graph
+    assert tables_to_leave(graph, least) == {table.id}
+    assert gather_rows(graph, kept={table.id}) is graph
+    assert not tables_to_leave(graph, least - 1)
 
 
 # Sizes that differ from call to call.
