@@ -45,10 +45,9 @@ WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Settings that fit, the bytes of the parameters that they keep, and the cost of the passes."""
+    """Settings that fit, and the cost of the passes."""
 
     settings: ZeroSettings
-    kept_bytes: int
     cost: int
 
 
@@ -126,32 +125,24 @@ class _Search:
             count = row.most_in(row.nbytes[most] - self._first.arena_bytes * percent // 100)
             cost = self._cost(row.keeping(count))
             if cost is not None:
-                return _Found(row.keeping(count), row.nbytes[count], cost)
+                return _Found(row.keeping(count), cost)
             if count == 0:
                 break
         return None
 
     def _most_kept(self, row: _Row) -> int | None:
-        """Return how many parameters fit, whatever their offsets; None if even none do.
-
-        A guess is followed by as many more or fewer as the room that it leaves or lacks says.
-        """
-        first = self._first.arena_bytes * 9 // 10
-        count = row.most_in(first if self._best is None else self._best.kept_bytes)
-        low, high = 0, len(row.nbytes) - 1
+        """Return how many parameters fit, whatever their offsets; None if even none do."""
         most: int | None = None
-        while low <= high and self._num_left > 0:
-            count = min(max(count, low), high)
+        count = 0
+        while count < len(row.nbytes) and self._num_left > 0:
             room = min(
                 problem.arena_bytes - live_bytes(problem, self._script(problem, row.keeping(count)))
                 for problem, _ in self._passes
             )
-            following = row.most_in(row.nbytes[count] + room)
             if room < 0:
-                high = count - 1
-            else:
-                most, low = count, count + 1  # one more may fit, for it no longer streams
-            count = following
+                break
+            # One more than fits may fit, for it no longer streams.
+            most, count = count, max(count + 1, row.most_in(row.nbytes[count] + room))
         return most
 
     def _cost(self, settings: ZeroSettings) -> int | None:
