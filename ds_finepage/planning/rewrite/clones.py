@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_finepage.graph.taskgraph import BufferKind, ModuleCall, Ref, Task, TaskGraph
+from ds_finepage.graph.taskgraph import BufferKind, Ref, Task, TaskGraph
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,15 +47,11 @@ def insert_clones(graph: TaskGraph, clones: Sequence[Clone]) -> TaskGraph:
     for clone in clones:
         before.setdefault(clone.end, []).append(clone)
     writer = _Writer(graph)
-    starts = []
     for task in graph.tasks:
-        starts.append(len(writer.tasks))
         for clone in before.get(task.index, ()):
             writer.clone(clone)
         writer.keep(task)
-    starts.append(len(writer.tasks))
-    cloned = {t for clone in clones for t in clone.tasks}
-    return writer.finish(starts, cloned)
+    return writer.finish({t for clone in clones for t in clone.tasks})
 
 
 class _Writer:
@@ -70,12 +66,12 @@ class _Writer:
         self._tensors = list(graph.tensors)
         self._views: dict[tuple[int, int], int] = {}  # tensor, new buffer -> the new tensor
         self._names: dict[int, int] = {}
-        self.tasks: list[Task] = []
+        self._tasks: list[Task] = []
         self._origins: list[int | None] = []  # of each task: its old index, None for clones
 
     def keep(self, task: Task) -> None:
         self._origins.append(task.index)
-        self.tasks.append(self._renamed(task, self._names))
+        self._tasks.append(self._renamed(task, self._names))
 
     def clone(self, clone: Clone) -> None:
         names = dict(self._names)
@@ -88,7 +84,7 @@ class _Writer:
                 )
                 self._buffers.append(new)
             self._origins.append(None)
-            self.tasks.append(self._renamed(task, names))
+            self._tasks.append(self._renamed(task, names))
         # Later tasks do not use the other buffers that the clone makes.
         self._names[clone.buffer] = names[clone.buffer]
 
@@ -121,25 +117,16 @@ class _Writer:
             self._tensors.append(dataclasses.replace(view, id=len(self._tensors), buffer=key[1]))
         return self._views[key]
 
-    def finish(self, starts: Sequence[int], cloned: set[int]) -> TaskGraph:
-        """Leave out cloned tasks whose results no task uses.
-
-        Args:
-            starts: Old task index -> new index of its first clone or itself; one more for the end.
-            cloned: Old indices of the tasks that may be left out.
-        """
+    def finish(self, cloned: set[int]) -> TaskGraph:
+        """Leave out those of the cloned tasks whose results no task uses."""
         needed: set[int] = set()
         kept: list[Task] = []
-        num_kept = [0] * (len(self.tasks) + 1)  # of the tasks from each one on
-        for index in range(len(self.tasks) - 1, -1, -1):
-            task = self.tasks[index]
+        for task, origin in zip(reversed(self._tasks), reversed(self._origins), strict=True):
             only_held = all(self._buffers[b].kind is BufferKind.ACTIVATION for b in task.writes)
-            may_go = self._origins[index] in cloned and only_held
+            may_go = origin in cloned and only_held
             if not may_go or not needed.isdisjoint(task.writes):
                 kept.append(task)
                 needed.update(task.reads)
-            num_kept[index] = len(kept)
-        at = [len(kept) - num_kept[start] for start in starts]
         return dataclasses.replace(
             self._graph,
             buffers=tuple(self._buffers),
@@ -148,9 +135,5 @@ class _Writer:
                 task if task.index == i else dataclasses.replace(task, index=i)
                 for i, task in enumerate(reversed(kept))
             ),
-            calls=tuple(_moved(call, at) for call in self._graph.calls),
+            calls=(),  # their tasks have other indices now
         )
-
-
-def _moved(call: ModuleCall, at: Sequence[int]) -> ModuleCall:
-    return dataclasses.replace(call, begin=at[call.begin], end=at[call.end])

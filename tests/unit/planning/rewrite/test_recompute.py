@@ -172,7 +172,7 @@ def test_a_norm_with_a_tiny_weight_and_small_results_is_run_again() -> None:
     assert values_at_end(found) == values_at_end(graph)
 
 
-def test_arguments_views_modules_and_the_callers_tensors_follow() -> None:
+def test_arguments_views_and_the_callers_tensors_follow() -> None:
     ids = {b.name: b.id for b in MASKED.buffers}
     views = [
         TensorView(0, ids["i1"], "float32", (16,), (1,)),
@@ -194,11 +194,7 @@ def test_arguments_views_modules_and_the_callers_tensors_follow() -> None:
         tasks=tuple(tasks),
         inputs=(GraphInput(0, 0),),
         outputs=(GraphOutput(tensor=4),),
-        calls=(
-            ModuleCall("", "Model", 0, 0, 5),
-            ModuleCall("first", "Layer", 1, 0, 4),
-            ModuleCall("last", "Layer", 1, 4, 5),
-        ),
+        calls=(ModuleCall("", "Model", 0, 0, 5),),
     )
     found = recompute(graph, UNIT)
     new = found.buffers[-1].id
@@ -211,7 +207,7 @@ def test_arguments_views_modules_and_the_callers_tensors_follow() -> None:
     assert found.tasks[5].args == ((Ref(3), Ref(6)), 1.5)
     assert found.tasks[5].kwargs == (("mask", Ref(5)),)
     assert (found.inputs, found.outputs) == (graph.inputs, graph.outputs)
-    assert [(c.begin, c.end) for c in found.calls] == [(0, 6), (0, 4), (4, 6)]
+    assert found.calls == ()  # their tasks have other indices
     assert values_at_end(found) == values_at_end(graph)
 
 
