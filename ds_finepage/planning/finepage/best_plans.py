@@ -117,17 +117,12 @@ class BestPlans:
         rate = profile.h2d_bytes_per_s * num_ranks
         return moved * 10**9 <= (limit_ns - latencies_ns) * rate
 
-    def offer_all(self, plans: Iterable[Plan | None]) -> bool:
-        """Offer plans until no other can be better.
-
-        Returns:
-            Whether there is any plan now.
-        """
+    def offer_all(self, plans: Iterable[Plan | None]) -> None:
+        """Offer plans until no other can be better."""
         for plan in plans:
             self.offer(plan)
             if self.is_done:
                 break
-        return bool(self.tried)
 
     def offer(self, plan: Plan | None) -> None:
         """Take a plan, or the same plan with delayed experts, if it is one of the best so far."""

@@ -120,42 +120,34 @@ class _Search:
         self._is_short = len(problem.graph.tasks) <= options.most_tasks_of_short
         self.plans = BestPlans(problem, options)
 
-    def try_both_graphs(self, attempt: Callable[[Problem], bool]) -> None:
+    def try_both_graphs(self, attempt: Callable[[Problem], None]) -> None:
         """Try the pass as it is and, if no plan is good, with cheap tasks run again.
 
         Args:
-            attempt: Offers plans for a graph; returns whether weights can stream through it.
+            attempt: Offers plans for a graph.
         """
         problem = self._problem
-        has_room = attempt(problem)
+        attempt(problem)
         if self.plans.moves_nothing or self.plans.has_good or not self._options.recomputes:
             return
-        # If activations leave no room for a ring, room counts more than time.
-        again = problem.once(
-            ("recompute", has_room),
-            partial(
-                recompute,
-                alignment=problem.alignment,
-                profile=problem.profile if has_room else None,
-                tiny_share=self._options.fixed_share,
-            ),
-        )
+        share = self._options.fixed_share
+        lowest = partial(recompute, alignment=problem.alignment, tiny_share=share)
+        again = problem.once(("recompute",), lowest)
         if again is not problem.graph:
             attempt(problem.of(again))
 
-    def try_cutting(self, problem: Problem) -> bool:
+    def try_cutting(self, problem: Problem) -> None:
         """Offer plans that cut weights, unless all weights fit as they are."""
         self.plans.offer_all(resident_plans(problem, self._options))
-        if self.plans.moves_nothing:
-            return True
-        return self.plans.offer_all(self._streaming_plans(_with_rows(problem), may_split=True))
+        if not self.plans.moves_nothing:
+            self.plans.offer_all(self._streaming_plans(_with_rows(problem), may_split=True))
 
-    def try_whole(self, problem: Problem) -> bool:
+    def try_whole(self, problem: Problem) -> None:
         """Offer plans of whole weights: by a ring, by sets that stay."""
         whole = problem
         if problem.split:
             whole = _with_rows(problem, tables_to_leave(problem.graph, problem.arena_bytes))
-        has_room = self.plans.offer_all(self._streaming_plans(whole, may_split=False))
+        self.plans.offer_all(self._streaming_plans(whole, may_split=False))
         no_ring = not self.plans.tried
         if no_ring or (self._is_short and not self.plans.has_good):
             for plan in keeping_plans(whole):
@@ -164,18 +156,16 @@ class _Search:
                 self.plans.offer(plan)
         if no_ring and not self.plans.moves_nothing:
             self.plans.offer(settled_plan(whole))
-        return has_room
 
-    def try_shared(self, problem: Problem) -> bool:
+    def try_shared(self, problem: Problem) -> None:
         """Offer plans that keep shared residents, and nothing else."""
         split = problem.split
         if split:
             problem = _with_rows(problem)
-        has_room = self.plans.offer_all(self._streaming_plans(problem, may_split=split))
+        self.plans.offer_all(self._streaming_plans(problem, may_split=split))
         if not (self.plans.has_good or split) and self._is_short:
             for plan in shared_keeping_plans(problem):
                 self.plans.offer(plan)
-        return has_room
 
     def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[Plan | None]:
         for held in ways_to_hold(problem):

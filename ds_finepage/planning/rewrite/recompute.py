@@ -13,12 +13,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.options import DEFAULTS
 from ds_finepage.planning.liveness import extent_bytes, live_activation_bytes
 from ds_finepage.planning.rewrite.clones import Clone, insert_clones
-from ds_finepage.planning.simulator import Costs
 
 # Named, because cost is not enough: an op that draws random numbers, or sums in another order each
 # time, is as cheap as these.
@@ -42,57 +40,32 @@ CHEAP_OPS = frozenset(
 MAX_CHAIN = 8
 """Most tasks that run again for one buffer; a rotary table takes seven."""
 
-_NS_PER_S = 10**9
-
 
 def recompute(
-    graph: TaskGraph,
-    alignment: int,
-    profile: HardwareProfile | None = None,
-    *,
-    tiny_share: float = DEFAULTS.fixed_share,
+    graph: TaskGraph, alignment: int, *, tiny_share: float = DEFAULTS.fixed_share
 ) -> TaskGraph:
-    """Run cheap tasks again to lower the peak of live activations.
+    """Run cheap tasks again to lower the peak of live activations as far as they can.
 
-    One buffer after another is freed wherever it is idle and activations are largest, until no more
-    can be. Every step gives a graph, and the one that saves most is taken. A graph saves the time
-    to copy the bytes by which the peak has fallen, less the time of all tasks that run again.
+    One buffer after another is freed wherever it is idle and activations are largest, until none
+    lowers the peak. A search holds plans for the result against those for the pass itself, so time
+    does not count here.
 
     Args:
         graph: The pass.
         alignment: Of extents, in bytes.
-        profile: The machine. Without one, time does not count, and the lowest peak is taken.
         tiny_share: Weights up to this share of the largest are always resident, so clones may read
             them.
 
     Returns:
-        A taskgraph that computes the same values by the same ops; ``graph`` itself if nothing is
-        saved.
-
-    Raises:
-        ConfigError: The profile has a rate or size that cannot be computed with.
+        A taskgraph that computes the same values by the same ops; ``graph`` itself if its peak is
+        the lowest.
     """
-    costs = None if profile is None else Costs(profile)
-
-    def tasks_ns(found: TaskGraph) -> int:
-        return 0 if costs is None else sum(costs.task_ns(found, task) for task in found.tasks)
-
-    def worth(nbytes: int) -> float:
-        return nbytes if profile is None else nbytes * _NS_PER_S / profile.h2d_bytes_per_s
-
-    start, plain_ns = _peak(graph, alignment)[0], tasks_ns(graph)
-    most_worth = worth(start - _least_peak(graph, alignment))
-    best, most_saved, found = graph, 0.0, graph
-    while True:
-        lower = _with_lower_peak(found, alignment, tiny_share)
-        if lower is None:
-            return best
-        found, spent_ns = lower, tasks_ns(lower) - plain_ns
-        saved = worth(start - _peak(found, alignment)[0]) - spent_ns
-        if saved > most_saved:
-            best, most_saved = found, saved
-        if spent_ns >= most_worth:
-            return best  # no lower peak can save that much
+    best, lower = graph, _with_lower_peak(graph, alignment, tiny_share)
+    while lower is not None:
+        if _peak(lower, alignment)[0] < _peak(best, alignment)[0]:
+            best = lower
+        lower = _with_lower_peak(lower, alignment, tiny_share)
+    return best
 
 
 def _peak(graph: TaskGraph, alignment: int) -> tuple[int, list[int]]:
@@ -100,14 +73,6 @@ def _peak(graph: TaskGraph, alignment: int) -> tuple[int, list[int]]:
     live = live_activation_bytes(graph, alignment)
     peak = max(live, default=0)
     return peak, [task for task, nbytes in enumerate(live) if nbytes == peak]
-
-
-def _least_peak(graph: TaskGraph, alignment: int) -> int:
-    """Return the most activation bytes that one task names: no peak can be lower."""
-    kinds = [b.kind is BufferKind.ACTIVATION for b in graph.buffers]
-    sizes = [extent_bytes(b.nbytes, alignment) for b in graph.buffers]
-    named = (sum(sizes[b] for b in t.buffers if kinds[b]) for t in graph.tasks)
-    return max(named, default=0)
 
 
 def _with_lower_peak(graph: TaskGraph, alignment: int, tiny_share: float) -> TaskGraph | None:
