@@ -365,6 +365,7 @@ def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     tight, roomy = tight_and_roomy()
     tried = search(dataclasses.replace(machine(h2d=1e6), transfer_latency_ns=1000))
     tried.offer_all([None])
+    assert tried.best is None
     tried.offer(roomy)
     num_copies = sum(node.kind is NodeKind.RELOAD for node in roomy.nodes)
     assert tried.may_win(roomy.reloaded_bytes - 1, num_copies)
