@@ -69,7 +69,6 @@ class PlanRunner:
         self.live = LiveTensors()
         self.kv_offload = KVOffload(
             self.counters,
-            pinned=settings.pins_memory,
             make_room=self._make_room,
             note_live=self.live.note_more,
         )
