@@ -27,7 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_finepage.capture.shipped import require_model
+from ds_finepage.capture.shipped import config_text
 from ds_finepage.cli.options import (
     PROGRAM,
     RUNS,
@@ -194,7 +194,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
             f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name or "
             "a config.json; a checkpoint has the layers that it has."
         )
-    require_model(arguments.model)
+    config_text(arguments.model)  # refuses one that is not there
     require_ranks(arguments.ranks)
     ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
     if arguments.ranks > 1:

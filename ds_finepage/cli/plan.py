@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from ds_finepage.capture.shipped import require_model
+from ds_finepage.capture.shipped import config_text
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget, KVPlace
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan."""
-    require_model(arguments.model)
+    config_text(arguments.model)  # refuses one that is not there
     options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     weights = options.one_form_of(arguments)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_finepage.reporting.results import PhaseFigures, Results, Run
-from ds_finepage.units import format_bytes, format_ns
+from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 
 NONE = "-"
-NS_PER_S = 10**9
 
 NOTES_CPU = """\
 On the CPU a fetch of stock ZeRO-Inference copies nothing; the counted calls make it copy. So times
@@ -104,7 +103,8 @@ def _of_ranks(runs: Sequence[Run]) -> Iterator[Run]:
 # Cells.
 
 
-def _bytes(value: int | None) -> str:
+def bytes_or_dash(value: int | None) -> str:
+    """Print a size; a dash where it is not known."""
     return NONE if value is None else format_bytes(value)
 
 
@@ -136,7 +136,7 @@ def _equal(run: Run) -> str:
 
 
 def _peak(run: Run) -> str:
-    return _bytes(run.peak_bytes) + ("" if run.holds_budget else " !")
+    return bytes_or_dash(run.peak_bytes) + ("" if run.holds_budget else " !")
 
 
 _ARM: Column = ("arm", lambda r: r.arm)
@@ -145,14 +145,14 @@ BYTES: tuple[Column, ...] = (
     _ARM,
     ("tokens equal", _equal),
     ("peak", _peak),
-    ("prefill to device", lambda r: _bytes(r.prefill.h2d_bytes)),
-    ("to host", lambda r: _bytes(r.prefill.d2h_bytes)),
-    ("step to device", lambda r: _bytes(r.decode.h2d_bytes)),
-    ("to host", lambda r: _bytes(r.decode.d2h_bytes)),
+    ("prefill to device", lambda r: bytes_or_dash(r.prefill.h2d_bytes)),
+    ("to host", lambda r: bytes_or_dash(r.prefill.d2h_bytes)),
+    ("step to device", lambda r: bytes_or_dash(r.decode.h2d_bytes)),
+    ("to host", lambda r: bytes_or_dash(r.decode.d2h_bytes)),
     ("step / bound", lambda r: _ratio(r.decode.h2d_bytes, r.decode.lower_bound_bytes)),
 )
 
-RANKS: tuple[Column, ...] = (*BYTES[:-1], ("host memory", lambda r: _bytes(r.host_bytes)))
+RANKS: tuple[Column, ...] = (*BYTES[:-1], ("host memory", lambda r: bytes_or_dash(r.host_bytes)))
 
 MODELLED_TIMES: tuple[Column, ...] = (
     _ARM,
@@ -179,8 +179,8 @@ FIRST_TOKEN: tuple[Column, ...] = (
     ("first token", lambda r: _time(r.first_token_ns)),
     ("loading", lambda r: _time(r.load_ns)),
     ("first call", lambda r: _time(r.first_call_ns)),
-    ("host memory", lambda r: _bytes(r.host_bytes)),
-    ("pinned", lambda r: _bytes(r.pinned_bytes)),
+    ("host memory", lambda r: bytes_or_dash(r.host_bytes)),
+    ("pinned", lambda r: bytes_or_dash(r.pinned_bytes)),
 )
 
 PREDICTIONS: tuple[Column, ...] = (
