@@ -345,7 +345,7 @@ def _static_rows(
     positions = torch.empty(num_new, dtype=torch.int64)
     inputs.add(positions, BufferKind.INPUT, "cache_position")
     layers: list[Any] = []
-    for index, window in enumerate(_windows(config.get_text_config(decoder=True))):
+    for index, window in enumerate(windows_of(config.get_text_config(decoder=True))):
         num_rows = min(num_new + num_past, window or num_new + num_past)
         name = f"cache.{index}"
         if host_ops is not None and window is None:
@@ -460,7 +460,7 @@ class _HostRows(_LayerRows):
         return self._num_past + self._positions.shape[0], 0
 
 
-def _windows(config: PretrainedConfig) -> list[int | None]:
+def windows_of(config: PretrainedConfig) -> list[int | None]:
     """Return each layer's sliding window, None where attention is full.
 
     Raises:
