@@ -162,16 +162,10 @@ def compare(
     # This imports torch, which takes time; an option that cannot be used is refused before.
     from ds_finepage.compare.orchestrate import Comparison
 
-    console = Console(stderr=True)
-    comparison = Comparison(
-        settings,
-        folder,
-        console,
-        device=device_type(),
-        start=start,
-        limits_stock=limits_stock,
-    )
-    return comparison.run()
+    console, device = Console(stderr=True), device_type()
+    return Comparison(
+        settings, folder, console, device=device, start=start, limits_stock=limits_stock
+    ).run()
 
 
 # Options.

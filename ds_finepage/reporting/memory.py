@@ -124,9 +124,7 @@ def change_at(node: Node) -> int:
 
 
 def _kinds(memgraph: MemGraph) -> list[MemoryKind]:
-    """Return the kind of each buffer, by its id."""
-    left = set(memgraph.exit)
-    resident = {residency.buffer for residency in memgraph.entry if residency in left}
+    resident = {residency.buffer for residency in memgraph.entry} - {*memgraph.lost}
 
     by_kind = {
         BufferKind.STATE: MemoryKind.KV,

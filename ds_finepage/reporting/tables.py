@@ -121,7 +121,6 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def _error(figures: PhaseFigures) -> str:
-    """Show how far a prediction was from the measured time."""
     if figures.predicted_ns is None or not figures.wall_ns:
         return NONE
     return f"{figures.predicted_ns / figures.wall_ns - 1:+.0%}"
