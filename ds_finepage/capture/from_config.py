@@ -336,11 +336,7 @@ class _GroupedMm(TorchFunctionMode):
 def _static_rows(
     config: PretrainedConfig, inputs: _Inputs, *, num_new: int, num_past: int, host_ops: Any
 ) -> tuple[Cache, list[torch.Tensor]]:
-    """Make a KV cache whose rows are all live after the pass.
-
-    Returns:
-        The cache, and a list that gets the rows which the pass writes to host memory.
-    """
+    """Make a KV cache whose rows are all live, and a list that gets those it has on the host."""
     new_rows: list[torch.Tensor] = []
     positions = torch.empty(num_new, dtype=torch.int64)
     inputs.add(positions, BufferKind.INPUT, "cache_position")

@@ -300,7 +300,6 @@ def _one(values: list[Any]) -> Any:
 
 
 def _named_arguments(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """Pair the arguments of a call with those of the op's schema."""
     declared = func._schema.arguments
     by_name = {a.name: a for a in declared}
     paired = list(zip(declared, args, strict=False))

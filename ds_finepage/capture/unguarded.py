@@ -22,10 +22,7 @@ class Unguarded:
     """The hooks of a model's modules and the methods that were traced, as of the last look."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Look at them now.
-
-        The parts of the model are those of now.
-        """
+        """Look at them now, in the parts that the model has now."""
         parts = list(module.modules())
         self._hooks = [hooks for part in parts for hooks in _hooks_of(part)] + [*GLOBAL_HOOKS]
         self._classes = list(dict.fromkeys(map(type, parts)))

@@ -116,12 +116,6 @@ class Planner:
     """Plans both passes of a model under many budgets, and none twice."""
 
     def __init__(self, policy: str, modeller: Modeller) -> None:
-        """Take a model.
-
-        Args:
-            policy: A key of ``POLICIES``.
-            modeller: Plans its passes.
-        """
         self.ends = modeller.ends(policy)
         self._modeller = modeller
         self._policy = policy

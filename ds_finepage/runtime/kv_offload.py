@@ -171,13 +171,7 @@ class KVOffload:
         return result
 
     def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
-        """Give the layers of a call room for its new rows.
-
-        If it ``shrinks``, rooms that are larger than need be become smaller.
-
-        Raises:
-            PlanInfeasibleError: The budget has no room for the rows.
-        """
+        """Give the layers of a call room for its new rows, or refuse it; less if it ``shrinks``."""
         num_new = _num_new(call)
         for cache in call.caches(growing=True):
             enough = SIZES[self._levels.get(cache, 0)]
@@ -191,13 +185,7 @@ class KVOffload:
                 self._resize(layers, wanted)
 
     def _resize(self, layers: Sequence[RoomLayer], capacities: Mapping[RoomLayer, int]) -> None:
-        """Move the rows of layers into rooms of other capacities.
-
-        ``layers`` are all those of a cache, ``capacities`` the rows of the new rooms.
-
-        Raises:
-            PlanInfeasibleError: The budget has no room for the rows.
-        """
+        """Move the rows of all ``layers`` of a cache into rooms of other capacities."""
         rooms = [room for layer in layers for room in layer.rooms]
         after = [n for x in layers for n in x.room_bytes(capacities.get(x, x.capacity))]
         keep = self._make_room(rooms, after) if rooms else None

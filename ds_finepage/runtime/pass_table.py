@@ -33,10 +33,7 @@ class PassTable:
     def __init__(
         self, maker: PassMaker, counters: Counters, on_unplanned: Callable[[str], None]
     ) -> None:
-        """Start empty.
-
-        ``on_unplanned`` gets the reason where a call must run without a plan.
-        """
+        """Start empty; ``on_unplanned`` gets the reason where a call must run without a plan."""
         self.maker = maker
         self._counters = counters
         self._on_unplanned = on_unplanned

@@ -237,7 +237,6 @@ class PlanRunner:
 
 
 def _no_room(nbytes: int, beside: int, budget_bytes: int) -> PlanInfeasibleError:
-    """Return the refusal of a KV cache with room for new rows."""
     need = nbytes + beside
     return PlanInfeasibleError(
         f"the KV cache takes {nbytes} bytes with room for new rows, beside {beside} bytes of the "

@@ -180,11 +180,7 @@ def _finish(modeling_utils: ModuleType, call: WrappedCall) -> Any:
 
 
 def _load_packed(call: WrappedCall, quantizer: Any) -> Any:
-    """Run transformers' loading with files that are read tensor by tensor.
-
-    Raises:
-        ConfigError: A weight cannot be packed.
-    """
+    """Run transformers' loading with files that are read tensor by tensor."""
     from ds_finepage.integrations.deepspeed.shard_loading import read_all
 
     _leave_unread(call.arguments)

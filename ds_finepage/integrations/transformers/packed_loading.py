@@ -124,7 +124,6 @@ class PackWeight(ConversionOps):
     """Puts a packed layer in the place of a layer whose weights have come."""
 
     def __init__(self, quantizer: PackedQuantizer) -> None:
-        """Pack as a quantiser says."""
         self._quantizer = quantizer
 
     def convert(  # type: ignore[override]

@@ -171,7 +171,6 @@ class Preflight:
     """Checks the generations of one model before they begin."""
 
     def __init__(self, module: Any) -> None:
-        """Start without a checked generation."""
         self._module = module
         self._longest_that_fits: dict[tuple[Any, ...], int] = {}  # tokens
 

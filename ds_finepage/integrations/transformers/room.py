@@ -182,7 +182,6 @@ class RoomLayer(RunLayer):
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.key_room: torch.Tensor | None = None
         self.value_room: torch.Tensor | None = None
         self.lengths = lengths_of(0, 0)
