@@ -212,25 +212,21 @@ class _Inputs:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._tensors: list[tuple[int, bool]] = []  # tensor id, may be left out
+        self._tensors: list[int] = []
 
     def add(self, tensor: torch.Tensor, kind: BufferKind, name: str) -> None:
         nbytes = int(tensor.untyped_storage().nbytes())
         self._recorder.add_buffer(tensor, kind, nbytes, name)
-        optional = kind is BufferKind.INPUT
-        self._tensors.append((self._recorder.tensor_id(tensor), optional))
+        self._tensors.append(self._recorder.tensor_id(tensor))
 
     def used(self) -> tuple[GraphInput, ...]:
         """Describe all weights, and of the other inputs those that the pass looks at."""
         recorder = self._recorder
-        seen = {b for task in recorder.tasks for b in task.buffers}
+        used = {b for task in recorder.tasks for b in task.buffers}
+        used |= {i for i, b in enumerate(recorder.buffers) if b.kind is BufferKind.WEIGHT}
         handed = (b.handed for b in recorder.buffers if b.handed is not None)
-        seen |= {recorder.tensors[tensor].buffer for tensor in handed}
-        kept = [
-            tensor
-            for tensor, optional in self._tensors
-            if not optional or recorder.tensors[tensor].buffer in seen
-        ]
+        used |= {recorder.tensors[tensor].buffer for tensor in handed}
+        kept = [tensor for tensor in self._tensors if recorder.tensors[tensor].buffer in used]
         return tuple(GraphInput(position, tensor) for position, tensor in enumerate(kept))
 
 

@@ -317,7 +317,6 @@ def _stack(axes: Axes, at: Sequence[float], series: MemorySeries, unit: int) -> 
             label=kind.value,
         )
         below = top
-    axes.set_xlim(at[0] if at else 0, max(at[-1] if at else 1, 1e-9))
 
 
 def _budget_line(axes: Axes, budget_bytes: int | None, unit: int, peak_bytes: int) -> None:

@@ -59,11 +59,7 @@ class CapturedCall:
         return self.compiled(*self.args, **self.kwargs)
 
     def caches(self, *, growing: bool = False) -> list[Any]:
-        """List the KV caches among the arguments.
-
-        Args:
-            growing: Leave out the caches that the encoder's output fills once.
-        """
+        """List the KV caches among the arguments, as :func:`caches_among` does."""
         return caches_among((*self.args, *self.kwargs.values()), growing=growing)
 
 
