@@ -81,11 +81,7 @@ def _fake_of(
 def _fake_blocks(
     graph: DynamoGraph, args: Sequence[Any], recorder: Recorder
 ) -> dict[int, torch.Tensor]:
-    """Make a fake tensor of bytes for each block of memory that arguments share.
-
-    Returns:
-        Position of an argument -> the bytes that it lies in.
-    """
+    """Make the bytes of each block that arguments share; return them by position."""
     found: dict[int, torch.Tensor] = {}
     for positions in graph.blocks_of(args):
         storage = args[positions[0]].untyped_storage()

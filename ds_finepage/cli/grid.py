@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     options.add_weights(parser, many=True)
     options.add_ranks(parser)
-    options.add_budget(parser, "auto")
+    options.add_budget(parser)
     options.add_host_memory(parser)
     options.add_split(parser)
     output.add_json(parser)

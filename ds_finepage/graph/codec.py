@@ -313,10 +313,7 @@ def _require_graph_positions(graph: TaskGraph) -> None:
 
 
 def _require_known(table: str, column: str, ids: Iterable[Any], num_ids: int) -> None:
-    """Refuse a table in which a row names an id that does not exist.
-
-    The table and the column are for the message. A row has an id, several or None.
-    """
+    """Refuse a table with an id that does not exist; a row has one, several or None."""
     for position, value in enumerate(ids):
         for found in value if isinstance(value, (tuple, list)) else (value,):
             if found is not None and not 0 <= found < num_ids:

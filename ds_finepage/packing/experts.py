@@ -27,12 +27,7 @@ class PackedExperts(torch.nn.Module):
     """
 
     def __init__(self, experts: torch.nn.Module, matrices: Mapping[str, PackedWeight]) -> None:
-        """Take what the module has, and packed matrices for its own.
-
-        Args:
-            experts: A module that :func:`expert_weights` knows; it stays as it is.
-            matrices: The packed ones, by the names of the parameters.
-        """
+        """Take what a module of :func:`expert_weights` has, and packed matrices by its names."""
         super().__init__()
         for name, value in vars(experts).items():
             vars(self)[name] = value.copy() if isinstance(value, dict) else value

@@ -127,11 +127,8 @@ def _plain_linear() -> AbstractContextManager[None]:
 
 def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
     """Return the class to build, with its settings, since DeepSpeed passes only its own."""
-
-    class ConfiguredFinepageOffload(FinepageOffload):
-        finepage_config = config
-
-    return ConfiguredFinepageOffload
+    own = {"finepage_config": config}
+    return type("ConfiguredFinepageOffload", (FinepageOffload,), own)
 
 
 def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> list[HostWeight]:
