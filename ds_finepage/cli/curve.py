@@ -212,6 +212,7 @@ class Curve:
 
     def to_table(self) -> Table:
         """Return the points as a table for the terminal."""
+        lacks = "more than the device has"
         columns: tuple[tuple[str, Callable[[Point], str]], ...] = (
             ("budget", lambda p: format_bytes(p.budget_bytes)),
             ("tok/s", lambda p: f"{p.tokens_per_s:.2f}"),
@@ -220,12 +221,9 @@ class Curve:
             ("at least", lambda p: format_ns(p.first_token_bound_ns)),
             ("reloaded a token", lambda p: format_bytes(p.decode_reloaded_bytes)),
             ("KV cache", lambda p: "host memory" if p.decode_kv_on_host else "device"),
-            ("", lambda p: "more than the device has" if self._lacks(p) else ""),
+            ("", lambda p: lacks if p.budget_bytes > self.capacity_bytes else ""),
         )
         return table_of(self.title, columns, self.points)
-
-    def _lacks(self, point: Point) -> bool:
-        return point.budget_bytes > self.capacity_bytes
 
 
 def price_table(curves: Sequence[Curve]) -> Table:

@@ -109,7 +109,8 @@ def unknown(module: torch.nn.Module) -> str | None:
     own: Any = module
     found = {n: p for n, p in module._parameters.items() if p is not None and p.dim() == 3}
     several = list(found)
-    if not several or _is_torchs(module) or all(len(p) < 2 for p in found.values()):
+    is_torchs = type(module).__module__.startswith("torch.")  # such as a convolution
+    if not several or is_torchs or all(len(p) < 2 for p in found.values()):
         return None
     if not _follows_protocol(module):
         return f"how it uses {several[0]} is not known"
@@ -117,7 +118,8 @@ def unknown(module: torch.nn.Module) -> str | None:
         return "its experts are spread over ranks"
     if not set(_names(module)) <= {*several}:
         return f"its weights are not {' and '.join(_names(module))}"
-    has_own_gate = own.has_gate and type(own)._apply_gate is not _default_gate()
+    default = getattr(sys.modules[PROTOCOL], "_default_apply_gate", None)
+    has_own_gate = own.has_gate and type(own)._apply_gate is not default
     if not has_own_gate and not callable(getattr(own, "act_fn", None)):
         return "its activation is not known"
     return None
@@ -133,12 +135,3 @@ def _follows_protocol(module: torch.nn.Module) -> bool:
         return False
     made = getattr(type(module).forward, "__globals__", {})
     return made.get("__name__") == PROTOCOL and hasattr(module, "has_gate")
-
-
-def _default_gate() -> Any:
-    return getattr(sys.modules[PROTOCOL], "_default_apply_gate", None)
-
-
-def _is_torchs(module: torch.nn.Module) -> bool:
-    """Tell whether a module is one of torch's own layers, such as a convolution."""
-    return type(module).__module__.startswith("torch.")

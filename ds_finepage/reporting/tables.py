@@ -130,10 +130,6 @@ def _tokens_per_s(run: Run, ns: int | None) -> str:
     return f"{run.batch * NS_PER_S / ns:.2f}" if ns else NONE
 
 
-def _equal(run: Run) -> str:
-    return {True: "yes", False: "NO", None: NONE}[run.tokens_equal]
-
-
 def _peak(run: Run) -> str:
     return bytes_or_dash(run.peak_bytes) + ("" if run.holds_budget else " !")
 
@@ -142,7 +138,7 @@ _ARM: Column = ("arm", lambda r: r.arm)
 
 BYTES: tuple[Column, ...] = (
     _ARM,
-    ("tokens equal", _equal),
+    ("tokens equal", lambda r: {True: "yes", False: "NO", None: NONE}[r.tokens_equal]),
     ("peak", _peak),
     ("prefill to device", lambda r: bytes_or_dash(r.prefill.h2d_bytes)),
     ("to host", lambda r: bytes_or_dash(r.prefill.d2h_bytes)),
