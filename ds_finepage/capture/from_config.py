@@ -235,11 +235,11 @@ def _text_arguments(
 ) -> dict[str, Any]:
     """Return the tokens, and the other arguments of ``generate`` that this model takes."""
     taken = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {"input_ids": torch.empty(batch, num_new, dtype=torch.int64)}
-    inputs.add(found["input_ids"], BufferKind.INPUT, "input_ids")
-    if "position_ids" in taken:
-        found["position_ids"] = torch.empty(batch, num_new, dtype=torch.int64)
-        inputs.add(found["position_ids"], BufferKind.INPUT, "position_ids")
+    found: dict[str, Any] = {}
+    for name in ("input_ids", "position_ids"):
+        if name in taken:
+            found[name] = torch.empty(batch, num_new, dtype=torch.int64)
+            inputs.add(found[name], BufferKind.INPUT, name)
     if "logits_to_keep" in taken:
         found["logits_to_keep"] = 1
     return found

@@ -47,22 +47,20 @@ def tables(results: Results, batch: int) -> Iterator[RunTable]:
         budget = format_bytes(ran[0].budget_bytes or 0)
         weights = format_bytes(ran[0].weight_bytes or 0)
         within = f"batch {batch}, budget {budget}, weights {weights}"
-        yield RunTable(title=f"Bytes, counted: {within}", columns=BYTES, runs=ran)
-        ranks = list(_of_ranks(ran))
-        if ranks:
-            yield RunTable(title=f"Ranks, counted: {within}", columns=RANKS, runs=ranks)
+        times, columns_of_times = "Time, measured", WALL_TIMES
         if results.is_modelled and results.settings is not None:
-            card = results.settings.hardware
-            title = f"Time, modelled for {card}: {within}"
-            yield RunTable(title=title, columns=MODELLED_TIMES, runs=ran)
-        else:
-            yield RunTable(title=f"Time, measured: {within}", columns=WALL_TIMES, runs=ran)
-        title = f"First token and host memory, measured: {within}"
-        yield RunTable(title=title, columns=FIRST_TOKEN, runs=ran)
+            times = f"Time, modelled for {results.settings.hardware}"
+            columns_of_times = MODELLED_TIMES
         planned = [run for run in ran if run.decode.predicted_ns is not None]
-        if planned:
-            title = f"Link and prediction, measured: {within}"
-            yield RunTable(title=title, columns=PREDICTIONS, runs=planned)
+        for title, columns, shown in (
+            ("Bytes, counted", BYTES, ran),
+            ("Ranks, counted", RANKS, list(_of_ranks(ran))),
+            (times, columns_of_times, ran),
+            ("First token and host memory, measured", FIRST_TOKEN, ran),
+            ("Link and prediction, measured", PREDICTIONS, planned),
+        ):
+            if shown:
+                yield RunTable(title=f"{title}: {within}", columns=columns, runs=shown)
     failed = [run for run in runs if run.reason is not None]
     if failed:
         yield RunTable(title=f"Did not run: batch {batch}", columns=REASONS, runs=failed)

@@ -47,9 +47,7 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
     if getattr(module.config, "is_encoder_decoder", False):
         return None  # its cache does not grow from its prompt
 
-    def setting(name: str) -> Any:
-        return setting_of(module, args, kwargs, name)
-
+    setting = functools.partial(setting_of, module, args, kwargs)
     prompt = inputs.shape[1]
     new, most = setting("max_new_tokens"), setting("max_length")
     if new is not None:
@@ -277,7 +275,6 @@ def _refusal(
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Return the bytes of a cache, on device and host."""
     tensors = [
         getattr(layer, name, None)
         for layer in getattr(cache, "layers", ())
