@@ -21,8 +21,7 @@ from typing import Any
 
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.modeller import Modeller
-from ds_finepage.reporting.figures import NS_PER_S
-from ds_finepage.units import parse_bytes
+from ds_finepage.units import NS_PER_S, parse_bytes
 
 HARDWARE, HOST_MEMORY = "t4", "208GB"
 NEW_TOKENS = 32

@@ -210,7 +210,7 @@ def attach(
     _pack(module, config, where)
     with ExitStack() as undo:
         apart, weights, buffers = _taken(module, take, where, undo)
-        budget_bytes = _common_budget(resolve_budget(config, weights.nbytes, where), ranks)
+        budget_bytes = _budget_on(config, weights.nbytes, where, ranks)
         try:
             run_settings = _run_settings(config, where, budget_bytes, profile, ranks)
             handle = Handle(
@@ -259,8 +259,17 @@ def _settled(config: object, settings: Mapping[str, Any]) -> FinepageConfig:
     return found
 
 
-def _common_budget(budget_bytes: int, ranks: Ranks) -> int:
-    """Return the budget of a rank: the least of all ranks if they run one plan."""
+def _budget_on(config: FinepageConfig, weight_bytes: int, where: torch.device, ranks: Ranks) -> int:
+    """Turn ``device_budget`` into bytes: the least of all ranks if they run one plan."""
+    is_auto = config.device_budget.kind is BudgetKind.AUTO
+    margin_bytes = context_margin_bytes(where) if is_auto else 0
+    free_bytes, device_bytes = device_of(where).memory_info()
+    budget_bytes = config.device_budget.resolve(
+        weight_bytes=weight_bytes,
+        device_bytes=device_bytes,
+        margin_bytes=margin_bytes,
+        free_bytes=free_bytes,
+    )
     if not ranks.collects_weights:
         return budget_bytes
     return min(row[0] for row in ranks.of_all((budget_bytes,)))
@@ -316,26 +325,4 @@ def _run_settings(
         budget_bytes=budget_bytes,
         profile=ranks.with_link(rates, where, scratch_bytes),
         may_cut=not ranks.collects_weights,
-    )
-
-
-def resolve_budget(config: FinepageConfig, weight_bytes: int, device: torch.device) -> int:
-    """Turn ``device_budget`` into bytes.
-
-    Args:
-        config: The ``finepage`` section.
-        weight_bytes: Bytes of all weights.
-        device: The device that the budget is for.
-
-    Raises:
-        ConfigError: The budget is above the device.
-    """
-    is_auto = config.device_budget.kind is BudgetKind.AUTO
-    margin_bytes = context_margin_bytes(device) if is_auto else 0
-    free_bytes, device_bytes = device_of(device).memory_info()
-    return config.device_budget.resolve(
-        weight_bytes=weight_bytes,
-        device_bytes=device_bytes,
-        margin_bytes=margin_bytes,
-        free_bytes=free_bytes,
     )

@@ -151,7 +151,6 @@ class DeviceBudget:
         return self.kind is BudgetKind.AUTO
 
     def __str__(self) -> str:
-        """The budget as a ds_config writes it."""
         if self.is_auto:
             return "auto"
         if self.kind is BudgetKind.BYTES:

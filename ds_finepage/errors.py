@@ -27,12 +27,6 @@ class CaptureError(FinepageError):
     """
 
     def __init__(self, message: str, weights: tuple[str, ...] = ()) -> None:
-        """Make the error.
-
-        Args:
-            message: Names the op or the value, and says why.
-            weights: See the class.
-        """
         super().__init__(message)
         self.weights = weights
 
@@ -47,12 +41,6 @@ class PlanInfeasibleError(FinepageError):
     exit_status = 2
 
     def __init__(self, message: str, min_budget_bytes: int | None = None) -> None:
-        """Make the error.
-
-        Args:
-            message: Names the task that has no room, and the bytes that it needs.
-            min_budget_bytes: See the class.
-        """
         super().__init__(message)
         self.min_budget_bytes = min_budget_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from ds_finepage.errors import ConfigError
@@ -10,6 +11,10 @@ from ds_finepage.errors import ConfigError
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+NS_PER_S = 10**9
+
+BYTE_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+TIME_UNITS = ((NS_PER_S, "s"), (10**6, "ms"), (10**3, "us"), (1, "ns"))
 
 _UNITS = {
     "": 1,
@@ -78,23 +83,28 @@ def parse_bytes(value: str | int, *, name: str = "size") -> int:
 
 def format_bytes(num_bytes: int) -> str:
     """Print a size with two decimals: ``"6.00 GiB"``, ``"1.50 KiB"``; below 1 KiB ``"12 B"``."""
-    sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
-    for unit, unit_name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        # Round first, so that one byte below 1 MiB is "1.00 MiB" and not "1024.00 KiB".
-        hundredths = (200 * size + unit) // (2 * unit)
-        if hundredths >= 100 and size >= KIB:
-            return f"{sign}{hundredths // 100}.{hundredths % 100:02} {unit_name}"
-    return f"{sign}{size} B"
+    return _in_units(num_bytes, BYTE_UNITS)
 
 
 def format_ns(time_ns: int) -> str:
     """Print a time with two decimals: ``"1.50 s"``, ``"12.00 ms"``; below 1 us ``"12 ns"``."""
-    sign, time = ("-", -time_ns) if time_ns < 0 else ("", time_ns)
-    for unit, unit_name in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):
-        hundredths = (200 * time + unit) // (2 * unit)
-        if hundredths >= 100 and time >= 1000:
-            return f"{sign}{hundredths // 100}.{hundredths % 100:02} {unit_name}"
-    return f"{sign}{time} ns"
+    return _in_units(time_ns, TIME_UNITS)
+
+
+def _in_units(amount: int, units: Sequence[tuple[int, str]]) -> str:
+    sign, size = ("-", -amount) if amount < 0 else ("", amount)
+    *larger, (_, smallest) = units
+    for unit, name in larger:
+        # Round first, so that one byte below 1 MiB is "1.00 MiB" and not "1024.00 KiB".
+        hundredths = (200 * size + unit) // (2 * unit)
+        if hundredths >= 100 and size >= larger[-1][0]:
+            return f"{sign}{hundredths // 100}.{hundredths % 100:02} {name}"
+    return f"{sign}{size} {smallest}"
+
+
+def unit_for(most: int, units: Sequence[tuple[int, str]]) -> tuple[int, str]:
+    """Return the largest unit that is not above a figure, with its name."""
+    return next((each for each in units if most >= each[0]), units[-1])
 
 
 def align_up(nbytes: int, alignment: int) -> int:

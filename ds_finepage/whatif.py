@@ -367,11 +367,7 @@ def that_fits(forms: Sequence[Form], budget_bytes: int) -> Form:
 
 
 def _on_host(forms: Sequence[Form], policy: str) -> Sequence[Form]:
-    """Return the form with the KV cache in host memory; a pass that has none stays as it is.
-
-    Raises:
-        ConfigError: The policy keeps it on the device.
-    """
+    """Return the form with the KV cache in host memory; a pass that has none stays as it is."""
     if not policy_named(policy).pages:
         raise ConfigError(
             f'kv_cache: "host" has no effect: policy {policy} keeps the KV cache on '
@@ -381,11 +377,7 @@ def _on_host(forms: Sequence[Form], policy: str) -> Sequence[Form]:
 
 
 def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> None:
-    """Refuse a budget that is too small, and say that a KV cache in host memory does not help.
-
-    Raises:
-        PlanInfeasibleError: Names the task with the largest working set, and both budgets.
-    """
+    """Refuse a budget that is too small, and say that a KV cache in host memory does not help."""
     try:
         needs.require_room(budget_bytes)
     except PlanInfeasibleError as error:
@@ -397,16 +389,6 @@ def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> N
 
 
 def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes: int) -> None:
-    """Refuse a pass that needs more host memory than the machine has.
-
-    Args:
-        form: The pass.
-        host_bytes: The host memory that it needs.
-        host_memory_bytes: The machine's host memory.
-
-    Raises:
-        PlanInfeasibleError: It needs more.
-    """
     if host_bytes <= host_memory_bytes:
         return
     place = "in host memory" if form.kv_on_host else "on the device"
@@ -426,11 +408,6 @@ def _figures(
 ) -> PlanFigures:
     graph, profile = captured.graph, planned.settings.profile
     memgraph, timeline = planned.memgraph, planned.timeline
-    # The weights that the plan finds but does not leave have to be reloaded in every pass.
-    reloaded_bytes = memgraph.reloaded_bytes
-    reloaded_bytes += sum(memgraph.graph.buffers[b].nbytes for b in memgraph.lost)
-    kv_copied_bytes = kv_reloaded_bytes(memgraph) + written_bytes(memgraph.graph)
-
     return PlanFigures(
         model=captured.model,
         phase=captured.phase,
@@ -446,9 +423,9 @@ def _figures(
         peak_bytes=needs.non_arena_bytes + memgraph.peak_bytes,
         host_bytes=captured.host_bytes + memgraph.host_bytes,
         entry_reloaded_bytes=entry_bytes(memgraph) + memgraph.reloaded_bytes,
-        reloaded_bytes=reloaded_bytes,
+        reloaded_bytes=memgraph.steady_reloaded_bytes,
         offloaded_bytes=memgraph.offloaded_bytes,
-        kv_copied_bytes=kv_copied_bytes,
+        kv_copied_bytes=kv_reloaded_bytes(memgraph) + written_bytes(memgraph.graph),
         lower_bound_bytes=planned.lower_bound_bytes,
         predicted_ns=timeline.total_ns,
         compute_ns=timeline.compute_ns,

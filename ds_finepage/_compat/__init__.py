@@ -34,12 +34,7 @@ MODEL_QUANTIZER = "get_hf_quantizer"
 IS_ZERO3 = "is_deepspeed_zero3_enabled"
 """The function of transformers that tells whether it loads into ZeRO's partitions."""
 
-MODEL_NEEDS = (
-    MODEL,
-    MODEL_QUANTIZER,
-    "deepspeed_config",
-    IS_ZERO3,
-)
+MODEL_NEEDS = (MODEL, MODEL_QUANTIZER, "deepspeed_config", IS_ZERO3)
 """The names that loading into partitions needs in ``transformers.modeling_utils``."""
 
 ACCELERATE_SET = "set_module_tensor_to_device"

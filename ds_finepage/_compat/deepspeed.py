@@ -10,15 +10,3 @@ from deepspeed.runtime.zero.partition_parameters import (
     _init_external_params,
     is_zero_param,
 )
-
-__all__ = [
-    "DeepSpeedZeRoOffload",
-    "Init",
-    "InsertPostInitMethodToModuleSubClasses",
-    "PartitionedParamStatus",
-    "ZeROOrderedDict",
-    "ZeroParamStatus",
-    "_init_external_params",
-    "is_zero_param",
-    "partition_parameters",
-]

@@ -70,7 +70,9 @@ class DynamoGraph:
         self._shared_positions = tuple(
             position for position, arg in enumerate(example_args) if hasattr(arg, SHARES_MEMORY)
         )
-        self._outputs = _returned_nodes(module)
+        (output,) = (n for n in module.graph.nodes if n.op == "output")
+        returned = output.args[0]
+        self._outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
         self.key_positions = tuple(
             position
             for position, arg in enumerate(example_args)
@@ -165,9 +167,3 @@ class DynamoGraph:
 def _is_number(node: Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _returned_nodes(module: GraphModule) -> tuple[Any, ...]:
-    (output,) = (n for n in module.graph.nodes if n.op == "output")
-    returned = output.args[0]
-    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)

@@ -43,7 +43,10 @@ def make_fakes(
             raise CaptureError(f"{graph.name}: argument {position} is {arg.layout}")
         require_plain(arg)
         if position in blocks:
-            fake = _view_of_block(blocks[position], arg)
+            block = blocks[position]
+            whole = block.numel() // arg.element_size() * arg.element_size()
+            flat = block[:whole].view(arg.dtype)
+            fake = flat.as_strided(arg.shape, arg.stride(), arg.storage_offset())
         else:
             fake = _fake_of(graph, position, arg, recorder, sizes)
         inputs.append(GraphInput(position, recorder.tensor_id(fake)))
@@ -81,11 +84,7 @@ def _fake_of(
 def _fake_blocks(
     graph: DynamoGraph, args: Sequence[Any], recorder: Recorder
 ) -> dict[int, torch.Tensor]:
-    """Make a fake tensor of bytes for each block of memory that arguments share.
-
-    Returns:
-        Position of an argument -> the bytes that it lies in.
-    """
+    """Make the bytes of each block that arguments share; return them by position."""
     found: dict[int, torch.Tensor] = {}
     for positions in graph.blocks_of(args):
         storage = args[positions[0]].untyped_storage()
@@ -94,9 +93,3 @@ def _fake_blocks(
         recorder.add_buffer(block, BufferKind.INPUT, storage.nbytes(), name)
         found |= dict.fromkeys(positions, block)
     return found
-
-
-def _view_of_block(block: torch.Tensor, arg: torch.Tensor) -> torch.Tensor:
-    whole = block.numel() // arg.element_size() * arg.element_size()
-    flat = block[:whole].view(arg.dtype)
-    return flat.as_strided(arg.shape, arg.stride(), arg.storage_offset())

@@ -212,25 +212,21 @@ class _Inputs:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._tensors: list[tuple[int, bool]] = []  # tensor id, may be left out
+        self._tensors: list[int] = []
 
     def add(self, tensor: torch.Tensor, kind: BufferKind, name: str) -> None:
         nbytes = int(tensor.untyped_storage().nbytes())
         self._recorder.add_buffer(tensor, kind, nbytes, name)
-        optional = kind is BufferKind.INPUT
-        self._tensors.append((self._recorder.tensor_id(tensor), optional))
+        self._tensors.append(self._recorder.tensor_id(tensor))
 
     def used(self) -> tuple[GraphInput, ...]:
         """Describe all weights, and of the other inputs those that the pass looks at."""
         recorder = self._recorder
-        seen = {b for task in recorder.tasks for b in task.buffers}
+        used = {b for task in recorder.tasks for b in task.buffers}
+        used |= {i for i, b in enumerate(recorder.buffers) if b.kind is BufferKind.WEIGHT}
         handed = (b.handed for b in recorder.buffers if b.handed is not None)
-        seen |= {recorder.tensors[tensor].buffer for tensor in handed}
-        kept = [
-            tensor
-            for tensor, optional in self._tensors
-            if not optional or recorder.tensors[tensor].buffer in seen
-        ]
+        used |= {recorder.tensors[tensor].buffer for tensor in handed}
+        kept = [tensor for tensor in self._tensors if recorder.tensors[tensor].buffer in used]
         return tuple(GraphInput(position, tensor) for position, tensor in enumerate(kept))
 
 
@@ -239,11 +235,11 @@ def _text_arguments(
 ) -> dict[str, Any]:
     """Return the tokens, and the other arguments of ``generate`` that this model takes."""
     taken = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {"input_ids": torch.empty(batch, num_new, dtype=torch.int64)}
-    inputs.add(found["input_ids"], BufferKind.INPUT, "input_ids")
-    if "position_ids" in taken:
-        found["position_ids"] = torch.empty(batch, num_new, dtype=torch.int64)
-        inputs.add(found["position_ids"], BufferKind.INPUT, "position_ids")
+    found: dict[str, Any] = {}
+    for name in ("input_ids", "position_ids"):
+        if name in taken:
+            found[name] = torch.empty(batch, num_new, dtype=torch.int64)
+            inputs.add(found[name], BufferKind.INPUT, name)
     if "logits_to_keep" in taken:
         found["logits_to_keep"] = 1
     return found
@@ -336,16 +332,12 @@ class _GroupedMm(TorchFunctionMode):
 def _static_rows(
     config: PretrainedConfig, inputs: _Inputs, *, num_new: int, num_past: int, host_ops: Any
 ) -> tuple[Cache, list[torch.Tensor]]:
-    """Make a KV cache whose rows are all live after the pass.
-
-    Returns:
-        The cache, and a list that gets the rows which the pass writes to host memory.
-    """
+    """Make a KV cache whose rows are all live, and a list that gets those it has on the host."""
     new_rows: list[torch.Tensor] = []
     positions = torch.empty(num_new, dtype=torch.int64)
     inputs.add(positions, BufferKind.INPUT, "cache_position")
     layers: list[Any] = []
-    for index, window in enumerate(_windows(config.get_text_config(decoder=True))):
+    for index, window in enumerate(windows_of(config.get_text_config(decoder=True))):
         num_rows = min(num_new + num_past, window or num_new + num_past)
         name = f"cache.{index}"
         if host_ops is not None and window is None:
@@ -460,7 +452,7 @@ class _HostRows(_LayerRows):
         return self._num_past + self._positions.shape[0], 0
 
 
-def _windows(config: PretrainedConfig) -> list[int | None]:
+def windows_of(config: PretrainedConfig) -> list[int | None]:
     """Return each layer's sliding window, None where attention is full.
 
     Raises:

@@ -60,11 +60,7 @@ class LayoutFixer:
         )
 
     def _described(self, value: Any) -> Any:
-        """Return an op's argument or result with a :class:`Layout` for each tensor.
-
-        Raises:
-            _UnknownLayoutError: It is no plain value, or a size depends on data.
-        """
+        """Return a value with a :class:`Layout` for each tensor; refuse what is not known."""
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             dtype = str(value.dtype).removeprefix("torch.")
             sizes = (tuple(map(self._int, n)) for n in (value.shape, value.stride()))

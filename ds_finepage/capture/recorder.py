@@ -255,6 +255,7 @@ class Recorder(TorchDispatchMode):
         # An op that changes a buffer in place may leave part of it as it was, so it reads it too.
         reads = {self._buffer_of(t) for t in given} | written
         count = FLOP_COUNTS.get(str(func.overloadpacket))
+        made = results[0] if len(results) == 1 else tuple(results)
         self.tasks.append(
             Task(
                 index=len(self.tasks),
@@ -267,7 +268,7 @@ class Recorder(TorchDispatchMode):
                 ),
                 reads=tuple(sorted(reads)),
                 writes=tuple(sorted(written | fresh)),
-                flops=size_of(count(*args, **kwargs, out_val=_one(results))) if count else 0,
+                flops=size_of(count(*args, **kwargs, out_val=made)) if count else 0,
                 moved_bytes=size_of(
                     moved_bytes(str(func.overloadpacket), given, _tensors(results), args)
                 ),
@@ -295,12 +296,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _one(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else tuple(values)
-
-
 def _named_arguments(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """Pair the arguments of a call with those of the op's schema."""
     declared = func._schema.arguments
     by_name = {a.name: a for a in declared}
     paired = list(zip(declared, args, strict=False))

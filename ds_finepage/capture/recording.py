@@ -289,11 +289,7 @@ def _without_place(error: Exception) -> str:
 
 
 def _require_ops_of_eager(graph: TaskGraph) -> None:
-    """Refuse a graph in which an op does more than it would in eager PyTorch.
-
-    Raises:
-        CaptureError: There is one; the last bits of its results may be others.
-    """
+    """Refuse an op that does more than in eager PyTorch: its last bits may be others."""
     named = Counter(b for task in graph.tasks for b in task.buffers)
     named.update(graph.tensors[o.tensor].buffer for o in graph.outputs if o.tensor is not None)
     for task in graph.tasks:

@@ -123,11 +123,7 @@ def require_heads(config: Any, num_ranks: int, name: str) -> None:
 
 
 def _layers_to_cut(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of the layers to cut, with ``COLUMNS``, ``GATHERED`` or ``ROWS``.
-
-    Raises:
-        ConfigError: There is no plan for the model, or AutoTP cannot follow it.
-    """
+    """Yield the layers to cut, with ``COLUMNS``, ``GATHERED`` or ``ROWS``; refuse other plans."""
     config: Any = model.config
     of_layers = getattr(config, "base_model_tp_plan", None) or {}
     of_output = getattr(type(model), "_tp_plan", None) or {}

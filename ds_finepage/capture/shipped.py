@@ -54,15 +54,3 @@ def config_text(name_or_path: str) -> tuple[str, str]:
             f"{CONFIG_FILE}, the path of such a file, or a shipped name: "
             f"{', '.join(model_names())}."
         ) from error
-
-
-def require_model(name_or_path: str) -> None:
-    """Refuse a model that is not there, before anything heavy is imported.
-
-    Args:
-        name_or_path: As for :func:`config_text`.
-
-    Raises:
-        ConfigError: There is no such model, or its config cannot be read.
-    """
-    config_text(name_or_path)

@@ -67,7 +67,6 @@ class SymbolicSizes:
         return found
 
     def __bool__(self) -> bool:
-        """True where any size varies."""
         return bool(self._nodes)
 
     def of(self, value: Any) -> Any:

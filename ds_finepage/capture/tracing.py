@@ -142,8 +142,8 @@ class QuickTracing:
         self._take_code = take_code
         self._thread: int | None = None
         self._given: Arguments = ((), {})
-        self._has_traced = self._stopped_collector = False
-        self._settings = contextlib.ExitStack()  # of Dynamo, while it traces
+        self._has_traced = False
+        self._settings = contextlib.ExitStack()  # of Dynamo and the collector, while it traces
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled call that is traced quickly when it has no graph yet."""
@@ -157,7 +157,8 @@ class QuickTracing:
                 return compiled(*args, **kwargs)
             finally:
                 self._end()
-                self._restore_compiler()
+                self._has_traced = False
+                self._settings.close()
                 with contextlib.suppress(ValueError):  # torch._dynamo.reset() removed all callbacks
                     callback_handler.remove_start_callback(self._begin)
                     callback_handler.remove_end_callback(self._end)
@@ -196,28 +197,20 @@ class QuickTracing:
         if self._has_traced:
             return
         self._has_traced = True
+        if gc.isenabled():
+            gc.disable()
+            self._settings.callback(gc.enable)
+        # Dynamo leaves cycles behind that hold the call's tensors. They are young, because nothing
+        # was collected since: no need to walk all of torch and transformers.
+        self._settings.callback(gc.collect, 1)
+        self._settings.callback(self._unguarded.see)
         # A number that differs between two models, such as the scale of attention, would become an
         # input that the ops read, and no plan can know it.
         settings = {"run_gc_after_compile": False, "specialize_float": True}
         self._settings.enter_context(dynamo_config.patch(settings))
         self._settings.callback(register_bytecode_hook(self._take).remove)
         self._settings.enter_context(_status())
-        if gc.isenabled():
-            self._stopped_collector = True
-            gc.disable()
 
     def _take(self, code: CodeType, new_code: CodeType) -> None:
         if get_ident() == self._thread:
             self._take_code(code)
-
-    def _restore_compiler(self) -> None:
-        if self._has_traced:
-            self._has_traced = False
-            self._settings.close()
-            self._unguarded.see()
-            # Dynamo leaves cycles behind that hold the call's tensors. They are young, because
-            # nothing was collected since: no need to walk all of torch and transformers.
-            gc.collect(1)
-        if self._stopped_collector:
-            self._stopped_collector = False
-            gc.enable()

@@ -22,12 +22,11 @@ class Unguarded:
     """The hooks of a model's modules and the methods that were traced, as of the last look."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Look at them now.
-
-        The parts of the model are those of now.
-        """
+        """Look at them now, in the parts that the model has now."""
         parts = list(module.modules())
-        self._hooks = [hooks for part in parts for hooks in _hooks_of(part)] + [*GLOBAL_HOOKS]
+        self._hooks: list[Mapping[int, Any]] = [*GLOBAL_HOOKS]
+        for part in parts:
+            self._hooks += (part._forward_pre_hooks, part._forward_hooks)
         self._classes = list(dict.fromkeys(map(type, parts)))
         self._traced: set[CodeType] = set()
         self.see()
@@ -87,10 +86,6 @@ def functions_in(value: Any) -> Iterator[FunctionType]:
         while isinstance(part, FunctionType):
             yield part
             part = getattr(part, "__wrapped__", None)
-
-
-def _hooks_of(part: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
-    return part._forward_pre_hooks, part._forward_hooks
 
 
 def kernel_settings() -> tuple[object, ...]:

@@ -41,9 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 def figures_of(memgraph: MemGraph) -> dict[str, Any]:
     """Return what a right plan moves, beside what any plan of its taskgraph has to move."""
     graph = memgraph.graph
-    # A weight that the pass finds and does not leave is reloaded before the next pass.
-    between = sum(graph.buffers[b].nbytes for b in memgraph.lost)
-    reloaded = memgraph.reloaded_bytes + between
+    reloaded = memgraph.steady_reloaded_bytes
     bound = lower_bound_bytes(graph, memgraph.arena_bytes, memgraph.alignment)
     return {
         "taskgraph": graph.name,

@@ -27,7 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_finepage.capture.shipped import require_model
+from ds_finepage.capture.shipped import config_text
 from ds_finepage.cli.options import (
     PROGRAM,
     RUNS,
@@ -162,16 +162,10 @@ def compare(
     # This imports torch, which takes time; an option that cannot be used is refused before.
     from ds_finepage.compare.orchestrate import Comparison
 
-    console = Console(stderr=True)
-    comparison = Comparison(
-        settings,
-        folder,
-        console,
-        device=device_type(),
-        start=start,
-        limits_stock=limits_stock,
-    )
-    return comparison.run()
+    console, device = Console(stderr=True), device_type()
+    return Comparison(
+        settings, folder, console, device=device, start=start, limits_stock=limits_stock
+    ).run()
 
 
 # Options.
@@ -194,7 +188,7 @@ def settings_of(arguments: argparse.Namespace) -> CompareSettings:
             f"--layers: {arguments.layers} cannot be used. Write 1 or more, for a shipped name or "
             "a config.json; a checkpoint has the layers that it has."
         )
-    require_model(arguments.model)
+    config_text(arguments.model)  # refuses one that is not there
     require_ranks(arguments.ranks)
     ds_config = with_weights(read_ds_config(arguments.ds_config), arguments)
     if arguments.ranks > 1:

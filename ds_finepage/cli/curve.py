@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ds_finepage.capture.shipped import require_model
+from ds_finepage.capture.shipped import config_text
 from ds_finepage.cli import options, output, quieten_libraries
 from ds_finepage.cli.grid import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.reporting.figures import NS_PER_S, of_ranks
+from ds_finepage.reporting.figures import of_ranks
 from ds_finepage.reporting.tabular import table_of
-from ds_finepage.units import format_bytes, format_ns
+from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 
 if TYPE_CHECKING:
     from ds_finepage.modeller import Modeller
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan under many budgets, print the list."""
-    require_model(arguments.model)
+    config_text(arguments.model)  # refuses one that is not there
     options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     forms = options.weights_of(arguments)
@@ -96,7 +96,8 @@ def make_curves(made: Sequence[Making], num_points: int) -> list[Curve]:
         asked = output.with_progress(common_budgets(ends, num_points))
         return [curve_through([point_of(made[0], budget) for budget in asked], made[0])]
     with ExitStack() as stack:
-        forms = [(stack.enter_context(process()), each) for each in made]
+        processes = partial(ProcessPoolExecutor, 1, get_context("spawn"), initializer=begin)
+        forms = [(stack.enter_context(processes()), each) for each in made]
         begun = [pool.submit(ends_of, each) for pool, each in forms]
         ends = [future.result() for future in begun]
         futures = [
@@ -115,12 +116,6 @@ class Planner:
     """Plans both passes of a model under many budgets, and none twice."""
 
     def __init__(self, policy: str, modeller: Modeller) -> None:
-        """Take a model.
-
-        Args:
-            policy: A key of ``POLICIES``.
-            modeller: Plans its passes.
-        """
         self.ends = modeller.ends(policy)
         self._modeller = modeller
         self._policy = policy
@@ -144,11 +139,6 @@ def planner_of(policy: str, settings: tuple[tuple[str, Any], ...]) -> Planner:
     from ds_finepage.modeller import Modeller  # imports torch: check the options first
 
     return Planner(policy, Modeller(**dict(settings)))
-
-
-def process() -> ProcessPoolExecutor:
-    """Start a process that works for one form of the weights."""
-    return ProcessPoolExecutor(1, get_context("spawn"), initializer=begin)
 
 
 def begin() -> None:
@@ -222,6 +212,7 @@ class Curve:
 
     def to_table(self) -> Table:
         """Return the points as a table for the terminal."""
+        lacks = "more than the device has"
         columns: tuple[tuple[str, Callable[[Point], str]], ...] = (
             ("budget", lambda p: format_bytes(p.budget_bytes)),
             ("tok/s", lambda p: f"{p.tokens_per_s:.2f}"),
@@ -230,12 +221,9 @@ class Curve:
             ("at least", lambda p: format_ns(p.first_token_bound_ns)),
             ("reloaded a token", lambda p: format_bytes(p.decode_reloaded_bytes)),
             ("KV cache", lambda p: "host memory" if p.decode_kv_on_host else "device"),
-            ("", lambda p: "more than the device has" if self._lacks(p) else ""),
+            ("", lambda p: lacks if p.budget_bytes > self.capacity_bytes else ""),
         )
         return table_of(self.title, columns, self.points)
-
-    def _lacks(self, point: Point) -> bool:
-        return point.budget_bytes > self.capacity_bytes
 
 
 def price_table(curves: Sequence[Curve]) -> Table:

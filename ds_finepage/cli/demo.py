@@ -25,8 +25,9 @@ from ds_finepage.cli.options import RUNS, add_ranks, add_weights
 from ds_finepage.compare.arms import OURS, PLAIN
 from ds_finepage.config import SECTION
 from ds_finepage.reporting.results import Results, Run
+from ds_finepage.reporting.tables import bytes_or_dash
 from ds_finepage.reporting.tabular import table_of
-from ds_finepage.units import format_bytes, format_ns
+from ds_finepage.units import format_ns
 
 MODEL = Path(__file__).with_suffix(".json")
 """As in real models, a weight of it is small beside what has no room."""
@@ -102,16 +103,20 @@ def to_table(results: Results) -> Table:
 
     lines: tuple[tuple[str, Callable[[Run], str], Callable[[Run], str] | None], ...] = (
         ("tokens equal to plain transformers", lambda r: "yes" if r.tokens_equal else "no", None),
-        ("peak device memory", lambda r: _bytes(r.peak_bytes), lambda r: _at_most(r.budget_bytes)),
+        (
+            "peak device memory",
+            lambda r: bytes_or_dash(r.peak_bytes),
+            lambda r: f"<= {bytes_or_dash(r.budget_bytes)} (budget)",
+        ),
         (
             "copied in a prefill",
-            lambda r: _bytes(r.prefill.h2d_bytes),
-            lambda r: f">= {_bytes(r.prefill.lower_bound_bytes)}",
+            lambda r: bytes_or_dash(r.prefill.h2d_bytes),
+            lambda r: f">= {bytes_or_dash(r.prefill.lower_bound_bytes)}",
         ),
         (
             "copied in a decode step",
-            lambda r: _bytes(r.decode.h2d_bytes),
-            lambda r: f">= {_bytes(r.decode.lower_bound_bytes)}",
+            lambda r: bytes_or_dash(r.decode.h2d_bytes),
+            lambda r: f">= {bytes_or_dash(r.decode.lower_bound_bytes)}",
         ),
         ("first call", lambda r: format_ns(r.first_call_ns or 0), None),
         (f"a later call of {new_tokens} tokens", later_call, None),
@@ -127,13 +132,5 @@ def to_table(results: Results) -> Table:
     columns = [(heading, itemgetter(number)) for number, heading in enumerate(headings)]
     form = json.loads(results.settings.ds_config).get(SECTION, {}).get("weights")
     packed = "" if form is None else f" in {form}"
-    title = f"Llama, {_bytes(runs[-1].weight_bytes if runs else None)} of weights{packed}"
+    title = f"Llama, {bytes_or_dash(runs[-1].weight_bytes if runs else None)} of weights{packed}"
     return table_of(title, columns, rows, ("engine",))
-
-
-def _bytes(nbytes: int | None) -> str:
-    return "-" if nbytes is None else format_bytes(nbytes)
-
-
-def _at_most(budget_bytes: int | None) -> str:
-    return f"<= {_bytes(budget_bytes)} (budget)"

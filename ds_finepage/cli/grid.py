@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ds_finepage.capture.shipped import require_model
+from ds_finepage.capture.shipped import config_text
 from ds_finepage.cli import options, output
 from ds_finepage.cli.output import with_progress
 from ds_finepage.config import DeviceBudget
@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     options.add_weights(parser, many=True)
     options.add_ranks(parser)
-    options.add_budget(parser, "auto")
+    options.add_budget(parser)
     options.add_host_memory(parser)
     options.add_split(parser)
     output.add_json(parser)
@@ -136,7 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan all cells that are not finished yet, print them, write them."""
     options.require_counts(arguments, "ranks")
-    models = models_of(arguments)
+    models = options.names_of(arguments.models, "--models")
+    for model in models:
+        config_text(model)  # refuses one that is not there
     policies = options.names_of(arguments.policies, "--policies")
     options.require_policies(policies)
     forms = options.weights_of(arguments)
@@ -173,24 +175,18 @@ def run(arguments: argparse.Namespace) -> int:
     )
     results = {cell: planner.plan(cell) for cell in with_progress(cells)}
     if arguments.json:
-        print(json.dumps(to_document(results, arguments.typed), indent=2))
+        document = {
+            "date": datetime.date.today().isoformat(),
+            "command": arguments.typed,
+            "versions": installed_versions(),
+            "cells": to_rows(results),
+        }
+        print(json.dumps(document, indent=2))
     else:
         output.show(to_table(results))
         for line in lines_below(results):
             print(line)
     return 0
-
-
-def models_of(arguments: argparse.Namespace) -> list[str]:
-    """Read the names of the models.
-
-    Raises:
-        ConfigError: There is none, or one is not there.
-    """
-    models = options.names_of(arguments.models, "--models")
-    for model in models:
-        require_model(model)
-    return models
 
 
 @dataclass(kw_only=True)
@@ -245,16 +241,6 @@ class Planner:
                 num_ranks=cell.num_ranks,
             )
         return self._made[key]
-
-
-def to_document(results: Results, command: str) -> dict[str, Any]:
-    """Return the cells, with the date, the command and the versions."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": command,
-        "versions": installed_versions(),
-        "cells": to_rows(results),
-    }
 
 
 # Rows.

@@ -111,11 +111,15 @@ def require_counts(arguments: argparse.Namespace, *names: str) -> None:
 def note_link(num_ranks: int, profile: HardwareProfile) -> None:
     """Say on the standard error that the time of collectives is not known."""
     if num_ranks > 1 and not profile.rank_bytes_per_s:
-        print(
-            f"{PROGRAM}: note: {profile.name} has no rank_bytes_per_s, so what ranks send to each "
-            f"other takes the time of its traffic in device memory",
-            file=sys.stderr,
+        note(
+            f"{profile.name} has no rank_bytes_per_s, so what ranks send to each other takes the "
+            f"time of its traffic in device memory"
         )
+
+
+def note(text: str) -> None:
+    """Say something on the standard error that is no error."""
+    print(f"{PROGRAM}: note: {text}", file=sys.stderr)
 
 
 def weights_of(arguments: argparse.Namespace) -> list[str | None]:
@@ -149,14 +153,14 @@ def one_form_of(arguments: argparse.Namespace) -> str | None:
     return found
 
 
-def add_budget(parser: argparse.ArgumentParser, default: str) -> None:
+def add_budget(parser: argparse.ArgumentParser) -> None:
     """Add the option with the limit on all device bytes."""
     text = f'{BUDGET_FORMS}. "auto" is the device less 512 MiB for driver and libraries'
     parser.add_argument(
         "--device-budget",
-        default=default,
+        default="auto",
         metavar="BUDGET",
-        help=f"limit on all device bytes ({default}): {text}".replace("%", "%%"),
+        help=f"limit on all device bytes (auto): {text}".replace("%", "%%"),
     )
 
 
@@ -242,9 +246,3 @@ def command_line(command: str, **options: Any) -> str:
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
-
-
-def given_weights(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for the form of the weights, for a command line."""
-    group = None if arguments.weights in (None, UNPACKED) else arguments.weights_group
-    return {"weights": arguments.weights, "weights_group": group}

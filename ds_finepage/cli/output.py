@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ds_finepage.units import format_bytes, format_ns
+from ds_finepage.units import format_bytes
 
 T = TypeVar("T")
 PERIOD_S = 60.0
@@ -20,7 +20,6 @@ PERIOD_S = 60.0
 
 UNITS: dict[str, Callable[[Any], str]] = {
     "bytes": format_bytes,
-    "ns": format_ns,
     "share": "{:.2%}".format,
 }
 """The ends of the names of figures that have a unit, and what prints them."""
@@ -62,8 +61,8 @@ def show_figures(title: str, figures: Mapping[str, Any]) -> None:
 
     Args:
         title: Stands above the table.
-        figures: The figures; names of sizes end with ``_bytes``, of times with ``_ns``, and of
-            shares with ``_share``. Those that are None are left out.
+        figures: The figures; names of sizes end with ``_bytes``, and of shares with ``_share``.
+            Those that are None are left out.
     """
     table = Table("", "", title=title, title_justify="left", show_header=False)
     table.columns[1].justify = "right"

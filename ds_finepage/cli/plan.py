@@ -14,16 +14,15 @@ import argparse
 import dataclasses
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import get_args
 
-from ds_finepage.capture.shipped import require_model
+from ds_finepage.capture.shipped import config_text
 from ds_finepage.cli import options, output
 from ds_finepage.cli.grid import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget, KVPlace
 from ds_finepage.graph import codec
-from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.units import format_bytes
 
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_weights(parser)
     options.add_ranks(parser)
-    options.add_budget(parser, "auto")
+    options.add_budget(parser)
     options.add_host_memory(parser)
     parser.add_argument(
         "--kv-cache",
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan."""
-    require_model(arguments.model)
+    config_text(arguments.model)  # refuses one that is not there
     options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     weights = options.one_form_of(arguments)
@@ -85,7 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         kv_cache=arguments.kv_cache,
     )
     if planned.figures.budget_bytes > profile.capacity_bytes:
-        note_capacity(arguments.device_budget, profile)
+        options.note(
+            f"{arguments.device_budget} is more than the {format_bytes(profile.capacity_bytes)} of "
+            f"{profile.name}; this is what a card of its speed with more memory would do"
+        )
     if arguments.out is not None:
         codec.save_plan(planned.memgraph, arguments.out)
     if arguments.json:
@@ -103,17 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         seq=arguments.seq,
         hardware=arguments.hardware,
         ranks=None if arguments.ranks == 1 else arguments.ranks,
-        **options.given_weights(arguments),
+        weights=arguments.weights,
+        weights_group=None if weights in (None, UNPACKED) else arguments.weights_group,
     )
     print(f"figures of other budgets: {following}")
     return 0
-
-
-def note_capacity(budget: str, profile: HardwareProfile) -> None:
-    """Say on the standard error that a budget is more than the card has."""
-    print(
-        f"{options.PROGRAM}: note: {budget} is more than the "
-        f"{format_bytes(profile.capacity_bytes)} of {profile.name}; this is what a card of its "
-        f"speed with more memory would do",
-        file=sys.stderr,
-    )

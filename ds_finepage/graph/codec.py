@@ -152,7 +152,6 @@ def _text(obj: Encodable, *, exclude: Any = None, **more: Any) -> str:
 
 
 def _task_at_fault(graph: TaskGraph) -> str:
-    """Name the first task that cannot be written."""
     for task in graph.tasks:
         try:
             _FORMS[TaskGraph].model.model_construct(None, tasks=(task,)).model_dump_json()
@@ -233,7 +232,6 @@ def _identity(name: str, digest: str, versions: Versions) -> str:
 
 
 def _values(text: str, cls: type[Encodable]) -> dict[str, Any]:
-    """Return the fields of an object that a text stands for."""
     _require_names_in(text, _FORMS[cls])
     try:
         values = dict(_FORMS[cls].model.model_validate_json(text))
@@ -315,10 +313,7 @@ def _require_graph_positions(graph: TaskGraph) -> None:
 
 
 def _require_known(table: str, column: str, ids: Iterable[Any], num_ids: int) -> None:
-    """Refuse a table in which a row names an id that does not exist.
-
-    The table and the column are for the message. A row has an id, several or None.
-    """
+    """Refuse a table with an id that does not exist; a row has one, several or None."""
     for position, value in enumerate(ids):
         for found in value if isinstance(value, (tuple, list)) else (value,):
             if found is not None and not 0 <= found < num_ids:
@@ -332,7 +327,6 @@ def _require_sorted(where: str, ids: Sequence[int]) -> None:
 
 
 def _require_consistent(graph: TaskGraph) -> None:
-    """Refuse a taskgraph whose parts do not fit together."""
     num_buffers, num_tensors, num_tasks = map(len, (graph.buffers, graph.tensors, graph.tasks))
     _require_graph_positions(graph)
     for table, column, num_ids in (

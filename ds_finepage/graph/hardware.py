@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +27,5 @@ class HardwareProfile:
     rank_latency_ns: int = 0  # time of one step of a collective beyond that of its bytes
 
 
-DETAILS: dict[str, Any] = {
-    "rank_bytes_per_s": 0.0,
-    "rank_latency_ns": 0,
-}
-"""The measured figures that a profile may lack, and their values then."""
+DETAILS = ("rank_bytes_per_s", "rank_latency_ns")
+"""The measured figures that a profile may lack."""

@@ -230,6 +230,11 @@ class MemGraph:
         return self.bytes_of(NodeKind.RELOAD)
 
     @property
+    def steady_reloaded_bytes(self) -> int:
+        """The same, and the weights that it does not leave: those come back before the next."""
+        return self.reloaded_bytes + sum(self.graph.buffers[b].nbytes for b in self.lost)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes copied device -> host in a pass."""
         return self.bytes_of(NodeKind.OFFLOAD)

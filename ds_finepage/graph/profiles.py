@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import MISSING, fields
 from importlib import resources
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from ds_finepage.graph.hardware import HardwareProfile
 
 DEFAULT_DTYPE = "default"
 """Key of ``flops_per_s`` for dtypes without a rate of their own."""
+
+POSITIVE = ("capacity_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s")
 
 _FOLDER = resources.files("ds_finepage.graph") / "profiles"
 _SUFFIX = ".json"
@@ -72,27 +75,15 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
         ConfigError: A rate or size is not positive, a latency is negative, something is faster than
             its rate, or the rate for ``"default"`` is missing.
     """
-    positive: dict[str, float] = {
-        "capacity_bytes": profile.capacity_bytes,
-        "h2d_bytes_per_s": profile.h2d_bytes_per_s,
-        "d2h_bytes_per_s": profile.d2h_bytes_per_s,
-        "memory_bytes_per_s": profile.memory_bytes_per_s,
-        **{f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()},
-    }
+    positive: dict[str, float] = {name: getattr(profile, name) for name in POSITIVE}
+    positive |= {f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()}
     for field, value in positive.items():
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{field} is {value}; it must be positive and finite")
-    at_least_0 = (
-        "launch_ns",
-        "transfer_latency_ns",
-        "host_op_ns",
-        "host_copy_ns",
-        "rank_bytes_per_s",
-        "rank_latency_ns",
-    )
-    for field in at_least_0:
-        if getattr(profile, field) < 0:
-            raise ConfigError(f"{field} is {getattr(profile, field)}; it must not be negative")
+    for each in fields(profile):
+        if each.default is not MISSING and getattr(profile, each.name) < 0:
+            value = getattr(profile, each.name)
+            raise ConfigError(f"{each.name} is {value}; it must not be negative")
     if not math.isfinite(profile.rank_bytes_per_s):
         raise ConfigError(f"rank_bytes_per_s is {profile.rank_bytes_per_s}; it must be finite")
     if DEFAULT_DTYPE not in profile.flops_per_s:

@@ -27,12 +27,7 @@ class PackedExperts(torch.nn.Module):
     """
 
     def __init__(self, experts: torch.nn.Module, matrices: Mapping[str, PackedWeight]) -> None:
-        """Take what the module has, and packed matrices for its own.
-
-        Args:
-            experts: A module that :func:`expert_weights` knows; it stays as it is.
-            matrices: The packed ones, by the names of the parameters.
-        """
+        """Take what a module of :func:`expert_weights` has, and packed matrices by its names."""
         super().__init__()
         for name, value in vars(experts).items():
             vars(self)[name] = value.copy() if isinstance(value, dict) else value
@@ -114,7 +109,8 @@ def unknown(module: torch.nn.Module) -> str | None:
     own: Any = module
     found = {n: p for n, p in module._parameters.items() if p is not None and p.dim() == 3}
     several = list(found)
-    if not several or _is_torchs(module) or all(len(p) < 2 for p in found.values()):
+    is_torchs = type(module).__module__.startswith("torch.")  # such as a convolution
+    if not several or is_torchs or all(len(p) < 2 for p in found.values()):
         return None
     if not _follows_protocol(module):
         return f"how it uses {several[0]} is not known"
@@ -122,7 +118,8 @@ def unknown(module: torch.nn.Module) -> str | None:
         return "its experts are spread over ranks"
     if not set(_names(module)) <= {*several}:
         return f"its weights are not {' and '.join(_names(module))}"
-    has_own_gate = own.has_gate and type(own)._apply_gate is not _default_gate()
+    default = getattr(sys.modules[PROTOCOL], "_default_apply_gate", None)
+    has_own_gate = own.has_gate and type(own)._apply_gate is not default
     if not has_own_gate and not callable(getattr(own, "act_fn", None)):
         return "its activation is not known"
     return None
@@ -138,12 +135,3 @@ def _follows_protocol(module: torch.nn.Module) -> bool:
         return False
     made = getattr(type(module).forward, "__globals__", {})
     return made.get("__name__") == PROTOCOL and hasattr(module, "has_gate")
-
-
-def _default_gate() -> Any:
-    return getattr(sys.modules[PROTOCOL], "_default_apply_gate", None)
-
-
-def _is_torchs(module: torch.nn.Module) -> bool:
-    """Tell whether a module is one of torch's own layers, such as a convolution."""
-    return type(module).__module__.startswith("torch.")

@@ -52,11 +52,6 @@ class PackedForm:
     fused: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse other forms.
-
-        Raises:
-            ConfigError: Other bits, or a group that is not even and positive.
-        """
         if self.bits not in (4, 8):
             raise ConfigError(f"weights cannot be packed into {self.bits} bits. Write 4 or 8.")
         if self.group < 2 or self.group % 2:
@@ -255,7 +250,6 @@ def _fit(
 def _numbers(
     rows: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, top: int
 ) -> torch.Tensor:
-    """Return the numbers from 0 to ``top`` that are nearest to weights."""
     return (rows - minimum).div_(scale).round_().clamp_(0, top)
 
 

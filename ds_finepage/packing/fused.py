@@ -131,7 +131,6 @@ def constants_of(
 
 
 def _power_of_2(number: int) -> int:
-    """Return the least power of 2 that is not below a number."""
     return 1 << max(0, number - 1).bit_length()
 
 

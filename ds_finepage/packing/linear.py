@@ -21,7 +21,6 @@ class PackedWeight(torch.nn.Module):
     """
 
     def __init__(self, packed: Packed, form: PackedForm) -> None:
-        """Take the tensors as they are."""
         super().__init__()
         self.form = form
         self.numbers, self.scales, self.minima = (_parameter(part) for part in packed)

@@ -181,11 +181,7 @@ def _tied(model: Any) -> list[str]:
 
 
 def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
-    """Refuse a model that is quantised already; return whether it is packed in this very form.
-
-    Raises:
-        ConfigError: It is quantised in another way.
-    """
+    """Refuse a model that is quantised otherwise; return whether it is packed in this form."""
     was_packed = False
     for name, module in model.named_modules():
         config = getattr(module, "config", None)

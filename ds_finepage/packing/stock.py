@@ -43,7 +43,6 @@ class StockPacked(torch.nn.Module):
         self.train(layer.training)
 
     def _parts(self) -> Packed:
-        """Return the numbers, scales and minima."""
         packed, *others = (
             self.weight.narrow(0, begin, end - begin) for begin, end in pairwise(self._ends)
         )

@@ -13,7 +13,7 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.reporting.findings import BudgetLine
 from ds_finepage.reporting.layers import LayerBytes
 from ds_finepage.reporting.memory import MemoryKind, MemorySeries, stalls
-from ds_finepage.units import GIB, KIB, MIB, format_bytes, format_ns
+from ds_finepage.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_ns, unit_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,9 +104,9 @@ def draw_memory(
     """
     figure, all_axes = _figure(title, len(rows), height=1.0 + 2.1 * len(rows))
     known = [series for _, series, _ in rows if series is not None]
-    unit, name = _byte_unit(max([budget_bytes or 0, *(s.peak_bytes for s in known)]))
+    unit, name = unit_for(max([budget_bytes or 0, *(s.peak_bytes for s in known)]), BYTE_UNITS)
     last_ns = max((s.at[-1] for s in known), default=1)
-    time_unit, time_name = _time_unit(last_ns)
+    time_unit, time_name = unit_for(last_ns, TIME_UNITS)
     for axes, (label, series, remark) in zip(all_axes, rows, strict=True):
         _caption(axes, f"{label}: {remark}" if remark else label)
         axes.set_ylabel(name)
@@ -135,7 +135,7 @@ def draw_lanes(rows: Sequence[tuple[str, Timeline]], title: str) -> Figure:
     """
     figure, all_axes = _figure(title, len(rows), height=0.9 + 1.45 * len(rows))
     width = max([1, *(timeline.total_ns for _, timeline in rows)])
-    unit, name = _time_unit(width)
+    unit, name = unit_for(width, TIME_UNITS)
     for axes, (label, timeline) in zip(all_axes, rows, strict=True):
         waits = f"{format_ns(timeline.total_ns)}, waits {_share(timeline.stall_ns, timeline)}"
         _caption(axes, f"{label}: {waits}")
@@ -165,7 +165,8 @@ def draw_layers(layers: Sequence[LayerBytes], title: str) -> Figure:
         title: Stands above.
     """
     figure, (axes,) = _figure(title, 1, height=3.4)
-    unit, name = _byte_unit(max([1, *(x.resident_bytes + x.missing_bytes for x in layers)]))
+    most = max([1, *(x.resident_bytes + x.missing_bytes for x in layers)])
+    unit, name = unit_for(most, BYTE_UNITS)
     at = list(range(len(layers)))
     kept = [layer.resident_bytes / unit for layer in layers]
     missing = [layer.missing_bytes / unit for layer in layers]
@@ -206,7 +207,7 @@ def draw_arms(
     of_columns = ([copied for _, copied, _, _ in arms], [ns for _, _, ns, _ in arms])
     for column, (axes, values) in enumerate(zip(all_axes, of_columns, strict=True)):
         largest = max([1.0, *(value for value in values if value is not None)])
-        unit, unit_name = (_byte_unit, _time_unit)[column](int(largest))
+        unit, unit_name = unit_for(int(largest), (BYTE_UNITS, TIME_UNITS)[column])
         form = (format_bytes, format_ns)[column]
         colours = [
             FAINT if remark else VERMILION if ns == best_ns else SKY for _, _, ns, remark in arms
@@ -247,8 +248,8 @@ def draw_budgets(lines: Mapping[str, BudgetLine], compared: Sequence[int], title
     figure, (axes,) = _figure(title, 1, height=4.2)
     budgets = [b for points in lines.values() for b, _ in points] + list(compared)
     times = [ns for points in lines.values() for _, ns in points if ns is not None]
-    unit, name = _byte_unit(max(budgets, default=1))
-    time_unit, time_name = _time_unit(max([1, *times]))
+    unit, name = unit_for(max(budgets, default=1), BYTE_UNITS)
+    time_unit, time_name = unit_for(max([1, *times]), TIME_UNITS)
     for number, (policy, points) in enumerate(lines.items()):
         axes.plot(
             [budget / unit for budget, _ in points],
@@ -316,7 +317,6 @@ def _stack(axes: Axes, at: Sequence[float], series: MemorySeries, unit: int) -> 
             label=kind.value,
         )
         below = top
-    axes.set_xlim(at[0] if at else 0, max(at[-1] if at else 1, 1e-9))
 
 
 def _budget_line(axes: Axes, budget_bytes: int | None, unit: int, peak_bytes: int) -> None:
@@ -375,15 +375,3 @@ def _caption(axes: Axes, text: str) -> None:
 
 def _share(ns: int, timeline: Timeline) -> str:
     return f"{ns / timeline.total_ns:.0%}" if timeline.total_ns else "0%"
-
-
-def _byte_unit(most: int) -> tuple[int, str]:
-    return next(
-        ((u, n) for u, n in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if most >= u), (1, "B")
-    )
-
-
-def _time_unit(most: int) -> tuple[int, str]:
-    return next(
-        ((u, n) for u, n in ((10**9, "s"), (10**6, "ms"), (10**3, "us")) if most >= u), (1, "ns")
-    )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.table import Table
 
 from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.memgraph import EdgeKind, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
-from ds_finepage.units import format_bytes, format_ns
-
-NS_PER_S = 10**9
+from ds_finepage.reporting.memory import change_at
+from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +128,7 @@ def num_memory_dependencies(memgraph: MemGraph) -> int:
 
 def largest_live_bytes(memgraph: MemGraph) -> int:
     """Return the largest sum of extents that are allocated together, in the order of nodes."""
-    live = largest = 0
-    for node in memgraph.nodes:
-        if node.extent is None:
-            continue
-        if node.kind in (NodeKind.RESIDENT, NodeKind.ALLOC):
-            live += node.extent.nbytes
-            largest = max(largest, live)
-        elif node.kind in (NodeKind.DROP, NodeKind.OFFLOAD):
-            live -= node.extent.nbytes
-    return largest
+    return max(accumulate(map(change_at, memgraph.nodes)), default=0)
 
 
 def layout_overhead(memgraph: MemGraph) -> float:

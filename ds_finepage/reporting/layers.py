@@ -41,8 +41,7 @@ def bytes_by_layer(memgraph: MemGraph) -> list[LayerBytes]:
         memgraph: The plan.
     """
     graph = memgraph.graph
-    left = set(memgraph.exit)
-    resident = {residency.buffer for residency in memgraph.entry if residency in left}
+    resident = {residency.buffer for residency in memgraph.entry} - {*memgraph.lost}
     found: dict[str, list[int]] = {}
     for task in graph.tasks:
         for buffer in (graph.buffers[b] for b in task.reads):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_finepage.graph.memgraph import EdgeKind, Lane, MemGraph, Node, NodeKind
@@ -60,7 +59,7 @@ def memory_over_time(memgraph: MemGraph, timeline: Timeline) -> MemorySeries:
     complete = _completions(memgraph, timeline)
     changes: list[tuple[int, int, MemoryKind, int]] = []  # time, node, kind, bytes
     for node in memgraph.nodes:
-        if change := _change(node):
+        if change := change_at(node):
             assert node.buffer is not None
             when = 0 if node.kind is NodeKind.RESIDENT else complete[node.id]
             changes.append((when, node.id, kinds[node.buffer], change))
@@ -115,7 +114,7 @@ def _completions(memgraph: MemGraph, timeline: Timeline) -> list[int]:
     return complete
 
 
-def _change(node: Node) -> int:
+def change_at(node: Node) -> int:
     """Return the bytes that a node takes in the arena; less than 0 where it gives them back."""
     if node.extent is None:
         return 0
@@ -125,23 +124,20 @@ def _change(node: Node) -> int:
 
 
 def _kinds(memgraph: MemGraph) -> list[MemoryKind]:
-    """Return the kind of each buffer, by its id."""
-    left = set(memgraph.exit)
-    resident = {residency.buffer for residency in memgraph.entry if residency in left}
+    resident = {residency.buffer for residency in memgraph.entry} - {*memgraph.lost}
 
-    def kinds() -> Iterator[MemoryKind]:
-        for buffer in memgraph.graph.buffers:
-            if buffer.kind is BufferKind.STATE or memgraph.graph.is_handed(buffer):
-                yield MemoryKind.KV
-            elif buffer.kind is BufferKind.WEIGHT:
-                is_resident = buffer.id in resident
-                yield MemoryKind.RESIDENT if is_resident else MemoryKind.STREAMED
-            elif buffer.kind is BufferKind.ACTIVATION:
-                yield MemoryKind.ACTIVATION
-            else:
-                yield MemoryKind.OTHER
-
-    return list(kinds())
+    by_kind = {
+        BufferKind.STATE: MemoryKind.KV,
+        BufferKind.WEIGHT: MemoryKind.STREAMED,
+        BufferKind.ACTIVATION: MemoryKind.ACTIVATION,
+    }
+    found = [by_kind.get(buffer.kind, MemoryKind.OTHER) for buffer in memgraph.graph.buffers]
+    for buffer in memgraph.graph.buffers:
+        if memgraph.graph.is_handed(buffer):
+            found[buffer.id] = MemoryKind.KV
+        elif buffer.id in resident:
+            found[buffer.id] = MemoryKind.RESIDENT
+    return found
 
 
 def _outside_arena(memgraph: MemGraph) -> dict[MemoryKind, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ds_finepage.reporting import drawing
 from ds_finepage.reporting.findings import Findings, MemoryRow, memory_row
@@ -12,6 +13,9 @@ from ds_finepage.reporting.layers import bytes_by_layer
 from ds_finepage.reporting.memory import MemoryKind
 from ds_finepage.reporting.results import ObservedPass, Results, Run
 from ds_finepage.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +55,21 @@ def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterato
     least_ns = [ns for step in within if (ns := step.lower_bound_ns) is not None]
     kind = "modelled" if modelled else "measured"
     title = f"Why: the bytes that a decode step copies, and its time (batch {batch})"
-    yield Picture(
-        name=f"arms_b{batch}",
-        title=title,
-        sentence=(
+    yield _picture(
+        f"arms_b{batch}",
+        title,
+        (
             "Left: the bytes that each engine copies to the device in a decode step. Right: the "
             f"time of that step, {kind}. Shorter is better, and the fastest engine that keeps to "
             "the budget is red; grey ones do not keep to it. Where copies take most of the time, "
             "an engine that copies less is faster. No plan of one batch at a time gets below the "
             "dashed lines."
         ),
-        png=drawing.png(
-            drawing.draw_arms(
-                arms,
-                (min(least_bytes, default=None), min(least_ns, default=None) if modelled else None),
-                ("copied to the device", f"decode step, {kind},"),
-                title,
-            )
+        drawing.draw_arms(
+            arms,
+            (min(least_bytes, default=None), min(least_ns, default=None) if modelled else None),
+            ("copied to the device", f"decode step, {kind},"),
+            title,
         ),
     )
 
@@ -80,15 +82,15 @@ def picture_of_budgets(results: Results, batch: int, findings: Findings) -> Iter
     runs = [run for run in results.runs if run.batch == batch]
     budgets = dict.fromkeys(run.budget_bytes for run in runs if run.budget_bytes is not None)
     title = f"Time of a decode step against the budget (batch {batch})"
-    yield Picture(
-        name=f"budgets_b{batch}",
-        title=title,
-        sentence=(
+    yield _picture(
+        f"budgets_b{batch}",
+        title,
+        (
             f"Each line is one policy, simulated on {findings.hardware} under several budgets. "
             "Lower is better. A line begins at the smallest of these budgets under which the "
             "policy can run. The dashed line is the budget of this comparison."
         ),
-        png=drawing.png(drawing.draw_budgets(lines, list(budgets), title)),
+        drawing.draw_budgets(lines, list(budgets), title),
     )
 
 
@@ -110,17 +112,17 @@ def pictures_of_pass(
     if layers:
         title = f"Weights of each layer ({where})"
         missing = sum(layer.missing_bytes for layer in layers)
-        yield Picture(
-            name=f"{name}_layers",
-            title=title,
-            sentence=(
-                "The dark part of a bar stays on the device from pass to pass. The light part is "
-                f"missing, and each pass copies it: {format_bytes(missing)} in all."
-            ),
-            png=drawing.png(drawing.draw_layers(layers, title)),
+        sentence = (
+            "The dark part of a bar stays on the device from pass to pass. The light part is "
+            f"missing, and each pass copies it: {format_bytes(missing)} in all."
         )
+        yield _picture(f"{name}_layers", title, sentence, drawing.draw_layers(layers, title))
     if len(others) > 1:
         yield _beside(run, others, name, where, hardware)
+
+
+def _picture(name: str, title: str, sentence: str, figure: Figure) -> Picture:
+    return Picture(name=name, title=title, sentence=sentence, png=drawing.png(figure))
 
 
 def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
@@ -142,12 +144,8 @@ def _memory(run: Run, found: ObservedPass, name: str, where: str) -> Picture:
         )
     if not any(series.nbytes[MemoryKind.KV]):
         sentence += "A KV cache that grows is one of the inputs and outputs."
-    return Picture(
-        name=f"{name}_memory",
-        title=title,
-        sentence=sentence.strip(),
-        png=drawing.png(drawing.draw_memory([row], run.budget_bytes, title)),
-    )
+    figure = drawing.draw_memory([row], run.budget_bytes, title)
+    return _picture(f"{name}_memory", title, sentence.strip(), figure)
 
 
 def _lanes(found: ObservedPass, name: str, where: str) -> Picture:
@@ -165,27 +163,19 @@ def _lanes(found: ObservedPass, name: str, where: str) -> Picture:
     if found.measured is not None and found.measured.total_ns:
         error = found.predicted.total_ns / found.measured.total_ns - 1
         sentence += f" The prediction is {abs(error):.1%} {'above' if error > 0 else 'below'} that."
-    return Picture(
-        name=f"{name}_lanes",
-        title=title,
-        sentence=sentence,
-        png=drawing.png(drawing.draw_lanes(rows, title)),
-    )
+    return _picture(f"{name}_lanes", title, sentence, drawing.draw_lanes(rows, title))
 
 
 def _beside(run: Run, others: Sequence[MemoryRow], name: str, where: str, hardware: str) -> Picture:
     """Draw the memory of one pass by several policies, one below the other."""
     title = f"Device memory over time, beside other policies ({where})"
-    return Picture(
-        name=f"{name}_policies",
-        title=title,
-        sentence=(
-            f"The same ops under the same budget by several policies, simulated on {hardware}. "
-            "Dark blue weights stay, light blue ones are copied again in every pass. Demand paging "
-            "(lru) evicts most weights just before they come round again."
-        ),
-        png=drawing.png(drawing.draw_memory(others, run.budget_bytes, title)),
+    sentence = (
+        f"The same ops under the same budget by several policies, simulated on {hardware}. "
+        "Dark blue weights stay, light blue ones are copied again in every pass. Demand paging "
+        "(lru) evicts most weights just before they come round again."
     )
+    figure = drawing.draw_memory(others, run.budget_bytes, title)
+    return _picture(f"{name}_policies", title, sentence, figure)
 
 
 def _why_not(run: Run) -> str:

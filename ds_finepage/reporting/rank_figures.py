@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rich.table import Table
 
@@ -11,7 +11,7 @@ from ds_finepage.reporting.tabular import table_of
 from ds_finepage.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RankFigures:
     """The counters of one rank; the bytes of copies are those of all its runs."""
 
@@ -23,11 +23,6 @@ class RankFigures:
     num_plans: int
     num_runs: int
     num_unplanned: int
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> RankFigures:
-        """Return the figures that ``dataclasses.astuple`` has made numbers of."""
-        return cls(**{f.name: number for f, number in zip(fields(cls), numbers, strict=True)})
 
 
 def rank_table(ranks: Sequence[RankFigures]) -> Table:

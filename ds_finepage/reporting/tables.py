@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_finepage.reporting.results import PhaseFigures, Results, Run
-from ds_finepage.units import format_bytes, format_ns
+from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 
 NONE = "-"
-NS_PER_S = 10**9
 
 NOTES_CPU = """\
 On the CPU a fetch of stock ZeRO-Inference copies nothing; the counted calls make it copy. So times
@@ -48,22 +47,20 @@ def tables(results: Results, batch: int) -> Iterator[RunTable]:
         budget = format_bytes(ran[0].budget_bytes or 0)
         weights = format_bytes(ran[0].weight_bytes or 0)
         within = f"batch {batch}, budget {budget}, weights {weights}"
-        yield RunTable(title=f"Bytes, counted: {within}", columns=BYTES, runs=ran)
-        ranks = list(_of_ranks(ran))
-        if ranks:
-            yield RunTable(title=f"Ranks, counted: {within}", columns=RANKS, runs=ranks)
+        times, columns_of_times = "Time, measured", WALL_TIMES
         if results.is_modelled and results.settings is not None:
-            card = results.settings.hardware
-            title = f"Time, modelled for {card}: {within}"
-            yield RunTable(title=title, columns=MODELLED_TIMES, runs=ran)
-        else:
-            yield RunTable(title=f"Time, measured: {within}", columns=WALL_TIMES, runs=ran)
-        title = f"First token and host memory, measured: {within}"
-        yield RunTable(title=title, columns=FIRST_TOKEN, runs=ran)
+            times = f"Time, modelled for {results.settings.hardware}"
+            columns_of_times = MODELLED_TIMES
         planned = [run for run in ran if run.decode.predicted_ns is not None]
-        if planned:
-            title = f"Link and prediction, measured: {within}"
-            yield RunTable(title=title, columns=PREDICTIONS, runs=planned)
+        for title, columns, shown in (
+            ("Bytes, counted", BYTES, ran),
+            ("Ranks, counted", RANKS, list(_of_ranks(ran))),
+            (times, columns_of_times, ran),
+            ("First token and host memory, measured", FIRST_TOKEN, ran),
+            ("Link and prediction, measured", PREDICTIONS, planned),
+        ):
+            if shown:
+                yield RunTable(title=f"{title}: {within}", columns=columns, runs=shown)
     failed = [run for run in runs if run.reason is not None]
     if failed:
         yield RunTable(title=f"Did not run: batch {batch}", columns=REASONS, runs=failed)
@@ -104,7 +101,8 @@ def _of_ranks(runs: Sequence[Run]) -> Iterator[Run]:
 # Cells.
 
 
-def _bytes(value: int | None) -> str:
+def bytes_or_dash(value: int | None) -> str:
+    """Print a size; a dash where it is not known."""
     return NONE if value is None else format_bytes(value)
 
 
@@ -121,7 +119,6 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def _error(figures: PhaseFigures) -> str:
-    """Show how far a prediction was from the measured time."""
     if figures.predicted_ns is None or not figures.wall_ns:
         return NONE
     return f"{figures.predicted_ns / figures.wall_ns - 1:+.0%}"
@@ -131,28 +128,24 @@ def _tokens_per_s(run: Run, ns: int | None) -> str:
     return f"{run.batch * NS_PER_S / ns:.2f}" if ns else NONE
 
 
-def _equal(run: Run) -> str:
-    return {True: "yes", False: "NO", None: NONE}[run.tokens_equal]
-
-
 def _peak(run: Run) -> str:
-    return _bytes(run.peak_bytes) + ("" if run.holds_budget else " !")
+    return bytes_or_dash(run.peak_bytes) + ("" if run.holds_budget else " !")
 
 
 _ARM: Column = ("arm", lambda r: r.arm)
 
 BYTES: tuple[Column, ...] = (
     _ARM,
-    ("tokens equal", _equal),
+    ("tokens equal", lambda r: {True: "yes", False: "NO", None: NONE}[r.tokens_equal]),
     ("peak", _peak),
-    ("prefill to device", lambda r: _bytes(r.prefill.h2d_bytes)),
-    ("to host", lambda r: _bytes(r.prefill.d2h_bytes)),
-    ("step to device", lambda r: _bytes(r.decode.h2d_bytes)),
-    ("to host", lambda r: _bytes(r.decode.d2h_bytes)),
+    ("prefill to device", lambda r: bytes_or_dash(r.prefill.h2d_bytes)),
+    ("to host", lambda r: bytes_or_dash(r.prefill.d2h_bytes)),
+    ("step to device", lambda r: bytes_or_dash(r.decode.h2d_bytes)),
+    ("to host", lambda r: bytes_or_dash(r.decode.d2h_bytes)),
     ("step / bound", lambda r: _ratio(r.decode.h2d_bytes, r.decode.lower_bound_bytes)),
 )
 
-RANKS: tuple[Column, ...] = (*BYTES[:-1], ("host memory", lambda r: _bytes(r.host_bytes)))
+RANKS: tuple[Column, ...] = (*BYTES[:-1], ("host memory", lambda r: bytes_or_dash(r.host_bytes)))
 
 MODELLED_TIMES: tuple[Column, ...] = (
     _ARM,
@@ -179,8 +172,8 @@ FIRST_TOKEN: tuple[Column, ...] = (
     ("first token", lambda r: _time(r.first_token_ns)),
     ("loading", lambda r: _time(r.load_ns)),
     ("first call", lambda r: _time(r.first_call_ns)),
-    ("host memory", lambda r: _bytes(r.host_bytes)),
-    ("pinned", lambda r: _bytes(r.pinned_bytes)),
+    ("host memory", lambda r: bytes_or_dash(r.host_bytes)),
+    ("pinned", lambda r: bytes_or_dash(r.pinned_bytes)),
 )
 
 PREDICTIONS: tuple[Column, ...] = (

@@ -67,17 +67,11 @@ class PlannedGeneration(ReplacedMethod):
     """``generate`` of one model, with a preflight check before it."""
 
     def __init__(self, module: Any, calls: CallTaker) -> None:
-        """Take the place of ``module.generate``."""
         super().__init__(module, "generate")
         self._calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Check, then generate.
-
-        Raises:
-            ConfigError: The prompt has no tokens, or more than a table of positions.
-            PlanInfeasibleError: The generation would run out of memory.
-        """
+        """Check, then generate."""
         if self._calls.shares_steps and kwargs.get("synced_gpus") is None:
             # transformers asks this itself, but only under HfDeepSpeedConfig.
             kwargs = {**kwargs, "synced_gpus": True}

@@ -115,11 +115,7 @@ class Binder:
         return Planned(found.graph, check(replace(memgraph, graph=graph)), settings.planning)
 
     def _arena_bytes(self, found: Pass, settings: RunSettings) -> int:
-        """Return the size of the arena that a pass runs in.
-
-        Raises:
-            PlanInfeasibleError: The pass does not fit in any arena within the budget.
-        """
+        """Return the size of the arena that a pass runs in; refuse one that fits in none."""
         needs, alignment = found.needs, settings.planning.alignment
         allowed = (settings.budget_bytes - needs.non_arena_bytes) // alignment * alignment
         if needs.min_arena_bytes > allowed:

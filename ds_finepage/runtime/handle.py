@@ -122,7 +122,7 @@ class Handle:
         """
         with self._calls.lock:
             found = self._ranks.of_all(astuple(self.stats.of_rank))
-        return rank_table([RankFigures.of(numbers) for numbers in found])
+        return rank_table([RankFigures(*numbers) for numbers in found])
 
     def record(self, on: bool = True) -> None:
         """Record the timelines of all later passes that run by plan, or stop.

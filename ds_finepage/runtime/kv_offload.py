@@ -12,10 +12,11 @@ import torch
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import KeepRows
-from ds_finepage.integrations.transformers.handed_out import HandedOut, own_layers
+from ds_finepage.integrations.transformers.handed_out import HandedOut
 from ds_finepage.integrations.transformers.host_cache import (
+    HostLayer,
     caches_among,
-    host_layers,
+    move_to_host,
     require_fitting,
     seen_lengths,
     take_back,
@@ -25,10 +26,11 @@ from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import (
     MIN_ROWS,
     RoomLayer,
+    RunLayer,
     ample_rows,
     few_rows,
+    layers_of,
     least_rows,
-    room_layers,
 )
 from ds_finepage.runtime.stats import Counters
 
@@ -57,11 +59,7 @@ class CapturedCall:
         return self.compiled(*self.args, **self.kwargs)
 
     def caches(self, *, growing: bool = False) -> list[Any]:
-        """List the KV caches among the arguments.
-
-        Args:
-            growing: Leave out the caches that the encoder's output fills once.
-        """
+        """List the KV caches among the arguments, as :func:`caches_among` does."""
         return caches_among((*self.args, *self.kwargs.values()), growing=growing)
 
 
@@ -76,7 +74,6 @@ class KVOffload:
         self,
         counters: Counters,
         *,
-        pinned: bool,
         make_room: MakeRoom = lambda rooms, after: None,
         note_live: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
@@ -84,7 +81,7 @@ class KVOffload:
         self._make_room = make_room
         self._note_live = note_live
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._handed_out = HandedOut(pinned=pinned)
+        self._handed_out = HandedOut()
         self._num_generations = 0  # nested ones count each
         self.use = CacheUse()
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -130,7 +127,7 @@ class KVOffload:
         for cache in call.caches(growing=True):
             self._handed_out.take(cache)
         own = replace(call, kwargs=dict(call.kwargs))  # a moved cache may be added to them
-        if starts_on_host and not host_layers(own.caches()):
+        if starts_on_host and not layers_of(own.caches(), HostLayer):
             self._move(own)
         try:
             return self._call(own, may_move=may_move)
@@ -142,7 +139,7 @@ class KVOffload:
         shrinks = False
         try:
             while True:
-                for moved in host_layers(call.caches()):
+                for moved in layers_of(call.caches(), HostLayer):
                     moved.prepare()
                 before = seen_lengths(call.caches())
                 try:
@@ -159,10 +156,10 @@ class KVOffload:
                 if not shrinks and not (may_move and self._move(call)):
                     raise refusal
         except BaseException:
-            for layer in own_layers(call.caches()):
+            for layer in layers_of(call.caches(), RunLayer):
                 layer.forget_new()
             raise
-        for layer in own_layers(call.caches()):
+        for layer in layers_of(call.caches(), RunLayer):
             layer.settle()
         for cache in call.caches(growing=True):
             if self._levels.get(cache) == SIZES.index(least_rows):
@@ -170,17 +167,11 @@ class KVOffload:
         return result
 
     def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
-        """Give the layers of a call room for its new rows.
-
-        If it ``shrinks``, rooms that are larger than need be become smaller.
-
-        Raises:
-            PlanInfeasibleError: The budget has no room for the rows.
-        """
+        """Give the layers of a call room for its new rows, or refuse it; less if it ``shrinks``."""
         num_new = _num_new(call)
         for cache in call.caches(growing=True):
             enough = SIZES[self._levels.get(cache, 0)]
-            layers, wanted = room_layers([cache]), {}
+            layers, wanted = layers_of([cache], RoomLayer), {}
             for layer in layers:
                 num_rows = layer.get_seq_length() + num_new
                 capacity = enough(num_rows, self.use.longest)
@@ -190,13 +181,7 @@ class KVOffload:
                 self._resize(layers, wanted)
 
     def _resize(self, layers: Sequence[RoomLayer], capacities: Mapping[RoomLayer, int]) -> None:
-        """Move the rows of layers into rooms of other capacities.
-
-        ``layers`` are all those of a cache, ``capacities`` the rows of the new rooms.
-
-        Raises:
-            PlanInfeasibleError: The budget has no room for the rows.
-        """
+        """Move the rows of all ``layers`` of a cache into rooms of other capacities."""
         rooms = [room for layer in layers for room in layer.rooms]
         after = [n for x in layers for n in x.room_bytes(capacities.get(x, x.capacity))]
         keep = self._make_room(rooms, after) if rooms else None
@@ -215,7 +200,7 @@ class KVOffload:
         for cache in call.caches(growing=True):
             level = self._levels.get(cache, 0)
             sizes = []  # the rows with the new ones, and the room that was refused
-            for layer in room_layers([cache]):
+            for layer in layers_of([cache], RoomLayer):
                 num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
                 if num_rows >= capacity:
                     capacity = SIZES[level](num_rows, self.use.longest)
@@ -230,7 +215,7 @@ class KVOffload:
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""
         call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
-        num_moved = sum(self._handed_out.move(cache) for cache in call.caches(growing=True))
+        num_moved = sum(move_to_host(cache) for cache in call.caches(growing=True))
         self._counters.num_caches_on_host += num_moved
         return num_moved
 

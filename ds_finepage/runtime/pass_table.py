@@ -33,10 +33,7 @@ class PassTable:
     def __init__(
         self, maker: PassMaker, counters: Counters, on_unplanned: Callable[[str], None]
     ) -> None:
-        """Start empty.
-
-        ``on_unplanned`` gets the reason where a call must run without a plan.
-        """
+        """Start empty; ``on_unplanned`` gets the reason where a call must run without a plan."""
         self.maker = maker
         self._counters = counters
         self._on_unplanned = on_unplanned
@@ -141,7 +138,9 @@ class PassTable:
         return self._passes[key]
 
     def _forget_oldest(self) -> None:
-        while len(self._passes) > 1 and sum(map(_num_tasks, self._passes.values())) > MAX_TASKS:
+        num_tasks = [1 if p is None else len(p.graph.tasks) for p in self._passes.values()]
+        while len(self._passes) > 1 and sum(num_tasks) > MAX_TASKS:
+            del num_tasks[0]
             _, oldest = self._passes.popitem(last=False)
             if oldest is None:
                 continue
@@ -164,7 +163,3 @@ class PassTable:
         if grown:
             for found in self._in_order:
                 found.add_non_arena_bytes(grown)
-
-
-def _num_tasks(found: Pass | None) -> int:
-    return 1 if found is None else len(found.graph.tasks)

@@ -36,18 +36,8 @@ from ds_finepage.runtime.stats import Counters, Stats
 logger = logging.getLogger(__name__)
 
 MAX_WARNINGS = 5
-"""Reasons for running without a plan that are logged."""
-
-
-def log_unplanned(reason: str, num_before: int) -> None:
-    """Log a reason for running without a plan, if few were logged before.
-
-    A model that Dynamo does not capture at all has a reason for each of its modules.
-    """
-    if num_before < MAX_WARNINGS:
-        logger.warning("running without a plan: %s", reason)
-    elif num_before == MAX_WARNINGS:
-        logger.warning("running without a plan: more; stats.unplanned_reasons has all")
+"""Reasons for running without a plan that are logged. A model that Dynamo does not capture at all
+has one for each of its modules."""
 
 
 class PlanRunner:
@@ -69,7 +59,6 @@ class PlanRunner:
         self.live = LiveTensors()
         self.kv_offload = KVOffload(
             self.counters,
-            pinned=settings.pins_memory,
             make_room=self._make_room,
             note_live=self.live.note_more,
         )
@@ -122,7 +111,11 @@ class PlanRunner:
 
     def warn_unplanned(self, reason: str) -> None:
         """Log and count that something runs without a plan."""
-        log_unplanned(reason, len(self.counters.unplanned_reasons))
+        num_before = len(self.counters.unplanned_reasons)
+        if num_before < MAX_WARNINGS:
+            logger.warning("running without a plan: %s", reason)
+        elif num_before == MAX_WARNINGS:
+            logger.warning("running without a plan: more; stats.unplanned_reasons has all")
         self.counters.unplanned_reasons.append(reason)
 
     def generation(self, use: CacheUse) -> AbstractContextManager[None]:
@@ -244,7 +237,6 @@ class PlanRunner:
 
 
 def _no_room(nbytes: int, beside: int, budget_bytes: int) -> PlanInfeasibleError:
-    """Return the refusal of a KV cache with room for new rows."""
     need = nbytes + beside
     return PlanInfeasibleError(
         f"the KV cache takes {nbytes} bytes with room for new rows, beside {beside} bytes of the "

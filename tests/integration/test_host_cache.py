@@ -147,7 +147,7 @@ def test_a_cache_in_host_memory_goes_on_with_a_model_that_is_not_attached(mode: 
         with mode():
             cache = model(token_ids(9, batch=2), **LAST)[CACHE]
             if on_host:
-                assert move_to_host(cache, pinned=False)
+                assert move_to_host(cache)
         found = []
         with torch.no_grad():
             for seed in range(3):

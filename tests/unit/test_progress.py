@@ -43,7 +43,6 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(
 def test_a_figure_is_printed_by_its_name_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {
         "peak_bytes": 3 << 30,
-        "stall_ns": 5_000_000,
         "gap_share": 0.0125,
         "num_tasks": 11,
         "layout_overhead": 1.0625,
@@ -55,7 +54,6 @@ def test_a_figure_is_printed_by_its_name_in_its_unit(capsys: pytest.CaptureFixtu
     assert title.strip() == "a plan"
     assert [row.strip("│ ").split() for row in rows] == [
         ["peak", "│", "3.00", "GiB"],
-        ["stall", "│", "5.00", "ms"],
         ["gap", "│", "1.25%"],
         ["num", "tasks", "│", "11"],
         ["layout", "overhead", "│", "1.0625"],

@@ -1,7 +1,4 @@
-"""Where the tensors of a safetensors file lie, and their bytes.
-
-Imported only while a checkpoint is loaded.
-"""
+"""Where the tensors of a safetensors file lie, and their bytes."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ transformers converts such a tensor as any other: it casts it, stacks the matric
 a parameter of it. Nothing is read. The ops run when the values are copied into memory that stays: a
 whole parameter, or the part of it that a rank needs. Casts, parts and joins of tensors are read
 piece by piece. Other ops run on whole tensors.
-
-Imported only while a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ class Call:
     def value(self) -> torch.Tensor:
         """Run the op."""
         trim_heap()  # of what the ops before this one made
-        args, kwargs = tree_map_only(DeferredTensor, value_of, (self.args, self.kwargs))
-        return cast(torch.Tensor, tree_leaves(self.op(*args, **kwargs))[self.index])
+        return cast(torch.Tensor, tree_leaves(_run(self.op, self.args, self.kwargs))[self.index])
 
 
 class DeferredTensor(torch.Tensor):
@@ -80,12 +77,6 @@ class DeferredTensor(torch.Tensor):
         return made
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, region: Region) -> DeferredTensor:
-        """Return the tensor of a file."""
-        like = torch.empty(region.shape, dtype=region.dtype, device="meta")
-        return cls(like, region, is_alone=True)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -134,7 +125,9 @@ def open_files(paths: Iterable[str | os.PathLike[str]]) -> dict[str, torch.Tenso
         regions = regions_of(path)
         if regions is None:
             return None
-        found |= {name: DeferredTensor.of(region) for name, region in regions.items()}
+        for name, region in regions.items():
+            like = torch.empty(region.shape, dtype=region.dtype, device="meta")
+            found[name] = DeferredTensor(like, region, is_alone=True)
     return found or None
 
 

@@ -27,6 +27,8 @@ from typing import Any
 
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
+from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
+from ds_finepage.integrations.deepspeed.deferred import open_files, value_of
 from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import METHOD
@@ -141,8 +143,6 @@ def _load(modeling_utils: ModuleType, call: WrappedCall) -> Any:
         return _load_packed(call, quantizer)
     if not _is_ours(modeling_utils, call.arguments):
         return call.run()
-    from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
-
     _leave_unread(call.arguments)
     with _as_without_zero(modeling_utils):
         result = call.run()
@@ -152,8 +152,6 @@ def _load(modeling_utils: ModuleType, call: WrappedCall) -> Any:
 
 def _leave_unread(options: dict[str, Any]) -> None:
     """Let transformers load the tensors of safetensors files unread."""
-    from ds_finepage.integrations.deepspeed.deferred import open_files
-
     files = list(map(str, options.get("checkpoint_files") or ()))
     if options["state_dict"] is None and all(file.endswith(".safetensors") for file in files):
         options["state_dict"] = open_files(files)
@@ -182,13 +180,7 @@ def _finish(modeling_utils: ModuleType, call: WrappedCall) -> Any:
 
 
 def _load_packed(call: WrappedCall, quantizer: Any) -> Any:
-    """Run transformers' loading with files that are read tensor by tensor.
-
-    Raises:
-        ConfigError: A weight cannot be packed.
-    """
-    from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
-    from ds_finepage.integrations.deepspeed.deferred import value_of
+    """Run transformers' loading with files that are read tensor by tensor."""
     from ds_finepage.integrations.deepspeed.shard_loading import read_all
 
     _leave_unread(call.arguments)

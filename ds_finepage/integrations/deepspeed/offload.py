@@ -127,11 +127,8 @@ def _plain_linear() -> AbstractContextManager[None]:
 
 def offload_class(config: FinepageConfig) -> type[FinepageOffload]:
     """Return the class to build, with its settings, since DeepSpeed passes only its own."""
-
-    class ConfiguredFinepageOffload(FinepageOffload):
-        finepage_config = config
-
-    return ConfiguredFinepageOffload
+    own = {"finepage_config": config}
+    return type("ConfiguredFinepageOffload", (FinepageOffload,), own)
 
 
 def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> list[HostWeight]:
@@ -152,10 +149,7 @@ def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> 
 
 
 def _partition_weight(name: str, parameter: Any) -> HostWeight:
-    """Use ZeRO's partition as the master: the whole parameter, or this rank's part of it.
-
-    A parameter that is in parts stays as ZeRO has it.
-    """
+    """Use ZeRO's partition as the master; a parameter that is in parts stays as ZeRO has it."""
     shape, partitioned = tuple(parameter.ds_shape), data_of(parameter)
     parts = parts_of(parameter)
     partition = parameter.ds_tensor.data

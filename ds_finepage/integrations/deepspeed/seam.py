@@ -99,11 +99,7 @@ def _taken(call: WrappedCall) -> Any:
 
 
 def _pack(model: Any, weights: str, group: int) -> None:
-    """Pack a model that DeepSpeed has not partitioned yet.
-
-    Raises:
-        ConfigError: It has partitions and is not packed, or it cannot be packed.
-    """
+    """Pack a model; refuse one that DeepSpeed has partitioned before that."""
     if not is_packed(model) and any(hasattr(p, "ds_tensor") for p in model.parameters()):
         raise ConfigError(
             "finepage.weights packs a model before ZeRO partitions it, and this one has "

@@ -209,7 +209,6 @@ def _give_to_zero(
 
 
 def _dtype_of(engine: Any) -> torch.dtype | None:
-    """Return the dtype that DeepSpeed casts a model to."""
     if engine.fp16_enabled():
         return torch.float16
     return torch.bfloat16 if engine.bfloat16_enabled() else None

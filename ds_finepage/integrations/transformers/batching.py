@@ -28,7 +28,6 @@ class BudgetedBatching(ReplacedMethod):
     """``init_continuous_batching`` of one model: its paged KV cache counts in the budget."""
 
     def __init__(self, module: Any, budget_bytes: Callable[[], int]) -> None:
-        """Take the place of ``module.init_continuous_batching``."""
         super().__init__(module, BATCHING)
         self._budget_bytes = budget_bytes
 

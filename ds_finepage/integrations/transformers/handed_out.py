@@ -9,37 +9,21 @@ has offloaded, so ``layer.prefetch()`` brings it to the device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ds_finepage._compat.transformers import is_initialized
-from ds_finepage.integrations.transformers.host_cache import HostLayer, move_to_host
-from ds_finepage.integrations.transformers.room import RoomLayer, can_have_room
-
-OwnLayer = HostLayer | RoomLayer
+from ds_finepage.integrations.transformers.host_cache import HostLayer
+from ds_finepage.integrations.transformers.room import RoomLayer, RunLayer, can_have_room
 
 
 class HandedOut:
     """Swaps the layers of caches: the callers' own for those of a run, and back."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        """Start without a cache; ``pinned`` host memory is for accelerators."""
-        self._pinned = pinned
+    def __init__(self) -> None:
         # A caller's layer -> the layer of its runs, while the caller has it.
-        self._own: weakref.WeakKeyDictionary[DynamicLayer, OwnLayer] = weakref.WeakKeyDictionary()
-
-    def move(self, cache: Cache) -> bool:
-        """Move a cache to host memory; return False if there is nothing to move."""
-        before = list(cache.layers)
-        if not move_to_host(cache, pinned=self._pinned):
-            return False
-        for layer, now in zip(before, cache.layers, strict=True):
-            if now is not layer:
-                assert isinstance(now, HostLayer) and isinstance(layer, DynamicLayer)
-                now.outside = layer.outside if isinstance(layer, RoomLayer) else layer
-        return True
+        self._own: weakref.WeakKeyDictionary[DynamicLayer, RunLayer] = weakref.WeakKeyDictionary()
 
     def take(self, cache: Cache) -> None:
         """Put the layers of a run into a cache, with its current contents."""
@@ -51,7 +35,7 @@ class HandedOut:
                 inside = None
             if inside is None:
                 if _is_offloaded(layer):
-                    inside = HostLayer(pinned=self._pinned)  # the cache is a copy of a moved one
+                    inside = HostLayer()  # the cache is a copy of a moved one
                 elif can_have_room(layer):
                     inside = RoomLayer()
                 else:
@@ -67,11 +51,10 @@ class HandedOut:
             The rows on the device that the caller gets.
         """
         rows: list[torch.Tensor | None] = []
-        if cache.layer_class_to_replicate is not None:
-            if issubclass(cache.layer_class_to_replicate, HostLayer):
-                cache.layer_class_to_replicate = DynamicLayer
+        if cache.layer_class_to_replicate is HostLayer:
+            cache.layer_class_to_replicate = DynamicLayer
         for index, layer in enumerate(cache.layers):
-            if not isinstance(layer, (HostLayer, RoomLayer)):
+            if not isinstance(layer, RunLayer):
                 continue
             outside, layer.outside = layer.outside or DynamicLayer(), None
             layer.give(outside)
@@ -90,12 +73,6 @@ class HandedOut:
             elif isinstance(own, RoomLayer) and keys is not None and values is not None:
                 outside.keys, outside.values = keys.contiguous(), values.contiguous()
         self._own.clear()
-
-
-def own_layers(caches: Iterable[Cache]) -> list[OwnLayer]:
-    """List the layers of caches that are those of a run."""
-    layers = (layer for cache in caches for layer in cache.layers)
-    return [layer for layer in layers if isinstance(layer, (HostLayer, RoomLayer))]
 
 
 def _is_offloaded(layer: DynamicLayer) -> bool:

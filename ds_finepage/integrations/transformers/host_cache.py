@@ -20,19 +20,16 @@ from ds_finepage._compat.transformers import (
     cache_name,
     given_cache,
     is_initialized,
-    name_dtype,
     takes_cache,
 )
+from ds_finepage.capture.from_config import TOKENS_FIRST
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
 from ds_finepage.integrations.transformers.room import RoomLayer, RunLayer
 
-TOKENS_FIRST = (2, 0, 1, 3)
-"""Permutes (batch, heads, tokens, width) to the order of host memory."""
-
 HEADS_SECOND = (1, 2, 0, 3)
-"""Permutes it back."""
+"""Permutes the order of host memory back to (batch, heads, tokens, width)."""
 
 MIN_ROWS = 64
 
@@ -41,51 +38,53 @@ class HostRows:
     """Rows of keys or of values in host memory, with room to grow.
 
     Attributes:
-        live: The live rows, of shape (tokens, batch, heads, width), contiguous; None at first.
+        live: The live rows, of shape (tokens, batch, heads, width); None without any.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        """Start empty."""
+    def __init__(self) -> None:
         self.live: torch.Tensor | None = None
-        self._room: torch.Tensor | None = None  # ``live`` is a prefix of it
-        self._pinned = pinned
+        self._room: torch.Tensor | None = None
 
-    def set(self, live: torch.Tensor | None) -> None:
-        """Copy rows from any memory, of shape (tokens, batch, heads, width)."""
-        self.live = self._room = None
-        if live is not None:
-            self._grow(live.shape, live.dtype, len(live))
-            self.append(live)
+    def put_in_place(self, device: torch.device) -> None:
+        """Copy live rows into a room if they are not the first ones of it; a device uses them."""
+        live = self.live
+        if live is None or len(live) == 0:
+            self.live = self._room = None
+        elif self._room is None or not _is_prefix(live, self._room):
+            self.live = self._room = None
+            self.append(live, device)
 
-    def append(self, rows: torch.Tensor) -> None:
-        """Copy rows to the end of the live ones."""
+    def append(self, rows: torch.Tensor, device: torch.device) -> None:
+        """Copy rows from any memory to the end of the live ones."""
         before = 0 if self.live is None else len(self.live)
         after = before + len(rows)
         if self._room is None or after > len(self._room):
-            self._grow(rows.shape, rows.dtype, after)
+            self._grow(rows.shape, rows.dtype, after, device)
         assert self._room is not None
         with torch.inference_mode(False), torch.no_grad():
             self._room[before:after].copy_(rows)
             self.live = self._room[:after]
 
-    def select(self, sequences: torch.Tensor) -> None:
+    def select(self, sequences: torch.Tensor, device: torch.device) -> None:
         """Keep the live rows of these sequences of the batch, in this order, also repeatedly."""
         before = self.live
         if before is None:
             return
-        self.live = self._room = None
+        self.live = None
         shape = (len(before), len(sequences), *before.shape[2:])
-        self._grow(shape, before.dtype, len(before))
+        self._grow(shape, before.dtype, len(before), device)
         assert self._room is not None
         with torch.inference_mode(False), torch.no_grad():
             self.live = self._room[: len(before)]
             torch.index_select(before, 1, sequences, out=self.live)
 
-    def _grow(self, shape: Sequence[int], dtype: torch.dtype, num_rows: int) -> None:
+    def _grow(
+        self, shape: Sequence[int], dtype: torch.dtype, num_rows: int, device: torch.device
+    ) -> None:
         capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length() if num_rows else 0)
         numel = capacity * math.prod(shape[1:])
         with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
-            room = host_bytes(numel * dtype.itemsize, pinned=self._pinned)
+            room = host_bytes(numel * dtype.itemsize, pinned=device_of(device).is_accelerator)
             room = room.view(dtype).view(capacity, *shape[1:])
             if self.live is not None:
                 room[: len(self.live)].copy_(self.live)
@@ -95,11 +94,8 @@ class HostRows:
 class HostLayer(RunLayer):
     """A layer of a dynamic cache whose rows are in host memory."""
 
-    def __init__(self, *, pinned: bool = False) -> None:
-        """Start empty."""
-        self._keys, self._values = HostRows(pinned=pinned), HostRows(pinned=pinned)
-        self.live_keys: torch.Tensor | None = None
-        self.live_values: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self._keys, self._values = HostRows(), HostRows()
         self.new_keys: torch.Tensor | None = None  # of the last forward
         self.new_values: torch.Tensor | None = None
         self.is_initialized = False
@@ -107,79 +103,43 @@ class HostLayer(RunLayer):
     @property
     def keys(self) -> torch.Tensor | None:
         """The live keys in host memory, of shape (batch, heads, tokens, width)."""
-        return None if self.live_keys is None else self.live_keys.permute(HEADS_SECOND)
+        return None if self._keys.live is None else self._keys.live.permute(HEADS_SECOND)
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
-        self.live_keys = None if value is None else value.permute(TOKENS_FIRST)
+        self._keys.live = _tokens_first(value)
 
     @property
     def values(self) -> torch.Tensor | None:
         """The live values in host memory, of shape (batch, heads, tokens, width)."""
-        return None if self.live_values is None else self.live_values.permute(HEADS_SECOND)
+        return None if self._values.live is None else self._values.live.permute(HEADS_SECOND)
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
-        self.live_values = None if value is None else value.permute(TOKENS_FIRST)
+        self._values.live = _tokens_first(value)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all keys and values on the device, the new ones last."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         keys, values = key_states, value_states
-        if self.live_keys is not None and self.live_values is not None:
-            old_keys = to_device(self.live_keys, key_states).permute(HEADS_SECOND)
-            old_values = to_device(self.live_values, value_states).permute(HEADS_SECOND)
+        if self._keys.live is not None and self._values.live is not None:
+            old_keys = to_device(self._keys.live, key_states).permute(HEADS_SECOND)
+            old_values = to_device(self._values.live, value_states).permute(HEADS_SECOND)
             keys = torch.cat([old_keys, key_states], dim=-2)
             values = torch.cat([old_values, value_states], dim=-2)
         self.new_keys = to_host(key_states.permute(TOKENS_FIRST))
         self.new_values = to_host(value_states.permute(TOKENS_FIRST))
-        if not torch.compiler.is_compiling():  # eager code has no caller that settles
-            self.settle()
         return keys, values
 
     def get_seq_length(self) -> int:
         """Return the number of live tokens."""
-        return 0 if self.live_keys is None else self.live_keys.shape[0]
-
-    def reset(self) -> None:
-        """Forget all rows."""
-        self.live_keys = self.live_values = self.new_keys = self.new_values = None
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; what a positive number means differs between versions."""
-        if self.live_keys is not None or tokens_to_remove > 0:
-            super().crop(tokens_to_remove)
+        return 0 if self._keys.live is None else self._keys.live.shape[0]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the sequences of the batch into another order, as beam search does."""
         self.prepare()
-        self._keys.select(beam_idx.to("cpu"))
-        self._values.select(beam_idx.to("cpu"))
-        self.live_keys, self.live_values = self._keys.live, self._values.live
-
-    def take(self, layer: DynamicLayer) -> None:
-        """Take the state of a caller's layer; rows that are in host memory already stay there."""
-        self.forget_new()
-        self.is_initialized = is_initialized(layer)
-        if not self.is_initialized:
-            self.live_keys = self.live_values = None
-            return
-        self.device = layer.device
-        self.keys, self.values = _some(layer.keys), _some(layer.values)
-
-    def give(self, layer: DynamicLayer) -> None:
-        """Give a caller's layer the state of this one, with keys and values in host memory."""
-        keys = self.keys if self.is_initialized else None
-        layer.is_initialized = keys is not None
-        layer.keys = keys
-        layer.values = None if keys is None else self.values
-        if keys is not None:
-            layer.device = self.device
-            name_dtype(layer, keys.dtype)
+        for rows in (self._keys, self._values):
+            rows.select(beam_idx.to("cpu"), self.device)
 
     # Between two calls.
 
@@ -188,9 +148,8 @@ class HostLayer(RunLayer):
         if self.new_keys is not None and self.new_values is not None:
             self.prepare()
             device_of(self.device).synchronize_stream()  # their copies may still run
-            self._keys.append(self.new_keys)
-            self._values.append(self.new_values)
-            self.live_keys, self.live_values = self._keys.live, self._values.live
+            self._keys.append(self.new_keys, self.device)
+            self._values.append(self.new_values, self.device)
         self.forget_new()
 
     def forget_new(self) -> None:
@@ -199,18 +158,13 @@ class HostLayer(RunLayer):
 
     def prepare(self) -> None:
         """Bring rows that the caller reordered or cut back into place."""
-        for rows, live in ((self._keys, self.live_keys), (self._values, self.live_values)):
-            if live is not None and len(live) == 0:
-                live = None
-            if live is None or rows.live is None or not _is_prefix(live, rows.live):
-                rows.set(live)
-            else:
-                rows.live = live
-        self.live_keys, self.live_values = self._keys.live, self._values.live
+        if self.is_initialized:
+            self._keys.put_in_place(self.device)
+            self._values.put_in_place(self.device)
 
 
-def _some(rows: torch.Tensor | None) -> torch.Tensor | None:
-    return None if rows is None or rows.numel() == 0 else rows
+def _tokens_first(rows: torch.Tensor | None) -> torch.Tensor | None:
+    return None if rows is None or rows.numel() == 0 else rows.permute(TOKENS_FIRST)
 
 
 def _is_prefix(live: torch.Tensor, of: torch.Tensor) -> bool:
@@ -220,11 +174,6 @@ def _is_prefix(live: torch.Tensor, of: torch.Tensor) -> bool:
         and live.shape[1:] == of.shape[1:]
         and live.dtype == of.dtype
     )
-
-
-def host_layers(caches: Iterable[Cache]) -> list[HostLayer]:
-    """List the layers of caches that are in host memory."""
-    return [layer for cache in caches for layer in cache.layers if isinstance(layer, HostLayer)]
 
 
 def seen_lengths(caches: Iterable[Cache]) -> list[tuple[Cache, list[tuple[Any, int | None]]]]:
@@ -270,7 +219,7 @@ def caches_among(values: Iterable[Any], *, growing: bool = False) -> list[Cache]
     return caches
 
 
-def move_to_host(cache: Cache, *, pinned: bool) -> bool:
+def move_to_host(cache: Cache) -> bool:
     """Move a cache to host memory, in place; return False if there is nothing to move.
 
     Only layers that grow with every token are moved. A layer with a sliding window does not grow.
@@ -278,30 +227,24 @@ def move_to_host(cache: Cache, *, pinned: bool) -> bool:
     moved = False
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer or isinstance(layer, RoomLayer):
-            cache.layers[index] = _moved(layer, pinned=pinned)
+            cache.layers[index] = _moved(layer)
             moved = True
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = _PinnedLayer if pinned else HostLayer
+        cache.layer_class_to_replicate = HostLayer
         moved = True
     return moved
 
 
-def _moved(layer: DynamicLayer, *, pinned: bool) -> HostLayer:
-    found = HostLayer(pinned=pinned)
-    keys, values = layer.keys, layer.values
-    if is_initialized(layer) and keys is not None and values is not None and keys.numel():
-        found.lazy_initialization(keys, values)
-        found._keys.set(keys.permute(TOKENS_FIRST))
-        found._values.set(values.permute(TOKENS_FIRST))
-        del keys, values
+def _moved(layer: DynamicLayer) -> HostLayer:
+    found = HostLayer()
+    found.outside = layer.outside if isinstance(layer, RoomLayer) else layer
+    found.is_initialized = is_initialized(layer)
+    if found.is_initialized:
+        found.device = layer.device
+        found.keys, found.values = layer.keys, layer.values
         layer.keys = layer.values = None  # free its device bytes before the next layer moves
-        found.live_keys, found.live_values = found._keys.live, found._values.live
+        found.prepare()
     return found
-
-
-class _PinnedLayer(HostLayer):
-    def __init__(self) -> None:
-        super().__init__(pinned=True)
 
 
 def with_cache(

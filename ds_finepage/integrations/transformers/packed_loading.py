@@ -86,14 +86,7 @@ class PackedQuantizer(HfQuantizer):
     waiting: dict[str, dict[str, PackedWeight]]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        """Find the layers to pack, or replace them where the checkpoint is packed.
-
-        Args:
-            model: On the meta device.
-
-        Raises:
-            ConfigError: The form does not suit the model.
-        """
+        """Find the layers to pack, or replace them where the checkpoint is packed."""
         form = self.quantization_config.form
         layers = pack_model(model if self.pre_quantized else copy.deepcopy(model), form)
         slice_output(model)
@@ -124,7 +117,6 @@ class PackWeight(ConversionOps):
     """Puts a packed layer in the place of a layer whose weights have come."""
 
     def __init__(self, quantizer: PackedQuantizer) -> None:
-        """Pack as a quantiser says."""
         self._quantizer = quantizer
 
     def convert(  # type: ignore[override]
@@ -162,11 +154,7 @@ class PackWeight(ConversionOps):
         return {}
 
     def _replace(self, model: Any, full_layer_name: str, weight: torch.Tensor) -> list[str]:
-        """Put a packed layer in the place of one if all of its weights have come.
-
-        Returns:
-            The qualified names of the weights that are packed now.
-        """
+        """Put a packed layer in place if all its weights have come; return their names."""
         path, _, name = full_layer_name.rpartition(".")
         layer: Any = model.get_submodule(path)
         weights = weights_of(layer)

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from ds_finepage._compat.transformers import given_cache
-from ds_finepage.capture.from_config import DTYPES, capture_config
+from ds_finepage.capture.from_config import DTYPES, capture_config, windows_of
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
 from ds_finepage.graph.taskgraph import TaskGraph
@@ -47,9 +47,7 @@ def longest_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L
     if getattr(module.config, "is_encoder_decoder", False):
         return None  # its cache does not grow from its prompt
 
-    def setting(name: str) -> Any:
-        return setting_of(module, args, kwargs, name)
-
+    setting = functools.partial(setting_of, module, args, kwargs)
     prompt = inputs.shape[1]
     new, most = setting("max_new_tokens"), setting("max_length")
     if new is not None:
@@ -93,35 +91,19 @@ def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name
 def kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
     """Return the bytes of a KV cache at its longest; None where the config does not tell them."""
     try:
-        return _kv_bytes(config, dtype, longest)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        text = config.get_text_config(decoder=True)
+        heads = getattr(text, "num_attention_heads", 0)
+        shared = getattr(text, "num_key_value_heads", 0) or heads
+        hidden = getattr(text, "hidden_size", 0)
+        sizes = (heads, shared, hidden, getattr(text, "num_hidden_layers", 0))
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            return None
+        width: int = getattr(text, "head_dim", None) or hidden // heads
+        windows = (window or longest.num_tokens for window in windows_of(text))
+        num_rows = sum(min(longest.num_tokens, window) for window in windows)
+    except (AttributeError, CaptureError, RuntimeError, TypeError, ValueError) as error:
         logger.info("the config does not tell how large a KV cache becomes: %s", error)
         return None  # some configs raise for settings that differ between layers
-
-
-def _kv_bytes(config: Any, dtype: torch.dtype, longest: Longest) -> int | None:
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", 0)
-    shared = getattr(text, "num_key_value_heads", 0) or heads
-    hidden = getattr(text, "hidden_size", 0)
-    layers = getattr(text, "num_hidden_layers", 0)
-    sizes = (heads, shared, hidden, layers)
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return None
-    width: int = getattr(text, "head_dim", None) or hidden // heads
-    window = getattr(text, "sliding_window", None)
-    kinds = (
-        getattr(text, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * layers
-    )
-    num_rows = 0
-    for kind in kinds:
-        if kind == "sliding_attention" and isinstance(window, int):
-            num_rows += min(longest.num_tokens, window)
-        elif kind in ("full_attention", "sliding_attention"):
-            num_rows += longest.num_tokens
-        else:
-            return None  # it does not keep all keys and values
     return 2 * num_rows * longest.num_sequences * shared * width * dtype.itemsize
 
 
@@ -187,7 +169,6 @@ class Preflight:
     """Checks the generations of one model before they begin."""
 
     def __init__(self, module: Any) -> None:
-        """Start without a checked generation."""
         self._module = module
         self._longest_that_fits: dict[tuple[Any, ...], int] = {}  # tokens
 
@@ -294,7 +275,6 @@ def _refusal(
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Return the bytes of a cache, on device and host."""
     tensors = [
         getattr(layer, name, None)
         for layer in getattr(cache, "layers", ())

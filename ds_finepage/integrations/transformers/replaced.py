@@ -12,7 +12,6 @@ class ReplacedMethod:
     """Stands for a method of a model. A copy of the model gets the ordinary method of its class."""
 
     def __init__(self, module: Any, name: str) -> None:
-        """Take the place of a method."""
         self._module = module
         self._name = name
         self._original = getattr(module, name)

@@ -36,7 +36,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -98,6 +98,61 @@ class RunLayer(DynamicLayer):
 
     outside: DynamicLayer | None = None
 
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Count the rows of the last forward among the live ones."""
+
+    def forget_new(self) -> None:
+        """Forget the new rows of a failed forward."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put new rows behind the live ones; return all of them, on the device."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        found = self._append(key_states, value_states)
+        if not torch.compiler.is_compiling():  # eager code has no caller that settles
+            self.settle()
+        return found
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.forget_new()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; what a positive number means differs between versions."""
+        if self.keys is None and tokens_to_remove <= 0:
+            return
+        plain = DynamicLayer()
+        plain.is_initialized = self.is_initialized
+        plain.keys, plain.values = self.keys, self.values
+        plain.crop(tokens_to_remove)
+        self.keys, self.values = plain.keys, plain.values
+
+    def take(self, layer: DynamicLayer) -> None:
+        """Take the state of a caller's layer."""
+        self.forget_new()
+        self.is_initialized = is_initialized(layer)
+        if self.is_initialized:
+            self.device = layer.device
+        self.keys, self.values = layer.keys, layer.values
+
+    def give(self, layer: DynamicLayer) -> None:
+        """Give a caller's layer the state of this one."""
+        keys = layer.keys = self.keys
+        layer.values = self.values
+        layer.is_initialized = keys is not None
+        if keys is not None:
+            layer.device = self.device
+            name_dtype(layer, keys.dtype)
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the device from the first rows."""
         self.device = key_states.device
@@ -127,7 +182,6 @@ class RoomLayer(RunLayer):
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.key_room: torch.Tensor | None = None
         self.value_room: torch.Tensor | None = None
         self.lengths = lengths_of(0, 0)
@@ -168,12 +222,9 @@ class RoomLayer(RunLayer):
         self.lengths = lengths_of(rows.shape[2], room.shape[2])
         return room
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new rows behind the live ones; return all of them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         num_live, capacity = self.lengths.shape[0], self.lengths.shape[1]
         num_rows = num_live + key_states.shape[2]
         if self.key_room is None or self.value_room is None:
@@ -185,11 +236,8 @@ class RoomLayer(RunLayer):
             self.value_room = _moved(self.value_room, num_live, num_rows + 1)
         self.key_room.narrow(2, num_live, key_states.shape[2]).copy_(key_states)
         self.value_room.narrow(2, num_live, key_states.shape[2]).copy_(value_states)
-        found = self.key_room.narrow(2, 0, num_rows), self.value_room.narrow(2, 0, num_rows)
         self.num_new = key_states.shape[2]
-        if not torch.compiler.is_compiling():  # eager code has no caller that settles
-            self.settle()
-        return found
+        return self.key_room.narrow(2, 0, num_rows), self.value_room.narrow(2, 0, num_rows)
 
     def _has_room(self, num_rows: int, capacity: int) -> bool:
         """Tell whether rows fit; the comparisons give Dynamo one symbol for all capacities."""
@@ -200,19 +248,6 @@ class RoomLayer(RunLayer):
     def get_seq_length(self) -> int:
         """Return the number of live tokens."""
         return self._num_rows if self.is_initialized else 0
-
-    def reset(self) -> None:
-        """Forget all rows."""
-        self.keys = self.values = None
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, as the version of transformers does it."""
-        plain = DynamicLayer()
-        plain.is_initialized = self.is_initialized
-        plain.keys, plain.values = self.keys, self.values
-        plain.crop(tokens_to_remove)
-        self.keys, self.values = plain.keys, plain.values
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the sequences of the batch into another order, as beam search does."""
@@ -276,15 +311,12 @@ class RoomLayer(RunLayer):
 
     def take(self, layer: DynamicLayer) -> None:
         """Take the state of a caller's layer, which keeps no tensor; see [Note: who may write]."""
-        self.is_initialized = is_initialized(layer)
-        if not self.is_initialized:
-            self.keys = self.values = None
-            return
-        self.device = layer.device
+        super().take(layer)
         keys, values = layer.keys, layer.values
         layer.keys = layer.values = None  # else old rows stay when they move to larger rooms
+        if not self.is_initialized:
+            return
         if self._seen is None or self._seen[0]() is not keys or self._seen[1]() is not values:
-            self.keys, self.values = keys, values
             return
         assert keys is not None and values is not None
         capacity = self._seen[2]
@@ -293,14 +325,10 @@ class RoomLayer(RunLayer):
 
     def give(self, layer: DynamicLayer) -> None:
         """Give a caller's layer the state of this one, which keeps no tensor."""
-        layer.is_initialized = self.is_initialized
-        keys, values = self.keys, self.values
-        layer.keys, layer.values = keys, values
-        if self.is_initialized:
-            layer.device = self.device
+        super().give(layer)
+        keys, values = layer.keys, layer.values
         self._seen = None
         if keys is not None and values is not None:
-            name_dtype(layer, keys.dtype)
             self._seen = weakref.ref(keys), weakref.ref(values), self.capacity
         self.keys = self.values = None
 
@@ -355,6 +383,9 @@ def can_have_room(layer: Any) -> bool:
     return bool(alike and keys.device == layer.device and keys.dtype == values.dtype)
 
 
-def room_layers(caches: Iterable[Cache]) -> list[RoomLayer]:
-    """List the layers of caches that have room behind their rows."""
-    return [layer for cache in caches for layer in cache.layers if isinstance(layer, RoomLayer)]
+L = TypeVar("L", bound=RunLayer)
+
+
+def layers_of(caches: Iterable[Cache], kind: type[L]) -> list[L]:
+    """List the layers of caches that are of a kind."""
+    return [layer for cache in caches for layer in cache.layers if isinstance(layer, kind)]

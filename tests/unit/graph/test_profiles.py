@@ -81,7 +81,7 @@ def test_profile_of_a_file(tmp_path: Path) -> None:
 def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) -> None:
     shipped = load_profile("t4")
     plain = dataclasses.replace(shipped, rank_bytes_per_s=0.0, rank_latency_ns=0)
-    assert not DETAILS.keys() & json.loads(codec.dumps(plain)).keys()
+    assert not {*DETAILS} & json.loads(codec.dumps(plain)).keys()
     detailed = dataclasses.replace(
         plain,
         rank_bytes_per_s=5e9,
@@ -89,7 +89,7 @@ def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) 
     )
     path = tmp_path / "mine.json"
     codec.save(detailed, path)
-    assert DETAILS.keys() < json.loads(path.read_text()).keys()
+    assert {*DETAILS} < json.loads(path.read_text()).keys()
     assert load_profile(path) == detailed
 
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.integrations.transformers.handed_out import HandedOut
+from ds_finepage.integrations.transformers.host_cache import move_to_host
 from ds_finepage.integrations.transformers.room import (
     MIN_ROWS,
     RoomLayer,
@@ -19,7 +20,7 @@ from ds_finepage.integrations.transformers.room import (
     can_have_room,
     few_rows,
     kept_on_host,
-    room_layers,
+    layers_of,
 )
 
 
@@ -177,7 +178,7 @@ def test_growth_copies_each_row_a_few_times() -> None:
 def taken(handed_out: HandedOut, cache: DynamicCache, capacity: int = 20) -> list[RoomLayer]:
     """Take the layers of a cache, and give them room for some rows."""
     handed_out.take(cache)
-    found = room_layers([cache])
+    found = layers_of([cache], RoomLayer)
     for layer in found:
         if layer.capacity < capacity:
             layer.resize(capacity)
@@ -185,7 +186,7 @@ def taken(handed_out: HandedOut, cache: DynamicCache, capacity: int = 20) -> lis
 
 
 def test_a_caller_gets_its_own_layers_back_and_rows_that_never_change(cache: DynamicCache) -> None:
-    handed_out = HandedOut(pinned=False)
+    handed_out = HandedOut()
     own, seen = list(cache.layers), []
     for step in range(3):
         for layer in taken(handed_out, cache):
@@ -203,22 +204,22 @@ def test_a_caller_gets_its_own_layers_back_and_rows_that_never_change(cache: Dyn
 
 
 def test_rows_in_host_memory_are_not_among_those_on_the_device(cache: DynamicCache) -> None:
-    handed_out = HandedOut(pinned=False)
+    handed_out = HandedOut()
     handed_out.take(cache)
-    assert handed_out.move(cache)
+    assert move_to_host(cache)
     assert handed_out.hand_out(cache) == []
     assert has(cache.layers[0], rows(5))
 
 
 def test_a_cache_that_its_caller_cut_gets_another_room(cache: DynamicCache) -> None:
     """So rows that the caller has seen, behind the cut, do not change."""
-    handed_out = HandedOut(pinned=False)
+    handed_out = HandedOut()
     taken(handed_out, cache)
     handed_out.hand_out(cache)
     whole = cache.layers[0].keys
     cache.crop(-2)
     handed_out.take(cache)
-    inside = room_layers([cache])[0]
+    inside = layers_of([cache], RoomLayer)[0]
     assert inside.capacity == 3  # no room: the next call makes one
     inside.resize(8)
     inside.update(rows(2, 9), -rows(2, 9))
@@ -228,7 +229,7 @@ def test_a_cache_that_its_caller_cut_gets_another_room(cache: DynamicCache) -> N
 
 
 def test_while_the_model_runs_the_callers_layers_hold_no_rows(cache: DynamicCache) -> None:
-    handed_out, own = HandedOut(pinned=False), list(cache.layers)
+    handed_out, own = HandedOut(), list(cache.layers)
     handed_out.take(cache)
     assert all(layer.keys is layer.values is None for layer in own)
     handed_out.hand_out(cache)
@@ -236,7 +237,7 @@ def test_while_the_model_runs_the_callers_layers_hold_no_rows(cache: DynamicCach
 
 
 def test_after_detaching_rows_have_no_room(cache: DynamicCache) -> None:
-    handed_out = HandedOut(pinned=False)
+    handed_out = HandedOut()
     taken(handed_out, cache)
     handed_out.hand_out(cache)
     keys = cache.layers[0].keys
@@ -251,7 +252,7 @@ def test_after_detaching_rows_have_no_room(cache: DynamicCache) -> None:
 
 
 def test_a_copy_of_a_cache_goes_its_own_way(cache: DynamicCache) -> None:
-    handed_out = HandedOut(pinned=False)
+    handed_out = HandedOut()
     taken(handed_out, cache)
     handed_out.hand_out(cache)
     other = copy.deepcopy(cache)
@@ -281,7 +282,7 @@ def test_other_kinds_of_layers_have_no_room() -> None:
     assert not can_have_room(halves)
     cache = DynamicCache()
     cache.layers = [window, halves, plain]
-    HandedOut(pinned=False).take(cache)
+    HandedOut().take(cache)
     assert [type(layer) for layer in cache.layers] == [
         DynamicSlidingWindowLayer,
         DynamicLayer,

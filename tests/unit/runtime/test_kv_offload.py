@@ -57,7 +57,7 @@ def forward(cache: DynamicCache, num_refusals: int = 0, after: int = 1) -> Calla
 
 def calls(**given: Any) -> tuple[KVOffload, Counters]:
     counters = Counters()
-    return KVOffload(counters, pinned=False, **given), counters
+    return KVOffload(counters, **given), counters
 
 
 def call(
