@@ -17,6 +17,7 @@ from torch import distributed
 
 from ds_finepage._compat.torch import _get_default_store
 from ds_finepage.execution.collectives import all_reduce_, ranks_answer
+from ds_finepage.units import NS_PER_S
 
 STORE_KEY = "ds_finepage/failed"
 """Prefix of the keys in the store; the rank follows."""
@@ -25,8 +26,6 @@ SMALL_ELEMENTS, NUM_REPEATS = 2, 3
 """Of the collectives that measure a link; the fastest repeat counts."""
 
 RANK_GONE = "another rank is gone"
-
-_NS_PER_S = 10**9
 
 
 class RankChannel:
@@ -117,7 +116,7 @@ class RankChannel:
             small_ns, large_ns = self._reduce_ns(scratch[:SMALL_ELEMENTS]), self._reduce_ns(scratch)
         sent_bytes = steps * scratch.nbytes // self.num_ranks
         bytes_ns = max(large_ns - small_ns, large_ns // 2, 1)  # a small tensor tells little
-        return sent_bytes * _NS_PER_S / bytes_ns, small_ns // steps
+        return sent_bytes * NS_PER_S / bytes_ns, small_ns // steps
 
     def _reduce_ns(self, tensor: torch.Tensor) -> int:
         best = 0

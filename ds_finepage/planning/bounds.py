@@ -17,9 +17,8 @@ from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.graph.unpacking import unpacked_buffers
-from ds_finepage.units import align_up
+from ds_finepage.units import NS_PER_S, align_up
 
-_NS_PER_S = 10**9
 _EMBEDDING = "aten.embedding.default"
 
 
@@ -232,7 +231,7 @@ def lower_bound_bytes(
 
 
 def _link_ns(nbytes: Fraction, h2d_bytes_per_s: float) -> float:
-    return float(nbytes * _NS_PER_S) / h2d_bytes_per_s
+    return float(nbytes * NS_PER_S) / h2d_bytes_per_s
 
 
 # The bytes that can be kept.

@@ -21,8 +21,7 @@ from ds_finepage.graph.memgraph import Lane, MemGraph, Node, NodeKind, lane_of_l
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
 from ds_finepage.graph.taskgraph import TO_HOST, Task, TaskGraph
 from ds_finepage.graph.timeline import Span, Timeline
-
-_NS_PER_S = 10**9
+from ds_finepage.units import NS_PER_S
 
 
 class _Rate:
@@ -30,7 +29,7 @@ class _Rate:
 
     def __init__(self, per_s: float) -> None:
         self._numerator, denominator = float(per_s).as_integer_ratio()
-        self._factor = _NS_PER_S * denominator
+        self._factor = NS_PER_S * denominator
 
     def ns(self, amount: int) -> int:
         """Return the time for an amount, rounded up: no sum of parts is less than the whole."""
@@ -134,15 +133,16 @@ def simulate(
         ConfigError: The profile has a rate or size that cannot be computed with, or
             ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
     """
-    found = _simulated(memgraph, profile, entry_missing, begin_ns)
+    costs = Costs(profile)
+    work = _work(memgraph, costs, _resident(memgraph, entry_missing), begin_ns)
+    starts, complete = _in_order(memgraph, work, begin_ns)
     spans = [
         Span(n.id, w.lane, start, end, _span_name(memgraph.graph, n))
-        for n, w, start, end in zip(
-            memgraph.nodes, found.work, found.starts, found.complete, strict=True
-        )
+        for n, w, start, end in zip(memgraph.nodes, work, starts, complete, strict=True)
         if w.lane is not None
     ]
-    return _timeline(memgraph, spans, found.complete, lower_bound_ns=found.lower_bound_ns)
+    bound_ns = _busiest_lane_ns(memgraph, work, costs)
+    return _timeline(memgraph, spans, complete, lower_bound_ns=bound_ns)
 
 
 def predicted_ns(memgraph: MemGraph, profile: HardwareProfile) -> tuple[int, int]:
@@ -158,9 +158,11 @@ def predicted_ns(memgraph: MemGraph, profile: HardwareProfile) -> tuple[int, int
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.
     """
-    found = _simulated(memgraph, profile, (), 0)
-    ends = (end for end, w in zip(found.complete, found.work, strict=True) if w.lane is not None)
-    return max(ends, default=0), found.lower_bound_ns
+    costs = Costs(profile)
+    work = _work(memgraph, costs, (), 0)
+    _, complete = _in_order(memgraph, work, 0)
+    ends = (end for end, w in zip(complete, work, strict=True) if w.lane is not None)
+    return max(ends, default=0), _busiest_lane_ns(memgraph, work, costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,37 +180,16 @@ class _Work:
 _NO_WORK = _Work(None)
 
 
-@dataclass(frozen=True, slots=True)
-class _SimulatedPass:
-    """A simulated pass: the work of each node, when it begins and is complete, and the bound."""
-
-    work: list[_Work]
-    starts: list[int]
-    complete: list[int]
-    lower_bound_ns: int
-
-
-def _simulated(
-    memgraph: MemGraph,
-    profile: HardwareProfile,
-    entry_missing: Collection[int],
-    begin_ns: int,
-) -> _SimulatedPass:
-    """Simulate a pass; :func:`simulate` describes the arguments."""
-    costs = Costs(profile)
-    work = _work(memgraph, costs, _resident(memgraph, entry_missing), begin_ns)
-    copied = {Lane.H2D: 0, Lane.D2H: 0}
-    compute_ns = collect_ns = 0
+def _busiest_lane_ns(memgraph: MemGraph, work: Sequence[_Work], costs: Costs) -> int:
+    """Return the time of the lane that has most to do, copies without their latency."""
+    took, copied = dict.fromkeys(Lane, 0), dict.fromkeys(costs.links, 0)
     for node, each in zip(memgraph.nodes, work, strict=True):
-        if each.lane is Lane.COMPUTE:
-            compute_ns += each.took_ns
-        elif each.lane is Lane.RANKS:
-            collect_ns += each.took_ns
-        elif each.lane is not None:
+        if each.lane in copied:
             copied[each.lane] += memgraph.bytes_at(node)
-    starts, complete = _in_order(memgraph, work, begin_ns)
-    links_ns = (costs.links[lane].ns(n) for lane, n in copied.items())
-    return _SimulatedPass(work, starts, complete, max(compute_ns, collect_ns, *links_ns))
+        elif each.lane is not None:
+            took[each.lane] += each.took_ns
+    links_ns = (costs.links[lane].ns(nbytes) for lane, nbytes in copied.items())
+    return max(*took.values(), *links_ns)
 
 
 def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: int) -> list[_Work]:

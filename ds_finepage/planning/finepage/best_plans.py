@@ -15,6 +15,7 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.planning.time_bound import least_time_ns
+from ds_finepage.units import NS_PER_S
 
 
 class Candidate(NamedTuple):
@@ -115,7 +116,7 @@ class BestPlans:
         limit_ns = equal * self.fastest_ns if has_fewer else best.total_ns / equal
         latencies_ns = num_copies * profile.transfer_latency_ns
         rate = profile.h2d_bytes_per_s * num_ranks
-        return moved * 10**9 <= (limit_ns - latencies_ns) * rate
+        return moved * NS_PER_S <= (limit_ns - latencies_ns) * rate
 
     def offer_all(self, plans: Iterable[Plan | None]) -> None:
         """Offer plans until no other can be better."""

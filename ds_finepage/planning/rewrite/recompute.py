@@ -14,27 +14,20 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
+from ds_finepage.graph.unpacking import POINTWISE_OPS, packet_of
 from ds_finepage.planning.finepage.options import DEFAULTS
 from ds_finepage.planning.liveness import extent_bytes, live_activation_bytes
 from ds_finepage.planning.rewrite.clones import Clone, insert_clones
 
-# Named, because cost is not enough: an op that draws random numbers, or sums in another order each
-# time, is as cheap as these.
-_POINTWISE = (
-    "abs add bitwise_and bitwise_not bitwise_or clamp clone cos div eq erf exp floor_divide ge gelu"
-    " gt isinf isnan le leaky_relu log logical_and logical_not logical_or lt masked_fill maximum"
-    " minimum mul ne neg pow reciprocal relu remainder rsqrt rsub sigmoid silu sin sqrt sub tanh"
-    " where _to_copy"
-)
 _MAKING = (
     "arange full full_like lift_fresh_copy new_full new_ones new_zeros ones ones_like scalar_tensor"
     " zeros zeros_like"
 )
 _MOVING = "cat constant_pad_nd gather index index_select repeat stack tril triu"
 _NORMS = "amax amin mean native_layer_norm _fused_rms_norm _softmax"
-CHEAP_OPS = frozenset(
-    f"aten.{name}" for name in f"{_POINTWISE} {_MAKING} {_MOVING} {_NORMS}".split()
-)
+# Named, because cost is not enough: an op that draws random numbers, or sums in another order each
+# time, is as cheap as these.
+CHEAP_OPS = POINTWISE_OPS | {f"aten.{name}" for name in f"{_MAKING} {_MOVING} {_NORMS}".split()}
 """Ops without products that always return the same for the same operands, without overload."""
 
 MAX_CHAIN = 8
@@ -161,7 +154,7 @@ class _Maker:
 def _is_cheap(task: Task) -> bool:
     """Tell whether a task may run twice: it is cheap, and only writes new buffers."""
     return (
-        task.op.rpartition(".")[0] in CHEAP_OPS
+        packet_of(task) in CHEAP_OPS
         and task.flops == 0
         and not task.touches
         and not set(task.reads) & set(task.writes)

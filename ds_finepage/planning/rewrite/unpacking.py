@@ -25,6 +25,7 @@ from ds_finepage.graph.unpacking import GATHERING_OPS, packet_of, unpacked_buffe
 from ds_finepage.planning.rewrite.split import (
     Divisible,
     SliceWriter,
+    costs_of_part,
     divisible_operand,
     quantum,
     varies,
@@ -146,9 +147,6 @@ def _append_slice(
             return tuple(map(sliced, value))
         return Ref(rows_of(value.tensor)) if isinstance(value, Ref) else value
 
-    def share(amount: int) -> int:
-        return -(-amount * (end - start) // unpacking.num_rows)
-
     (made,), (result,) = task.writes, task.results
     assert result is not None
     # All tasks of a slice name the whole unpacked weight, so that none is in the way of another's.
@@ -161,9 +159,8 @@ def _append_slice(
         reads=tuple(sorted({parts.get(b, b) for b in task.reads})),
         writes=() if is_whole else (parts[made],),
         touches=() if target in parts else (target,),
-        workspace_bytes=share(task.workspace_bytes),
-        moved_bytes=share(task.moved_bytes),
-        time_ns=None if task.time_ns is None else share(task.time_ns),
+        workspace_bytes=-(-task.workspace_bytes * (end - start) // unpacking.num_rows),
+        **costs_of_part(task, end - start, unpacking.num_rows),
     )
 
 
