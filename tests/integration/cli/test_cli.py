@@ -12,12 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds_finepage import __version__, cli
-from ds_finepage.errors import (
-    CaptureError,
-    ConfigError,
-    FinepageError,
-    PlanInfeasibleError,
-)
+from ds_finepage.errors import CaptureError, ConfigError, FinepageError, PlanInfeasibleError
 
 
 class Command(SimpleNamespace):

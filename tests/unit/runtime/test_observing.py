@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from ds_finepage.graph.memgraph import LANE_OF, NodeKind
-from ds_finepage.graph.taskgraph import (
-    Buffer,
-    BufferKind,
-    GraphInput,
-    TaskGraph,
-    TensorView,
-)
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, GraphInput, TaskGraph, TensorView
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.observing import name_of
 from tests.unit.runtime.test_handle import Rig, paged, rig
