@@ -192,6 +192,16 @@ def test_all_weights_are_loaded_and_freed_together(model: Model, table: WeightTa
     assert table.on_device == {}
 
 
+def test_nothing_stays_on_the_device_when_loading_all_fails(
+    model: Model, table: WeightTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table._weights[1], "shape", (1 << 40, 1))  # it has no such view
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        table.load_all()
+    masters = [table.masters[name].data_ptr() for name, _ in model.named_parameters()]
+    assert table.on_device == {} and masters == [p.data_ptr() for p in model.parameters()]
+
+
 # --- bytes -----------------------------------------------------------------------------------
 
 
