@@ -145,9 +145,8 @@ def _nbytes(parameter: Any) -> int:
 
 
 @pytest.fixture
-def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def start(deepspeed: Any, nothing_persisted: None) -> Iterator[Callable[..., Any]]:
     """``start(model name, settings, leaves)``: a model that stock ZeRO runs, and its counter."""
-    from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import set_z3_leaf_modules
 
     engines = []
@@ -155,8 +154,6 @@ def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def make(
         name: str, settings: dict[str, int], leaves: tuple[str, ...] = ()
     ) -> tuple[Any, Counter]:
-        # It counts over all models of a process, and would stop at the threshold of one.
-        monkeypatch.setattr(Init, "num_persisted_elements", 0)
         model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32).eval()
         zero: dict[str, Any] = {f"stage3_{key}": value for key, value in settings.items()}
         if leaves:
