@@ -23,7 +23,6 @@ from tests.integration.families import make_model
 
 assert ops  # defines them
 
-LLAMA = make_model("llama", vocab_size=96, intermediate_size=384).config
 PHASES = (("prefill", 8), ("decode", 16))
 NUM_STEPS = 3
 RATES = HardwareProfile(
@@ -49,10 +48,11 @@ UNKNOWN = {"rank_bytes_per_s": 0.0, "rank_latency_ns": 0}
 
 def captured(num_ranks: int) -> list[TaskGraph]:
     """Return a prefill and a decode step of one rank."""
+    config = make_model("llama", vocab_size=96, intermediate_size=384).config
     return [
         estimate_workspaces(
             capture_config(
-                LLAMA,
+                config,
                 phase=phase,
                 batch=2,
                 seq=seq,
