@@ -22,6 +22,11 @@ def plain_on(device: torch.device) -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
 
 
+def attached(module: torch.nn.Module, device: Any, **settings: Any) -> Handle:
+    given = {"device_budget": AMPLE, "profile": SLOW_LINK, **settings}
+    return ds_finepage.attach(module, device=device, **given)
+
+
 @dataclass
 class Subject:
     """An attached model, with its captures made, and the results of plain transformers."""
@@ -42,14 +47,8 @@ class Subject:
         self.tokens = tokens(plain, ids, NUM_TOKENS, cache=None).cpu()
         self.model.to("cpu")
         self.ids = self.ids.to(self.device)
-        self.handle = ds_finepage.attach(
-            self.model,
-            device_budget=AMPLE,
-            device=self.device,
-            profile=SLOW_LINK,
-            split=self.split,
-            device_graphs=self.graphs,
-        )
+        settings = {"split": self.split, "device_graphs": self.graphs}
+        self.handle = attached(self.model, self.device, **settings)
         self.check()
 
     def check(self) -> None:

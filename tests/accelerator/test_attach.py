@@ -15,8 +15,8 @@ from ds_finepage.execution.device import DeviceMemoryError, default_device, devi
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.meter import DeviceMeter
-from tests.accelerator.subjects import AMPLE
-from tests.integration.families import SLOW_LINK, logits, make_model, token_ids, tokens
+from tests.accelerator.subjects import attached
+from tests.integration.families import logits, make_model, token_ids, tokens
 from tests.unit.execution.test_measure import product
 
 
@@ -34,11 +34,6 @@ class WithBuffers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)
         return self.second(self.first(x) + self.first.shared) * self.second.shared
-
-
-def attached(module: nn.Module, device: Any, **settings: Any) -> ds_finepage.Handle:
-    given = {"device_budget": AMPLE, "profile": SLOW_LINK, **settings}
-    return ds_finepage.attach(module, device=device, **given)
 
 
 def test_the_accelerator_is_the_default_device(device: torch.device) -> None:

@@ -12,14 +12,13 @@ from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN
 from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
 from ds_finepage.runtime.device_memory import DeviceMemory
-from tests.accelerator.subjects import AMPLE, plain_on, subject
+from tests.accelerator.subjects import AMPLE, attached, plain_on, subject
 from tests.accelerator.test_passes import waits_of
 from tests.device import loading
 from tests.integration.batching import llama, tokens_of
 from tests.integration.families import (
     CACHE,
     LAST,
-    SLOW_LINK,
     WIDE_CACHE,
     greedy,
     logits,
@@ -42,9 +41,7 @@ def test_a_cache_larger_than_the_budget_goes_to_host_memory(device: torch.device
     ).cpu()
     cache_bytes = kv_bytes(model.config, model.dtype, Longest(BATCH, LENGTH + NEW, LENGTH))
     assert cache_bytes is not None
-    handle = ds_finepage.attach(
-        model.to("cpu"), device_budget=cache_bytes * 19 // 20, device=device, profile=SLOW_LINK
-    )
+    handle = attached(model.to("cpu"), device, device_budget=cache_bytes * 19 // 20)
     for seed in (None, 1):
         handle.replan(debug=ds_finepage.config.DebugConfig(lane_delay_seed=seed))
         with DeviceMeter(device) as meter:
@@ -64,9 +61,7 @@ def test_a_decode_step_with_its_cache_in_host_memory_waits_behind_the_pass(
     longest = Longest(BATCH, LENGTH + 2 * NEW, LENGTH)
     cache_bytes = kv_bytes(model.config, model.dtype, longest)
     assert cache_bytes is not None
-    handle = ds_finepage.attach(
-        model, device_budget=cache_bytes * 9 // 10, device=device, profile=SLOW_LINK
-    )
+    handle = attached(model, device, device_budget=cache_bytes * 9 // 10)
     new = token_ids(1, batch=BATCH).to(device)
     with torch.no_grad():
         cache = model(token_ids(LENGTH, batch=BATCH).to(device), **LAST)[CACHE]
@@ -85,9 +80,7 @@ def test_continuous_batching_holds_the_budget_and_waits_for_its_arguments(
     torch._dynamo.reset()
     model = llama()
     expected = tokens_of(model.to(plain_on(device)), num_blocks=64)
-    handle = ds_finepage.attach(
-        model.to("cpu"), device_budget="90%weights", device=device, profile=SLOW_LINK
-    )
+    handle = attached(model.to("cpu"), device, device_budget="90%weights")
     if device.type == loading.NAME:
         card = torch.get_device_module(device)
         card.set_stream_delay(card.default_stream(device), ARGUMENTS_DELAY_NS)
@@ -113,9 +106,7 @@ def test_rows_of_a_prompt_wait_in_the_arena_while_they_move(
     monkeypatch.setattr(DeviceMemory, "keeper", noted)
     model = make_model("llama", hidden_size=256)
     plain = prompt_and_steps(model.to(plain_on(device)), plain_on(device)).cpu()
-    handle = ds_finepage.attach(
-        model.to("cpu"), device_budget="60%weights", device=device, profile=SLOW_LINK
-    )
+    handle = attached(model.to("cpu"), device, device_budget="60%weights")
     for seed in (None, 1, 2):
         handle.replan(debug=ds_finepage.config.DebugConfig(lane_delay_seed=seed))
         for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +77,29 @@ def test_the_rehearsal_ends_and_reports_every_step(
     assert sys.prefix not in text + written.read_text()
 
 
-def run_scripts(
-    gpu_day: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str
-) -> tuple[Any, str]:
-    """Run steps of the given Python texts; return the report and its Markdown."""
-    monkeypatch.setattr(gpu_day, "HERE", folder)
-    steps = []
-    for name, text in scripts.items():
-        (folder / f"{name}.py").write_text(EMIT + text)
-        limit_s = 1 if name == "hangs" else 60
-        steps.append(gpu_day.Step(name=name, limit_s=limit_s, words=(f"{name}.py",)))
-    options = gpu_day.parse(["--out", str(folder / "out"), "--device", "cpu"])
-    report = gpu_day.run_day(options, steps)
-    return report, report.path("md").read_text()
+RunScripts = Callable[..., tuple[Any, str]]
 
 
-def test_a_step_that_fails_hangs_or_dies_never_stops_the_next(
-    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def run_scripts(gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunScripts:
+    """Runs steps of the given Python texts; returns the report and its Markdown."""
+    monkeypatch.setattr(gpu_day, "HERE", tmp_path)
+
+    def run(**scripts: str) -> tuple[Any, str]:
+        steps = []
+        for name, text in scripts.items():
+            (tmp_path / f"{name}.py").write_text(EMIT + text)
+            limit_s = 1 if name == "hangs" else 60
+            steps.append(gpu_day.Step(name=name, limit_s=limit_s, words=(f"{name}.py",)))
+        options = gpu_day.parse(["--out", str(tmp_path / "out"), "--device", "cpu"])
+        report = gpu_day.run_day(options, steps)
+        return report, report.path("md").read_text()
+
+    return run
+
+
+def test_a_step_that_fails_hangs_or_dies_never_stops_the_next(run_scripts: RunScripts) -> None:
     report, text = run_scripts(
-        gpu_day,
-        tmp_path,
-        monkeypatch,
         fails="row(table='t', first=1)\nraise ValueError('no such file: /home/me/model.bin')",
         dies="import os, signal\nrow(table='t', first=2)\nos.kill(os.getpid(), signal.SIGSEGV)",
         hangs="import signal\nrow(table='t', first=3)\nsignal.pause()",
@@ -120,13 +121,8 @@ def test_a_step_that_fails_hangs_or_dies_never_stops_the_next(
     assert "| hangs | over its limit |" in text and "| works | ok |" in text
 
 
-def test_rows_are_in_the_files_while_their_step_still_runs(
-    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_in_the_files_while_their_step_still_runs(run_scripts: RunScripts) -> None:
     report, _ = run_scripts(
-        gpu_day,
-        tmp_path,
-        monkeypatch,
         waits="row(table='t', first='a row that was written early')\n"
         "out = pathlib.Path(__file__).parent / 'out'\n"
         "while not any('written early' in p.read_text() for p in out.glob('*.json')): pass",
@@ -143,10 +139,10 @@ def test_rows_are_in_the_files_while_their_step_still_runs(
     ],
 )
 def test_a_row_that_tells_of_a_fault_fails_its_step(
-    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cells: dict[str, Any]
+    run_scripts: RunScripts, cells: dict[str, Any]
 ) -> None:
     text = f"row(table='engines', **{cells!r})\nrow(table='engines', tokens_equal=True)"
-    report, _ = run_scripts(gpu_day, tmp_path, monkeypatch, engines=text)
+    report, _ = run_scripts(engines=text)
     (outcome,) = report.outcomes
     assert outcome.status == "failed" and outcome.remark == "1 of 2 rows tell of a fault"
 
@@ -172,7 +168,7 @@ def test_every_stage_ends_within_its_limit(gpu_day: Any) -> None:
 
 
 def test_a_later_call_goes_on_where_an_earlier_one_ended(
-    gpu_day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_day: Any, run_scripts: RunScripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = "row(table='t', first=time.time_ns())"
     tests = """
@@ -181,9 +177,9 @@ for name in {"a", "b"} - set(passed):
     row(table="tests", test=name, outcome="passed" if passed or name == "a" else "failed")
 sys.exit(not passed)
 """
-    first, _ = run_scripts(gpu_day, tmp_path, monkeypatch, works=works, tests=tests)
+    first, _ = run_scripts(works=works, tests=tests)
     assert [o.status for o in first.outcomes] == ["ok", "failed"]
-    second, _ = run_scripts(gpu_day, tmp_path, monkeypatch, works=works, tests=tests)
+    second, _ = run_scripts(works=works, tests=tests)
     assert [o.status for o in second.outcomes] == ["ok", "ok"]
     assert second.outcomes[0].rows == first.outcomes[0].rows
     assert [row["test"] for row in second.outcomes[1].rows] == ["a", "b"]

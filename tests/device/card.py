@@ -103,30 +103,21 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 # ---------------------------------------------------------------- streams
 
 Event = torch.Event
+current_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
+synchronize = torch.accelerator.synchronize
 
 
 def Stream(device: Device = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(torch.device("slowcard", _index(device)), priority=priority)
 
 
-def current_stream(device: Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(_index(device))
-
-
 def default_stream(device: Device = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=_index(device), device_type=20)
 
 
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
-
-
 def stream(stream: torch.Stream) -> torch.Stream:
     return stream
-
-
-def synchronize(device: Device = None) -> None:
-    torch.accelerator.synchronize(_index(device))
 
 
 def _sleep(ns: int) -> None:
@@ -168,33 +159,13 @@ class CUDAGraph:
 
 # ---------------------------------------------------------------- memory
 
-
-def memory_stats(device: Device = None) -> dict[str, Any]:
-    return torch.accelerator.memory_stats(_index(device))
-
-
-def memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: Device = None) -> int:
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device: Device = None) -> int:
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
+memory_stats = torch.accelerator.memory_stats
+memory_allocated = torch.accelerator.memory_allocated
+max_memory_allocated = torch.accelerator.max_memory_allocated
+memory_reserved = torch.accelerator.memory_reserved
+max_memory_reserved = torch.accelerator.max_memory_reserved
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+empty_cache = torch.accelerator.empty_cache
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:

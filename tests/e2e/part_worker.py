@@ -30,10 +30,11 @@ from rank_worker import (
     without_room,
     write,
 )
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
+from tests.integration.families import make_model
 
 DEBUG = {"lane_delay_seed": 5, "poison_vacated": True}
 """Runs the lanes in threads of their own, and fills what a plan has vacated."""
@@ -47,7 +48,7 @@ def odd_llama() -> Any:
     """
     odd = {"vocab_size": 97, "hidden_size": 99, "intermediate_size": 301}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32}
-    return LlamaForCausalLM(LlamaConfig(**{**LLAMA_SIZES, **ONE_LAYER, **odd, **heads}))
+    return make_model("llama", **{**LLAMA_SIZES, **ONE_LAYER, **odd, **heads})
 
 
 def gpt2() -> Any:

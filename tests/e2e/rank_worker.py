@@ -22,18 +22,6 @@ import deepspeed
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import ds_finepage
 from ds_finepage.capture.from_config import capture_config
@@ -41,6 +29,7 @@ from ds_finepage.capture.shards import cutting
 from ds_finepage.errors import FinepageError
 from ds_finepage.graph.collectives import is_collective
 from ds_finepage.graph.taskgraph import TaskGraph
+from tests.integration.families import make_model
 
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MODE, FOLDER = sys.argv[-2:]
@@ -68,21 +57,16 @@ CUT_OF_MIXTRAL = {
     ],
 }
 MAKERS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES)),
-    "llama of 4": lambda: LlamaForCausalLM(
-        LlamaConfig(**{**LLAMA_SIZES, **ONE_LAYER, "num_key_value_heads": 4, "vocab_size": 98})
+    "llama": partial(make_model, "llama", **LLAMA_SIZES),
+    "llama of 4": partial(
+        make_model,
+        "llama",
+        **{**LLAMA_SIZES, **ONE_LAYER, "num_key_value_heads": 4, "vocab_size": 98},
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**LLAMA_SIZES, **ONE_LAYER}, head_dim=32)),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(
-            **{**SIZES, **ONE_LAYER},
-            ffn_dim=512,
-            word_embed_proj_dim=128,
-            max_position_embeddings=64,
-        )
-    ),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)),
+    "qwen3": partial(make_model, "qwen3", **{**LLAMA_SIZES, **ONE_LAYER}),
+    "opt": partial(make_model, "opt", **{**SIZES, **ONE_LAYER}, ffn_dim=512),
+    "mixtral": partial(make_model, "mixtral", **LLAMA_SIZES),
+    "gpt2": partial(make_model, "gpt2"),
 }
 FAMILIES = (
     ("llama", torch.float32),

@@ -13,7 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from ds_finepage.capture.models import load_model_config
-from ds_finepage.cli import demo, main
+from ds_finepage.cli import demo
 from ds_finepage.compare.worker import RUNS
 from ds_finepage.reporting.results import (
     CompareSettings,
@@ -23,6 +23,7 @@ from ds_finepage.reporting.results import (
     load_results,
     over_ranks,
 )
+from tests.commands import Cli
 from tests.e2e.conftest import finepage, tiny_config
 from tests.unit.compare.runs import run
 
@@ -41,8 +42,11 @@ def on_ranks(found: Run) -> Run:
     return over_ranks([found, more])
 
 
+Ran = Callable[..., list[CompareSettings]]
+
+
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[CompareSettings]]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     """Let the demo find some runs instead of making them; return the settings that it asks with."""
 
     def find(*runs: Run) -> list[CompareSettings]:
@@ -80,23 +84,18 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[CompareSettings]]
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_exit_status_judges_the_result(
-    ran: Any, stock: Run, ours: Run, problem: str | None, as_json: bool, capsys: Any
+    ran: Ran, stock: Run, ours: Run, problem: str | None, as_json: bool, cli: Cli
 ) -> None:
     ran(PLAIN, stock, ours)
-    assert main(["demo", "--json"] if as_json else ["demo"]) == (problem is not None)
-    captured = capsys.readouterr()
-    assert (problem or "") in captured.err and captured.err.count("\n") == (problem is not None)
+    err = cli("demo", *["--json"][:as_json], status=int(problem is not None)).err
+    assert (problem or "") in err and err.count("\n") == (problem is not None)
 
 
-def test_the_json_is_that_of_the_comparison(
-    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_json_is_that_of_the_comparison(ran: Ran, cli: Cli) -> None:
     ran(PLAIN, STOCK, replace(OURS, tokens_equal=False, peak_bytes=10**9))
-    assert main(["demo"]) == 1
-    assert capsys.readouterr().err.count("\n") == 2  # both problems are named
+    assert cli("demo", status=1).err.count("\n") == 2  # both problems are named
     ran(PLAIN, STOCK, OURS)
-    assert main(["demo", "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    runs = cli.json("demo")["runs"]
     assert [RUNS.validate_python(run) for run in runs] == [PLAIN, STOCK, OURS]
 
 
@@ -105,12 +104,9 @@ def rows_of(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
 
 
-def test_the_table_has_a_line_for_each_figure(
-    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_a_line_for_each_figure(ran: Ran, cli: Cli) -> None:
     asked = ran(PLAIN, STOCK, OURS)
-    assert main(["demo", "--new-tokens", "5"]) == 0
-    out = capsys.readouterr().out
+    out = cli("demo", "--new-tokens", "5").out
     assert out.splitlines()[0].rstrip() == "Llama, 1.46 KiB of weights"
     assert [row for row in rows_of(out) if row] == [
         ["tokens equal to plain transformers", "yes", "yes", ""],
@@ -124,20 +120,14 @@ def test_the_table_has_a_line_for_each_figure(
     assert asked[0].new_tokens == 5 and asked[0].arms == tuple(ARMS)
 
 
-def test_the_table_names_a_packed_form(
-    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_names_a_packed_form(ran: Ran, cli: Cli) -> None:
     ran(PLAIN, STOCK, OURS)
-    assert main(["demo", "--weights", "int4"]) == 0
-    assert "of weights in int4" in capsys.readouterr().out
+    assert "of weights in int4" in cli("demo", "--weights", "int4").out
 
 
-def test_an_engine_that_did_not_run_has_no_column(
-    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_did_not_run_has_no_column(ran: Ran, cli: Cli) -> None:
     ran(PLAIN, STOCK, replace(OURS, reason="it has no room"))
-    assert main(["demo"]) == 1
-    assert "ds_finepage ┃" not in capsys.readouterr().out
+    assert "ds_finepage ┃" not in cli("demo", status=1).out
 
 
 def test_the_model_of_the_demo_has_the_bytes_that_it_says() -> None:
@@ -147,14 +137,11 @@ def test_the_model_of_the_demo_has_the_bytes_that_it_says() -> None:
     assert 162e6 < 2 * (config.num_hidden_layers * layer + tables) < 164e6
 
 
-def test_ranks_run_the_comparison_of_ranks(
-    ran: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_run_the_comparison_of_ranks(ran: Ran, cli: Cli) -> None:
     asked = ran(PLAIN, on_ranks(STOCK), on_ranks(OURS))
-    assert main(["demo", "--ranks", "2"]) == 1
-    captured = capsys.readouterr()
-    assert "finepage had 700 bytes on the device" in captured.err
-    peaks = [row for row in rows_of(captured.out) if row and row[0].startswith("peak")]
+    said = cli("demo", "--ranks", "2", status=1)
+    assert "finepage had 700 bytes on the device" in said.err
+    peaks = [row for row in rows_of(said.out) if row and row[0].startswith("peak")]
     assert [row[:3] for row in peaks] == [
         ["peak device memory, rank 0", "1.95 KiB", "600 B"],
         ["peak device memory, rank 1", "2.05 KiB", "700 B"],
@@ -173,11 +160,11 @@ def test_ranks_run_the_comparison_of_ranks(
     ],
 )
 def test_ranks_that_cannot_run_are_refused_before_any_work(
-    ran: Any, options: list[str], message: str, capsys: Any
+    ran: Ran, options: list[str], message: str, cli: Cli
 ) -> None:
     asked = ran(PLAIN, STOCK, OURS)
-    assert main(["demo", *options]) == 2
-    assert message in capsys.readouterr().err and asked == []
+    cli.refuses("demo", *options, says=message)
+    assert asked == []
 
 
 def tiny_demo(
@@ -188,10 +175,11 @@ def tiny_demo(
     return finepage(*words, *options, environment=environment, cwd=folder)
 
 
+Kept = tuple[Path, subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture(scope="module")
-def kept(
-    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def kept(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Kept:
     """Run the demo of a packed model, from a folder that has nothing to do with the repository."""
     folder = tmp_path_factory.mktemp("elsewhere")
     options = ["--new-tokens", "6", "--weights", "int4", "--keep", "kept"]
@@ -203,7 +191,7 @@ def results_of(done: subprocess.CompletedProcess[str]) -> Results:
     return found
 
 
-def test_json(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_json(kept: Kept) -> None:
     found = results_of(kept[1])
     assert [run.arm for run in found.runs] == ARMS
     _, stock, ours = found.runs
@@ -220,7 +208,7 @@ def test_json(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     assert (ours.first_call_ns or 0) > 0 and (stock.first_call_ns or 0) > 0
 
 
-def test_progress_and_what_is_kept(kept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_progress_and_what_is_kept(kept: Kept) -> None:
     folder, done = kept
     assert [line.rpartition(":")[0] for line in done.stderr.splitlines()] == [
         "making random weights for tiny.json",
@@ -246,8 +234,5 @@ def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, st
         assert 0 < (ours.decode.h2d_bytes or 0) < (stock.decode.h2d_bytes or 0)
 
 
-def test_a_kept_folder_is_not_overwritten(
-    kept: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["demo", "--keep", str(kept[0])]) == 2
-    assert "has results" in capsys.readouterr().err
+def test_a_kept_folder_is_not_overwritten(kept: Kept, cli: Cli) -> None:
+    cli.refuses("demo", "--keep", kept[0], says="has results")

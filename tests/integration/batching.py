@@ -6,22 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-import transformers as hf
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from tests.integration.families import token_ids
+from tests.integration.families import make_model, token_ids
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 NAMES = {f.name for f in fields(ContinuousBatchingConfig)}
 PAGE_SIZE = "page_size" if "page_size" in NAMES else "block_size"
 """The setting has the second name in transformers 5.17."""
@@ -29,16 +17,14 @@ LENGTHS = (5, 40, 17, 3, 60, 33)
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "num_hidden_layers": 2})).eval()
+    return make_model("llama", vocab_size=512)
 
 
 def gemma3() -> Any:
     """Layers with a sliding window, and layers without."""
-    torch.manual_seed(0)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = hf.Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=16, layer_types=kinds)
-    return hf.Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
+    changes = {"layer_types": kinds, "num_hidden_layers": 3, "vocab_size": 512}
+    return make_model("gemma3", torch.bfloat16, **changes)
 
 
 def outputs_of(model: Any, **settings: Any) -> list[Any]:

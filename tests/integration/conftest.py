@@ -40,3 +40,11 @@ def deepspeed() -> Iterator[Any]:
 def fresh() -> None:
     """Take away what Dynamo has compiled for earlier tests."""
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def nothing_persisted(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin anew: ZeRO counts over all models of a process, and would stop at one's threshold."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    monkeypatch.setattr(Init, "num_persisted_elements", 0)

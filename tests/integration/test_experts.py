@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,13 +15,12 @@ NUM_TOKENS = 6
 EXPERTS = {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8}}
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    torch._dynamo.reset()  # it would remember the batches of other tests, and leave the batch open
-    with warnings.catch_warnings():
-        # transformers asks for torch's version inside the experts' forward.
-        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-        yield
+pytestmark = [
+    # Dynamo would remember the batches of other tests, and leave the batch open.
+    pytest.mark.usefixtures("fresh"),
+    # transformers asks for torch's version inside the experts' forward.
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
 
 
 def expert_bytes(model: torch.nn.Module) -> int:

@@ -20,13 +20,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.runtime.handle import Handle
-from tests.integration.families import (
-    FAMILIES,
-    MORE_FAMILIES,
-    make_model,
-    token_ids,
-    tokens,
-)
+from tests.integration.families import FAMILIES, MORE_FAMILIES, make_model, token_ids, tokens
 from tests.integration.parity import equal, same_at_every_budget
 
 POLICIES = ("finepage", "horizon")

@@ -17,14 +17,13 @@ from ds_finepage.capture.shipped import model_names
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution import host_ops
-from ds_finepage.execution.arena import view_of
 from ds_finepage.execution.measure import estimate_workspaces
-from ds_finepage.execution.ops import bind
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.policies import plan_steady
 from tests.integration.families import CACHE
+from tests.unit.capture.replay import replay
 
 PUBLISHED_PARAMETERS = {
     "llama-7b": 6_738_415_616,
@@ -177,35 +176,15 @@ def test_it_can_be_planned(config: Any, phase: str) -> None:
 # What the graph computes: run op by op, it gives what the model gives.
 
 
-def run(graph: TaskGraph, values: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Run all tasks on buffers of their own; return the buffers."""
-    storage = {
-        b.id: torch.zeros(max(1, b.nbytes), dtype=torch.uint8)
-        if b.payload is None
-        else torch.tensor(list(b.payload), dtype=torch.uint8)
-        for b in graph.buffers
-    }
-    for buffer in graph.buffers:
-        if buffer.name in values:
-            flat = values[buffer.name].contiguous().view(-1).view(torch.uint8)
-            storage[buffer.id][: flat.numel()] = flat
-
-    def tensor(index: int) -> torch.Tensor:
-        view = graph.tensors[index]
-        return view_of(storage[view.buffer], view)
-
-    with torch.no_grad():
-        for task in graph.tasks:
-            bound = bind(task, tensor, [], into_place=True)
-            bound.call(*bound.args, **bound.kwargs)
-    return storage
-
-
-def result_of(graph: TaskGraph, storage: dict[int, torch.Tensor]) -> torch.Tensor:
-    (output,) = graph.outputs
-    assert output.tensor is not None
-    view = graph.tensors[output.tensor]
-    return view_of(storage[view.buffer], view)
+def logits_of(graph: TaskGraph, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Replay a graph; rows of a KV cache that the values lack begin as zeros, and come there."""
+    args = []
+    for given in graph.inputs:
+        view = graph.tensors[given.tensor]
+        args.append(values.setdefault(graph.buffers[view.buffer].name, torch.zeros(view.shape)))
+    (found,) = replay(graph, args)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 @pytest.mark.parametrize("config", [LLAMA, OPT], ids=["llama", "opt"])
@@ -218,28 +197,19 @@ def test_prefill_and_decode_give_the_models_own_logits(config: Any) -> None:
         wanted_next = model(ids[:, 15:], **{CACHE: cache}, logits_to_keep=1).logits
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    prefill = capture(config, "prefill", seq=15, dtype="float32")
     positions = torch.arange(15)
-    given = {
-        "input_ids": ids[:, :15],
-        "position_ids": positions.expand(2, 15),
-        "cache_position": positions,
-    }
-    storage = run(prefill, {**values, **given})
-    assert torch.equal(result_of(prefill, storage), wanted)
+    values["input_ids"] = ids[:, :15].contiguous()
+    values["position_ids"], values["cache_position"] = positions.repeat(2, 1), positions
+    prefill = capture(config, "prefill", seq=15, dtype="float32")
+    assert torch.equal(logits_of(prefill, values), wanted)
 
-    decode = capture(config, "decode", seq=16, dtype="float32")
-    given = {
-        "input_ids": ids[:, 15:],
-        "position_ids": torch.full((2, 1), 15),
-        "cache_position": torch.tensor([15]),
-    }
+    values["input_ids"] = ids[:, 15:].contiguous()
+    values["position_ids"], values["cache_position"] = torch.full((2, 1), 15), torch.tensor([15])
     for buffer in prefill.buffers:
         if buffer.kind is BufferKind.STATE:
-            rows = storage[buffer.id].view(torch.float32).view(2, -1, 15, 16)
-            given[buffer.name] = torch.nn.functional.pad(rows, (0, 0, 0, 1))
-    storage = run(decode, {**values, **given})
-    assert torch.equal(result_of(decode, storage), wanted_next)
+            values[buffer.name] = torch.nn.functional.pad(values[buffer.name], (0, 0, 0, 1))
+    decode = capture(config, "decode", seq=16, dtype="float32")
+    assert torch.equal(logits_of(decode, values), wanted_next)
 
 
 # What the graph costs.

@@ -14,7 +14,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.whatif import capture_model, plan_captured
 from tests.integration.families import CACHE
-from tests.integration.test_from_config import capture, result_of, run
+from tests.integration.test_from_config import capture, logits_of
 
 T5 = transformers.T5Config(
     d_model=64,
@@ -66,9 +66,8 @@ def test_a_model_with_an_encoder_gives_its_own_logits(config: Any) -> None:
 
     prefill = capture(config, "prefill", seq=5, dtype="float32")
     starts = {"cache_position": torch.tensor([0]), "source_position": torch.arange(5)}
-    tokens = {"input_ids": source, "decoder_input_ids": ids[:, :1]}
-    storage = run(prefill, {**values, **starts, **tokens})
-    assert torch.equal(result_of(prefill, storage), first.logits)
+    tokens = {"input_ids": source, "decoder_input_ids": ids[:, :1].contiguous()}
+    assert torch.equal(logits_of(prefill, {**values, **starts, **tokens}), first.logits)
 
     decode = capture(config, "decode", seq=5, dtype="float32")
     for name, tensor in rows.items():
@@ -77,9 +76,8 @@ def test_a_model_with_an_encoder_gives_its_own_logits(config: Any) -> None:
     assert {b.name for b in decode.buffers if b.kind is BufferKind.INPUT} >= {
         name for name in rows if name.startswith("source")
     }
-    tokens = {"decoder_input_ids": ids[:, 4:], "cache_position": torch.tensor([4])}
-    storage = run(decode, {**values, **rows, **tokens})
-    assert torch.equal(result_of(decode, storage), last.logits)
+    tokens = {"decoder_input_ids": ids[:, 4:].contiguous(), "cache_position": torch.tensor([4])}
+    assert torch.equal(logits_of(decode, {**values, **rows, **tokens}), last.logits)
 
 
 def test_an_encoder_that_looks_at_values() -> None:

@@ -86,28 +86,35 @@ def large_tensors(model: nn.Module, form: str) -> list[torch.Tensor]:
     return [layer.packed for layer in model]
 
 
+def under_the_least_budget(
+    model: nn.Module, x: torch.Tensor, packed_bytes: int
+) -> tuple[Handle, torch.Tensor]:
+    """Attach, and hold results and peaks of an ample and of the least budget; return the result."""
+    with torch.no_grad():
+        expected = model(x)
+        handle = attach(model, device_budget="1GiB")
+        assert torch.equal(model(x), expected)
+        assert handle.stats.weight_bytes >= packed_bytes
+        budget_bytes = handle.stats.min_budget_bytes
+        handle.replan(budget_bytes=budget_bytes)
+        for _ in range(2):
+            with DeviceMeter(default_device()) as meter:
+                assert torch.equal(model(x), expected)
+            assert meter.peak_bytes <= budget_bytes
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    return handle, expected
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_layers_of_each_form_hold_the_budget_and_come_back(form: str) -> None:
     model = nn.Sequential(*[FORMS[form](seed) for seed in range(6)])
     state = {name: value.clone() for name, value in model.state_dict().items()}
     before = large_tensors(model, form)
     addresses = [tensor.data_ptr() for tensor in before]
-    with torch.no_grad():
-        expected = model(X)
-        handle = attach(model, device_budget="1GiB")
-        assert torch.equal(model(X), expected)
-        assert handle.stats.weight_bytes >= 6 * (
-            WIDTH * WIDTH // 2 + 2 * WIDTH * WIDTH // GROUP * 4
-        )
-        budget_bytes = handle.stats.min_budget_bytes
-        handle.replan(budget_bytes=budget_bytes)
-        for _ in range(2):
-            with DeviceMeter(default_device()) as meter:
-                assert torch.equal(model(X), expected)
-            assert meter.peak_bytes <= budget_bytes
+    packed_bytes = 6 * (WIDTH * WIDTH // 2 + 2 * WIDTH * WIDTH // GROUP * 4)
+    handle, expected = under_the_least_budget(model, X, packed_bytes)
     assert handle.stats.passes[0].last_reloaded_bytes > 5 * WIDTH * WIDTH // 2
     assert any(task.op == JOIN for plan, _ in handle.plans() for task in plan.graph.tasks)
-    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     shown = model.state_dict()
     assert list(shown) == list(state) and all(torch.equal(shown[n], state[n]) for n in state)
     handle.detach()
@@ -428,17 +435,8 @@ def half_quadratic_layers() -> nn.Sequential:
 def test_layers_of_other_libraries_hold_the_budget(make: Any) -> None:
     model = make()
     x = torch.randn(2, 1024)
+    packed_bytes = 3 * (1024 * 1024 // 2 + (64 << 10))  # numbers of four bits, and scales
+    handle, expected = under_the_least_budget(model, x, packed_bytes)
+    handle.detach()
     with torch.no_grad():
-        expected = model(x)
-        handle = attach(model, device_budget="1GiB")
-        assert torch.equal(model(x), expected)
-        packed_bytes = 3 * (1024 * 1024 // 2 + (64 << 10))  # numbers of four bits, and scales
-        assert handle.stats.weight_bytes >= packed_bytes
-        budget_bytes = handle.stats.min_budget_bytes
-        handle.replan(budget_bytes=budget_bytes)
-        with DeviceMeter(default_device()) as meter:
-            assert torch.equal(model(x), expected)
-        assert meter.peak_bytes <= budget_bytes
-        assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-        handle.detach()
         assert torch.equal(model(x), expected)

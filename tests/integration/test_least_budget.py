@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 
 from ds_finepage.api import attach
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.families import CACHE, make_model, token_ids
+from tests.integration.test_seq2seq import make as make_seq2seq
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -23,21 +23,12 @@ ALIGNMENT = 64
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256}
 
 
-def t5(dtype: torch.dtype) -> Any:
-    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 1, "num_heads": 4}
-    torch.manual_seed(0)
-    config = hf.T5Config(vocab_size=256, decoder_start_token_id=0, **sizes)
-    model = hf.T5ForConditionalGeneration(config).eval().to(dtype)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 MODELS: dict[str, Callable[[torch.dtype], Any]] = {
     "llama": lambda dtype: make_model("llama", dtype, intermediate_size=128, **SMALL),
     "gpt2": lambda dtype: make_model("gpt2", dtype, n_inner=128, **SMALL),
     "mistral": lambda dtype: make_model("mistral", dtype, intermediate_size=128, **SMALL),
     "mixtral": lambda dtype: make_model("mixtral", dtype, intermediate_size=64, **SMALL),
-    "t5": t5,
+    "t5": lambda dtype: make_seq2seq("t5").to(dtype),
 }
 
 

@@ -13,19 +13,10 @@ from transformers.generation.streamers import BaseStreamer
 from ds_finepage.api import attach
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.errors import CaptureError, PlanInfeasibleError, StoreError
-from ds_finepage.integrations.transformers.preflight import (
-    Longest,
-    Preflight,
-)
+from ds_finepage.integrations.transformers.preflight import Longest, Preflight
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
-from tests.integration.families import (
-    CACHE,
-    LAST,
-    make_model,
-    token_ids,
-    tokens,
-)
+from tests.integration.families import CACHE, LAST, make_model, token_ids, tokens
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,14 +25,16 @@ EXPERTS = {
 }
 
 
+pytestmark = [
+    pytest.mark.usefixtures("fresh"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
+
+
 @pytest.fixture(autouse=True)
-def _small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch._dynamo.reset()
+def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "SLICE_ROWS", 32)  # so that a matrix has several slices
     monkeypatch.setattr(split, "CUT_ROWS", 32)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-        yield
 
 
 def packed_model(family: str, form: str, dtype: torch.dtype) -> Any:

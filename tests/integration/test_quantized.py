@@ -10,13 +10,14 @@ from torchao.quantization import (
     Int8WeightOnlyConfig,
     quantize_,
 )
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers import PreTrainedModel as Model
 
 import ds_finepage
 from ds_finepage.execution.device import default_device
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.engines import ds_config, one_process_deepspeed
+from tests.integration.families import make_model
 
 PROMPT = torch.arange(9)[None]
 GENERATE = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
@@ -24,21 +25,10 @@ KINDS = {"weights": Int8WeightOnlyConfig, "activations": Int8DynamicActivationIn
 
 
 def llama(dtype: torch.dtype) -> Model:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=64,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512}
+    model = make_model("llama", dtype, **sizes, vocab_size=512, initializer_range=0.05)
+    assert isinstance(model, Model)
+    return model
 
 
 def logits(model: Model) -> torch.Tensor:

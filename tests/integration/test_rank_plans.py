@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import transformers
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.shards import cutting
@@ -20,17 +19,10 @@ from ds_finepage.graph.parts import with_parts
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.pipeline import Planned, PlanSettings, needs_of, plan_checked
 from ds_finepage.planning.simulator import simulate
+from tests.integration.families import make_model
 
 assert ops  # defines them
 
-LLAMA = transformers.LlamaConfig(
-    vocab_size=96,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_hidden_layers=2,
-    intermediate_size=384,
-    num_key_value_heads=2,
-)
 PHASES = (("prefill", 8), ("decode", 16))
 NUM_STEPS = 3
 RATES = HardwareProfile(
@@ -56,10 +48,11 @@ UNKNOWN = {"rank_bytes_per_s": 0.0, "rank_latency_ns": 0}
 
 def captured(num_ranks: int) -> list[TaskGraph]:
     """Return a prefill and a decode step of one rank."""
+    config = make_model("llama", vocab_size=96, intermediate_size=384).config
     return [
         estimate_workspaces(
             capture_config(
-                LLAMA,
+                config,
                 phase=phase,
                 batch=2,
                 seq=seq,

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, modeling_utils
+from transformers import modeling_utils
 from transformers.integrations import HfDeepSpeedConfig
 
 from ds_finepage.integrations.deepspeed import loading, shard_loading
 from ds_finepage.integrations.deepspeed.deferred import DeferredTensor
 from tests.integration.engines import one_process_deepspeed
 from tests.integration.families import make_model
-from tests.integration.test_loading import ds_config, masters
+from tests.integration.test_loading import ds_config, load, masters
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -31,15 +31,6 @@ def deepspeed() -> Iterator[Any]:
 
 def config_of_ranks(**changes: Any) -> dict[str, Any]:
     return ds_config(tensor_parallel={"autotp_size": 2}, **changes)
-
-
-def load(folder: Path, config: dict[str, Any], **kwargs: Any) -> Any:
-    keep_alive = HfDeepSpeedConfig(config)
-    torch.manual_seed(0)
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
-    finally:
-        del keep_alive
 
 
 def read(model: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]:

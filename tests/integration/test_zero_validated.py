@@ -7,19 +7,11 @@ coordinator decides as it does anywhere, and what it fetches and releases when c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    OPTConfig,
-    PretrainedConfig,
-)
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.graph.profiles import load_profile
@@ -33,36 +25,20 @@ from ds_finepage.planning.baselines.zero import (
 from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import ds_config
+from tests.integration.families import make_model
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
-HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_LENGTH = 64, 4, 500, 5
+HIDDEN, VOCABULARY, PROMPT_LENGTH = 64, 500, 5
 NUM_FORWARDS = 4  # the first records, the second is the first with a trace
-LIKE_LLAMA: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 160,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
-MODELS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**LIKE_LLAMA),
-    "tied llama": lambda: LlamaConfig(**LIKE_LLAMA, tie_word_embeddings=True),
-    "gpt2": lambda: GPT2Config(
-        n_embd=HIDDEN, n_layer=NUM_LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=64
-    ),
-    "opt": lambda: OPTConfig(
-        hidden_size=HIDDEN,
-        word_embed_proj_dim=HIDDEN,
-        ffn_dim=160,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-    ),
-    "mixtral": lambda: MixtralConfig(**LIKE_LLAMA, num_local_experts=4),  # has leaf modules
+SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": 4, "vocab_size": VOCABULARY}
+LIKE_LLAMA = {**SIZES, "intermediate_size": 160}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": partial(make_model, "llama", **LIKE_LLAMA),
+    "tied llama": partial(make_model, "llama", **LIKE_LLAMA, tie_word_embeddings=True),
+    "gpt2": partial(make_model, "gpt2", **SIZES),
+    "opt": partial(make_model, "opt", **SIZES, ffn_dim=160, word_embed_proj_dim=HIDDEN),
+    "mixtral": partial(make_model, "mixtral", **LIKE_LLAMA),  # has leaf modules
 }
 # The two thresholds, both limits and the bucket: each out of the way, and each in it.
 SETTINGS: dict[str, dict[str, int]] = {
@@ -145,9 +121,8 @@ def _nbytes(parameter: Any) -> int:
 
 
 @pytest.fixture
-def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def start(deepspeed: Any, nothing_persisted: None) -> Iterator[Callable[..., Any]]:
     """``start(model name, settings, leaves)``: a model that stock ZeRO runs, and its counter."""
-    from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import set_z3_leaf_modules
 
     engines = []
@@ -155,9 +130,7 @@ def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def make(
         name: str, settings: dict[str, int], leaves: tuple[str, ...] = ()
     ) -> tuple[Any, Counter]:
-        # It counts over all models of a process, and would stop at the threshold of one.
-        monkeypatch.setattr(Init, "num_persisted_elements", 0)
-        model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32).eval()
+        model = MODELS[name]()
         zero: dict[str, Any] = {f"stage3_{key}": value for key, value in settings.items()}
         if leaves:
             set_z3_leaf_modules(model, list(leaves[-1:]))
@@ -173,7 +146,7 @@ def start(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @cache
 def captured(name: str, phase: str, seq: int) -> TaskGraph:
-    return capture_config(MODELS[name](), phase=phase, batch=1, seq=seq, dtype="float32")
+    return capture_config(MODELS[name]().config, phase=phase, batch=1, seq=seq, dtype="float32")
 
 
 def prompt() -> torch.Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_finepage.errors import PlanInfeasibleError
@@ -20,19 +20,13 @@ from tests.property.experts import layers_of_experts
 from tests.property.independent_bounds import Machine, fewest_bytes, least_ns
 from tests.property.matmul_chains import random_chain
 from tests.property.strategies import taskgraphs
+from tests.property.test_memgraphs import modest as of_memgraphs
 from tests.unit.planning.finepage.test_search import machine
 
 UNIT = 64
 PROFILE = dataclasses.replace(machine(h2d=1e10), memory_bytes_per_s=1e11)
 
-modest = settings(
-    max_examples=20,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+modest = settings(of_memgraphs, max_examples=20)
 
 
 def planned_by(

@@ -15,11 +15,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
-from ds_finepage.planning.liveness import (
-    ample_arena_bytes,
-    live_activation_bytes,
-    min_arena_bytes,
-)
+from ds_finepage.planning.liveness import ample_arena_bytes, live_activation_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.recompute import recompute
 from ds_finepage.planning.simulator import simulate

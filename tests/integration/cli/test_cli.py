@@ -12,12 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds_finepage import __version__, cli
-from ds_finepage.errors import (
-    CaptureError,
-    ConfigError,
-    FinepageError,
-    PlanInfeasibleError,
-)
+from ds_finepage.errors import CaptureError, ConfigError, FinepageError, PlanInfeasibleError
 
 
 class Command(SimpleNamespace):
@@ -55,30 +50,26 @@ def test_the_exit_status_is_the_commands(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "message"),
     [
-        (ConfigError("no"), 2),
-        (PlanInfeasibleError("no"), 2),
-        (FinepageError("no"), 1),
-        (CaptureError("no"), 1),
+        (ConfigError("no"), 2, "no"),
+        (PlanInfeasibleError("no"), 2, "no"),
+        (FinepageError("no"), 1, "no"),
+        (CaptureError("no"), 1, "no"),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_errors_become_messages(
     command: Command,
     capsys: pytest.CaptureFixture[str],
-    error: FinepageError,
+    error: BaseException,
     status: int,
+    message: str,
 ) -> None:
     command.raises(error)
-    assert cli.main(["fake"]) == status == error.exit_status
+    assert cli.main(["fake"]) == status == getattr(error, "exit_status", 130)
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "ds-finepage: no\n")
-
-
-def test_an_interrupt_is_no_error(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    command.raises(KeyboardInterrupt())
-    assert cli.main(["fake"]) == 130
-    assert capsys.readouterr().err == "ds-finepage: interrupted\n"
+    assert (captured.out, captured.err) == ("", f"ds-finepage: {message}\n")
 
 
 def test_sigterm_ends_a_command_as_an_interrupt_does(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from ds_finepage import whatif
 from ds_finepage.graph.profiles import load_profile
 from tests.commands import Cli
+from tests.integration.cli.models import small_model
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -20,7 +20,6 @@ MIXTRAL: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "vocab_size": 1000,
-    "torch_dtype": "float16",
 }
 PERSISTENT = 100_000
 """Elements of a parameter that stock keeps on the device, at most."""
@@ -28,10 +27,7 @@ PERSISTENT = 100_000
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    folder = tmp_path / "experts"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MIXTRAL))
-    return str(folder)
+    return str(small_model(tmp_path, **MIXTRAL))
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])

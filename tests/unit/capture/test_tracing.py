@@ -230,8 +230,7 @@ def test_sizes_of_a_growing_cache_are_marked() -> None:
     class StaticLayer:
         keys = torch.zeros(1, 2, 5, 4)
 
-    cache = SimpleNamespace(layers=[DynamicLayer, StaticLayer])
-    cache.layers = [DynamicLayer(), StaticLayer()]
+    cache = SimpleNamespace(layers=[DynamicLayer(), StaticLayer()])
     mask = torch.ones(1, 6)
     mark_growing((), {"past_key_values": cache, "attention_mask": mask})
     for rows in (DynamicLayer.keys, DynamicLayer.values):

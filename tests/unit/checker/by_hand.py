@@ -6,15 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ds_finepage.graph.memgraph import (
-    Edge,
-    EdgeKind,
-    Extent,
-    MemGraph,
-    Node,
-    NodeKind,
-    Residency,
-)
+from ds_finepage.graph.memgraph import Edge, EdgeKind, Extent, MemGraph, Node, NodeKind, Residency
 from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph
 
 LEFT, RIGHT = Extent(0, 128), Extent(128, 128)  # the two places of every arena here

@@ -81,6 +81,9 @@ def call(compared: Compared, cli: Cli) -> Cli:
         ),
         (("--model", "nosuch"), "unknown model 'nosuch'. Known: deepseek-v3"),
         (("--resume",), "--resume goes on in a folder. Name it by --out"),
+        (("--ranks", "0"), "--ranks: 0 is less than 1."),
+        (("--ranks", "3"), "3 ranks do not divide the 32 attention heads of llama-7b"),
+        (("--ranks", "2", "--weights", "int4"), "packed weights are not cut over ranks"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused(

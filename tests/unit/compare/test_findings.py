@@ -16,14 +16,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.reporting.findings import PROFILE_FILE, Findings, MemoryRow, memory_row
 from ds_finepage.reporting.results import PhaseFigures
-from tests.unit.reporting.folders import (
-    HARDWARE,
-    MS,
-    RESULTS,
-    made_run,
-    observed,
-    planned,
-)
+from tests.unit.reporting.folders import HARDWARE, MS, RESULTS, made_run, observed, planned
 
 PASSES = {"finepage_b1": [observed("prefill"), observed(), observed("decode_2")]}
 SINGLE = replace(RESULTS, settings=None)

@@ -13,14 +13,14 @@ import pytest
 from ds_finepage.compare import orchestrate
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import load_request
-from ds_finepage.compare.orchestrate import WHOLE_ON_ONE, Comparison
+from ds_finepage.compare.orchestrate import WHOLE_ON_ONE
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.reporting.results import PhaseFigures, Run, load_results, run_folder, save_passes
 from ds_finepage.reporting.tables import tables
 from tests.commands import Cli
 from tests.unit.compare.runs import results, run
 from tests.unit.compare.test_cli_compare import Compared, call, compared
-from tests.unit.compare.test_orchestrate import CONFIG, TOKENS, Fake, FakeModeller
+from tests.unit.compare.test_orchestrate import TOKENS, Fake, installed
 from tests.unit.reporting.folders import RESULTS, make_folder, observed
 
 __all__ = ["call", "compared"]
@@ -54,10 +54,7 @@ class FakeRanks(Fake):
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRanks:
     made = FakeRanks(tmp_path)
-    monkeypatch.setattr(orchestrate, "run_process", made.run_process)
-    monkeypatch.setattr(orchestrate, "modeller_of", FakeModeller)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: tmp_path)
+    installed(made, monkeypatch)
     return made
 
 
@@ -173,18 +170,3 @@ def test_the_users_ds_config_keeps_its_dtype(compared: Compared, call: Cli, tmp_
     found = json.loads(settings.ds_config)
     assert {key: found[key] for key in given} == given
     call("--ranks", "4", "--ds-config", path, status=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ranks", "0"], "--ranks: 0 is less than 1."),
-        (["--ranks", "3"], "3 ranks do not divide the 32 attention heads of llama-7b"),
-        (["--ranks", "2", "--weights", "int4"], "packed weights are not cut over ranks"),
-    ],
-)
-def test_ranks_that_cannot_run_are_refused(
-    compared: Compared, call: Cli, options: list[str], message: str
-) -> None:
-    call.refuses(*options, says=message)
-    assert compared.starts == []

@@ -110,13 +110,18 @@ class Fake:
         return [(request.arm, request.batch) for request in self.requests]
 
 
+def installed(made: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let comparisons in the folder run no other processes, and model nothing themselves."""
+    monkeypatch.setattr(orchestrate, "run_process", made.run_process)
+    monkeypatch.setattr(orchestrate, "modeller_of", FakeModeller)
+    (made.folder / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: made.folder)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     made = Fake(tmp_path)
-    monkeypatch.setattr(orchestrate, "run_process", made.run_process)
-    monkeypatch.setattr(orchestrate, "modeller_of", FakeModeller)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(Comparison, "_checkpoint", lambda self: tmp_path)
+    installed(made, monkeypatch)
     return made
 
 

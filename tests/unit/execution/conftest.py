@@ -7,6 +7,8 @@ import pytest
 
 from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.lanes import CpuLanes
+from ds_finepage.execution.stores import WeightTable
+from tests.unit.execution.parameters import Model, attached
 from tests.unit.execution.rig import Rig
 
 
@@ -34,3 +36,14 @@ def lanes() -> Iterator[CpuLanes]:
 def every_transfer_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each lane have its own thread, however little it copies."""
     monkeypatch.setattr(lanes_module, "SMALL_TRANSFER_BYTES", 0)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def table(model: Model) -> WeightTable:
+    """The weights of the model, which shows them."""
+    return attached(model)

@@ -11,6 +11,7 @@ from ds_finepage.checker.checker import check
 from ds_finepage.execution.arena import Arena, HostPool, byte_view
 from ds_finepage.execution.executor import Executor, Residents
 from ds_finepage.execution.lanes import CpuLanes
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.policies import plan_steady
@@ -25,7 +26,7 @@ class Rig:
 
     def __init__(
         self,
-        graph: TaskGraph,
+        graph: TaskGraph | MemGraph,
         weights: dict[str, torch.Tensor] | None = None,
         *,
         arena_bytes: int | None = None,
@@ -37,9 +38,11 @@ class Rig:
         lanes: Any = None,
         **others: Any,
     ) -> None:
-        if arena_bytes is None:
-            arena_bytes = ample_arena_bytes(graph, 64)
-        self.memgraph = check(plan_steady(graph, arena_bytes=arena_bytes, policy=policy))
+        if isinstance(graph, MemGraph):  # planned already
+            self.memgraph, arena_bytes, graph = graph, graph.arena_bytes, graph.graph
+        else:
+            arena_bytes = ample_arena_bytes(graph, 64) if arena_bytes is None else arena_bytes
+            self.memgraph = check(plan_steady(graph, arena_bytes=arena_bytes, policy=policy))
         if masters is None:
             copy = torch.Tensor.clone if device == CPU else torch.Tensor.pin_memory
             masters = {name: byte_view(copy(w)) for name, w in (weights or {}).items()}

@@ -96,16 +96,6 @@ def test_an_accelerator_that_plans_cannot_run_on_is_not_the_default(
     assert said.startswith("plans run on the CPU: cuda cannot be used: it does not address pinned")
 
 
-@pytest.fixture
-def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch be built for CUDA and see no card."""
-    monkeypatch.setattr(
-        torch.accelerator,
-        "current_accelerator",
-        lambda check_available=False: None if check_available else CUDA,
-    )
-
-
 OLD_DRIVER = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update it.",
     "The NVIDIA driver on your system is too old (found version 11040)",
@@ -119,16 +109,21 @@ NO_DRIVER = (
 @pytest.mark.parametrize(("said", "shown"), [OLD_DRIVER, NO_DRIVER])
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
 def test_a_card_that_cannot_be_started_is_said_with_the_reason(
-    no_card: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: type[Exception],
     said: str,
     shown: str,
 ) -> None:
+    """As where torch is built for CUDA and sees no card."""
+
     def init() -> None:
         raise error(said)
 
+    def current(check_available: bool = False) -> torch.device | None:
+        return None if check_available else CUDA
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
     monkeypatch.setattr(torch.cuda, "init", init)
     reason = f"cannot be used: torch sees no accelerator ({shown})"
     assert default_device() == torch.device("cpu")

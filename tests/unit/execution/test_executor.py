@@ -21,15 +21,7 @@ from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import GraphOutput, Task
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING
-from tests.unit.execution.graphs import (
-    ACTIVATION,
-    CONSTANT,
-    INPUT,
-    OUTPUT,
-    STATE,
-    WEIGHT,
-    Draft,
-)
+from tests.unit.execution.graphs import ACTIVATION, CONSTANT, INPUT, OUTPUT, STATE, WEIGHT, Draft
 from tests.unit.execution.rig import (
     N,
     Rig,

@@ -14,13 +14,7 @@ from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import TO_HOST
 from ds_finepage.planning.liveness import min_arena_bytes
-from tests.unit.execution.graphs import (
-    CONSTANT,
-    HOST,
-    INPUT,
-    OUTPUT,
-    Draft,
-)
+from tests.unit.execution.graphs import CONSTANT, HOST, INPUT, OUTPUT, Draft
 from tests.unit.execution.rig import N, Rig, deep, negated
 
 # --- hooks -----------------------------------------------------------------------------------

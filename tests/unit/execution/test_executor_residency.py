@@ -17,13 +17,7 @@ from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Task, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from tests.unit.execution.graphs import (
-    ACTIVATION,
-    INPUT,
-    OUTPUT,
-    WEIGHT,
-    Draft,
-)
+from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.execution.rig import N, Rig, deep, deep_in_eager
 
 # --- host masters ----------------------------------------------------------------------------

@@ -17,12 +17,7 @@ from ds_finepage.execution.device import Accelerator
 from ds_finepage.execution.lanes import CpuLanes, StreamLanes, make_lanes
 from ds_finepage.execution.program import LANES, Step
 from ds_finepage.graph.memgraph import Lane
-from tests.unit.execution.lane_programs import (
-    Gate,
-    fail,
-    logging_actions,
-    program_of,
-)
+from tests.unit.execution.lane_programs import Gate, fail, logging_actions, program_of
 
 pytestmark = pytest.mark.usefixtures("every_transfer_is_large")
 

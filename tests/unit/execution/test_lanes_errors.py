@@ -51,8 +51,9 @@ def open_when_run_winds_up(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     monkeypatch.setattr(lanes_module, "_wait_through_interrupts", wind_up)
 
 
-def test_an_error_is_raised_only_when_the_other_lanes_are_idle(
-    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of_copy", [[], [OSError("copy failed")]], ids=["right", "failed"])
+def test_an_error_of_compute_is_raised_first_and_only_when_the_other_lanes_are_idle(
+    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch, of_copy: list[Exception]
 ) -> None:
     """A copy that is under way when compute fails is finished; the copy behind it never begins."""
     began, gate, log = Gate(), Gate(), []
@@ -63,6 +64,8 @@ def test_an_error_is_raised_only_when_the_other_lanes_are_idle(
         began.open()
         gate.wait()
         log.append("a")
+        for error in of_copy:
+            raise error
 
     def compute() -> None:
         began.wait()
@@ -71,26 +74,6 @@ def test_an_error_is_raised_only_when_the_other_lanes_are_idle(
     with pytest.raises(ValueError, match="op failed"):
         lanes.run(program, {0: copy, 1: lambda: log.append("b"), 2: compute})
     assert log == ["a"]
-    assert_reusable(lanes)
-
-
-def test_the_error_of_compute_comes_before_those_of_transfers(
-    lanes: CpuLanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, gate = Gate(), Gate()
-    open_when_run_winds_up(monkeypatch, gate)
-
-    def copy() -> None:
-        began.open()
-        gate.wait()
-        raise OSError("copy failed")
-
-    def compute() -> None:
-        began.wait()
-        raise ValueError("op failed")
-
-    with pytest.raises(ValueError, match="op failed"):
-        lanes.run(program_of("h2d a", "compute t"), {0: copy, 1: compute})
     assert_reusable(lanes)
 
 

@@ -311,6 +311,3 @@ def test_a_fused_product_takes_nothing_on_an_accelerator() -> None:
         assert estimate_workspaces(fused).tasks[0].workspace_bytes == expected
         (on_cpu,) = estimated_on_cpu(fused).tasks
         assert on_cpu.workspace_bytes == estimated_on_cpu(plain).tasks[0].workspace_bytes > 0
-
-
-# --- CUDA ------------------------------------------------------------------------------------

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from ds_finepage.checker.checker import check
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.arena import Arena, HostPool, byte_view
-from ds_finepage.execution.executor import Executor
-from ds_finepage.execution.lanes import CpuLanes
-from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.memgraph import NodeKind
 from ds_finepage.graph.taskgraph import Symbol, TaskGraph
-from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
+from tests.unit.execution.rig import N, Rig
 
-N, NUM_EXPERTS = 8, 16
-
-
-def executor_of(memgraph: MemGraph, weights: dict[str, torch.Tensor], lanes: CpuLanes) -> Executor:
-    arena = Arena(memgraph.arena_bytes, torch.device("cpu"))
-    arena.bytes.fill_(0xFF)
-    pool = HostPool(pinned=False)
-    pool.reserve(memgraph.host_bytes)
-    return Executor(
-        memgraph,
-        arena=arena,
-        pool=pool,
-        lanes=lanes,
-        masters={name: byte_view(w.clone()) for name, w in weights.items()},
-        poison=True,
-    )
+NUM_EXPERTS = 16
 
 
 def product() -> TaskGraph:
@@ -49,18 +30,17 @@ def product() -> TaskGraph:
 
 
 @pytest.mark.parametrize("starts", ([0, 5], [0, 1, 2, 23], [0, 8, 16]), ids=str)
-def test_every_slice_of_a_weight_is_its_own(starts: list[int], lanes: CpuLanes) -> None:
+def test_every_slice_of_a_weight_is_its_own(starts: list[int], rig: Callable[..., Rig]) -> None:
     graph = product()
     (whole,) = divisible_weights(graph)
     cut = cut_weights(graph, {whole.buffer: starts})
     weights = {"w": torch.randn(3 * N, N)}
     for arena_bytes in (min_arena_bytes(cut, 64), 10_000):
-        memgraph = check(plan_finepage(Problem(cut, arena_bytes=arena_bytes, alignment=64)))
-        executor = executor_of(memgraph, weights, lanes)
+        made = rig(cut, weights, arena_bytes=arena_bytes, poison=True)
         x = torch.randn(2, N)
         parts = weights["w"].tensor_split(starts[1:])
         expected = torch.cat([x @ part.t() for part in parts], dim=1)
-        assert torch.equal(executor.run((x,), (), {})[0], expected)
+        assert torch.equal(made(x)[0], expected)
 
 
 GROUPS, ROWS, FEATURES = 4, 3, 5
@@ -84,7 +64,7 @@ def grouped() -> TaskGraph:
 @pytest.mark.parametrize("starts", ([0, 2], [0, 1, 4]), ids=str)
 @pytest.mark.parametrize("counts", ([1, 0, 2, 0], [0, 0, 0, 3], [1, 1, 0, 1]), ids=str)
 def test_slices_of_experts_hold_the_same_rows_of_each(
-    starts: list[int], counts: list[int], lanes: CpuLanes
+    starts: list[int], counts: list[int], rig: Callable[..., Rig]
 ) -> None:
     importlib.import_module("transformers.integrations.moe")  # registers the op
     graph = grouped()
@@ -100,27 +80,25 @@ def test_slices_of_experts_hold_the_same_rows_of_each(
         for a, b in zip(starts, [*starts[1:], FEATURES], strict=True)
     ]
     for arena_bytes in (min_arena_bytes(cut, 64), 10_000):
-        memgraph = check(plan_finepage(Problem(cut, arena_bytes=arena_bytes, alignment=64)))
-        assert bool(memgraph.routed) == (arena_bytes < 10_000)
-        executor = executor_of(memgraph, weights, lanes)
-        sizes = torch.tensor(counts, dtype=torch.int32)
-        found = executor.run((x, sizes), (), {})[0]
+        made = rig(cut, weights, arena_bytes=arena_bytes, poison=True)
+        assert bool(made.memgraph.routed) == (arena_bytes < 10_000)
+        found = made(x, torch.tensor(counts, dtype=torch.int32))[0]
         assert torch.allclose(found, torch.cat(parts, dim=1), atol=1e-6)
-        reloaded = executor.counters.reloaded_bytes - executor.counters.entry_reloaded_bytes
+        counters = made.executor.counters
+        reloaded = counters.reloaded_bytes - counters.entry_reloaded_bytes
         used = sum(n > 0 for n in counts)
-        streamed = {n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD}
+        streamed = {n.buffer for n in made.memgraph.nodes if n.kind is NodeKind.RELOAD}
         whole_bytes = sum(b.nbytes for b in cut.buffers if b.id in streamed)
         assert reloaded == whole_bytes * used // GROUPS
 
 
-def test_a_master_without_the_last_matrix_is_refused(lanes: CpuLanes) -> None:
+def test_a_master_without_the_last_matrix_is_refused(rig: Callable[..., Rig]) -> None:
     graph = grouped()
     (whole,) = divisible_weights(graph)
     cut = cut_weights(graph, {whole.buffer: [0, 2]})
-    memgraph = check(plan_finepage(Problem(cut, arena_bytes=10_000, alignment=64)))
     short = {"experts": torch.randn(GROUPS - 1, FEATURES, N)}
     with pytest.raises(StoreError, match="has 480 bytes; captured were bytes up to 640"):
-        executor_of(memgraph, short, lanes)
+        rig(cut, short, arena_bytes=10_000)
 
 
 def chosen() -> TaskGraph:
@@ -140,21 +118,18 @@ def chosen() -> TaskGraph:
 
 @pytest.mark.parametrize("numbers", ([3, 11], [0, 15], [7, 7], [4, 5]), ids=str)
 def test_experts_that_were_not_chosen_are_neither_copied_nor_counted(
-    numbers: list[int], lanes: CpuLanes
+    numbers: list[int], rig: Callable[..., Rig]
 ) -> None:
     graph = chosen()
     weights = {"experts": torch.randn(NUM_EXPERTS, N, N), "dense": torch.randn(N, N)}
-    least = min_arena_bytes(graph, 64)
-    memgraph = check(plan_finepage(Problem(graph, arena_bytes=least, alignment=64)))
+    made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), poison=True)
+    memgraph = made.memgraph
     (experts,) = (b for b in graph.buffers if b.name == "experts")
     assert memgraph.routed == (experts.id,)
-    executor = executor_of(memgraph, weights, lanes)
     scores = torch.nn.functional.one_hot(torch.tensor(numbers), NUM_EXPERTS).float()
-    residents: dict[str, object] = {}
     for is_first in (True, False):
-        found = executor.run((scores,), (), residents)[0]
-        assert torch.equal(found, weights["experts"][numbers] * weights["dense"])
-        counters = executor.counters
+        assert torch.equal(made(scores)[0], weights["experts"][numbers] * weights["dense"])
+        counters = made.executor.counters
         entry = counters.entry_reloaded_bytes
         assert bool(entry) == (is_first and bool(memgraph.entry))
         others = sum(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.stores import WeightChanges
+from ds_finepage.execution.stores import WeightChanges, WeightTable
 from tests.unit.execution.parameters import CPU, Model, attached, weights_of_module
 
 NONE = WeightChanges()
@@ -99,10 +102,8 @@ def test_restore_gives_back_the_very_memory(name: str, written: bool) -> None:
     assert torch.equal(parameter, value)
 
 
-def test_restore_twice_and_install_again() -> None:
-    model = Model()
+def test_restore_twice_and_install_again(model: Model, table: WeightTable) -> None:
     value = model.plain.detach().clone()
-    table = attached(model)
     table.restore()
     table.restore()
     assert torch.equal(model.plain, value)
@@ -110,9 +111,7 @@ def test_restore_twice_and_install_again() -> None:
     assert model.plain.data_ptr() == table.masters["plain"].data_ptr()
 
 
-def test_restore_gives_back_the_new_tensor_of_a_parameter() -> None:
-    model = Model()
-    table = attached(model)
+def test_restore_gives_back_the_new_tensor_of_a_parameter(model: Model, table: WeightTable) -> None:
     model.plain.data = torch.ones(2, 2, dtype=torch.float16)
     table.restore()
     assert torch.equal(model.plain, torch.ones(2, 2, dtype=torch.float16))
@@ -122,12 +121,14 @@ def test_restore_gives_back_the_new_tensor_of_a_parameter() -> None:
 
 
 @every_parameter
-def test_fetch_returns_a_full_copy(name: str) -> None:
-    model = Model()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_fetch_returns_a_full_copy(
+    model: Model, table: WeightTable, name: str, mode: Callable[[], Any]
+) -> None:
     value = getattr(model, name).detach().clone(memory_format=torch.contiguous_format)
-    table = attached(model)
-    found = table.fetch(getattr(model, name))
-    assert torch.equal(found, value)
+    with mode():
+        found = table.fetch(getattr(model, name))
+    assert torch.equal(found, value) and not found.is_inference()
     assert found.stride() == getattr(model, name).stride()
     assert not found.numel() or found.data_ptr() != getattr(model, name).data_ptr()
 
@@ -137,19 +138,8 @@ def test_fetching_an_unknown_parameter_is_refused() -> None:
         attached(Model()).fetch(nn.Parameter(torch.ones(1)))
 
 
-def test_fetching_works_in_inference_mode() -> None:
-    model = Model()
-    value = model.plain.detach().clone()
-    table = attached(model)
-    with torch.inference_mode():
-        found = table.fetch(model.plain)
-    assert torch.equal(found, value) and not found.is_inference()
-
-
-def test_fill_and_empty_one_parameter() -> None:
-    model = Model()
+def test_fill_and_empty_one_parameter(model: Model, table: WeightTable) -> None:
     value = model.turned.detach().clone()
-    table = attached(model)
     master = table.masters["turned"].data_ptr()
     table.fill(model.turned)
     assert torch.equal(model.turned, value) and model.turned.data_ptr() != master
@@ -158,9 +148,9 @@ def test_fill_and_empty_one_parameter() -> None:
     assert table.changes() == NONE
 
 
-def test_what_is_written_into_a_filled_parameter_reaches_its_master() -> None:
-    model = Model()
-    table = attached(model)
+def test_what_is_written_into_a_filled_parameter_reaches_its_master(
+    model: Model, table: WeightTable
+) -> None:
     table.fill(model.plain)
     with torch.no_grad():
         model.plain.fill_(3)
@@ -170,9 +160,9 @@ def test_what_is_written_into_a_filled_parameter_reaches_its_master() -> None:
     assert table.changes() == WeightChanges(("plain",))
 
 
-def test_a_filled_parameter_that_is_set_keeps_its_new_tensor() -> None:
-    model = Model()
-    table = attached(model)
+def test_a_filled_parameter_that_is_set_keeps_its_new_tensor(
+    model: Model, table: WeightTable
+) -> None:
     table.fill(model.plain)
     model.plain.data = torch.full((3, 5), 4.0)
     table.empty(model.plain)
@@ -186,9 +176,7 @@ def test_emptying_an_unknown_parameter_leaves_it_alone() -> None:
     assert other.tolist() == [1.0, 1.0]
 
 
-def test_all_weights_are_loaded_and_freed_together() -> None:
-    model = Model()
-    table = attached(model)
+def test_all_weights_are_loaded_and_freed_together(model: Model, table: WeightTable) -> None:
     table.load_all()
     assert list(table.on_device) == list(table.masters)
     for name, parameter in model.named_parameters():
@@ -202,6 +190,16 @@ def test_all_weights_are_loaded_and_freed_together() -> None:
     table.unload()
     table.reload(["plain"])
     assert table.on_device == {}
+
+
+def test_nothing_stays_on_the_device_when_loading_all_fails(
+    model: Model, table: WeightTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table._weights[1], "shape", (1 << 40, 1))  # it has no such view
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        table.load_all()
+    masters = [table.masters[name].data_ptr() for name, _ in model.named_parameters()]
+    assert table.on_device == {} and masters == [p.data_ptr() for p in model.parameters()]
 
 
 # --- bytes -----------------------------------------------------------------------------------

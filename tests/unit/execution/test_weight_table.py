@@ -21,9 +21,7 @@ from tests.unit.execution.parameters import CPU, Model, attached, weights_of_mod
 NONE = WeightChanges()
 
 
-def test_reading_and_filling_are_no_changes() -> None:
-    model = Model()
-    table = attached(model)
+def test_reading_and_filling_are_no_changes(model: Model, table: WeightTable) -> None:
     assert table.changes() == NONE
     repr(model.plain), model.plain.sum(), model.plain.clone(), model.state_dict()
     table.fill(model.plain)
@@ -58,20 +56,18 @@ def write_in_inference_mode(parameter: torch.Tensor) -> None:
     [write_by_data, write_by_state, write_by_view, add_to_data, write_in_inference_mode],
 )
 def test_a_write_is_noticed_once_and_is_in_the_master(
-    write: Callable[[torch.Tensor], None],
+    model: Model, table: WeightTable, write: Callable[[torch.Tensor], None]
 ) -> None:
-    model = Model()
     expected = model.plain.detach() * 2
-    table = attached(model)
     write(model.plain)
     assert table.changes() == WeightChanges(("plain",))
     assert torch.equal(table.fetch(model.plain), expected)
     assert table.changes() == NONE
 
 
-def test_a_tensor_made_by_data_counts_as_a_writer_as_long_as_it_lives() -> None:
-    model = Model()
-    table = attached(model)
+def test_a_tensor_made_by_data_counts_as_a_writer_as_long_as_it_lives(
+    model: Model, table: WeightTable
+) -> None:
     alias = model.plain.data
     part = alias[0]
     for _ in range(2):
@@ -83,25 +79,21 @@ def test_a_tensor_made_by_data_counts_as_a_writer_as_long_as_it_lives() -> None:
     assert table.changes() == NONE
 
 
-def test_a_parameter_whose_memory_moved_counts_as_changed() -> None:
-    model = Model()
-    table = attached(model)
+def test_a_parameter_whose_memory_moved_counts_as_changed(model: Model, table: WeightTable) -> None:
     value = model.plain.detach().clone()
     model.plain.share_memory_()
     assert table.changes() == WeightChanges(("plain",))
     assert torch.equal(table.fetch(model.plain), value)
 
 
-def test_refresh_takes_every_weight_for_changed() -> None:
-    model = Model()
-    table = attached(model)
+def test_refresh_takes_every_weight_for_changed(model: Model, table: WeightTable) -> None:
     assert table.refresh() == WeightChanges(tuple(table.masters))
     assert table.changes() == NONE
 
 
-def test_a_parameter_set_to_another_tensor_has_that_as_its_master() -> None:
-    model = Model()
-    table = attached(model)
+def test_a_parameter_set_to_another_tensor_has_that_as_its_master(
+    model: Model, table: WeightTable
+) -> None:
     value = torch.full((3, 5), 2.0)
     model.plain.data = value
     assert table.changes() == WeightChanges(("plain",), moved=True)
@@ -113,9 +105,9 @@ def test_a_parameter_set_to_another_tensor_has_that_as_its_master() -> None:
 @pytest.mark.parametrize(
     "value", [torch.ones(5, 3), torch.ones(3, 5).half(), torch.ones(5, 3).t(), torch.ones(0)]
 )
-def test_a_parameter_may_get_another_shape_layout_or_dtype(value: torch.Tensor) -> None:
-    model = Model()
-    table = attached(model)
+def test_a_parameter_may_get_another_shape_layout_or_dtype(
+    model: Model, table: WeightTable, value: torch.Tensor
+) -> None:
     model.plain.data = value
     assert table.changes() == WeightChanges(("plain",), moved=True, reshaped=True)
     found = table.fetch(model.plain)
@@ -123,9 +115,9 @@ def test_a_parameter_may_get_another_shape_layout_or_dtype(value: torch.Tensor) 
     assert table.nbytes == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def test_other_parameters_of_a_changed_module_are_exchanged() -> None:
-    model = Model()
-    table = attached(model)
+def test_other_parameters_of_a_changed_module_are_exchanged(
+    model: Model, table: WeightTable
+) -> None:
     old = model.plain
     with torch.no_grad():
         model.short.fill_(5)
@@ -140,9 +132,7 @@ def test_other_parameters_of_a_changed_module_are_exchanged() -> None:
     assert table.changes() == NONE
 
 
-def test_a_parameter_of_an_attached_model_is_refused() -> None:
-    model = Model()
-    table = attached(model)
+def test_a_parameter_of_an_attached_model_is_refused(model: Model, table: WeightTable) -> None:
     with pytest.raises(StoreError, match="parameter plain belongs to a model .* detach it first"):
         weights_of_module(model, CPU)
     table.restore()

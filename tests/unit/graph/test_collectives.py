@@ -11,14 +11,7 @@ from ds_finepage.graph.collectives import (
     order_of,
     traffic_of,
 )
-from ds_finepage.graph.taskgraph import (
-    Buffer,
-    BufferKind,
-    Ref,
-    Task,
-    TaskGraph,
-    TensorView,
-)
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, Ref, Task, TaskGraph, TensorView
 
 
 def graph_of(*ops: str, rows: int = 4, group: str = "0", dtype: str = "float32") -> TaskGraph:

@@ -13,11 +13,7 @@ import pytest
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import DETAILS, HardwareProfile
-from ds_finepage.graph.profiles import (
-    load_profile,
-    profile_names,
-    require_usable,
-)
+from ds_finepage.graph.profiles import load_profile, profile_names, require_usable
 
 NAMES = (
     *("a100-80gb", "h100-80gb", "h200", "l4", "l40s", "p100-16gb"),

@@ -10,9 +10,7 @@ import pytest
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.planning import pipeline
-from ds_finepage.planning.bounds import (
-    lower_bound_bytes,
-)
+from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes

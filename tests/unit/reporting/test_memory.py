@@ -9,11 +9,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.pipeline import plan_checked
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.reporting.layers import bytes_by_layer
-from ds_finepage.reporting.memory import (
-    MemoryKind,
-    memory_over_time,
-    stalls,
-)
+from ds_finepage.reporting.memory import MemoryKind, memory_over_time, stalls
 from tests.unit.planning.sketches import sketch
 from tests.unit.reporting.folders import planned
 

@@ -57,12 +57,14 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """A rig with the settings that a test gives as the parameter."""
+    settings = getattr(request, "param", {})
     torch._dynamo.reset()
     model, x = Layers().eval(), torch.randn(4, WIDTH)
     with torch.no_grad():
         plain = model(x)
-    made = Rig(model, x, plain, attach(model, device_budget="1GiB", device="cpu"))
+    made = Rig(model, x, plain, attach(model, device_budget="1GiB", device="cpu", **settings))
     yield made
     made.handle.detach()
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from ds_finepage.api import attach
 from ds_finepage.graph.memgraph import LANE_OF, NodeKind
-from ds_finepage.graph.taskgraph import (
-    Buffer,
-    BufferKind,
-    GraphInput,
-    TaskGraph,
-    TensorView,
-)
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, GraphInput, TaskGraph, TensorView
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.observing import name_of
-from tests.unit.runtime.test_handle import Layers, Rig, paged, rig
+from tests.unit.runtime.test_handle import Rig, paged, rig
 
 __all__ = ["rig"]
+
+
+@pytest.fixture
+def recorded(rig: Rig) -> Rig:
+    """A rig under the least budget that has recorded a pass."""
+    paged(rig)
+    rig.handle.record()
+    assert rig.same()
+    return rig
 
 
 def test_nothing_is_recorded_unless_asked_for(rig: Rig) -> None:
@@ -28,12 +28,9 @@ def test_nothing_is_recorded_unless_asked_for(rig: Rig) -> None:
     assert rig.same() and rig.handle.observed() == []
 
 
-def test_a_recorded_pass_is_predicted_and_measured(rig: Rig) -> None:
-    paged(rig)
-    rig.handle.record()
-    assert rig.same()
-    (found,) = rig.handle.observed()
-    ((memgraph, predicted),) = rig.handle.plans()
+def test_a_recorded_pass_is_predicted_and_measured(recorded: Rig) -> None:
+    (found,) = recorded.handle.observed()
+    ((memgraph, predicted),) = recorded.handle.plans()
     assert (found.name, found.memgraph, found.predicted) == ("pass", memgraph, predicted)
     assert found.measured is not None
     planned = [n.id for n in memgraph.nodes if n.kind in LANE_OF]
@@ -45,17 +42,15 @@ def test_a_recorded_pass_is_predicted_and_measured(rig: Rig) -> None:
     assert found.measured.peak_bytes <= memgraph.arena_bytes
 
 
-def test_timelines_begin_with_the_call(rig: Rig) -> None:
+def test_timelines_begin_with_the_call(recorded: Rig) -> None:
     """The host's time before the lanes is predicted by the median of the runs so far."""
-    paged(rig)
-    rig.handle.record()
-    assert rig.same()
-    (first,) = rig.handle.observed()
+    (first,) = recorded.handle.observed()
     for _ in range(3):
-        assert rig.same()
-    (found,) = rig.handle.observed()
+        assert recorded.same()
+    (found,) = recorded.handle.observed()
     assert first.measured is not None and found.measured is not None
-    begins = rig.handle._runner.observer._passes[rig.handle._runner.table.passes[0]].begins_ns
+    runner = recorded.handle._runner
+    begins = runner.observer._passes[runner.table.passes[0]].begins_ns
     assert len(begins) == 3 and min(begins) > 0
     predicted_ns = sorted(begins)[1]
     assert found.measured.spans[0].start_ns >= begins[2]
@@ -81,63 +76,44 @@ def test_a_first_run_is_predicted_with_the_reloads_of_its_entry(rig: Rig) -> Non
     assert found.predicted == wanted
 
 
-def test_recording_stops_and_keeps_what_it_has(rig: Rig) -> None:
-    paged(rig)
-    rig.handle.record()
-    assert rig.same()
-    before = rig.handle.observed()
-    rig.handle.record(False)
-    assert rig.same()
-    assert rig.handle.observed() == before
-    executor = rig.handle._runner.table.passes[0].executor
+def test_recording_stops_and_keeps_what_it_has(recorded: Rig) -> None:
+    before = recorded.handle.observed()
+    recorded.handle.record(False)
+    assert recorded.same()
+    assert recorded.handle.observed() == before
+    executor = recorded.handle._runner.table.passes[0].executor
     assert getattr(executor, "recorder", "absent") is None
-    rig.handle.record()
-    assert rig.handle.observed() == []
+    recorded.handle.record()
+    assert recorded.handle.observed() == []
 
 
-def test_another_budget_begins_a_new_list(rig: Rig) -> None:
-    paged(rig)
-    rig.handle.record()
-    assert rig.same() and rig.handle.observed()
-    rig.handle.replan(budget_bytes=1 << 30)
-    assert rig.handle.observed() == []
-    assert rig.same()  # with every weight on the device
-    assert rig.handle.observed() == []
+def test_another_budget_begins_a_new_list(recorded: Rig) -> None:
+    assert recorded.handle.observed()
+    recorded.handle.replan(budget_bytes=1 << 30)
+    assert recorded.handle.observed() == []
+    assert recorded.same()  # with every weight on the device
+    assert recorded.handle.observed() == []
 
 
-def test_a_run_that_fails_is_not_observed(rig: Rig) -> None:
-    paged(rig)
-    rig.handle.record()
-    assert rig.same()
-
+def test_a_run_that_fails_is_not_observed(recorded: Rig) -> None:
     def stop(task: object, operands: object) -> None:
         raise ValueError("stop")
 
-    rig.handle.register_op_hook(before=stop)
+    recorded.handle.register_op_hook(before=stop)
     with pytest.raises(ValueError, match="stop"):
-        rig.same()
-    assert rig.handle.observed() == []
+        recorded.same()
+    assert recorded.handle.observed() == []
 
 
-@pytest.fixture
-def two_shapes() -> Iterator[Rig]:
-    torch._dynamo.reset()
-    model, x = Layers().eval(), torch.randn(4, 64)
+@pytest.mark.parametrize("rig", [{"split": False}], indirect=True)
+def test_passes_of_one_kind_have_different_names(rig: Rig) -> None:
+    paged(rig)
+    rig.handle.record()
+    rig.handle.replan(budget_bytes=rig.handle.stats.min_budget_bytes + (1 << 12))
+    assert rig.same()
     with torch.no_grad():
-        plain = model(x)
-    made = Rig(model, x, plain, attach(model, device_budget="1GiB", device="cpu", split=False))
-    yield made
-    made.handle.detach()
-
-
-def test_passes_of_one_kind_have_different_names(two_shapes: Rig) -> None:
-    paged(two_shapes)
-    two_shapes.handle.record()
-    two_shapes.handle.replan(budget_bytes=two_shapes.handle.stats.min_budget_bytes + (1 << 12))
-    assert two_shapes.same()
-    with torch.no_grad():
-        two_shapes.model(torch.randn(2, 3, 64))
-    assert [p.name for p in two_shapes.handle.observed()] == ["pass", "pass_2"]
+        rig.model(torch.randn(2, 3, 64))
+    assert [p.name for p in rig.handle.observed()] == ["pass", "pass_2"]
 
 
 @pytest.mark.parametrize(

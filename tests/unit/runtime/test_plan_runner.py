@@ -183,50 +183,41 @@ def rooms(*sizes: int) -> list[torch.Tensor]:
     return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
 
 
-@pytest.mark.parametrize(
-    ("free", "keep", "state"),
-    [
-        (3500, None, DeviceState.PAGED),  # 2000 bytes, and one tensor of 1500 twice
-        (3499, kept_in_arena, DeviceState.PAGED),
-        (2000, kept_in_arena, DeviceState.PAGED),
-        (1999, None, DeviceState.RELEASED),
-    ],
-)
-def test_rows_that_move_wait_in_the_arena_and_it_makes_way_only_if_it_must(
-    rig: Rig, free: int, keep: Any, state: DeviceState
-) -> None:
-    rig.device.state, rig.device.most_kept_bytes = DeviceState.PAGED, 600
-    rig.device.held_bytes = BUDGET - SLACK - free
-    assert rig.runner._make_room(rooms(600, 400), [1500, 500]) is keep
-    assert rig.device.state is state
-
-
-def test_an_arena_without_room_for_the_rows_of_one_tensor_makes_way(rig: Rig) -> None:
-    rig.device.state, rig.device.most_kept_bytes = DeviceState.PAGED, 599
-    rig.device.held_bytes = BUDGET - SLACK - 2000
-    assert rig.runner._make_room(rooms(600, 400), [1500, 500]) is None
-    assert rig.device.state is DeviceState.RELEASED
-
-
-def test_rooms_that_shrink_need_the_bytes_of_the_old_ones(rig: Rig) -> None:
-    rig.device.state, rig.device.most_kept_bytes = DeviceState.PAGED, 600
-    rig.device.held_bytes = BUDGET - SLACK - 1000
-    assert rig.runner._make_room(rooms(600, 400), [300, 200]) is kept_in_arena
-    rig.device.held_bytes += 1
-    assert rig.runner._make_room(rooms(600, 400), [300, 200]) is None
-    assert rig.device.state is DeviceState.RELEASED
-
-
+PAGED, RELEASED = DeviceState.PAGED, DeviceState.RELEASED
 HALF = (BUDGET - SLACK) // 2
 
 
-@pytest.mark.parametrize(("nbytes", "keep"), [(HALF, None), (HALF + 1, kept_on_host)])
-def test_rows_wait_in_host_memory_where_two_rooms_of_a_tensor_do_not_fit(
-    rig: Rig, nbytes: int, keep: Any
+@pytest.mark.parametrize(
+    ("most_kept", "free", "sizes", "after", "keep", "state"),
+    [
+        # 2000 bytes, and one tensor of 1500 twice.
+        (600, 3500, (600, 400), [1500, 500], None, PAGED),
+        (600, 3499, (600, 400), [1500, 500], kept_in_arena, PAGED),
+        (600, 2000, (600, 400), [1500, 500], kept_in_arena, PAGED),
+        (600, 1999, (600, 400), [1500, 500], None, RELEASED),
+        # The rows of one tensor have no room in the arena.
+        (599, 2000, (600, 400), [1500, 500], None, RELEASED),
+        # Rooms that shrink need the bytes of the old ones.
+        (600, 1000, (600, 400), [300, 200], kept_in_arena, PAGED),
+        (600, 999, (600, 400), [300, 200], None, RELEASED),
+        # Two rooms of a tensor fit, or they do not.
+        (0, HALF - 1, (600,), [HALF], None, RELEASED),
+        (0, HALF, (600,), [HALF + 1], kept_on_host, RELEASED),
+    ],
+)
+def test_rows_that_move_wait_in_the_arena_and_it_makes_way_only_if_it_must(
+    rig: Rig,
+    most_kept: int,
+    free: int,
+    sizes: tuple[int, ...],
+    after: list[int],
+    keep: Any,
+    state: DeviceState,
 ) -> None:
-    rig.device.state, rig.device.held_bytes = DeviceState.PAGED, BUDGET - SLACK - nbytes + 1
-    assert rig.runner._make_room(rooms(600), [nbytes]) is keep
-    assert rig.device.state is DeviceState.RELEASED
+    rig.device.state, rig.device.most_kept_bytes = PAGED, most_kept
+    rig.device.held_bytes = BUDGET - SLACK - free
+    assert rig.runner._make_room(rooms(*sizes), after) is keep
+    assert rig.device.state is state
 
 
 def test_a_cache_that_moves_is_refused_where_it_has_no_room(rig: Rig) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ds_finepage.checker.checker import check
-from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.graph import packed
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
@@ -26,7 +25,7 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, quantum
 from tests.property.token_interpreter import run_random_order
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
-from tests.unit.execution.test_slices import executor_of
+from tests.unit.execution.rig import Rig
 
 WIDTH, GROUP = 64, 32
 ROWS = 3 * packed.CUT_ROWS + 100
@@ -78,9 +77,9 @@ def weights_of(graph: TaskGraph) -> dict[str, torch.Tensor]:
 def results_of(memgraph: MemGraph, whole: TaskGraph) -> list[torch.Tensor]:
     torch.manual_seed(1)
     x = torch.randn(whole.tensors[whole.inputs[0].tensor].shape)
-    with contextlib.closing(CpuLanes()) as lanes:
-        executor = executor_of(memgraph, weights_of(whole), lanes)
-        return [out.clone() for out in executor.run((x,), (), {})]
+    rig = Rig(memgraph, weights_of(whole), poison=True)
+    with contextlib.closing(rig.lanes):
+        return [out.clone() for out in rig(x)]
 
 
 def planned(graph: TaskGraph, arena_bytes: int, **more: object) -> MemGraph:
