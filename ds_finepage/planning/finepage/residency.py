@@ -25,7 +25,8 @@ from ds_finepage.planning.rewrite.split import (
 from ds_finepage.planning.time_bound import alone_ns, end_times_ns
 
 RING_WEIGHTS = (1, 1.5, 2)
-"""Lengths of the ring for whole weights, in units of each of the two largest ones."""
+"""Lengths of the ring for whole weights, in units of each of their three largest sizes (output
+layer, MLP, attention). A short ring leaves most room; larger weights are kept beside it."""
 
 LARGE_SLICES = ((1, 1), (2, 3), (8, 9))
 """Slices that a ring for few large ones holds, and for how many its length is the best. One slice
@@ -162,7 +163,7 @@ class WeightClasses:
             has_room = nbytes + self.fixed_bytes <= room
             yield nbytes if has_room else self.least_ring_bytes()
             return
-        for size in sorted({self.sizes[b] for b in self.order}, reverse=True)[:2]:
+        for size in sorted({self.sizes[b] for b in self.order})[-3:]:
             yield from (self._whole_ring_bytes(int(factor * size)) for factor in RING_WEIGHTS)
 
     def _whole_ring_bytes(self, wanted: int) -> int:

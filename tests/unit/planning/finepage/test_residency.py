@@ -95,10 +95,13 @@ def test_what_is_larger_than_the_ring_is_kept() -> None:
     assert Chooser(weights).choose(640 + 127, shape(128)) is None
 
 
-def test_rings_for_whole_weights_hold_one_or_two_of_the_two_largest() -> None:
-    graph = sketch("w0:640 w1:1280 w2:64 a:64", "w0 a -> a", "w1 a -> a", "w2 a -> a")
+def test_rings_for_whole_weights_hold_one_or_two_of_the_three_largest_sizes() -> None:
+    graph = sketch(
+        "w0:640 w1:1280 w2:64 w3:128 a:64",
+        *(f"{weight} a -> a" for weight in ("w0", "w1", "w2", "w3")),
+    )
     lengths = [found.nbytes for found in classes(graph).ring_shapes(0)]
-    assert lengths == [1280, 1920, 2560, 640, 960, 1280]
+    assert lengths == [128, 192, 256, 640, 960, 1280, 1280, 1920, 2560]
 
 
 def large_rings(weights: WeightClasses, room: int) -> list[RingShape]:
