@@ -8,8 +8,9 @@ with all live ranges known, which is kinder than the caching allocator that othe
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_finepage.errors import PlanInfeasibleError
@@ -87,6 +88,30 @@ def realize(problem: Problem, script: Script) -> MemGraph:
 def live_bytes(problem: Problem, script: Script) -> int:
     """Return the most arena bytes that a script has in use at one time, whatever their offsets."""
     return _Realization(problem, script).most_live_bytes()
+
+
+def largest_that_fits(
+    problem: Problem, script_of: Callable[[int], Script], most: int, *, step: int = 1
+) -> tuple[int, MemGraph] | None:
+    """Find the largest number, from 0 to ``most``, whose script fits.
+
+    Live bytes tell where to begin. Offsets may leave gaps, so smaller numbers follow, ``step`` by
+    ``step``.
+
+    Returns:
+        The number and its plan; None if none fits.
+    """
+    least = 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        if live_bytes(problem, script_of(middle)) <= problem.arena_bytes:
+            least = middle
+        else:
+            most = middle - 1
+    for number in range(least, -1, -step):
+        with contextlib.suppress(PlanInfeasibleError):
+            return number, realize(problem, script_of(number))
+    return None
 
 
 class _Realization:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of, walk
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.script import Act, Script, Step, live_bytes, realize
+from ds_finepage.planning.script import Act, Script, Step, largest_that_fits, realize
 
 POLICY = "accelerate-map"
 
@@ -82,22 +82,9 @@ def plan_accelerate_map_with(problem: Problem, num_modules: int) -> MemGraph:
 
 def most_modules(problem: Problem) -> int:
     """Return how many modules can stay on the device; 0 if not even one can."""
-    least, most = 0, len(map_modules(problem.graph))
-    while least < most:
-        middle = (least + most + 1) // 2
-        script = _map_script(problem.graph, middle)
-        if live_bytes(problem, script) <= problem.arena_bytes:
-            least = middle
-        else:
-            most = middle - 1
-    # Live bytes fit; offsets may still leave gaps.
-    for num_modules in range(least, 0, -1):
-        try:
-            realize(problem, _map_script(problem.graph, num_modules))
-        except PlanInfeasibleError:
-            continue
-        return num_modules
-    return 0
+    script_of, most = partial(_map_script, problem.graph), len(map_modules(problem.graph))
+    found = largest_that_fits(problem, script_of, most)
+    return 0 if found is None else found[0]
 
 
 def map_modules(graph: TaskGraph) -> dict[str, list[int]]:

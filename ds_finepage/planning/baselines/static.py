@@ -21,16 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.baselines.modules import layer_of
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.script import Act, Script, Step, live_bytes, realize
+from ds_finepage.planning.script import Act, Script, Step, largest_that_fits, realize
 from ds_finepage.planning.simulator import predicted_ns
-
-FRAGMENTATION_STEPS = 10
-"""How often a form gives up two thousandths of its share until the offsets fit, and then ten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +105,8 @@ class Static:
 
     def largest(self, form: Form) -> MemGraph | None:
         """Write the plan with the largest share that fits; None if no share does."""
-        least, most = 0, 1000
-        while least < most:
-            middle = (least + most + 1) // 2
-            script = self._script(middle, form)
-            if live_bytes(self._problem, script) <= self._problem.arena_bytes:
-                least = middle
-            else:
-                most = middle - 1
-        fine = least - 2 * FRAGMENTATION_STEPS
-        for permille in (*range(least, max(-1, fine), -2), *range(fine, -1, -10)):
-            try:
-                return realize(self._problem, self._script(permille, form))
-            except PlanInfeasibleError:
-                continue
-        return None
+        found = largest_that_fits(self._problem, lambda n: self._script(n, form), 1000, step=2)
+        return None if found is None else found[1]
 
     def _script(self, permille: int, form: Form = FORMS[0]) -> Script:
         """Write the schedule with a share of the weights kept.

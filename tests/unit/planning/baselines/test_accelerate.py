@@ -11,6 +11,7 @@ from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning import script
 from ds_finepage.planning.baselines.accelerate import (
     map_modules,
     most_modules,
@@ -18,6 +19,7 @@ from ds_finepage.planning.baselines.accelerate import (
     plan_accelerate_map_with,
 )
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import realize
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.baselines.layered import CARD, UNIT, awaited, layered, moved
 
@@ -95,16 +97,12 @@ def test_as_many_modules_stay_as_there_is_room_for(units: int, num_modules: int)
 
 
 def test_modules_stay_only_if_offsets_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_finepage.planning.baselines import accelerate
-
-    real = accelerate.realize
-
-    def fragmented(of: Problem, script: accelerate.Script) -> MemGraph:
-        if len(script.entry) > 1:
+    def fragmented(of: Problem, found: script.Script) -> MemGraph:
+        if len(found.entry) > 1:
             raise PlanInfeasibleError("a gap")
-        return real(of, script)
+        return realize(of, found)
 
-    monkeypatch.setattr(accelerate, "realize", fragmented)
+    monkeypatch.setattr(script, "realize", fragmented)
     assert most_modules(problem(layered(2))) == 1
 
 
