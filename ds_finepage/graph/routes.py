@@ -64,12 +64,6 @@ def routes(graph: TaskGraph) -> dict[int, Route]:
     return {b: route for b, route in found.items() if len(graph.uses[b]) == 1}
 
 
-def packed_experts(graph: TaskGraph) -> dict[int, Route]:
-    """Find those of :func:`routes` that are packed."""
-    known = routes(graph)
-    return {b: r for b, r in known.items() if graph.tasks[r.task].op == PACKED_GROUPED}
-
-
 def _routes(graph: TaskGraph, task: Task, last_writer: dict[int, int]) -> Iterator[Route]:
     named = _named(graph, task)
     if named is None:

@@ -5,6 +5,37 @@ Computed from the taskgraph alone, by code that shares nothing with the policies
 The bounds hold for one batch at a time: a pass begins when the last one has ended, and its tasks
 run in program order. Cheap tasks may run more than once. A block schedule, which takes several
 batches through a layer before it reloads the next, can be faster per batch.
+
+[Note: the proof of the bound]
+The proof for whole weights holds even if they are kept by the byte:
+
+1. Let ``kept[w]`` be the bytes of weight w that the pass does not reload. They are needed when
+   w is used, so they are resident when the pass begins. They are resident again when it ends,
+   without a reload, so they never leave the arena. Every other byte of a used weight is
+   reloaded at least once. So the pass reloads at least ``used - sum(kept)``.
+2. While a task runs, the arena holds *at one time* the buffers that the task names, and the
+   kept bytes of all other weights. (Other live activations are not counted: they may be
+   offloaded, or made again by running their tasks once more. A task that runs twice names as
+   many bytes each time.) With ``spare`` the arena less the buffers that the task names::
+
+       sum(kept) - sum(kept[w] for w that the task reads) <= spare         for every task
+
+3. A task that reads weights therefore forces ``sum(kept) - spare`` bytes of *its* weights to be
+   among the kept ones. Tasks that share no weight force different bytes, so for any family of
+   such tasks::
+
+       sum(max(0, sum(kept) - spare[t]) for t in family) <= sum(kept)
+
+The largest ``sum(kept)`` that obeys 2 (if a task's weights are kept entirely) and 3 gives the
+bound. For equal weights, each read once, farthest-next-use reaches it on a cycle. In general it
+is a bound and not the optimum: it ignores fragmentation, offloads and indivisible buffers, and
+it tries only one family, chosen greedily by ``spare``. Rows that each call brings in itself are
+never kept.
+
+If weights may be cut, conditions are weaker. A task needs its activations in the arena, but
+perhaps only a few bytes of a weight at a time, packed or unpacked, and only the looked-up rows
+of an embedding table. So at most ``arena - activations that one task names`` bytes of weights
+are kept, and the others are reloaded. This holds for schedules that run tasks twice too.
 """
 
 from __future__ import annotations
@@ -135,35 +166,7 @@ def lower_bound(
     *Steady* means that the pass is repeated and its exit residency is its entry residency. If some
     task does not fit into the arena there is no plan, and no byte is counted as kept.
 
-    The proof for whole weights holds even if they are kept by the byte:
-
-    1. Let ``kept[w]`` be the bytes of weight w that the pass does not reload. They are needed when
-       w is used, so they are resident when the pass begins. They are resident again when it ends,
-       without a reload, so they never leave the arena. Every other byte of a used weight is
-       reloaded at least once. So the pass reloads at least ``used - sum(kept)``.
-    2. While a task runs, the arena holds *at one time* the buffers that the task names, and the
-       kept bytes of all other weights. (Other live activations are not counted: they may be
-       offloaded, or made again by running their tasks once more. A task that runs twice names as
-       many bytes each time.) With ``spare`` the arena less the buffers that the task names::
-
-           sum(kept) - sum(kept[w] for w that the task reads) <= spare         for every task
-
-    3. A task that reads weights therefore forces ``sum(kept) - spare`` bytes of *its* weights to be
-       among the kept ones. Tasks that share no weight force different bytes, so for any family of
-       such tasks::
-
-           sum(max(0, sum(kept) - spare[t]) for t in family) <= sum(kept)
-
-    The largest ``sum(kept)`` that obeys 2 (if a task's weights are kept entirely) and 3 gives the
-    bound. For equal weights, each read once, farthest-next-use reaches it on a cycle. In general it
-    is a bound and not the optimum: it ignores fragmentation, offloads and indivisible buffers, and
-    it tries only one family, chosen greedily by ``spare``. Rows that each call brings in itself are
-    never kept.
-
-    If weights may be cut, conditions are weaker. A task needs its activations in the arena, but
-    perhaps only a few bytes of a weight at a time, packed or unpacked, and only the looked-up rows
-    of an embedding table. So at most ``arena - activations that one task names`` bytes of weights
-    are kept, and the others are reloaded. This holds for schedules that run tasks twice too.
+    See [Note: the proof of the bound].
 
     Args:
         graph: The pass.

@@ -39,15 +39,6 @@ from ds_finepage.planning.problem import Problem
 INFINITY = float("inf")
 
 
-class PinnedTooMuch(Exception):  # noqa: N818 - it steers the search, it is not an error
-    """The pinned weights leave too little room for a task; the caller pins fewer."""
-
-    def __init__(self, task: Task) -> None:
-        """Remember the task that did not fit."""
-        super().__init__(task.where)
-        self.task = task
-
-
 class HorizonPlanner:
     """Simulates one pass over a taskgraph and writes the memgraph on the way.
 
@@ -60,7 +51,6 @@ class HorizonPlanner:
         *,
         policy: str,
         streamed: frozenset[int] = frozenset(),
-        pinned: frozenset[int] = frozenset(),
         copies_clean: bool = False,
     ) -> None:
         """Prepare a simulation.
@@ -70,7 +60,6 @@ class HorizonPlanner:
             policy: Name to write into the memgraph.
             streamed: Weights to drop after their last use in the pass. The others are kept until
                 their bytes are needed.
-            pinned: Weights of ``entry`` that must never be evicted.
             copies_clean: Offload evicted buffers even if their host copy still holds.
 
         Raises:
@@ -83,7 +72,6 @@ class HorizonPlanner:
         self._uses = graph.uses
         self._position = [0] * len(graph.buffers)  # first use that is not simulated yet
         self._streamed = streamed
-        self._pinned = pinned
         self._copies_clean = copies_clean
         self._unpacked = _large_unpacked_weights(problem)
         self._blocks = BlockList(arena_bytes)
@@ -136,7 +124,7 @@ class HorizonPlanner:
             return True
         victims = self._blocks.best_window(
             self._size(buffer),
-            lambda b: None if b in protected or b in self._pinned else self._next_use(b),
+            lambda b: None if b in protected else self._next_use(b),
         )
         if victims is None:
             return False
@@ -217,24 +205,21 @@ class HorizonPlanner:
     def _repack(self, task: Task) -> None:
         """Move a task's own buffers, because the missing ones do not fit between them.
 
-        All buffers that are not pinned are evicted, and the task's are placed side by side. They
+        All buffers are evicted, and the task's are placed side by side. They
         fit if the working set does. The published algorithm does not cover this case. A large
         weight that is being unpacked is placed first, and then stays there.
         """
         own = self._graph.paged(task)
         offset = 0
         for block in list(self._blocks):
-            if block.buffer is None or block.buffer in self._pinned:
+            if block.buffer is None:
                 continue
             if block.buffer in self._unpacked and block.buffer in own and not block.offset:
                 offset = self._size(block.buffer)
             else:
                 self._evict(block.buffer)
-        end = min((b.offset for b in self._blocks if b.buffer in self._pinned), default=None)
         for buffer in sorted(self._missing(task), key=lambda b: b not in self._unpacked):
             extent = Extent(offset, self._size(buffer))
-            if end is not None and extent.end > end:
-                raise PinnedTooMuch(task)
             self._builder.alloc(buffer, extent, self._blocks.alloc_at(buffer, extent))
             if self._needs_contents(task, buffer):
                 self._builder.reload(buffer)

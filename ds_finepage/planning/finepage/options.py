@@ -10,7 +10,8 @@ class FinepageOptions:
     """The switches of a search, and the numbers that end it.
 
     Attributes:
-        fixed_share: Weights up to this share of the largest one (norms, biases) are always kept.
+        fixed_share: Weights up to this share of the largest one that is no embedding table (norms,
+            biases) are always kept.
         ring_share: Length of the first ring for cut weights, as a share of the bytes that have to
             be reloaded.
         slices_in_ring: A slice in that ring is at most the ring divided by this.
@@ -21,8 +22,6 @@ class FinepageOptions:
             within this factor of the bound makes whole weights needless where weights can be cut.
             With few bytes, it ends a list of candidates.
         few_bytes: As many bytes are few, in units of the lower bound of bytes.
-        most_tasks_of_short: A pass with more tasks is long: its plans take long to make. It uses
-            the two-horizon simulation only if there is no other plan.
         tries_whole: Try plans of whole weights even where weights can be cut and there is room.
         recomputes: Run cheap tasks again where a pass has no room otherwise.
         delays_experts: Try reloads of experts after their router.
@@ -35,7 +34,6 @@ class FinepageOptions:
     good_enough: float = 1.02
     equal_times: float = 1.005
     few_bytes: float = 1.02
-    most_tasks_of_short: int = 800
     tries_whole: bool = True
     recomputes: bool = True
     delays_experts: bool = True

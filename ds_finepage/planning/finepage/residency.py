@@ -105,13 +105,13 @@ class WeightClasses:
         sizes = problem.sizes(order)
         for unit in divisible.values():
             sizes[unit.buffer] = sum(problem.size(b) for b, _ in unit.parts)
-        small = options.fixed_share * max(sizes.values(), default=0)
         times_used = graph.uses
         # Every slice of a product uses the bias, so a streamed bias would block the ring.
         beside = {b for d in divisible.values() for b in graph.paged(graph.tasks[d.task])}
         runs = _used_in_one_run(graph)
         # A table that did not give way to its rows is kept: its lookup would wait for all of it.
         tables = looked_up_bytes(graph)
+        small = options.fixed_share * max((sizes[b] for b in order if b not in tables), default=0)
         streamable = [
             b
             for b in order

@@ -15,8 +15,8 @@ The candidates, in their order:
 
 1. Everything stays, if all weights fit.
 2. Cut weights stream through a ring (``streaming``, ``residency``).
-3. Whole weights do. In short passes also: a set of weights stays and the two-horizon simulation
-   does the rest (``small_arena``).
+3. Whole weights do. If no ring has room, the two-horizon simulation makes the plan
+   (``small_arena``).
 
 Each is scored by its predicted time and its bytes (``best_plans``). A good one ends its list. If
 none is good, the list is tried for the pass in which cheap tasks make masks and the like again
@@ -37,11 +37,7 @@ from ds_finepage.planning.finepage.held_rows import ways_to_hold
 from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
-from ds_finepage.planning.finepage.small_arena import (
-    keeping_plans,
-    settled_plan,
-    shared_keeping_plans,
-)
+from ds_finepage.planning.finepage.small_arena import plans_without_ring
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
@@ -117,7 +113,6 @@ class _Search:
 
     def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
         self._problem, self._options = problem, options
-        self._is_short = len(problem.graph.tasks) <= options.most_tasks_of_short
         self.plans = BestPlans(problem, options)
 
     def try_both_graphs(self, attempt: Callable[[Problem], None]) -> None:
@@ -143,19 +138,13 @@ class _Search:
             self.plans.offer_all(self._streaming_plans(_with_rows(problem), may_split=True))
 
     def try_whole(self, problem: Problem) -> None:
-        """Offer plans of whole weights: by a ring, by sets that stay."""
+        """Offer plans of whole weights: by a ring, or else without one."""
         whole = problem
         if problem.split:
             whole = _with_rows(problem, tables_to_leave(problem.graph, problem.arena_bytes))
         self.plans.offer_all(self._streaming_plans(whole, may_split=False))
-        no_ring = not self.plans.tried
-        if no_ring or (self._is_short and not self.plans.has_good):
-            for plan in keeping_plans(whole):
-                if self.plans.moves_nothing:
-                    break
-                self.plans.offer(plan)
-        if no_ring and not self.plans.moves_nothing:
-            self.plans.offer(settled_plan(whole))
+        if not self.plans.tried:
+            self.plans.offer_all(plans_without_ring(whole))
 
     def try_shared(self, problem: Problem) -> None:
         """Offer plans that keep shared residents, and nothing else."""
@@ -163,9 +152,6 @@ class _Search:
         if split:
             problem = _with_rows(problem)
         self.plans.offer_all(self._streaming_plans(problem, may_split=split))
-        if not (self.plans.has_good or split) and self._is_short:
-            for plan in shared_keeping_plans(problem):
-                self.plans.offer(plan)
 
     def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[Plan | None]:
         for held in ways_to_hold(problem):

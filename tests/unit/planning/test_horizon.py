@@ -9,7 +9,7 @@ import pytest
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind, Residency
 from ds_finepage.graph.taskgraph import Task, TaskGraph
-from ds_finepage.planning.horizon import HorizonPlanner, PinnedTooMuch, plan_horizon
+from ds_finepage.planning.horizon import HorizonPlanner, plan_horizon
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from tests.unit.planning.sketches import chain, names, offsets, sketch
@@ -240,23 +240,6 @@ def test_repacking_offloads_what_is_dirty() -> None:
     graph = sketch("w1:64 w2:128 a:64", "w1 -> a", "a w2 ->")
     memgraph = working_set(graph, 3, entry=resident(graph, w1=0))
     assert memgraph.offloaded_bytes == 64  # "a" lay in the middle
-
-
-def test_pinned_weights_stay_where_they_are_in_a_repack() -> None:
-    graph = sketch("w1:64 w2:128 w3:64", "w1 ->", "w1 w2 ->", "w3 ->")
-    memgraph = working_set(
-        graph, 4, entry=resident(graph, w1=1, w3=3), pinned=frozenset({2}), streamed=frozenset()
-    )
-    assert "drop w3" not in names(memgraph)
-    assert offsets(memgraph)["alloc w2"] == 64
-
-
-def test_too_many_pinned_weights_are_reported_with_the_task() -> None:
-    graph = sketch("w1:64 w2:128 w3:64", "w1 ->", "w1 w2 ->", "w3 ->")
-    made = planner(graph, 3, entry=resident(graph, w3=2), pinned=frozenset({2}))
-    with pytest.raises(PinnedTooMuch, match="task 1") as caught:
-        made.plan_working_set()
-    assert caught.value.task is graph.tasks[1]
 
 
 def test_every_extent_comes_from_the_routine_of_the_thesis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
+from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
+from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import stack_down
 from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.figures import (
@@ -105,7 +106,14 @@ def kept(offset: int) -> MemGraph:
     graph = chain(4)
     weights = weights_by_first_use(graph)
     at = stack_down([0, 2], dict.fromkeys(weights, UNIT), offset + 2 * UNIT)
-    found = plan_keeping(Problem(graph, offset + 2 * UNIT, UNIT), at)
+    problem = Problem(graph, offset + 2 * UNIT, UNIT)
+    found = StreamPlanner(
+        problem,
+        streamed=[weights[1], weights[3]],
+        activations=place_activations(problem),
+        ring_bytes=UNIT,
+        residents=at,
+    ).plan()
     assert found is not None
     return found
 

@@ -209,6 +209,11 @@ def test_a_table_that_did_not_give_way_to_its_rows_is_kept() -> None:
     assert weights.fixed_bytes == 512 * 64 * 4
 
 
+def test_matrices_stream_however_large_the_table_is() -> None:
+    graph = matmul_chain([64, 16, 16], vocabulary=20_000)  # a thousandth of it is 5,120 bytes
+    assert len(classes(graph).order) == 2
+
+
 def test_few_large_weights_stream_where_copies_take_long_to_start() -> None:
     graph = gather_rows(matmul_chain([64, 512, 64, 64, 512, 64, 64]))
     sizes = {64 * 512 * 4}

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.best_plans import BestPlans, Candidate
 from ds_finepage.planning.finepage.forecast import Forecast
 from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
-from ds_finepage.planning.finepage.small_arena import plan_keeping, weights_by_first_use
+from ds_finepage.planning.finepage.small_arena import weights_by_first_use
+from ds_finepage.planning.finepage.streaming import streaming_plans
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -262,8 +265,14 @@ def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves
     """Keeping the first weights for good moves less, and the link is late for the others."""
     graph, profile = chain(32), machine(h2d=4e8)
     weights = weights_by_first_use(graph)
-    kept = {w: Extent((18 - i) * UNIT, UNIT) for i, w in enumerate(weights[:16])}
-    uneven = plan_keeping(Problem(graph, 19 * UNIT, UNIT), kept)
+    problem = Problem(graph, 19 * UNIT, UNIT)
+    uneven = StreamPlanner(
+        problem,
+        streamed=weights[16:],
+        activations=place_activations(problem),
+        ring_bytes=UNIT,
+        residents={w: Extent((18 - i) * UNIT, UNIT) for i, w in enumerate(weights[:16])},
+    ).plan()
     assert uneven is not None
     even = planned(graph, 16, profile)
     assert uneven.reloaded_bytes < even.reloaded_bytes
@@ -381,11 +390,11 @@ def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(
     problem = Problem(chain(8), 6 * UNIT, UNIT)
     entries = []
 
-    def keeping(tried: Problem) -> list[MemGraph]:
+    def noted(tried: Problem, **others: Any) -> Any:
         entries.append(tried.entry)
-        return []
+        return streaming_plans(tried, **others)
 
-    monkeypatch.setattr(finepage_search, "keeping_plans", keeping)
+    monkeypatch.setattr(finepage_search, "streaming_plans", noted)
     found = plan_finepage(problem)
     again = plan_finepage(dataclasses.replace(problem, entry=found.exit[:1]))
     assert again.entry == found.entry == again.exit

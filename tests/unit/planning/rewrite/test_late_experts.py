@@ -15,7 +15,7 @@ from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.finepage.small_arena import plan_keeping
+from ds_finepage.planning.finepage.small_arena import plans_without_ring
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
@@ -163,7 +163,7 @@ def test_a_part_needs_what_tells_it() -> None:
 
 
 def test_a_part_is_not_known_before_the_task_that_tells_it() -> None:
-    memgraph = plan_keeping(Problem(GRAPH, ample_arena_bytes(GRAPH, UNIT), UNIT), {})
+    memgraph = next(plans_without_ring(Problem(GRAPH, ample_arena_bytes(GRAPH, UNIT), UNIT)))
     assert memgraph is not None
     early = next(
         n

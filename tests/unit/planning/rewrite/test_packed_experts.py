@@ -17,9 +17,7 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.packing.form import WIDE_ROWS
 from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.finepage.small_arena import least_lower_bytes, sets_to_keep
 from ds_finepage.planning.liveness import extent_bytes
-from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, packed_units
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 
@@ -150,16 +148,6 @@ def brought_in_twice(graph: TaskGraph, before: str, twice: str) -> MemGraph:
         if state.extent is not None:
             builder.drop(buffer)
     return builder.finish()
-
-
-def test_what_is_not_of_experts_may_be_kept_first() -> None:
-    """A kept byte of theirs saves a share of a byte, because each pass uses few of them."""
-    graph = layer(num_rows=600, with_dense=True)
-    sizes = {b.name: extent_bytes(b.nbytes, UNIT) for b in graph.buffers}
-    assert sizes["dense"] < sizes["scales"]
-    least = least_lower_bytes(Problem(graph, 0, UNIT), frozenset())
-    (dense,) = (b.id for b in graph.buffers if b.name == "dense")
-    assert frozenset({dense}) in sets_to_keep(Problem(graph, least + sizes["scales"], UNIT))
 
 
 def test_a_slice_of_a_product_runs_while_the_next_is_reloaded() -> None:

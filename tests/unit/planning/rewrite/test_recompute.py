@@ -377,9 +377,8 @@ def test_what_is_freed_keeps_weights(split: bool, h2d: float | None) -> None:
     )
     arena_bytes = 20 * 1024
     problem = Problem(graph, arena_bytes, UNIT, profile=profile, split=split)
-    options = FinepageOptions(most_tasks_of_short=0)
-    with_it = check(plan_finepage(problem, options))
-    without = check(plan_finepage(problem, dataclasses.replace(options, recomputes=False)))
+    with_it = check(plan_finepage(problem))
+    without = check(plan_finepage(problem, FinepageOptions(recomputes=False)))
     assert len(without.graph.tasks) == len(graph.tasks)
     assert without.reloaded_bytes - with_it.reloaded_bytes == 4096
     assert lower_bound_bytes(graph, arena_bytes, UNIT) <= with_it.reloaded_bytes
