@@ -239,14 +239,7 @@ class _Room:
 def _rooms(
     graph: TaskGraph, arenas: list[int], alignment: int, small: frozenset[int]
 ) -> Iterator[_Room]:
-    """Yield the room beside each task.
-
-    Args:
-        graph: The pass.
-        arenas: The bytes of the arena that each task has.
-        alignment: Of extents, in bytes.
-        small: Buffers that take no bytes.
-    """
+    """Yield the room beside each task, which has its own arena; ``small`` buffers take no bytes."""
     extents = [
         align_up(b.nbytes, alignment) if b.kind.is_paged and b.id not in small else 0
         for b in graph.buffers
@@ -270,10 +263,7 @@ def _parts(
 ) -> tuple[_Part, ...]:
     """Sum up weights by the share of them that a pass reloads at least.
 
-    Args:
-        graph: The pass.
-        needed: Weight -> bytes, of weights that tasks read.
-        looked_up: Table -> bytes of the rows, of tables in which tasks look up rows and no more.
+    Of tables in which tasks look up rows and no more, ``looked_up`` has the bytes of the rows.
     """
     known = routes(graph)
     whole = sum(n for b, n in needed.items() if b not in known)

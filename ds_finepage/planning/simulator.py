@@ -294,11 +294,7 @@ def _timeline(
 
 
 def _resident(memgraph: MemGraph, buffers: Collection[int]) -> frozenset[int]:
-    """Return buffers of ``memgraph.entry``.
-
-    Raises:
-        ConfigError: One of them is none.
-    """
+    """Return buffers of ``memgraph.entry``; refuse others."""
     unknown = set(buffers) - {residency.buffer for residency in memgraph.entry}
     if unknown:
         raise ConfigError(

@@ -109,12 +109,7 @@ class Static:
         return None if found is None else found[1]
 
     def _script(self, permille: int, form: Form = FORMS[0]) -> Script:
-        """Write the schedule with a share of the weights kept.
-
-        Args:
-            permille: Share of each layer's weights to keep.
-            form: Which weights stay.
-        """
+        """Write the schedule with a share of each layer's weights kept."""
         kept = _kept(self._graph, self._weights, permille, form)
         streamed = [[b for b in layer if b not in kept] for layer in self._weights]
         num_layers = len(streamed)

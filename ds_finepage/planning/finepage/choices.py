@@ -80,18 +80,9 @@ class Chooser:
     def _spread(
         self, weights: list[int], room: int, kept: set[int], kept_rows: dict[int, int]
     ) -> int:
-        """Choose bytes to keep of some weights, evenly over their uses.
+        """Keep bytes of weights evenly over their uses; return the room that is left.
 
         The ring is empty when a pass begins, so of whole weights the first are kept.
-
-        Args:
-            weights: The weights, by use.
-            room: Most bytes to keep.
-            kept: Gets the whole weights to keep.
-            kept_rows: Gets the rows to keep of each weight that can be cut.
-
-        Returns:
-            The room that is left.
         """
         total = sum(self._weights.sizes[b] for b in weights)
         left, streams_none = room, True
@@ -190,13 +181,7 @@ class Chooser:
         return replace(found, shared={b.id: extents[b.key] for b in cut if b.key in extents})
 
     def _cut(self, kept_rows: Mapping[int, int], kept: Set[int], ring: RingShape) -> Choice:
-        """Cut the weights that can be cut into their kept rows and slices for the ring.
-
-        Args:
-            kept_rows: The rows to keep of each weight that can be cut.
-            kept: The whole weights to keep.
-            ring: The shape of the ring.
-        """
+        """Cut the weights that can be cut into their kept rows and slices for the ring."""
         weights, starts, head = self._weights, dict[int, list[int]](), 0
         for buffer in weights.order:
             if buffer in kept_rows:
@@ -212,18 +197,10 @@ class Chooser:
     def _slices(
         self, weight: Divisible, kept_rows: int, head: int, ring: RingShape
     ) -> tuple[list[int], int]:
-        """Cut a weight into the kept part and slices for the ring.
+        """Cut a weight into the kept part and slices for the ring, the first of them at ``head``.
 
-        A slice ends at the end of the ring, so that no bytes of the ring are left empty.
-
-        Args:
-            weight: The weight.
-            kept_rows: Its rows that are kept.
-            head: Offset in the ring of the first slice.
-            ring: The shape of the ring.
-
-        Returns:
-            The rows at which the slices begin, and the offset in the ring of the next slice.
+        A slice ends at the end of the ring, so that no bytes of the ring are left empty. Returned
+        are the rows at which slices begin, and the offset in the ring of the next slice.
         """
         unit = quantum(weight)
         most = ring.slice_bytes // weight.row_bytes // unit * unit

@@ -98,12 +98,7 @@ class Forecaster:
     """Predicts plans of one pass that differ in their ring and in the bytes that they keep."""
 
     def __init__(self, problem: Problem, placed: Mapping[int, Extent]) -> None:
-        """Take what all plans share.
-
-        Args:
-            problem: A pass for which :func:`can_forecast` is true.
-            placed: The extents of its activations.
-        """
+        """Take what all plans share: a pass with forecasts, the extents of its activations."""
         assert problem.profile is not None
         self._problem, self._placed, self._profile = problem, placed, problem.profile
         self._costs = Costs(problem.profile)

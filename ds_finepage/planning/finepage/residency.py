@@ -204,10 +204,7 @@ class WeightClasses:
     def _runs_bytes(self, whole: set[int]) -> list[int]:
         """Return the length of a ring for each weight that several tasks unpack, one after another.
 
-        It holds the weights that come while this one is in use.
-
-        Args:
-            whole: The weights that stream in one piece.
+        It holds those of the ``whole`` weights that come while this one is in use.
         """
         uses, order = self.problem.graph.uses, [b for b in self.order if b in whole]
         firsts = [uses[b][0] for b in order]

@@ -116,11 +116,7 @@ class _Search:
         self.plans = BestPlans(problem, options)
 
     def try_both_graphs(self, attempt: Callable[[Problem], None]) -> None:
-        """Try the pass as it is and, if no plan is good, with cheap tasks run again.
-
-        Args:
-            attempt: Offers plans for a graph.
-        """
+        """Try the pass as it is and, if no plan is good, with cheap tasks run again."""
         problem = self._problem
         attempt(problem)
         if self.plans.moves_nothing or self.plans.has_good or not self._options.recomputes:

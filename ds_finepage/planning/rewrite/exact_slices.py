@@ -83,12 +83,7 @@ def _num_steps(unit: Divisible, most_bytes: int, alignment: int) -> int:
 
 
 def _cut(graph: TaskGraph, num_steps: Callable[[Divisible], int]) -> TaskGraph:
-    """Cut weights into slices.
-
-    Args:
-        graph: The pass.
-        num_steps: Returns for a weight how many of its shortest slices stay together.
-    """
+    """Cut weights into slices; ``num_steps`` of the shortest ones of a weight stay together."""
     units = exact_units(graph)
     return cut_weights(
         graph,

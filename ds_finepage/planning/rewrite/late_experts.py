@@ -65,13 +65,7 @@ def wait_for_routes(memgraph: MemGraph) -> MemGraph:
 def _reordered(
     memgraph: MemGraph, behind: Mapping[int, int], edges: Mapping[tuple[int, int], EdgeKind]
 ) -> MemGraph:
-    """Return a plan with these edges, in which some nodes come right after others.
-
-    Args:
-        memgraph: The plan.
-        behind: Node -> the one that it comes right after. Moved nodes keep their order.
-        edges: (before, after) -> kind.
-    """
+    """Return a plan with these edges, in which nodes come right behind others, in their order."""
     order = sorted(range(len(memgraph.nodes)), key=lambda n: (behind.get(n, n), n in behind, n))
     new_id = {old: new for new, old in enumerate(order)}
     # Most nodes keep their ids, and tuples are sorted faster than edges.
