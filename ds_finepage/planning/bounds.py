@@ -263,7 +263,7 @@ def _parts(
 ) -> tuple[_Part, ...]:
     """Sum up weights by the share of them that a pass reloads at least.
 
-    Of tables in which tasks look up rows and no more, ``looked_up`` has the bytes of the rows.
+    ``looked_up`` has the bytes of rows, of tables in which tasks look up rows and no more.
     """
     known = routes(graph)
     whole = sum(n for b, n in needed.items() if b not in known)

@@ -232,8 +232,7 @@ class WeightClasses:
         """
         if not self.divisible:
             all_bytes = sum(self.sizes[b] for b in self.order) + self.fixed_bytes
-            # What a rank reloads, the others collect too: more bytes cost more there.
-            if self.order and missing * self.problem.graph.num_ranks <= NEARLY_FULL * all_bytes:
+            if self.order and missing <= NEARLY_FULL * all_bytes:
                 # Just the largest weights stream, as a whole.
                 largest = max(self.sizes[b] for b in self.order)
                 yield RingShape(self._whole_ring_bytes(largest), 0, largest, keeps_small=True)

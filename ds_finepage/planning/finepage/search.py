@@ -114,11 +114,13 @@ class _Search:
     def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
         self._problem, self._options = problem, options
         self.plans = BestPlans(problem, options)
+        self._lacks_ring = False  # with cut weights, in the pass as it is
 
     def try_both_graphs(self, attempt: Callable[[Problem], None]) -> None:
         """Try the pass as it is and, if no plan is good, with cheap tasks run again."""
         problem = self._problem
         attempt(problem)
+        self._lacks_ring = not self.plans.tried
         if self.plans.moves_nothing or self.plans.has_good or not self._options.recomputes:
             return
         share = self._options.fixed_share
@@ -139,7 +141,7 @@ class _Search:
         if problem.split:
             whole = _with_rows(problem, tables_to_leave(problem.graph, problem.arena_bytes))
         self.plans.offer_all(self._streaming_plans(whole, may_split=False))
-        if not self.plans.tried:
+        if self._lacks_ring or not self.plans.tried:
             self.plans.offer_all(plans_without_ring(whole))
 
     def try_shared(self, problem: Problem) -> None:
