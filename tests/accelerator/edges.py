@@ -311,9 +311,7 @@ EDGES = (
     ),
     Edge.of_program("a task", "its result is offloaded", passes("kernel"), D2H, COMPUTE),
     Edge.of_program("an offload", "a task takes its bytes", passes("d2h"), COMPUTE, D2H),
-    Edge.of_program(
-        "an offload", "a reload takes its bytes", passes("d2h", "horizon-published"), H2D, D2H
-    ),
+    Edge.of_program("an offload", "a reload takes its bytes", passes("d2h", "lru"), H2D, D2H),
     Edge.of_program(
         "a task", "its rows are copied to host memory", rows_of_passes("kernel"), D2H, COMPUTE
     ),
