@@ -26,7 +26,7 @@ def test_the_first_plan_without_a_ring_keeps_nothing() -> None:
     problem = Problem(chain(8), 9 * UNIT, UNIT)
     nothing, settled = plans_without_ring(problem)
     assert nothing is not None and settled is not None
-    assert check(nothing).entry == ()
+    assert check(nothing).entry == nothing.exit == ()
     assert settled.reloaded_bytes < nothing.reloaded_bytes == problem.graph.weight_bytes
 
 
