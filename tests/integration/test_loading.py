@@ -161,6 +161,7 @@ def test_a_missing_key_is_initialised_and_reported_as_by_stock(
     del state[MISSING]
     save_file(state, path, metadata={"format": "pt"})
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="transformers")
     ours, info = load(tmp_path, output_loading_info=True)
     assert list(info["missing_keys"]) == [MISSING] and "up_proj" in caplog.text
     stock, stock_info = load(tmp_path, ds_config(enabled=False), output_loading_info=True)
@@ -174,6 +175,7 @@ def test_a_wrong_shape_is_refused_as_by_transformers(
 ) -> None:
     make_model("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="transformers")
     gc.collect()  # no HfDeepSpeedConfig is alive
     messages = []
     for loads in (load, AutoModelForCausalLM.from_pretrained):

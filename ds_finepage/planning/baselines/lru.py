@@ -75,8 +75,7 @@ class _Pager:
     def _script(self, resident: list[int]) -> Script:
         """Write the script; drop at its end the residents that a pass evicts before using them.
 
-        These are nearly all residents. Pages could lie anywhere, but a whole buffer that lives
-        across the end of the pass must have the same bytes in each pass.
+        Pages could lie anywhere, but a whole buffer must have the same bytes in each pass.
         """
         evicted_unused: dict[int, None] = {}
         steps: list[Step] = []

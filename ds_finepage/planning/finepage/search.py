@@ -92,10 +92,7 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
 
 
 def _in_exact_slices(problem: Problem) -> Problem:
-    """Return a problem with short slices if whole weights have no room; then slices stay whole.
-
-    A ring of slices may need more than each task by itself.
-    """
+    """Return a problem with short slices if whole weights have no room; then slices stay whole."""
     if not problem.split or problem.is_feasible:
         return problem
     rows = _with_rows(problem).graph
@@ -141,7 +138,8 @@ class _Search:
         if problem.split:
             whole = _with_rows(problem, tables_to_leave(problem.graph, problem.arena_bytes))
         self.plans.offer_all(self._streaming_plans(whole, may_split=False))
-        if self._lacks_ring or not self.plans.tried:
+        # Without a machine bytes alone count, and the published algorithm may move fewer.
+        if self._lacks_ring or not self.plans.tried or problem.profile is None:
             self.plans.offer_all(plans_without_ring(whole))
 
     def try_shared(self, problem: Problem) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.horizon import HorizonPlanner
 from ds_finepage.planning.problem import Problem
@@ -35,13 +35,21 @@ def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[in
 
 
 def plans_without_ring(problem: Problem) -> Iterator[MemGraph | None]:
-    """Yield the plan that keeps no weight, and the one that leaves what it finds, if there is one.
+    """Yield the plan that keeps no weight, and plans that leave what they find, if there are any.
 
-    The first is always possible where all tasks fit.
+    One of these begins with an empty arena, and one with as many weights as it holds.
     """
-    weights = frozenset(weights_by_first_use(problem.graph))
-    yield HorizonPlanner(problem, policy="finepage", streamed=weights).plan_working_set()
-    yield settled_plan(problem)
+    weights = weights_by_first_use(problem.graph)
+    nothing = HorizonPlanner(problem, policy="finepage", streamed=frozenset(weights))
+    yield nothing.plan_working_set()
+    sizes, left = problem.sizes(weights), problem.top
+    full = []
+    for buffer in weights:
+        if sizes[buffer] <= left:
+            left -= sizes[buffer]
+            full.append(Residency(buffer, Extent(left, sizes[buffer])))
+    for entry in ((), tuple(full)):
+        yield settled_plan(dataclasses.replace(problem, entry=entry))
 
 
 def settled_plan(problem: Problem) -> MemGraph | None:

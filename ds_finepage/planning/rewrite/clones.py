@@ -1,7 +1,4 @@
-"""Puts clones of tasks into a taskgraph: TaskGraph -> TaskGraph.
-
-``recompute`` chooses the clones and their places.
-"""
+"""Puts clones of tasks, which ``recompute`` chooses, into a taskgraph: TaskGraph -> TaskGraph."""
 
 from __future__ import annotations
 

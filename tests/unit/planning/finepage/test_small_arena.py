@@ -24,8 +24,9 @@ def test_weights_come_by_their_first_use_and_unused_ones_not_at_all() -> None:
 
 def test_the_first_plan_without_a_ring_keeps_nothing() -> None:
     problem = Problem(chain(8), 9 * UNIT, UNIT)
-    nothing, settled = plans_without_ring(problem)
-    assert nothing is not None and settled is not None
+    nothing, settled, from_full = plans_without_ring(problem)
+    assert nothing is not None and settled is not None and from_full is not None
+    assert len(check(from_full).entry) >= len(settled.entry) > 0
     assert check(nothing).entry == nothing.exit == ()
     assert settled.reloaded_bytes < nothing.reloaded_bytes == problem.graph.weight_bytes
 
