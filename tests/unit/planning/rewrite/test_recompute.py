@@ -394,10 +394,8 @@ def test_a_smaller_arena_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finepage, "min_arena_bytes", lambda *_: 10**9)
     least = min_split_arena_bytes(graph, UNIT)
     assert least < 8192 + 1024
-    slow = machine(h2d=1e15)  # the link is so fast that nothing pays, but there is no other way
-    found = check(
-        plan_finepage(Problem(graph, arena_bytes=least, alignment=UNIT, profile=slow, split=True))
-    )
+    problem = Problem(graph, least, UNIT, profile=machine(h2d=1e9), split=True)
+    found = check(plan_finepage(problem))
     assert found.graph is not graph
     assert found.offloaded_bytes == 0
     assert min_arena_bytes(found.graph, UNIT) <= min_arena_bytes(graph, UNIT)
