@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 IGNORED_LIVE_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
 """Live tensors of earlier passes count only above this; the slack of the budget covers less."""
 
-ENTRY_BYTES_A_TASK = 4 << 20
-"""Copying so many bytes over a link takes about as long as planning a task, 0.3 ms."""
-
 
 class Pass:
     """One captured shape of one graph; see [Note: the states of a pass].
@@ -55,7 +52,7 @@ class Pass:
         self.live_bytes = 0
         self._rewrite_workspace_bytes = 0  # beyond the workspace of the captured tasks
         self._arena_bytes = self._lower_bound_bytes = 0
-        self._num_runs = self._num_entries = self._entry_bytes = 0
+        self._num_runs = self._num_entries = 0
         self._last_run = PassCounters()
 
     # Transitions.
@@ -153,12 +150,10 @@ class Pass:
 
         A decode step repeats, and a prefill comes between decode steps. Weights that the prefill
         keeps for itself are gone each time, so it should leave those of the decode step in place.
-        It is planned again for that once its entries have cost as much as a plan does.
         """
         if before is self:
             return
-        has_paid = self._entry_bytes >= ENTRY_BYTES_A_TASK * len(self.graph.tasks)
-        may_adapt = may_adapt and self.is_alternating and has_paid
+        may_adapt = may_adapt and self.is_alternating
         self._num_entries += 1
         if before is None or before.memgraph is None or not may_adapt:
             return
@@ -207,7 +202,6 @@ class Pass:
     def count_run(self, counted: PassCounters) -> None:
         """Count a run and its transfers."""
         self._num_runs += 1
-        self._entry_bytes += counted.entry_reloaded_bytes
         self._last_run = counted
 
     def stats(self) -> PassStats:

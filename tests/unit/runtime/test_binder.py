@@ -10,7 +10,6 @@ import pytest
 
 from ds_finepage import api, whatif
 from ds_finepage.errors import InvalidPlanError, PlanInfeasibleError
-from ds_finepage.execution.executor import PassCounters
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning import pipeline
@@ -20,7 +19,7 @@ from ds_finepage.runtime.binder import Binder, plan_pass
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
-from ds_finepage.runtime.passes import ENTRY_BYTES_A_TASK, Pass
+from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
 from tests.unit.planning.sketches import chain
@@ -206,8 +205,6 @@ def alternating(arena_bytes: int = ARENA) -> tuple[Pass, MemGraph]:
     other.set_plan(plan_pass(other, arena_bytes, run_settings(), Counters()))
     found = sized_pass(chain(9, nbytes=NBYTES, activation_bytes=2 * NBYTES))
     found.follow(other, may_adapt=True)
-    paid = ENTRY_BYTES_A_TASK * len(found.graph.tasks)
-    found.count_run(PassCounters(entry_reloaded_bytes=paid))
     found.follow(other, may_adapt=True)
     assert found.alternating is other and other.memgraph is not None
     return found, other.memgraph

@@ -8,7 +8,7 @@ import pytest
 
 from ds_finepage.execution.executor import PassCounters
 from ds_finepage.planning.pipeline import plan_checked
-from ds_finepage.runtime.passes import ENTRY_BYTES_A_TASK, Pass
+from ds_finepage.runtime.passes import Pass
 from tests.unit.planning.sketches import chain
 from tests.unit.runtime.settings import run_settings, sized_pass
 
@@ -70,21 +70,11 @@ def test_a_pass_alternates_where_most_runs_followed_another_pass() -> None:
         assert found.is_alternating == is_alternating
 
 
-def enter(found: Pass, less: int = 0) -> None:
-    """Count a run whose entry cost as much as a plan, or less."""
-    nbytes = ENTRY_BYTES_A_TASK * len(found.graph.tasks) - less
-    found.count_run(PassCounters(entry_reloaded_bytes=nbytes))
-
-
 @pytest.mark.parametrize("why_not", ("may not adapt", "other has no plan", "other alternates"))
 def test_a_pass_adapts_to_the_pass_that_it_keeps_following(why_not: str) -> None:
     found, other = bound_pass(), planned_pass()
     found.follow(None, may_adapt=True)
     assert found.alternating is None and found.memgraph is not None
-    enter(found, less=1)  # its entries have cost less than another plan
-    found.follow(other, may_adapt=True)
-    assert found.alternating is None and found.memgraph is not None
-    found.count_run(PassCounters(entry_reloaded_bytes=1))
     found.follow(other, may_adapt=True)
     assert found.alternating is other and found.memgraph is None
     found.set_plan(plan_checked(found.graph, ARENA, run_settings().planning))
@@ -95,10 +85,8 @@ def test_a_pass_adapts_to_the_pass_that_it_keeps_following(why_not: str) -> None
     found.follow(None, may_adapt=True)
     if why_not == "other has no plan":
         other.invalidate_plan("a test")
-    enter(found)
     if why_not == "other alternates":
         other.follow(None, may_adapt=True)
-        enter(other)
         other.follow(found, may_adapt=True)
         other.set_plan(plan_checked(other.graph, ARENA, run_settings().planning))
     found.follow(other, may_adapt=why_not != "may not adapt")
