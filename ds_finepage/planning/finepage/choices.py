@@ -191,7 +191,7 @@ class Chooser:
             elif buffer not in kept:
                 size = weights.sizes[buffer]
                 head = size + (head if head + size <= ring.nbytes else 0)
-        cut = cut_weights(weights.problem.graph, starts)
+        cut = cut_weights(weights.problem.graph, starts, weights.divisible.values())
         return Choice(cut, self._streamed(cut, kept - kept_rows.keys(), kept_rows))
 
     def _slices(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from ds_finepage.graph.packed import (
@@ -241,13 +241,15 @@ def _behind(place: int, by: int) -> int:
     return place + by
 
 
-def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGraph:
+def cut_weights(
+    graph: TaskGraph, cuts: Mapping[int, Sequence[int]], units: Iterable[Divisible] = ()
+) -> TaskGraph:
     """Cut weights into slices of rows.
 
     Args:
         graph: The pass.
         cuts: Weight -> the rows at which its slices begin, ascending, the first 0. Only weights
-            that ``divisible_weights`` names.
+            that ``divisible_weights`` names: ``units``, if that is known.
 
     Returns:
         A taskgraph in which each cut task is one task a slice, and a join of their columns.
@@ -255,7 +257,7 @@ def cut_weights(graph: TaskGraph, cuts: Mapping[int, Sequence[int]]) -> TaskGrap
     cuts = {buffer: rows for buffer, rows in cuts.items() if len(rows) > 1}
     if not cuts:
         return graph
-    by_task = {d.task: d for d in divisible_weights(graph) if d.buffer in cuts}
+    by_task = {d.task: d for d in units or divisible_weights(graph) if d.buffer in cuts}
     writer = SliceWriter(graph)
     for task in graph.tasks:
         if task.index in by_task:
