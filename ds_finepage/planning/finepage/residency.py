@@ -34,8 +34,7 @@ needs the fewest copies, and the next copy waits for its task. Many help where s
 of a pass use many weights. Slices leave gaps, so the ring is a little longer."""
 
 NEARLY_FULL = 0.5
-"""A ring for just the largest whole weights costs bytes and saves copies. It is tried if at most
-this share of the weights is missing."""
+"""Share of the weights that may be missing if a ring for the largest whole ones is tried."""
 
 ALWAYS_SLICES = 500
 """As many slices are always fine."""

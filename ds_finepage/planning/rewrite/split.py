@@ -249,7 +249,8 @@ def cut_weights(
     Args:
         graph: The pass.
         cuts: Weight -> the rows at which its slices begin, ascending, the first 0. Only weights
-            that ``divisible_weights`` names: ``units``, if that is known.
+            that ``divisible_weights`` names.
+        units: What it names, if that is known.
 
     Returns:
         A taskgraph in which each cut task is one task a slice, and a join of their columns.
