@@ -83,13 +83,12 @@ class MovingViews:
         return True
 
     def _fill(self, arguments: Iterator[Any]) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # once, not for each of many views
-            for patch in self._places:
-                if patch.tensor is None:
-                    patch.container[patch.key] = next(arguments)
-                else:
-                    view, tensor = self.views[patch.tensor], patch.container[patch.key]
-                    tensor.as_strided_(view.shape, view.stride, patch.begin + view.offset)
+        for patch in self._places:
+            if patch.tensor is None:
+                patch.container[patch.key] = next(arguments)
+            else:
+                view, tensor = self.views[patch.tensor], patch.container[patch.key]
+                tensor.as_strided_(view.shape, view.stride, patch.begin + view.offset)
 
     def _compile(self, texts: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
         body = "".join(f"{text}, " for text in texts)
