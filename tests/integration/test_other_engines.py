@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import hooks
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.checker.checker import check
@@ -25,24 +25,43 @@ from ds_finepage.planning.baselines.accelerate import map_modules, plan_accelera
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import load_arm, static_tokens
-from tests.integration.families import make_model, token_ids
 from tests.unit.compare.runs import request
 
-PROMPT_TOKENS, NEW_TOKENS = 7, 4
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": cache(partial(make_model, "llama")),
-    # It has parameters outside of leaf modules too.
-    "tied gpt2": cache(partial(make_model, "gpt2", tie_word_embeddings=True)),
+HIDDEN, NUM_LAYERS, VOCABULARY, PROMPT_TOKENS, NEW_TOKENS = 64, 2, 500, 7, 4
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=160,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        eos_token_id=None,
+    ),
+    "tied gpt2": GPT2Config(  # has parameters outside of leaf modules too
+        n_embd=HIDDEN,
+        n_layer=NUM_LAYERS,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
 }
-every_model = pytest.mark.parametrize("model_name", MODELS)
+every_model = pytest.mark.parametrize("model_name", CONFIGS)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write a checkpoint of each model."""
-    found = {name: tmp_path_factory.mktemp("model") for name in MODELS}
-    for name, folder in found.items():
-        MODELS[name]().save_pretrained(folder)
+    torch.manual_seed(0)
+    found = {}
+    for name, config in CONFIGS.items():
+        found[name] = tmp_path_factory.mktemp("model")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.generation_config.pad_token_id = 0
+        model.save_pretrained(found[name])
     return found
 
 
@@ -56,13 +75,14 @@ def request_of(folder: Path, share: float = 0.6, **changes: Any) -> RunRequest:
 
 
 def generate(model: Any) -> torch.Tensor:
-    return static_tokens(model, token_ids(PROMPT_TOKENS), NEW_TOKENS)
+    ids = torch.randint(VOCABULARY, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    return static_tokens(model, ids, NEW_TOKENS)
 
 
 @cache
 def captured(name: str, phase: str) -> TaskGraph:
     seq = PROMPT_TOKENS + (0 if phase == "prefill" else NEW_TOKENS - 1)
-    return capture_config(MODELS[name]().config, phase=phase, batch=1, seq=seq, dtype="float32")
+    return capture_config(CONFIGS[name], phase=phase, batch=1, seq=seq, dtype="float32")
 
 
 def simulated(engine: Engine, graph: TaskGraph) -> MemGraph:
