@@ -124,6 +124,11 @@ def test_symbols_of_every_sort_are_written_down() -> None:
     assert kwargs["memory_format"] == Symbol("memory_format", "contiguous_format")
 
 
+def test_a_change_in_place_reads_the_tensor_that_it_changes() -> None:
+    task = only(captured(lambda x, y: x.add_(y), rows(2), rows(2)))
+    assert (task.reads, task.writes) == ((0, 1), (0,))
+
+
 def test_lists_of_tensors_are_read() -> None:
     graph = captured(lambda x, y: torch.cat([x, y, x]), rows(2), rows(3))
     task = only(graph)
