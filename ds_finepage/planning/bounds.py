@@ -164,9 +164,8 @@ def lower_bound(
     """Find the least that every steady pass of one batch reloads.
 
     *Steady* means that the pass is repeated and its exit residency is its entry residency. If some
-    task does not fit into the arena there is no plan, and no byte is counted as kept.
-
-    See [Note: the proof of the bound].
+    task does not fit into the arena there is no plan, and no byte is counted as kept. See
+    [Note: the proof of the bound].
 
     Args:
         graph: The pass.
@@ -209,10 +208,10 @@ def lower_bound(
 
 
 def lower_bound_bytes(
-    graph: TaskGraph, arena_bytes: int, alignment: int, *, may_cut: bool = False, **options: bool
+    graph: TaskGraph, arena_bytes: int, alignment: int, *, may_cut: bool = False
 ) -> int:
     """Return the bytes that every steady pass has to reload at least; see :func:`lower_bound`."""
-    return lower_bound(graph, arena_bytes, alignment, may_cut=may_cut, **options).nbytes
+    return lower_bound(graph, arena_bytes, alignment, may_cut=may_cut).nbytes
 
 
 def _link_ns(nbytes: Fraction, h2d_bytes_per_s: float) -> float:

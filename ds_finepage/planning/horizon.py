@@ -173,10 +173,12 @@ class HorizonPlanner:
     def _reserve(self, task: Task) -> bool:
         """Give extents to all missing buffers of a task, or to none; evict nothing."""
         missing = self._missing(task)
-        if not self._unpacked.isdisjoint(missing) or not self._fit(missing):
+        if not self._unpacked.isdisjoint(missing) or (len(missing) > 1 and not self._fit(missing)):
             return False
         for buffer in missing:
-            self.sim_malloc(buffer)
+            if not self.sim_malloc(buffer):
+                assert len(missing) == 1, "they fit together"
+                return False
             if self._needs_contents(task, buffer):
                 self._builder.reload(buffer)
         return True
@@ -205,9 +207,9 @@ class HorizonPlanner:
     def _repack(self, task: Task) -> None:
         """Move a task's own buffers, because the missing ones do not fit between them.
 
-        All buffers are evicted, and the task's are placed side by side. They
-        fit if the working set does. The published algorithm does not cover this case. A large
-        weight that is being unpacked is placed first, and then stays there.
+        All buffers are evicted, and the task's are placed side by side. They fit if the working set
+        does. The published algorithm does not cover this case. A large weight that is being
+        unpacked is placed first, and then stays there.
         """
         own = self._graph.paged(task)
         offset = 0

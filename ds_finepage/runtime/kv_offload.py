@@ -156,10 +156,10 @@ class KVOffload:
                 if not shrinks and not (may_move and self._move(call)):
                     raise refusal
         except BaseException:
-            for layer in layers_of(call.caches(), RunLayer):
+            for layer in layers_of(call.caches(), RunLayer):  # type: ignore[type-abstract]
                 layer.forget_new()
             raise
-        for layer in layers_of(call.caches(), RunLayer):
+        for layer in layers_of(call.caches(), RunLayer):  # type: ignore[type-abstract]
             layer.settle()
         for cache in call.caches(growing=True):
             if self._levels.get(cache) == SIZES.index(least_rows):

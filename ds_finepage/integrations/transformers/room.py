@@ -34,6 +34,7 @@ and the new room of a tensor still do not fit together.
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -98,10 +99,11 @@ class RunLayer(DynamicLayer):
 
     outside: DynamicLayer | None = None
 
+    @abstractmethod
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        """Put new rows behind the live ones; return all of them, on the device."""
 
     def settle(self) -> None:
         """Count the rows of the last forward among the live ones."""

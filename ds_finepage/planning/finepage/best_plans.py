@@ -68,8 +68,6 @@ class BestPlans:
         assert problem.profile is not None
         return least_time_ns(self.lower, problem.profile, problem.arena_bytes)
 
-    # The best plans.
-
     @property
     def fastest_ns(self) -> int:
         """The least time of all plans."""

@@ -18,6 +18,7 @@ from ds_finepage.graph.unpacking import POINTWISE_OPS, packet_of
 from ds_finepage.planning.finepage.options import DEFAULTS
 from ds_finepage.planning.liveness import extent_bytes, live_activation_bytes
 from ds_finepage.planning.rewrite.clones import Clone, insert_clones
+from ds_finepage.planning.rewrite.embeddings import looked_up_bytes
 
 _MAKING = (
     "arange full full_like lift_fresh_copy new_full new_ones new_zeros ones ones_like scalar_tensor"
@@ -46,8 +47,8 @@ def recompute(
     Args:
         graph: The pass.
         alignment: Of extents, in bytes.
-        tiny_share: Weights up to this share of the largest are always resident, so clones may read
-            them.
+        tiny_share: Weights up to this share of the largest that is no embedding table are always
+            resident, so clones may read them.
 
     Returns:
         A taskgraph that computes the same values by the same ops; ``graph`` itself if its peak is
@@ -89,14 +90,14 @@ class _Maker:
     """Finds the tasks that make a buffer again."""
 
     def __init__(self, graph: TaskGraph, alignment: int, tiny_share: float) -> None:
-        self._graph = graph
+        self._graph, tables = graph, looked_up_bytes(graph)
         self._sizes = [extent_bytes(b.nbytes, alignment) for b in graph.buffers]
         self._changes: list[list[int]] = [[] for _ in graph.buffers]
         for task in graph.tasks:
             for buffer in (*task.writes, *task.touches):
                 self._changes[buffer].append(task.index)
-        weights = [b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT]
-        self._tiny_bytes = tiny_share * max(weights, default=0)
+        weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT and b.id not in tables]
+        self._tiny_bytes = tiny_share * max((b.nbytes for b in weights), default=0)
 
     def clones(self, buffer: int, tasks: list[int]) -> Iterator[Clone]:
         """Yield the clones that make a buffer again after it was idle during some of the tasks."""

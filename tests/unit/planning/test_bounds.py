@@ -134,14 +134,14 @@ def with_workspaces(graph: TaskGraph, *sizes: int) -> TaskGraph:
 @pytest.mark.parametrize(("may_cut", "expected"), [(False, 100), (True, 80)])
 def test_a_task_may_take_its_own_workspace_only(may_cut: bool, expected: int) -> None:
     """Beside an arena of 150 bytes there are 40 for the workspace, and one task needs few."""
-    bound_of = partial(lower_bound_bytes, may_cut=may_cut)
+    bound_of = partial(lower_bound, may_cut=may_cut)
     graph = graph_of([(W, 100), (W, 100), (A, 70)], [(0,), (1,), (2,)])
     of_others = with_workspaces(graph, 40, 40, 0)
-    assert bound_of(of_others, 150, 1) == 120
+    assert bound_of(of_others, 150, 1).nbytes == 120
     # Task 2 has 190 bytes, less its activation. A plan of whole weights needs 100 for each task.
-    assert bound_of(of_others, 150, 1, own_workspaces=True) == expected
+    assert bound_of(of_others, 150, 1, own_workspaces=True).nbytes == expected
     of_the_task = with_workspaces(graph, 0, 0, 40)
-    assert bound_of(of_the_task, 150, 1, own_workspaces=True) == 120
+    assert bound_of(of_the_task, 150, 1, own_workspaces=True).nbytes == 120
 
 
 def test_rows_that_each_call_brings_in_are_never_kept() -> None:

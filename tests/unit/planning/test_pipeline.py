@@ -10,7 +10,7 @@ import pytest
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.planning import pipeline
-from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.bounds import lower_bound, lower_bound_bytes
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
@@ -67,12 +67,13 @@ def test_a_printed_bound_counts_for_each_task_its_own_workspace() -> None:
     wide = dataclasses.replace(table, workspace_bytes=640)
     graph = dataclasses.replace(TABLE, tasks=(wide, *others))
     for settings in (SETTINGS, SPLIT):
-        bound_of = partial(lower_bound_bytes, may_cut=settings.split)
+        bound_of = partial(lower_bound, may_cut=settings.split)
         arena_bytes = 6144  # the two products need 8192 bytes and their activations
         planned = plan_checked(graph, arena_bytes, settings)
         policy_gets = graph_to_plan(graph, arena_bytes, settings)
         own = bound_of(policy_gets, arena_bytes, UNIT, own_workspaces=True)
-        assert planned.lower_bound_bytes == own < bound_of(policy_gets, arena_bytes, UNIT)
+        less = bound_of(policy_gets, arena_bytes, UNIT)
+        assert planned.lower_bound_bytes == own.nbytes < less.nbytes
 
 
 def test_weights_that_a_pass_finds_and_does_not_leave_are_copied_in_every_pass() -> None:

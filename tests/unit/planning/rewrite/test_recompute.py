@@ -23,6 +23,7 @@ from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import live_activation_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite import recompute as recompute_module
 from ds_finepage.planning.rewrite.recompute import MAX_CHAIN, recompute
 from tests.property.value_interpreter import values_at_end
 from tests.unit.planning.finepage.test_search import machine as search_machine
@@ -169,6 +170,15 @@ def test_a_norm_with_a_tiny_weight_and_small_results_is_run_again() -> None:
     found = recompute(graph, UNIT)
     assert texts(found)[4] == "native_layer_norm: i1 wTiny -> aMask' aMean'"
     assert values_at_end(found) == values_at_end(graph)
+
+
+def test_a_large_table_makes_no_weight_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, last = "native_layer_norm: i1 wNorm -> aMask", "mm: aMask aY wTable -> oOut"
+    graph = passing(SIZES + " wTable:80000 wNorm:64", norm, FIRST, *MIDDLE, last)
+    assert recompute(graph, UNIT) is not graph
+    (table,) = (b.id for b in graph.buffers if b.name == "wTable")
+    monkeypatch.setattr(recompute_module, "looked_up_bytes", lambda _: {table: 64})
+    assert recompute(graph, UNIT) is graph
 
 
 def test_arguments_views_and_the_callers_tensors_follow() -> None:
