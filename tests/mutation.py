@@ -147,6 +147,7 @@ def look(copy: Copy, mutant: Mutant, timeout_s: float) -> Outcome:
     with copy.with_fault(mutant):
         status, tail = copy.run_tests(mutant.tests, timeout_s)
     verdicts = {0: SURVIVED, 1: KILLED, None: SLOW}
+    verdicts |= {-signal.SIGABRT: KILLED, -signal.SIGSEGV: KILLED}  # the fault ended the process
     return Outcome(mutant, verdicts.get(status, BROKEN), time.perf_counter() - start, tail)
 
 

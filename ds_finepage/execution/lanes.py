@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 DELAYED_SHARE = 0.1
 """Of the steps, where lanes are delayed at random."""
 
-SMALL_TRANSFER_BYTES = 256 << 10
+SMALL_TRANSFER_BYTES = 1 << 20
 """A smaller copy takes less time than passing it to another thread."""
 
 

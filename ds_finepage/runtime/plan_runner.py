@@ -21,6 +21,7 @@ from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
+from ds_finepage.planning.pipeline import collector_off
 from ds_finepage.runtime.binder import Binder
 from ds_finepage.runtime.device_memory import DeviceMemory, DeviceState
 from ds_finepage.runtime.kv_offload import KVOffload
@@ -174,7 +175,7 @@ class PlanRunner:
             RankError: Another rank fails, or is about to run something else.
         """
         try:
-            with self.ranks.together(args):
+            with self.ranks.together(args), collector_off():
                 return self._run(graph, args)
         except torch.OutOfMemoryError as error:
             where, budget_bytes = self.settings.device, self.settings.budget_bytes

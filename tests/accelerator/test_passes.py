@@ -212,6 +212,7 @@ def test_a_hook_sees_the_tensors_of_the_device(llama: Subject) -> None:
     assert torch.equal(logits(llama.model, llama.ids).cpu(), llama.logits)
     remove()
     assert first and len(first) > 20
+    assert llama.handle._memory._graphs is None  # nobody asked for them
 
 
 def test_delays_on_the_device_change_nothing(llama: Subject, card: Any) -> None:

@@ -334,7 +334,10 @@ def test_a_buffer_of_another_attached_model_is_no_weight() -> None:
         handle.detach()
 
 
-def test_a_buffer_that_was_refused_stays_refused_when_the_model_grows() -> None:
+def test_a_buffer_that_was_refused_stays_refused_when_the_model_grows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "ds_finepage.runtime")
     model = nn.Sequential(Breaking())
     handle = attached(model)
     with torch.no_grad():
@@ -342,6 +345,7 @@ def test_a_buffer_that_was_refused_stays_refused_when_the_model_grows() -> None:
         model.append(Reader())
         model(ROW)
     assert names_of(handle) == {"0.weight", "1.table", "1.weight"}
+    assert caplog.text.count("stay on the device: 0.table") == 1
     handle.detach()
 
 

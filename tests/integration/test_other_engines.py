@@ -117,8 +117,11 @@ def test_tokens_are_equal_and_counted_bytes_are_the_simulated_ones(
 
 
 @every_model
-def test_everything_is_as_before_at_the_end(folders: dict[str, Path], model_name: str) -> None:
-    engine = load_arm(request_of(folders[model_name]))
+@pytest.mark.parametrize("num_kept", [0, 2])
+def test_everything_is_as_before_at_the_end(
+    folders: dict[str, Path], model_name: str, num_kept: int
+) -> None:
+    engine = load_arm(request_of(folders[model_name], settings={KEPT: num_kept}))
     model, setter = engine.model, hooks.set_module_tensor_to_device
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     expected = generate(model)

@@ -103,7 +103,8 @@ def test_one_in_twenty_may_survive_but_no_named_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "verdict"), [(0, SURVIVED), (1, KILLED), (None, SLOW), (2, BROKEN), (4, BROKEN)]
+    ("status", "verdict"),
+    [(0, SURVIVED), (1, KILLED), (-11, KILLED), (None, SLOW), (2, BROKEN), (-9, BROKEN)],
 )
 def test_the_status_of_the_tests_is_the_verdict(
     status: int | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -113,6 +113,15 @@ def test_every_step_of_a_steady_pass_has_a_span(rig: Callable[..., Rig], poison:
     assert {s.lane for s in spans} == {*Lane} - {Lane.RANKS}
 
 
+def test_spans_are_those_of_the_last_pass_alone(rig: Callable[..., Rig]) -> None:
+    steps = lower(rig(*deep()).memgraph).merged[:2]
+    recorder = SpanRecorder(torch.device("cpu"))
+    for passed in (steps, steps[1:]):
+        for action in recorder.begin(passed, {s.node.id: lambda: None for s in passed}).values():
+            action()
+    assert [s.node for s in recorder.spans()] == [steps[1].node.id]
+
+
 def test_spans_of_a_lane_follow_each_other(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     made = rig(graph, weights, arena_bytes=min_arena_bytes(graph, 64), delay_seed=1)

@@ -31,8 +31,9 @@ X = torch.linspace(-1, 1, 8).reshape(2, 4)
 def test_the_inner_tensors_are_parameters_and_the_module_computes_as_before(
     model: nn.Sequential,
 ) -> None:
-    expected = model(X)
+    expected, weight = model(X), model[0].weight
     TakenApart(model)
+    assert weight.numbers is model.get_parameter("0.weight_numbers")  # no bytes of its own
     assert names(model)[:3] == ["0.bias", "0.weight_numbers", "0.weight_scale_values"]
     assert isinstance(model[0], nn.Linear) and isinstance(model[0].weight, Packed)
     assert torch.equal(model(X), expected)

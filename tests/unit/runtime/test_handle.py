@@ -17,6 +17,8 @@ import ds_finepage
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig, DeviceBudget, FinepageConfig
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
+from ds_finepage.execution.device import Device
+from ds_finepage.runtime import calls
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.handle import Handle
 from tests.unit.execution.parameters import scripted
@@ -129,9 +131,10 @@ def test_a_hook_may_make_arrays_of_the_tensors(rig: Rig) -> None:
 def test_a_hook_sees_every_op_and_can_be_removed(rig: Rig) -> None:
     assert rig.same()
     seen: list[Any] = []
-    remove = rig.handle.register_op_hook(before=lambda task, operands: seen.append(task))
+    remove = rig.handle.register_op_hook(before=lambda *_: seen.append(gc.isenabled()))
     assert rig.same() and rig.state is DeviceState.PAGED
     assert len(seen) == rig.handle.stats.passes[0].num_tasks > 0
+    assert not any(seen) and gc.isenabled()  # a collection would walk all that a plan is made of
     remove()
     assert rig.same() and rig.state is DeviceState.RESIDENT
     assert len(seen) == rig.handle.stats.passes[0].num_tasks
@@ -154,6 +157,16 @@ def test_a_model_that_fits_is_paged_as_long_as_somebody_looks_at_the_plan(
     assert rig.same() and rig.state is DeviceState.PAGED
     rig.handle.replan(policy="finepage", debug=DebugConfig())
     assert rig.same() and rig.state is DeviceState.RESIDENT
+
+
+def test_a_step_of_continuous_batching_waits_for_its_arguments(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(Device, "follow_default_stream", lambda device: waited.append(device))
+    for is_paged in (False, True):
+        monkeypatch.setattr(calls, "has_paged_cache", lambda *_, paged=is_paged: paged)
+        assert rig.same() and len(waited) == is_paged
 
 
 def test_a_hook_that_replans_is_refused(rig: Rig) -> None:

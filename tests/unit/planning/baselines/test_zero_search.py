@@ -86,6 +86,11 @@ def test_two_passes_have_the_same_settings_and_both_fit() -> None:
     )
 
 
+def test_what_stays_is_searched_for_in_the_room_of_every_pass() -> None:
+    found = best_settings([(problem_of(40), 1), (problem_of(9), 30)])
+    assert found.model_persistence_threshold > 0
+
+
 def test_the_pass_that_runs_most_often_counts_most() -> None:
     slow = dataclasses.replace(
         GRAPH, tasks=tuple(dataclasses.replace(t, time_ns=2000) for t in GRAPH.tasks)
