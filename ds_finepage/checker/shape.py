@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ds_finepage.checker.faults import Fault, Violation
-from ds_finepage.graph.memgraph import MemGraph, NodeKind
+from ds_finepage.graph.memgraph import Edge, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 
 
@@ -79,19 +79,20 @@ def _node_shape(memgraph: MemGraph) -> Iterator[Violation]:
 
 
 def _edge_shape(memgraph: MemGraph) -> Iterator[Violation]:
-    previous = None
+    def wrong(fault: Fault, edge: Edge, text: str) -> Violation:
+        named = f"edge {edge.before} -> {edge.after} ({edge.kind.value}) {text}"
+        return Violation(fault, None if fault is Fault.EDGE_RANGE else edge.after, named)
+
+    previous, num_nodes = None, len(memgraph.nodes)
     for edge in memgraph.edges:
-        text = f"edge {edge.before} -> {edge.after} ({edge.kind.value})"
-        if not (0 <= edge.before < len(memgraph.nodes) and 0 <= edge.after < len(memgraph.nodes)):
-            text += f" names a node outside 0..{len(memgraph.nodes) - 1}"
-            yield Violation(Fault.EDGE_RANGE, None, text)
+        if not (0 <= edge.before < num_nodes and 0 <= edge.after < num_nodes):
+            yield wrong(Fault.EDGE_RANGE, edge, f"names a node outside 0..{num_nodes - 1}")
         elif edge.before >= edge.after:
-            text += " does not point forward"
-            yield Violation(Fault.EDGE_BACKWARD, edge.after, text)
+            yield wrong(Fault.EDGE_BACKWARD, edge, "does not point forward")
         if previous is not None and edge == previous:
-            yield Violation(Fault.EDGE_REPEATED, edge.after, text + " is there twice")
+            yield wrong(Fault.EDGE_REPEATED, edge, "is there twice")
         elif previous is not None and edge < previous:
-            yield Violation(Fault.EDGE_UNSORTED, edge.after, text + " is out of order")
+            yield wrong(Fault.EDGE_UNSORTED, edge, "is out of order")
         previous = edge
 
 
