@@ -46,6 +46,7 @@ from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import POLICIES, policy_named
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.calls import AroundCall
+from ds_finepage.runtime.drafts import STAND_IN, Draft, stand_in_of
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
@@ -177,6 +178,7 @@ def attach(
     take: TakeWeights = weights_of,
     around_call: AroundCall = nullcontext,
     ranks: Ranks = ONE_RANK,
+    draft: torch.nn.Module | str | None = None,
     **settings: Any,
 ) -> Handle:
     """Run the forward passes of a module by plan, under a device budget, from now on.
@@ -193,6 +195,7 @@ def attach(
         take: Makes the host masters of weights; DeepSpeed's are there already.
         around_call: Makes a context that holds while the module runs.
         ranks: Runs each pass together with the other ranks of a model that they share.
+        draft: A model that drafts tokens under the same budget, or as in the section.
         **settings: Keys of the section, one by one.
 
     Returns:
@@ -205,24 +208,19 @@ def attach(
         DeviceMemoryError: The device has no room for the budget; the module is as it was or packed.
     """
     _require_module(module)
-    config = _settled(config, settings)
+    config = _settled(config, settings if draft is None else {**settings, "draft": draft})
     where = default_device() if device is None else require_device(device)
     _pack(module, config, where)
     with ExitStack() as undo:
         apart, weights, buffers = _taken(module, take, where, undo)
         budget_bytes = _budget_on(config, weights.nbytes, where, ranks)
+        drafted = _draft_of(module, config, draft, budget_bytes, is_shared=take is not weights_of)
         try:
             run_settings = _run_settings(config, where, budget_bytes, profile, ranks)
-            handle = Handle(
-                module,
-                weights,
-                run_settings,
-                apart=apart,
-                buffers=buffers,
-                take=take,
-                around_call=around_call,
-                ranks=ranks,
-            )
+            given: dict[str, Any] = {"take": take, "around_call": around_call, "ranks": ranks}
+            handle = Handle(module, weights, run_settings, apart=apart, buffers=buffers, **given)
+            undo.callback(handle.detach)
+            handle.take_draft(drafted)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError.of(error, where, budget_bytes) from error
         undo.pop_all()
@@ -246,6 +244,7 @@ def _require_module(module: object) -> None:
 def _settled(config: object, settings: Mapping[str, Any]) -> FinepageConfig:
     """Return the section with the settings that were given one by one."""
     given = {} if config is None else config
+    settings = {n: v for n, v in settings.items() if not isinstance(v, torch.nn.Module)}
     if isinstance(given, FinepageConfig):
         given = dict(given)
     if isinstance(given, Mapping):
@@ -285,6 +284,36 @@ def _taken(
     buffers = LargeBuffers(module, where)
     large = take(buffers.find(weight.master for weight in parameters), where)
     return apart, WeightTable([*parameters, *large], where), buffers
+
+
+def _draft_of(
+    module: torch.nn.Module,
+    config: FinepageConfig,
+    given: torch.nn.Module | str | None,
+    budget_bytes: int,
+    *,
+    is_shared: bool,
+) -> Draft | None:
+    """Make the draft that the user names; None without one."""
+    if not isinstance(given, torch.nn.Module) and config.draft == "off":
+        return None
+    if is_shared:
+        raise ConfigError(
+            "draft: DeepSpeed holds the weights of the model. Use ds_finepage.attach() on a model "
+            "that DeepSpeed does not have, or leave out finepage.draft."
+        )
+    if isinstance(given, torch.nn.Module):
+        return Draft(given)
+    if config.draft == STAND_IN:
+        form = PackedForm.parse("int4", config.weights_group)
+        return Draft(stand_in_of(module, budget_bytes, form), is_stand_in=True)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        found = AutoModelForCausalLM.from_pretrained(config.draft, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"finepage.draft: {config.draft!r} cannot be loaded: {error}") from None
+    return Draft(found.eval())
 
 
 def _pack(module: torch.nn.Module, config: FinepageConfig, where: torch.device) -> None:

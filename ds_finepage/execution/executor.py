@@ -142,8 +142,9 @@ class Executor:
         Args:
             args: The call's arguments, as Dynamo passes them.
             host_outputs: The returned Python numbers.
-            residents: The weights in the arena before the pass; replaced by those after it. It is
-                empty while the pass runs, so after an error no weight counts as valid.
+            residents: The weights in the arena before the pass; replaced by those after it: the
+                plan's own, and others where it writes nothing. It is empty while the pass runs, so
+                after an error no weight counts as valid.
 
         Returns:
             The outputs, as a tuple.
@@ -152,6 +153,7 @@ class Executor:
             TaskMismatchError: An argument has another shape, or other strides, than planned.
         """
         self.entry_missing = missing = self._missing(residents)
+        others = {k: e for k, e in residents.items() if k not in self._exit and self._leaves(e)}
         residents.clear()
         bound = self._bound
         program, actions = self._steady, self.actions
@@ -174,7 +176,7 @@ class Executor:
                 patch.container[patch.key] = None
             bound.sources.clear()
         self.counters = self._counted(missing)
-        residents.update(self._exit)
+        residents |= {**others, **self._exit}
         return bound.tensors.outputs(args, host_outputs, tensors)
 
     def collects(self, residents: Residents) -> str:
@@ -189,6 +191,10 @@ class Executor:
         """Return the bytes that a reload of a buffer copies from this rank's host memory."""
         found = self._graph.buffers[buffer]
         return found.nbytes // self._graph.num_parts(found)
+
+    def _leaves(self, extent: Extent) -> bool:
+        """Tell whether the plan has nothing in an extent."""
+        return not any(used.overlaps(extent) for used in self.memgraph.used)
 
     def _missing(self, residents: Residents) -> frozenset[int]:
         return frozenset(b for b, key, extent in self._entry if residents.get(key) != extent)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from pydantic import NonNegativeInt
 
@@ -162,6 +163,18 @@ class MemGraph:
                 task = self.graph.tasks[node.task]
                 found[node.id] = {b: where[b] for b in self.graph.paged(task) if b in where}
         return found
+
+    @cached_property
+    def used(self) -> tuple[Extent, ...]:
+        """The bytes of the arena that the plan uses at any time, by offset."""
+        found: list[Extent] = []
+        extents = (node.extent for node in self.nodes if node.extent is not None)
+        for extent in sorted(extents, key=attrgetter("offset")):
+            if found and extent.offset <= found[-1].end:
+                last = found.pop()
+                extent = Extent(last.offset, max(last.end, extent.end) - last.offset)
+            found.append(extent)
+        return tuple(found)
 
     @cached_property
     def routed_reloads(self) -> dict[int, Route]:

@@ -82,6 +82,15 @@ class PackedForm:
         """The name without the group, such as "int4" or "int4+output"."""
         return f"int{self.bits}{WITH_OUTPUT if self.packs_output else ''}"
 
+    def nbytes(self, num_weights: int, itemsize: int) -> int:
+        """Return the bytes of packed weights.
+
+        Args:
+            num_weights: How many.
+            itemsize: Bytes of one before, and of a scale and of a minimum.
+        """
+        return num_weights * self.bits // 8 + 2 * itemsize * num_weights // self.group
+
     def require(self, shape: tuple[int, ...], name: str = "a weight") -> None:
         """Refuse a shape that cannot be packed.
 

@@ -108,15 +108,43 @@ def packed_layer(layer: Any, weights: Mapping[str, PackedWeight]) -> torch.nn.Mo
     return PackedLinear(weight.packed, weight.form, layer.bias).train(layer.training)
 
 
+def layers_to_pack(model: torch.nn.Module) -> dict[str, int]:
+    """Return the layers that :func:`pack_model` would pack, with the bytes of their weights.
+
+    Layers that share weights are left out.
+
+    Raises:
+        ConfigError: The model is quantised already.
+    """
+    _require_plain(model, None)
+    names = [places[0][0] for places in _weights_to_pack(model, False) if places == [places[0][:1]]]
+    layers = {name: weights_of(model.get_submodule(name)) for name in names}
+    return {name: sum(w.nbytes for w in weights.values()) for name, weights in layers.items()}
+
+
+def packed_copy(model: torch.nn.Module, name: str, form: PackedForm) -> torch.nn.Module:
+    """Return a packed copy of a layer.
+
+    Raises:
+        ConfigError: The form does not suit a weight.
+    """
+    layer = model.get_submodule(name)
+    return packed_layer(layer, _packed_weights(layer, name, form))
+
+
+def _packed_weights(layer: torch.nn.Module, path: str, form: PackedForm) -> dict[str, PackedWeight]:
+    return {
+        name: pack_weight(layer, weight, form, f"{path}.{name}")
+        for name, weight in weights_of(layer).items()
+    }
+
+
 def _replace(model: torch.nn.Module, places: Places, form: PackedForm) -> None:
     """Put packed layers where those with the same weights are; they share the packed ones."""
     weights: dict[str, PackedWeight] = {}
     for names in places:
         layer = model.get_submodule(names[0])
-        weights = weights or {
-            name: pack_weight(layer, weight, form, f"{names[0]}.{name}")
-            for name, weight in weights_of(layer).items()
-        }
+        weights = weights or _packed_weights(layer, names[0], form)
         made = packed_layer(layer, weights)
         for name in names:
             model.set_submodule(name, made)
@@ -180,7 +208,7 @@ def _tied(model: Any) -> list[str]:
     return [name.removesuffix(".weight") for pair in pairs for name in pair]
 
 
-def _require_plain(model: torch.nn.Module, form: PackedForm) -> bool:
+def _require_plain(model: torch.nn.Module, form: PackedForm | None) -> bool:
     """Refuse a model that is quantised otherwise; return whether it is packed in this form."""
     was_packed = False
     for name, module in model.named_modules():

@@ -28,7 +28,7 @@ def non_arena_bytes(graph: TaskGraph, alignment: int) -> int:
     """
     external = callers = row = 0
     returned = {graph.tensors[o.tensor] for o in graph.outputs if o.tensor is not None}
-    counted = {t.buffer for t in graph.tensors if t.dtype == "bool" or "int" in t.dtype}
+    counted = {t.buffer for t in graph.tensors if t.dtype in ("bool", "int32", "int64")}
     for buffer in graph.buffers:
         if not buffer.kind.is_paged and buffer.kind is not BufferKind.HOST:
             external += align_up(buffer.nbytes, alignment)

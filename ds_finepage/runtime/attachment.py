@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from ds_finepage.capture.tracing import OwnHooks, QuickTracing
 from ds_finepage.capture.unguarded import Unguarded
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import hook_modules
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.batching import BATCHING, BudgetedBatching
@@ -76,8 +77,13 @@ class PlannedGeneration(ReplacedMethod):
             # transformers asks this itself, but only under HfDeepSpeedConfig.
             kwargs = {**kwargs, "synced_gpus": True}
         self._calls.preflight(args, kwargs)
-        with self._calls.generation(cache_use_of(self._module, args, kwargs)):
-            return self._original(*args, **kwargs)
+        kwargs = self._calls.assistance.arguments(self._module, args, kwargs)
+        try:
+            with self._calls.generation(cache_use_of(self._module, args, kwargs)):
+                return self._original(*args, **kwargs)
+        except PlanInfeasibleError as error:
+            refusal = self._calls.assistance.refusal(error)
+        raise refusal
 
 
 class Attachment:
@@ -89,8 +95,19 @@ class Attachment:
         weights: WeightTable,
         calls: CallTaker,
         device: torch.device,
+        generation: ReplacedMethod | None = None,
     ) -> None:
+        """Install it.
+
+        Args:
+            module: The module.
+            weights: The weights of the model.
+            calls: Takes the calls.
+            device: Where they run.
+            generation: Stands for ``generate``; by default it checks each call beforehand.
+        """
         self._module = module
+        self._generation = generation
         self._weights = weights
         self._calls = calls
         self._device = device
@@ -110,7 +127,8 @@ class Attachment:
         self._undo += [hook.remove for hook in hooks]
         move_buffers(module, self._device, self._undo)
         self._own_hooks = OwnHooks(module, hooks)
-        for part in entries(module, self._weights):
+        self.entries = entries(module, self._weights)
+        for part in self.entries:
             planned = PlannedCall(part, calls.call, calls.running, calls.handle)
             self._set(part, "_compiled_call_impl", planned)
         for part in module.modules():
@@ -123,7 +141,8 @@ class Attachment:
         if generation is not None:  # transformers would compile a compiled call once more
             self._set(generation, "disable_compile", True)
         if generation is not None and hasattr(module, "generate"):
-            self._set(module, "generate", PlannedGeneration(module, calls))
+            found = self._generation or PlannedGeneration(module, calls)
+            self._set(module, "generate", found)
         if hasattr(module, BATCHING):
             self._set(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
         self.tree.see()

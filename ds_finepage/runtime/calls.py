@@ -21,7 +21,9 @@ from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.stores import NO_CHANGES, TakeWeights, WeightChanges, WeightTable
 from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.integrations.transformers.preflight import CacheUse, Preflight
+from ds_finepage.runtime.assisting import Assistance
 from ds_finepage.runtime.attachment import Attachment
+from ds_finepage.runtime.drafts import Draft
 from ds_finepage.runtime.kv_offload import CapturedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 
@@ -38,6 +40,7 @@ class CallTaker:
         handle: The handle of the model.
         running: Tells which thread runs a call now.
         lock: Held while a call runs, and while the handle changes something.
+        assistance: The draft of the model.
         num_graph_runs: Runs of Dynamo's graphs so far.
         generation: Returns the context of one generation, from the use of its KV cache.
     """
@@ -76,9 +79,11 @@ class CallTaker:
         self.generation: Callable[[CacheUse], AbstractContextManager[None]] = runner.generation
         self._preflight = Preflight(module)
         self._attachment = Attachment(module, weights, self, runner.settings.device)
+        self.assistance = Assistance(self, weights, runner)
 
     def remove(self) -> None:
         """Give the model its own calls back."""
+        self.assistance.remove()
         self._attachment.remove()
         self._graphs.clear()
 
@@ -97,7 +102,9 @@ class CallTaker:
                 device_of(self._runner.settings.device).follow_default_stream()
             self._runner.observer.begin_call()
             self._notice_changes()
-            compiled = self._attachment.compiled(module)
+            attachment = self.assistance.attachment_of(module) or self._attachment
+            compiled = attachment.compiled(module)
+            self.assistance.see_pass(module, kwargs)
             self._first_graph_run = self.num_graph_runs + 1
             self.running.begin()
             try:
@@ -190,13 +197,23 @@ class CallTaker:
         """Take over the changes that others made to the model since the last call."""
         self.take_over(self._weights.changes())
         if self._attachment.tree.has_new_parts() or self._buffers.replaced():
-            self._apart.take()
-            named: dict[str, torch.Tensor] = dict(self._module.named_parameters())
-            named |= self._buffers.find(self._weights.masters.values())
-            self._weights.exchange(named, self._take)
-            self._forget_passes()
-            self._attachment.remove()
-            self._attachment.install()
+            self.take_weights()
+
+    def shares_weights(self, draft: Draft) -> bool:
+        """Tell whether a draft has weights of the model."""
+        return any(parameter in draft for parameter in self._module.parameters())
+
+    def take_weights(self) -> None:
+        """Take the weights that the model has now, except those that its draft has too."""
+        self._apart.take()
+        fixed = self.assistance.draft or ()
+        parameters = self._module.named_parameters()
+        named: dict[str, torch.Tensor] = {n: p for n, p in parameters if p not in fixed}
+        named |= self._buffers.find(self._weights.masters.values())
+        self._weights.exchange(named, self._take)
+        self._forget_passes()
+        self._attachment.remove()
+        self._attachment.install()
 
     def take_over(self, changes: WeightChanges) -> None:
         """Forget everything that a change of weights made wrong."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -26,6 +27,7 @@ from ds_finepage.reporting.rank_figures import RankFigures, rank_table
 from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
+from ds_finepage.runtime.drafts import Draft
 from ds_finepage.runtime.interception import PlannedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
@@ -93,6 +95,26 @@ class Handle:
             self._report = ReportWriter(settings.config.report, self._runner, self.observed)
 
     @property
+    def draft(self) -> Any:
+        """The model that drafts for this one; None without a draft."""
+        found = self._calls.assistance.draft
+        return None if found is None else found.model
+
+    def take_draft(self, draft: Draft | None) -> None:
+        """Let a draft run under the budget, in the place of the one before; None ends that.
+
+        Raises:
+            FinepageError: A call of the model is running.
+            PlanInfeasibleError: The draft leaves nothing of the budget to the model.
+        """
+        with self._calls.lock:
+            self._calls.running.refuse("take_draft")
+            if draft is None:
+                self._calls.assistance.drop()
+            else:
+                self._calls.assistance.take(draft)
+
+    @property
     def attached(self) -> bool:
         """True until :meth:`detach`."""
         return self._attached
@@ -100,7 +122,8 @@ class Handle:
     @property
     def stats(self) -> Stats:
         """A snapshot of all counters."""
-        return self._runner.stats()
+        found, draft = self._runner.stats(), self._calls.assistance.draft
+        return found if draft is None else draft.counted(found)
 
     @property
     def profile(self) -> HardwareProfile:

@@ -20,9 +20,14 @@ from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 
 
 class LiveTensors:
-    """Refers weakly to the device tensors that passes have read or returned."""
+    """Refers weakly to the device tensors that passes have read or returned.
+
+    Attributes:
+        caller_bytes: Bytes of tensors that the caller makes of outputs, beyond a few rows.
+    """
 
     def __init__(self) -> None:
+        self.caller_bytes = 0
         self._latest: list[weakref.ref[torch.Tensor]] = []
         self._known: dict[StorageWeakRef, int] = {}  # -> bytes
         self._last: tuple[Pass | None, bool] = None, False  # what came to ``reserve`` last
@@ -75,4 +80,5 @@ class LiveTensors:
         self._latest = []
         self._known = {ref: n for ref, n in self._known.items() if not ref.expired()}
         taken = {tensor.untyped_storage()._cdata for tensor in inputs}
-        return sum(n for ref, n in self._known.items() if ref.cdata not in taken)
+        beside = sum(n for ref, n in self._known.items() if ref.cdata not in taken)
+        return beside + self.caller_bytes

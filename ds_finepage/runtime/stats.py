@@ -77,6 +77,10 @@ class Stats:
         budget_bytes: The limit on all device bytes.
         weight_bytes: Bytes of all weights.
         passes: The passes that are remembered, in the order of their last use.
+        draft_bytes: Bytes of the draft's weights, which stay on the device; 0 without a draft.
+        num_drafted: Tokens that the draft made and the model checked.
+        num_accepted: Those of them that the model agreed with.
+        num_checks: Passes of the model that checked some.
     """
 
     budget_bytes: int
@@ -93,6 +97,10 @@ class Stats:
     offloaded_bytes: int
     unplanned_reasons: tuple[str, ...]
     passes: tuple[PassStats, ...]
+    draft_bytes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_checks: int = 0
 
     @property
     def min_budget_bytes(self) -> int:

@@ -93,6 +93,19 @@ def test_after_a_pass_the_exit_is_resident(rig: Callable[..., Rig]) -> None:
         assert torch.equal(held, byte_view(weights[buffer.name]))
 
 
+def test_weights_of_another_pass_stay_where_this_one_has_nothing(
+    rig: Callable[..., Rig],
+) -> None:
+    graph, weights = deep()
+    made = rig(graph, weights)
+    *_, last = made.memgraph.used
+    assert last.end == max(node.extent.end for node in made.memgraph.nodes if node.extent)
+    beside, within = Extent(last.end, 64), Extent(last.end - 64, 64)
+    made.residents |= {"beside": beside, "within": within}
+    made(torch.randn(N, N))
+    assert made.residents["beside"] == beside and "within" not in made.residents
+
+
 def test_a_weight_in_another_place_is_reloaded(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     made = rig(graph, weights)

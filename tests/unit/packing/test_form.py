@@ -34,6 +34,7 @@ def test_unpacked_weights_are_near_the_weights(form: PackedForm, dtype: torch.dt
     assert packed.numbers.dtype is torch.uint8 and packed.scales.dtype is dtype
     assert packed.numbers.shape == (6, 128 * form.bits // 8)
     assert packed.scales.shape == packed.minima.shape == (6, 128 // form.group)
+    assert form.nbytes(given.numel(), given.itemsize) == sum(part.nbytes for part in packed)
 
     found = unpack(packed, form, dtype)
     assert found.dtype is dtype and found.shape == given.shape

@@ -1,0 +1,123 @@
+"""Lets a draft run beside an attached model, and take part in its generations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.execution.stores import WeightTable
+from ds_finepage.integrations.transformers.drafting import why_not
+from ds_finepage.runtime.attachment import Attachment
+from ds_finepage.runtime.drafts import Draft
+from ds_finepage.runtime.plan_runner import PlanRunner
+
+if TYPE_CHECKING:
+    from ds_finepage.runtime.calls import CallTaker
+
+logger = logging.getLogger(__name__)
+
+
+class Assistance:
+    """The draft of a model, if it has one.
+
+    Attributes:
+        draft: The draft.
+        attachment: All that is installed in its modules.
+    """
+
+    def __init__(self, calls: CallTaker, weights: WeightTable, runner: PlanRunner) -> None:
+        """Begin without a draft."""
+        self.draft: Draft | None = None
+        self.attachment: Attachment | None = None
+        self._calls, self._weights, self._runner = calls, weights, runner
+        self._said: set[str] = set()  # why generations ran without the draft
+
+    def take(self, draft: Draft) -> None:
+        """Let a draft run under the budget of the model, in the place of the one before.
+
+        Raises:
+            PlanInfeasibleError: It leaves nothing of the budget to the model.
+        """
+        settings = self._runner.settings
+        draft.require_room(settings.budget_bytes)
+        with self._calls.lock:
+            self.drop()
+            self.draft = draft
+            try:
+                if self._calls.shares_weights(draft):
+                    self._calls.take_weights()  # those that both have are now the draft's
+                draft.move_to(settings.device)
+                self.attachment = Attachment(
+                    draft.model, self._weights, self._calls, settings.device, draft.generation
+                )
+            except BaseException:
+                self.drop()
+                raise
+            self._runner.live.note_more(draft.weights)
+            self._runner.live.caller_bytes = draft.generation.limit(settings.budget_bytes)
+
+    def remove(self) -> None:
+        """Give the draft its own calls back, and its weights their places."""
+        draft, self.draft = self.draft, None
+        if self.attachment is not None:
+            self.attachment.remove()
+            self.attachment = None
+        self._runner.live.caller_bytes = 0
+        if draft is not None:
+            draft.move_back()
+
+    def drop(self) -> None:
+        """Go on without the draft; the model takes back the weights that both have."""
+        draft = self.draft
+        if draft is not None:
+            with self._calls.lock:
+                self.remove()
+                if self._calls.shares_weights(draft):
+                    self._calls.take_weights()
+
+    def attachment_of(self, module: torch.nn.Module) -> Attachment | None:
+        """Return the attachment of the draft for a module of it; None for any other."""
+        if self.attachment is None or all(module is not e for e in self.attachment.entries):
+            return None
+        return self.attachment
+
+    def arguments(
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the named arguments of a generation, with the draft where it can assist."""
+        given = kwargs.get("assistant_model")
+        if given is not None and (self.draft is None or given is not self.draft.model):
+            self.take(Draft(given, assists_all=False))
+        if self.draft is not None and given is None and not self.draft.assists_all:
+            self.drop()
+        if self.draft is None:
+            return dict(kwargs)
+        self.draft.generation.begin()
+        reason = None if given is not None else why_not(module, args, kwargs)
+        if reason is None:
+            return {**kwargs, "assistant_model": self.draft.model}
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("a generation runs without the draft: %s", reason)
+        return dict(kwargs)
+
+    def see_pass(self, module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """See a call of the model or of the draft."""
+        if self.draft is not None and module is not self.draft.model:
+            self.draft.generation.see_pass(kwargs)
+
+    def refusal(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
+        """Drop the draft after an error, and return one that says what the draft took."""
+        if self.draft is None:
+            return error
+        found = PlanInfeasibleError(
+            f"{error} {self.draft.nbytes} bytes of the device are the draft's; the next "
+            f"generation runs without it.",
+            error.min_budget_bytes,
+        )
+        self.drop()
+        return found

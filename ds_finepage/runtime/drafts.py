@@ -1,0 +1,151 @@
+"""Drafts under the budget of a model: their weights stay on the device for good.
+
+A draft runs once for each token that it makes, and the model once a round. A byte of the draft that
+is missing on the device is copied ``k`` times a round, and a byte of the model once. So all weights
+of a draft stay, beside the arena, and the model streams through the rest of the budget. To the
+plans they are inputs that are there already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.execution.watch import data_of, set_data
+from ds_finepage.integrations.transformers import drafting
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import layers_to_pack
+from ds_finepage.packing.stand_in import stand_in_for
+from ds_finepage.planning.finepage.stacking import spread_order
+from ds_finepage.runtime.stats import Stats
+from ds_finepage.units import format_bytes
+
+STREAM_SHARE = 0.25
+"""Of the budget, what a stand-in leaves to the model: for its stream, KV cache and activations."""
+
+STREAM_MATRICES = 3
+"""It leaves at least as many times the largest matrix."""
+
+STAND_IN = "stand-in"
+
+
+class Draft:
+    """A draft of an attached model, and its weights, which stay on the device.
+
+    Attributes:
+        model: The draft.
+        generation: Its ``generate``.
+        nbytes: Bytes of its weights; some of them may be those of the model.
+        assists_all: It assists each generation that transformers can assist; else only those that
+            name it.
+    """
+
+    def __init__(self, model: Any, *, is_stand_in: bool = False, assists_all: bool = True) -> None:
+        """Take a draft; its weights are where they are until :meth:`move_to`."""
+        self.model = model
+        self.assists_all = assists_all
+        self.generation = drafting.DraftGeneration(model, is_stand_in=is_stand_in)
+        self._weights = {id(p): p for p in model.parameters()}
+        self._homes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.nbytes = sum(weight.nbytes for weight in self._weights.values())
+
+    def __contains__(self, parameter: object) -> bool:
+        """Tell whether a parameter is a weight of the draft."""
+        return id(parameter) in self._weights
+
+    def counted(self, stats: Stats) -> Stats:
+        """Return the counters of the model with those of the draft."""
+        price = self.generation.price
+        return replace(
+            stats,
+            draft_bytes=self.nbytes,
+            num_drafted=price.num_drafted,
+            num_accepted=price.num_accepted,
+            num_checks=price.num_checks,
+        )
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Its weights."""
+        return list(self._weights.values())
+
+    def require_room(self, budget_bytes: int) -> None:
+        """Refuse a draft that leaves nothing of a budget to the model.
+
+        Raises:
+            PlanInfeasibleError: It does.
+        """
+        if self.nbytes >= budget_bytes:
+            raise PlanInfeasibleError(
+                f"the draft {type(self.model).__name__} takes {format_bytes(self.nbytes)} "
+                f"({self.nbytes} bytes) of the device; device_budget is {budget_bytes} bytes, and "
+                f"the model needs room too. Raise finepage.device_budget or take a smaller draft."
+            )
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the weights to a device."""
+        self._homes = [(weight, data_of(weight)) for weight in self.weights]
+        for weight, home in self._homes:
+            set_data(weight, home.to(device))
+
+    def move_back(self) -> None:
+        """Move the weights back, with what was written meanwhile."""
+        for weight, home in self._homes:
+            now = data_of(weight)
+            if now.device != home.device:
+                set_data(weight, home.copy_(now))
+        self._homes = []
+
+
+def stand_in_of(model: Any, budget_bytes: int, form: PackedForm) -> Any:
+    """Make a draft of a model: its own weights as far as there is room, packed copies of the rest.
+
+    With ``x`` bytes of the model's layers shared, and ``r`` the size of a packed copy, a stand-in
+    takes ``x + r * (all - x)`` bytes beside the other weights. ``x`` fills what the budget leaves
+    beside the stream. The layers that are shared are spread over the model.
+
+    Args:
+        model: The model, in host memory.
+        budget_bytes: The budget of both.
+        form: The form of the copies.
+
+    Raises:
+        ConfigError: The model has no layers to pack, or the budget has no room for the copies.
+    """
+    sizes = layers_to_pack(model)
+    if not sizes:
+        raise ConfigError(f"draft: {type(model).__name__} has no layer that can be packed.")
+    itemsize = model.dtype.itemsize
+    copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
+    parameters = {id(p): p.nbytes for p in model.parameters()}
+    others = sum(parameters.values()) - sum(sizes.values())
+    layers = [model.get_submodule(name) for name in sizes]
+    largest = max(_matrix_bytes(weight) for layer in layers for weight in layer.parameters())
+    stream_bytes = max(int(STREAM_SHARE * budget_bytes), STREAM_MATRICES * largest)
+    least = others + sum(copies.values())
+    room = budget_bytes - stream_bytes - least
+    if room < 0:
+        raise ConfigError(
+            f"draft: a stand-in of {form.name} takes {format_bytes(least)} and leaves "
+            f"{format_bytes(stream_bytes)} to the model; device_budget is {budget_bytes} bytes. "
+            f"Raise finepage.device_budget to >= {budget_bytes - room}, or leave out "
+            f"finepage.draft."
+        )
+    names = list(sizes)
+    shared = set()
+    for at in spread_order(range(len(names))):
+        more = sizes[names[at]] - copies[names[at]]
+        if more <= room:
+            room -= more
+            shared.add(names[at])
+    made = stand_in_for(model, [name for name in names if name not in shared], form)
+    made.generation_config = drafting.own_settings(model)
+    return made
+
+
+def _matrix_bytes(weight: torch.Tensor) -> int:
+    """Return the bytes of a weight, or of one expert's part of it."""
+    return weight.nbytes // (len(weight) if weight.dim() == 3 else 1)

@@ -1,0 +1,305 @@
+"""Drafts under the budget of their model: the model's own tokens, one budget, nothing lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finepage.api import attach
+from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
+from ds_finepage.execution.masters import HostWeight, weights_of
+from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.linear import PackedLinear
+from ds_finepage.packing.model import pack_model
+from tests.integration.families import CACHE, make_model, token_ids
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+NEW = 24
+LAYERS = {"num_hidden_layers": 2}
+SETTINGS: dict[str, Any] = {"device": "cpu", "weights_group": 16}
+
+
+def generate(model: Any, length: int = 9, **settings: Any) -> torch.Tensor:
+    return model.generate(token_ids(length), max_new_tokens=NEW, do_sample=False, **settings)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return make_model("llama", **LAYERS)
+
+
+def opposite(model: Any) -> Any:
+    """Make a draft that is never right."""
+    draft = make_model("llama", model.dtype, **LAYERS)
+    with torch.no_grad():
+        draft.lm_head.weight.neg_()
+    return draft
+
+
+def test_a_stand_in_drafts_from_the_weights_that_are_there() -> None:
+    llama = make_model("llama", num_hidden_layers=4)
+    expected, before = generate(llama), dict(llama.named_parameters())
+    addresses = {name: weight.data_ptr() for name, weight in before.items()}
+    plain = attach(llama, device_budget="70%weights", **SETTINGS)
+    generate(llama)
+    start = plain.stats.reloaded_bytes
+    assert torch.equal(generate(llama), expected)
+    plain_bytes = plain.stats.reloaded_bytes - start
+    plain.detach()
+
+    handle = attach(llama, device_budget="70%weights", draft="stand-in", **SETTINGS)
+    assert torch.equal(generate(llama), expected)
+    start = handle.stats.reloaded_bytes
+    with DeviceMeter(torch.device("cpu")) as meter:
+        assert torch.equal(generate(llama), expected)
+    stats = handle.stats
+    assert stats.reloaded_bytes - start < plain_bytes / 2
+    assert meter.peak_bytes + stats.draft_bytes <= stats.budget_bytes
+    assert 0 < stats.num_accepted <= stats.num_drafted and stats.num_checks < 2 * NEW
+    assert not stats.unplanned_reasons
+    handle.detach()
+    assert dict(llama.named_parameters()).keys() == before.keys()
+    assert {n: w.data_ptr() for n, w in llama.named_parameters()} == addresses
+    assert torch.equal(generate(llama), expected)
+
+
+def test_a_stand_in_has_the_models_own_objects_and_packs_what_streams(llama: Any) -> None:
+    handle = attach(llama, device_budget="85%weights", draft="stand-in", **SETTINGS)
+    draft = handle.draft
+    layers = [m for m in draft.modules() if isinstance(m, PackedLinear)]
+    assert layers and not any(isinstance(m, PackedLinear) for m in llama.modules())
+    assert draft.model.embed_tokens is llama.model.embed_tokens
+    own, drafts = dict(llama.named_parameters()), dict(draft.named_parameters())
+    streamed = own.keys() - drafts.keys()
+    assert len(streamed) == len(layers)
+    assert handle.stats.weight_bytes == sum(own[name].nbytes for name in streamed)
+    llama(token_ids(9))  # the copies count before the draft has run
+    copies = sum(drafts[name].nbytes for name in drafts.keys() - own.keys())
+    assert handle._runner.table.passes[0].live_bytes >= copies
+    handle.detach()
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["of the call", "of the model"])
+def test_another_model_drafts_under_the_same_budget(llama: Any, is_named: bool) -> None:
+    draft, expected = make_model("llama", **LAYERS), generate(llama)
+    settings = {} if is_named else {"assistant_model": draft}
+    handle = attach(
+        llama, device_budget="150%weights", draft=draft if is_named else None, **SETTINGS
+    )
+    for _ in range(2):
+        assert torch.equal(generate(llama, **settings), expected)
+    stats = handle.stats
+    assert stats.draft_bytes == sum(w.nbytes for w in draft.parameters())
+    assert stats.num_accepted == stats.num_drafted > 0  # it has the same weights
+    assert torch.equal(generate(llama), expected)
+    assert (handle.stats.num_drafted > stats.num_drafted) is is_named
+    if is_named:  # the draft can be called by itself
+        assert torch.equal(draft.generate(token_ids(9), max_new_tokens=NEW), expected)
+    assert min(p.min_budget_bytes for p in stats.passes) > stats.draft_bytes
+    handle.take_draft(None)
+    assert handle.draft is None and torch.equal(generate(llama), expected)
+    assert handle.stats.draft_bytes == 0
+    handle.detach()
+    assert torch.equal(generate(draft), expected)
+
+
+def test_a_draft_that_is_never_right_soon_rests(llama: Any) -> None:
+    expected = generate(llama)
+    handle = attach(llama, device_budget="150%weights", draft=opposite(llama), **SETTINGS)
+    assert torch.equal(generate(llama), expected)
+    start = handle.stats.num_drafted
+    assert torch.equal(generate(llama), expected)
+    assert handle.stats.num_drafted - start <= 3
+    handle.detach()
+
+
+def test_a_sampled_token_is_one_of_the_model(llama: Any) -> None:
+    """A draft that is always wrong shows whether rejected tokens are drawn again as they should."""
+    ids, count = token_ids(9), 400
+    with torch.no_grad():
+        chances = torch.softmax(llama(ids).logits[0, -1] / 0.1, dim=-1)
+    handle = attach(llama, device_budget="150%weights", draft=opposite(llama), **SETTINGS)
+    sampled = torch.zeros_like(chances)
+    torch.manual_seed(0)
+    for _ in range(count):
+        found = llama.generate(ids, max_new_tokens=2, do_sample=True, temperature=0.1, top_k=0)
+        sampled[found[0, ids.shape[1]]] += 1
+    handle.detach()
+    assert (sampled / count - chances).abs().max() < 5 * (0.25 / count) ** 0.5
+
+
+def test_an_error_in_the_draft_is_said_once_and_decoding_goes_on(
+    llama: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, draft = generate(llama), make_model("llama", **LAYERS)
+    handle = attach(llama, device_budget="150%weights", draft=draft, **SETTINGS)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("broken draft")
+
+    monkeypatch.setattr(draft.model, "forward", fail)
+    assert torch.equal(generate(llama), expected)
+    assert caplog.text.count("the model goes on without it: broken draft") == 1
+    handle.detach()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_after_an_interrupt_in_a_step_of_a_stand_in_the_cache_is_right(
+    llama: Any, error: type[BaseException]
+) -> None:
+    expected = generate(llama)
+    handle = attach(llama, device_budget="85%weights", draft="stand-in", **SETTINGS)
+    assert torch.equal(generate(llama), expected)
+    num_seen = 0
+
+    def stop(task: Any, operands: Any) -> None:
+        nonlocal num_seen
+        if "packed_linear" in task.op:
+            num_seen += 1
+            if num_seen == 5:
+                raise error("stop")
+
+    remove = handle.register_op_hook(before=stop)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            generate(llama)
+    else:
+        assert torch.equal(generate(llama), expected)
+    remove()
+    assert torch.equal(generate(llama), expected)
+    handle.detach()
+
+
+def chat(model: Any) -> torch.Tensor:
+    """Go on with the cache of a turn that was too short to draft."""
+    turn = model.generate(token_ids(9, batch=2), max_new_tokens=2, return_dict_in_generate=True)
+    longer = torch.cat([turn.sequences, token_ids(4, batch=2)], dim=1)[:1]
+    turn[CACHE].batch_select_indices(torch.tensor([0]))
+    return model.generate(longer, **{CACHE: turn[CACHE]}, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda m: m.generate(token_ids(5, batch=2), max_new_tokens=4), "it has 2 sequences"),
+        (lambda m: generate(m, num_beams=2), "num_beams is above 1"),
+        (lambda m: generate(m, use_cache=False), "it has no KV cache"),
+        (lambda m: generate(m, cache_implementation="static"), "its KV cache cannot be cropped"),
+        (lambda m: generate(m, prompt_lookup_num_tokens=3), "it has prompt_lookup_num_tokens"),
+        (lambda m: m.generate(max_new_tokens=3, bos_token_id=1), "its prompt is no table"),
+        (chat, "it goes on with a KV cache"),
+    ],
+    ids=["batch", "beams", "no cache", "static", "prompt lookup", "no prompt", "chat"],
+)
+def test_what_transformers_cannot_assist_runs_plainly_and_says_why(
+    llama: Any,
+    caplog: pytest.LogCaptureFixture,
+    call: Callable[[Any], torch.Tensor],
+    reason: str,
+) -> None:
+    torch.manual_seed(3)
+    expected = call(llama)
+    handle = attach(llama, device_budget="90%weights", draft="stand-in", **SETTINGS)
+    for _ in range(2):
+        torch.manual_seed(3)
+        assert torch.equal(call(llama), expected)
+    assert caplog.text.count(f"runs without the draft: {reason}") == 1
+    assert handle.stats.num_drafted == 0
+    handle.detach()
+
+
+def test_threads_generate_with_one_stand_in(llama: Any) -> None:
+    lengths = (5, 9, 13, 17)
+    expected = [generate(llama, n) for n in lengths]
+    handle = attach(llama, device_budget="90%weights", draft="stand-in", **SETTINGS)
+    found: dict[int, torch.Tensor] = {}
+
+    def run(length: int) -> None:
+        found[length] = generate(llama, length)
+
+    threads = [threading.Thread(target=run, args=(length,)) for length in lengths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[n], e) for n, e in zip(lengths, expected, strict=True))
+    handle.detach()
+
+
+def test_a_draft_without_room_is_refused_with_its_size_and_the_model_runs_alone(
+    llama: Any,
+) -> None:
+    expected, draft = generate(llama), make_model("llama", **LAYERS)
+    handle = attach(llama, device_budget="90%weights", **SETTINGS)
+    nbytes = sum(w.nbytes for w in draft.parameters())
+    with pytest.raises(PlanInfeasibleError, match=rf"the draft Llama.* takes .*\({nbytes} bytes\)"):
+        generate(llama, assistant_model=draft)
+    assert torch.equal(generate(llama), expected)
+    handle.detach()
+    with pytest.raises(PlanInfeasibleError, match="the draft Llama"):
+        attach(llama, device_budget="90%weights", draft=draft, **SETTINGS)
+    assert torch.equal(generate(llama), expected) and torch.equal(generate(draft), expected)
+
+
+def test_a_model_that_deepspeed_holds_has_no_draft(llama: Any) -> None:
+    def of_deepspeed(named: Any, where: torch.device) -> list[HostWeight]:
+        return weights_of(named, where)
+
+    with pytest.raises(ConfigError, match="draft: DeepSpeed holds the weights"):
+        attach(llama, device_budget="1MiB", draft="stand-in", take=of_deepspeed, **SETTINGS)
+
+
+def test_a_refusal_names_the_draft_and_the_next_call_runs_without_it(llama: Any) -> None:
+    expected = generate(llama)
+    handle = attach(llama, device_budget="85%weights", draft="stand-in", **SETTINGS)
+    nbytes = handle.stats.draft_bytes
+    handle.replan(budget_bytes=nbytes + 60_000)
+    with pytest.raises(PlanInfeasibleError, match=rf"{nbytes} bytes of the device are the draft's"):
+        generate(llama)
+    assert handle.draft is None
+    assert handle.stats.weight_bytes == sum(w.nbytes for w in llama.parameters())
+    assert torch.equal(generate(llama), expected)
+    handle.detach()
+
+
+def test_a_stand_in_without_room_or_layers_is_refused(llama: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="a stand-in of int4 takes .* leaves .*Raise finepage.dev"
+    ):
+        attach(llama, device_budget="10%weights", draft="stand-in", **SETTINGS)
+    with pytest.raises(ConfigError, match="draft: Embedding has no layer that can be packed"):
+        attach(torch.nn.Embedding(8, 64), device_budget="1MiB", draft="stand-in", device="cpu")
+    pack_model(llama, PackedForm.parse("int8", 16))
+    with pytest.raises(ConfigError, match="quantised already"):
+        attach(llama, device_budget="90%weights", draft="stand-in", **SETTINGS)
+
+
+def test_a_draft_in_a_folder_is_loaded(llama: Any, tmp_path: Path) -> None:
+    expected = generate(llama)
+    make_model("llama", **LAYERS).save_pretrained(tmp_path)
+    handle = attach(llama, device_budget="150%weights", draft=str(tmp_path), **SETTINGS)
+    assert torch.equal(generate(llama), expected)
+    assert handle.stats.num_accepted > 0
+    handle.detach()
+    with pytest.raises(ConfigError, match="finepage.draft: '.*nowhere' cannot be loaded"):
+        attach(llama, device_budget="1MiB", draft=str(tmp_path / "nowhere"), device="cpu")
+
+
+def test_a_draft_is_not_changed_while_the_model_runs(llama: Any) -> None:
+    handle = attach(llama, device_budget="90%weights", **SETTINGS)
+
+    def change(task: Any, operands: Any) -> None:
+        handle.take_draft(None)
+
+    remove = handle.register_op_hook(before=change)
+    with pytest.raises(FinepageError, match=r"take_draft\(\) was called while the model runs"):
+        generate(llama)
+    remove()
+    handle.detach()

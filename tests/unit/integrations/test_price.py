@@ -1,0 +1,74 @@
+"""How many tokens a draft makes: the price of a round against a search over all lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_finepage.integrations.transformers.price import (
+    LENGTHS,
+    PRIOR_ACCEPTANCE,
+    ROUNDS_BETWEEN_TRIALS,
+    Price,
+    best_length,
+    tokens_a_round,
+)
+
+STEP_NS, PASS_NS = 1.0, 20.0
+
+
+def rate(acceptance: float, length: int, step_ns: float, pass_ns: float) -> float:
+    return tokens_a_round(acceptance, length) / (length * step_ns + pass_ns)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("pass_ns", [2.0, 5.0, 20.0, 80.0])
+def test_the_length_is_nearly_the_best_of_all(acceptance: float, pass_ns: float) -> None:
+    best = max(rate(acceptance, length, STEP_NS, pass_ns) for length in range(33))
+    chosen = best_length(acceptance, STEP_NS, pass_ns)
+    assert rate(acceptance, chosen, STEP_NS, pass_ns) >= 0.95 * best
+
+
+def noted(rounds: list[tuple[int, int]], pass_ns: float = PASS_NS) -> Price:
+    price = Price()
+    for num_drafted, num_accepted in rounds:
+        price.note_steps(num_drafted, num_drafted * STEP_NS)
+        price.note_pass(pass_ns)
+        price.note_check(num_drafted, num_accepted)
+    return price
+
+
+def test_before_times_are_known_a_few_tokens_are_drafted() -> None:
+    price = Price()
+    assert price.acceptance == pytest.approx(PRIOR_ACCEPTANCE)
+    assert price.length() == 6
+    price.note_pass(PASS_NS)
+    assert price.length() == 6
+    price.note_steps(2, 2 * STEP_NS)
+    assert price.length() == best_length(PRIOR_ACCEPTANCE, STEP_NS, PASS_NS)
+
+
+def test_what_is_accepted_decides() -> None:
+    good, bad = noted([(6, 6)] * 30), noted([(6, 1)] * 30)
+    assert good.acceptance > 0.95 and good.length() == LENGTHS[-1]
+    assert bad.acceptance == pytest.approx(0.5, abs=0.05)  # one of two that were checked
+    assert bad.length() < good.length()
+    assert (bad.num_drafted, bad.num_accepted, bad.num_checks) == (180, 30, 30)
+
+
+def test_the_last_rounds_count_most() -> None:
+    assert noted([(6, 6)] * 30 + [(6, 0)] * 20).acceptance < 0.5
+
+
+def test_a_draft_that_is_never_right_rests_and_is_tried_now_and_then() -> None:
+    price = noted([(6, 0)] * 32)
+    lengths = [price.length() for _ in range(2 * ROUNDS_BETWEEN_TRIALS)]
+    assert sum(lengths) == 2
+    assert lengths[ROUNDS_BETWEEN_TRIALS - 1] == lengths[-1] == 1
+
+
+def test_a_slow_first_round_is_forgotten() -> None:
+    price = noted([(6, 6)], pass_ns=1e9)
+    assert price.length() == LENGTHS[-1]
+    for _ in range(4):
+        price.note_pass(PASS_NS)
+    assert price.length() == best_length(price.acceptance, STEP_NS, PASS_NS)
