@@ -13,6 +13,7 @@ from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.drafting import why_not
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.drafts import Draft
+from ds_finepage.runtime.interception import PlannedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Assistance:
         """Return the named arguments of a generation, with the draft where it can assist."""
         given = kwargs.get("assistant_model")
         if given is not None and (self.draft is None or given is not self.draft.model):
+            if not self._may_take(given):
+                return dict(kwargs)
             self.take(Draft(given, assists_all=False))
         if self.draft is not None and given is None and not self.draft.assists_all:
             self.drop()
@@ -104,6 +107,13 @@ class Assistance:
             self._said.add(reason)
             logger.warning("a generation runs without the draft: %s", reason)
         return dict(kwargs)
+
+    def _may_take(self, model: torch.nn.Module) -> bool:
+        """Tell whether a draft of the caller can run here; else it runs as it did without us."""
+        ranks = self._runner.ranks
+        is_attached = isinstance(vars(model).get("_compiled_call_impl"), PlannedCall)
+        is_whole = all(parameter.numel() for parameter in model.parameters())  # not so under ZeRO
+        return ranks.has_whole_model and not ranks.collects_weights and is_whole and not is_attached
 
     def see_pass(self, module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
         """See a call of the model or of the draft."""

@@ -44,7 +44,15 @@ class Draft:
     """
 
     def __init__(self, model: Any, *, is_stand_in: bool = False, assists_all: bool = True) -> None:
-        """Take a draft; its weights are where they are until :meth:`move_to`."""
+        """Take a draft; its weights are where they are until :meth:`move_to`.
+
+        Raises:
+            ConfigError: It is no model that generates.
+        """
+        if not hasattr(model, "generate"):
+            raise ConfigError(
+                f"draft: {type(model).__name__} has no generate(). Give it a model of transformers."
+            )
         self.model = model
         self.assists_all = assists_all
         self.generation = drafting.DraftGeneration(model, is_stand_in=is_stand_in)

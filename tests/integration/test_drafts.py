@@ -281,6 +281,22 @@ def test_a_stand_in_without_room_or_layers_is_refused(llama: Any) -> None:
         attach(llama, device_budget="90%weights", draft="stand-in", **SETTINGS)
 
 
+def test_a_draft_that_is_attached_by_itself_stays_so(llama: Any) -> None:
+    draft, expected = make_model("llama", **LAYERS), generate(llama)
+    own = attach(draft, device_budget="90%weights", device="cpu")
+    handle = attach(llama, device_budget="90%weights", **SETTINGS)
+    assert torch.equal(generate(llama, assistant_model=draft), expected)
+    assert handle.draft is None and own.stats.reloaded_bytes > 0
+    handle.detach()
+    own.detach()
+
+
+def test_a_draft_that_cannot_generate_is_refused(llama: Any) -> None:
+    with pytest.raises(ConfigError, match=r"draft: Linear has no generate\(\)"):
+        attach(llama, device_budget="90%weights", draft=torch.nn.Linear(2, 2), **SETTINGS)
+    assert not hasattr(llama, "_compiled_call_impl") or llama._compiled_call_impl is None
+
+
 def test_a_draft_in_a_folder_is_loaded(llama: Any, tmp_path: Path) -> None:
     expected = generate(llama)
     make_model("llama", **LAYERS).save_pretrained(tmp_path)
