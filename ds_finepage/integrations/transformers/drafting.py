@@ -56,7 +56,7 @@ NUM_COPIES = 6
 """Tables of logits in float32 that transformers makes, with a row for each checked token: the
 draft's scores, one by one and together, and their chances; the model's, a copy, and theirs."""
 
-LOGITS_SHARE = 32
+LOGITS_SHARE = 16
 """Of a budget, one part in so many is what these tables may take."""
 
 
