@@ -69,8 +69,11 @@ class LiveTensors:
         copied_bytes = selected_bytes(found.graph) if is_reordered else 0
         live_bytes = self.bytes_beside(inputs) + copied_bytes
         if not found.has_room(live_bytes, budget_bytes):
-            gc.collect()  # tensors in dead cycles are still there
+            gc.collect(1)  # tensors in dead cycles are still there, mostly in young ones
             live_bytes = self.bytes_beside(inputs) + copied_bytes
+        if not found.has_room(live_bytes, budget_bytes) and live_bytes != found.unfit_bytes:
+            gc.collect()  # it takes half a second, so it is not done for the same bytes again
+            found.unfit_bytes = live_bytes = self.bytes_beside(inputs) + copied_bytes
         found.leave_room(ranks.most("room for live tensors", live_bytes), budget_bytes)
 
     def bytes_beside(self, inputs: Iterable[torch.Tensor]) -> int:

@@ -40,6 +40,7 @@ class Pass:
         alternating: The pass that this one keeps following, whose resident weights it leaves in
             place; None where there is none.
         live_bytes: Bytes of live tensors beside the pass that its needs include.
+        unfit_bytes: Those that left it no room the last time, dead ones collected; -1 for none.
     """
 
     def __init__(self, graph: TaskGraph, needs: Needs, *, resident_bytes: int = 0) -> None:
@@ -49,7 +50,7 @@ class Pass:
         self.memgraph: MemGraph | None = None
         self.executor: Executor | None = None
         self.alternating: Pass | None = None
-        self.live_bytes = 0
+        self.live_bytes, self.unfit_bytes = 0, -1
         self._rewrite_workspace_bytes = 0  # beyond the workspace of the captured tasks
         self._arena_bytes = self._lower_bound_bytes = 0
         self._num_runs = self._num_entries = 0

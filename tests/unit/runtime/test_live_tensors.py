@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, GraphInput, TaskGraph, TensorView
 from ds_finepage.planning.pipeline import Needs
+from ds_finepage.runtime import live_tensors
 from ds_finepage.runtime.live_tensors import LiveTensors
 from ds_finepage.runtime.passes import IGNORED_LIVE_BYTES, Pass
 
@@ -102,3 +104,17 @@ def test_a_pass_leaves_room_for_another_order_of_its_rows() -> None:
     assert found.live_bytes == 0
     live.reserve(found, given, 10**9, is_reordered=True)  # the same pass, in another generation
     assert found.live_bytes == 10**6
+
+
+def test_the_same_bytes_are_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole collection walks all of torch."""
+    collected: list[tuple[int, ...]] = []
+    monkeypatch.setattr(live_tensors.gc, "collect", lambda *young: collected.append(young))
+    live, found, other = LiveTensors(), a_pass(1000), a_pass(0)
+    kept = [torch.ones(IGNORED_LIVE_BYTES)]
+    for whole in (1, 1, 2):
+        for each in (found, other):  # they take turns
+            live.note(kept)
+            live.reserve(each, (), 5 * IGNORED_LIVE_BYTES if each is other else 2000)
+        assert collected.count(()) == whole
+        kept += [torch.ones(8)] if collected.count((1,)) == 2 else []
