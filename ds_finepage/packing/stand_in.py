@@ -40,7 +40,6 @@ def _copy_of(module: torch.nn.Module, path: str, names: Collection[str]) -> Any:
     if not any(name.startswith(prefix) for name in names):
         return module
     made = copy.copy(module)
-    made.__dict__ = dict(vars(module))
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_parameters", "_buffers")) and isinstance(value, dict):
             made.__dict__[name] = copy.copy(value)

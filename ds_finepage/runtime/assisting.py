@@ -69,6 +69,7 @@ class Assistance:
             self.attachment = None
         self._runner.live.caller_bytes = 0
         if draft is not None:
+            self._runner.live.forget(draft.weights)
             draft.move_back()
 
     def drop(self) -> None:
@@ -79,6 +80,8 @@ class Assistance:
                 self.remove()
                 if self._calls.shares_weights(draft):
                     self._calls.take_weights()
+                else:
+                    self._runner.forget()  # plans leave room for the draft
 
     def attachment_of(self, module: torch.nn.Module) -> Attachment | None:
         """Return the attachment of the draft for a module of it; None for any other."""

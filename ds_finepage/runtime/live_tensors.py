@@ -41,6 +41,12 @@ class LiveTensors:
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self._known[StorageWeakRef(storage)] = storage.nbytes()
 
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forget tensors that are about to leave the device."""
+        self.bytes_beside(())  # those of the last pass are known now
+        for tensor in tensors:
+            self._known.pop(StorageWeakRef(tensor.untyped_storage()), None)
+
     def forget_pass(self) -> None:
         """Forget which pass ran last."""
         self._last = None, False

@@ -106,6 +106,7 @@ def test_another_model_drafts_under_the_same_budget(llama: Any, is_named: bool) 
     handle.take_draft(None)
     assert handle.draft is None and torch.equal(generate(llama), expected)
     assert handle.stats.draft_bytes == 0
+    assert all(p.live_bytes < stats.draft_bytes for p in handle._runner.table.passes)
     handle.detach()
     assert torch.equal(generate(draft), expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +71,9 @@ def test_a_pass_alternates_where_most_runs_followed_another_pass() -> None:
         assert found.is_alternating == is_alternating
 
 
-@pytest.mark.parametrize("why_not", ("may not adapt", "other has no plan", "other alternates"))
+@pytest.mark.parametrize(
+    "why_not", ("may not adapt", "other has no plan", "other keeps nothing", "other alternates")
+)
 def test_a_pass_adapts_to_the_pass_that_it_keeps_following(why_not: str) -> None:
     found, other = bound_pass(), planned_pass()
     found.follow(None, may_adapt=True)
@@ -85,6 +88,9 @@ def test_a_pass_adapts_to_the_pass_that_it_keeps_following(why_not: str) -> None
     found.follow(None, may_adapt=True)
     if why_not == "other has no plan":
         other.invalidate_plan("a test")
+    if why_not == "other keeps nothing":
+        assert other.memgraph is not None
+        other.memgraph = replace(other.memgraph, entry=())
     if why_not == "other alternates":
         other.follow(None, may_adapt=True)
         other.follow(found, may_adapt=True)
