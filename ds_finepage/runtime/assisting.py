@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.errors import FinepageError, PlanInfeasibleError
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.drafting import why_not
 from ds_finepage.runtime.attachment import Attachment
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 class Assistance:
     """The draft of a model, if it has one.
 
+    Generations with a draft run one after the other: one of them may need another draft, or end
+    the draft because it has no room.
+
     Attributes:
         draft: The draft.
         attachment: All that is installed in its modules.
@@ -36,6 +41,8 @@ class Assistance:
         self.attachment: Attachment | None = None
         self._calls, self._weights, self._runner = calls, weights, runner
         self._said: set[str] = set()  # why generations ran without the draft
+        self._turns = threading.RLock()  # taken before the lock of a call
+        self._has_turn = False
 
     def take(self, draft: Draft) -> None:
         """Let a draft run under the budget of the model, in the place of the one before.
@@ -81,7 +88,7 @@ class Assistance:
                 if self._calls.shares_weights(draft):
                     self._calls.take_weights()
                 else:
-                    self._runner.forget()  # plans leave room for the draft
+                    self._runner.leave_no_room()
 
     def attachment_of(self, module: torch.nn.Module) -> Attachment | None:
         """Return the attachment of the draft for a module of it; None for any other."""
@@ -89,10 +96,44 @@ class Assistance:
             return None
         return self.attachment
 
-    def arguments(
+    @contextmanager
+    def turn(
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Hold while a generation runs; yield its named arguments, with the draft if it assists."""
+        if self.draft is None and kwargs.get("assistant_model") is None:
+            yield dict(kwargs)
+            return
+        with self._turns:
+            before, self._has_turn = self._has_turn, True
+            try:
+                yield self._arguments(module, args, kwargs)
+            finally:
+                self._has_turn = before
+
+    @contextmanager
+    def between_turns(self, what: str) -> Iterator[None]:
+        """Hold while no generation with a draft, and no call, runs.
+
+        Args:
+            what: Name of the function that needs it.
+
+        Raises:
+            FinepageError: This thread runs a call, or generates with a draft.
+        """
+        with self._calls.lock:
+            self._calls.running.refuse(what)  # a hook would wait for itself
+        with self._turns, self._calls.lock:
+            if self._has_turn:
+                raise FinepageError(
+                    f"{what}() was called while the model generates with a draft, by a streamer or "
+                    f"another callback. Call it when generate() has returned."
+                )
+            yield
+
+    def _arguments(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the named arguments of a generation, with the draft where it can assist."""
         given = kwargs.get("assistant_model")
         if given is not None and (self.draft is None or given is not self.draft.model):
             if not self._may_take(given):

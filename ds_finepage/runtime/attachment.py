@@ -77,12 +77,13 @@ class PlannedGeneration(ReplacedMethod):
             # transformers asks this itself, but only under HfDeepSpeedConfig.
             kwargs = {**kwargs, "synced_gpus": True}
         self._calls.preflight(args, kwargs)
-        kwargs = self._calls.assistance.arguments(self._module, args, kwargs)
-        try:
-            with self._calls.generation(cache_use_of(self._module, args, kwargs)):
-                return self._original(*args, **kwargs)
-        except PlanInfeasibleError as error:
-            refusal = self._calls.assistance.refusal(error)
+        assistance, use = self._calls.assistance, cache_use_of(self._module, args, kwargs)
+        with assistance.turn(self._module, args, kwargs) as kwargs:
+            try:
+                with self._calls.generation(use):
+                    return self._original(*args, **kwargs)
+            except PlanInfeasibleError as error:
+                refusal = assistance.refusal(error)
         raise refusal
 
 

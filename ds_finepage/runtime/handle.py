@@ -107,8 +107,7 @@ class Handle:
             FinepageError: A call of the model is running.
             PlanInfeasibleError: The draft leaves nothing of the budget to the model.
         """
-        with self._calls.lock:
-            self._calls.running.refuse("take_draft")
+        with self._calls.assistance.between_turns("take_draft"):
             if draft is None:
                 self._calls.assistance.drop()
             else:
@@ -240,11 +239,12 @@ class Handle:
         Raises:
             FinepageError: A call of the model is running.
         """
-        with self._calls.lock:
-            # While the interpreter ends, torch aborts where a view outlives its base.
-            if not self._attached or sys.is_finalizing():
-                return
-            self._calls.running.refuse("detach")
+        # While the interpreter ends, torch aborts where a view outlives its base.
+        if not self._attached or sys.is_finalizing():
+            return
+        with self._calls.assistance.between_turns("detach"):
+            if not self._attached:
+                return  # another thread was first
             if self._report is not None:
                 self._report.write()
             self._attached = False

@@ -110,6 +110,12 @@ class PlanRunner:
         self.live.forget_pass()
         self.observer.forget()
 
+    def leave_no_room(self) -> None:
+        """Let every pass count anew which tensors live beside it: a draft has gone."""
+        self.live.forget_pass()
+        for found in self.table.passes:
+            found.leave_room(0, budget_bytes=0)
+
     def warn_unplanned(self, reason: str) -> None:
         """Log and count that something runs without a plan."""
         num_before = len(self.counters.unplanned_reasons)

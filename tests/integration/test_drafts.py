@@ -234,6 +234,45 @@ def test_threads_generate_with_one_stand_in(llama: Any) -> None:
     handle.detach()
 
 
+def test_threads_with_drafts_of_their_own_do_not_take_each_others_away(llama: Any) -> None:
+    expected, seen = generate(llama), []
+    handle = attach(llama, device_budget="160%weights", **SETTINGS)
+    drafts = [make_model("llama", **LAYERS), opposite(llama), None]
+
+    def run(draft: Any) -> None:
+        for _ in range(2):
+            seen.append(torch.equal(generate(llama, assistant_model=draft), expected))
+
+    threads = [threading.Thread(target=run, args=(draft,)) for draft in drafts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 6
+    handle.detach()
+
+
+class Changer:
+    """A streamer that changes the draft amid a generation."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def put(self, value: torch.Tensor) -> None:
+        self.handle.take_draft(None)
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_streamer_cannot_take_the_draft_away(llama: Any) -> None:
+    handle = attach(llama, device_budget="90%weights", draft="stand-in", **SETTINGS)
+    with pytest.raises(FinepageError, match=r"take_draft\(\) was called while the model generates"):
+        generate(llama, streamer=Changer(handle))
+    handle.take_draft(None)  # the turn is over
+    handle.detach()
+
+
 def test_a_draft_without_room_is_refused_with_its_size_and_the_model_runs_alone(
     llama: Any,
 ) -> None:
