@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,9 +215,9 @@ def attach(
     with ExitStack() as undo:
         apart, weights, buffers = _taken(module, take, where, undo)
         budget_bytes = _budget_on(config, weights.nbytes, where, ranks)
-        drafted = _draft_of(module, config, draft, budget_bytes, is_shared=take is not weights_of)
         try:
             run_settings = _run_settings(config, where, budget_bytes, profile, ranks)
+            drafted = _draft_of(module, draft, run_settings, is_shared=take is not weights_of)
             given: dict[str, Any] = {"take": take, "around_call": around_call, "ranks": ranks}
             handle = Handle(module, weights, run_settings, apart=apart, buffers=buffers, **given)
             undo.callback(handle.detach)
@@ -288,24 +289,34 @@ def _taken(
 
 def _draft_of(
     module: torch.nn.Module,
-    config: FinepageConfig,
     given: torch.nn.Module | str | None,
-    budget_bytes: int,
+    settings: RunSettings,
     *,
     is_shared: bool,
 ) -> Draft | None:
-    """Make the draft that the user names; None without one."""
+    """Make the draft that the user names; None without one, or where "auto" finds none."""
+    config, budget_bytes = settings.config, settings.budget_bytes
     if not isinstance(given, torch.nn.Module) and config.draft == "off":
         return None
     if is_shared:
         raise ConfigError(
-            "draft: DeepSpeed holds the weights of the model. Use ds_finepage.attach() on a model "
-            "that DeepSpeed does not have, or leave out finepage.draft."
+            "draft: DeepSpeed holds the weights of the model. Leave out finepage.draft, and name a "
+            "smaller model in generate(assistant_model=...). Or use ds_finepage.attach(), without "
+            "DeepSpeed."
         )
     if isinstance(given, torch.nn.Module):
         return Draft(given)
-    if config.draft == STAND_IN:
+    if config.draft in (STAND_IN, "auto"):
         form = PackedForm.parse("int4", config.weights_group)
+        # A product in registers takes a fifth of the time, and may differ from what it stands for.
+        form = replace(form, fused=why_not(settings.device) is None)
+        if config.draft == "auto":
+            from ds_finepage.drafted import wins  # it imports transformers
+
+            shape = {"weights_group": form.group, "fused": form.fused}
+            if not wins(module, budget_bytes, settings.profile, **shape):
+                logger.warning("a stand-in is not predicted to gain a tenth; there is no draft")
+                return None
         return Draft(stand_in_of(module, budget_bytes, form), is_stand_in=True)
     from transformers import AutoModelForCausalLM
 

@@ -309,7 +309,7 @@ class FinepageConfig(_Settings):
     device_graphs: bool = False  # record runs of ops, replay each with one launch; not run on a GPU
     kv_cache: KVPlace = "auto"  # "auto": on the device if it fits there
     draft: Annotated[str, Field(pattern=r"\S")] = (
-        "off"  # what drafts tokens for the model to check: "stand-in", or a folder with a model
+        "off"  # what drafts tokens for the model to check: "stand-in", "auto" or a folder
     )
     debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
     report: Annotated[str, Field(pattern=r"\S")] | None = (

@@ -12,7 +12,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.budget import budget_on
-from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.results import PhaseFigures
@@ -22,6 +21,7 @@ from ds_finepage.whatif import (
     capture_model,
     forms_of,
     plan_captured,
+    plan_resident,
     problem_of,
     that_fits,
 )
@@ -224,16 +224,11 @@ class Modeller:
     def _plan(
         self, captured: CapturedModel, policy: str, engine: EngineSettings | None
     ) -> PlannedModel:
-        budget_bytes = self.budget_bytes
         if not policy:
-            policy = "finepage"  # with room for everything, it copies nothing
-            needs = captured.needs
-            budget_bytes = needs.non_arena_bytes + ample_arena_bytes(
-                captured.graph, needs.alignment
-            )
+            return plan_resident(captured, self.profile)
         return plan_captured(
             captured,
-            budget_bytes=budget_bytes,
+            budget_bytes=self.budget_bytes,
             profile=self.profile,
             policy=policy,
             split=self._split,

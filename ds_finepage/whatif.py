@@ -39,6 +39,7 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
+from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.pipeline import Needs, Planned, PlanSettings, needs_of, plan_checked
 from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.planning.problem import Problem
@@ -158,6 +159,7 @@ def capture_model(
     phase: str,
     batch: int,
     seq: int,
+    num_new: int = 1,
     profile: HardwareProfile,
     dtype: str | None = None,
     weights: str | None = None,
@@ -172,6 +174,7 @@ def capture_model(
         phase: "prefill" or "decode".
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
+        num_new: Those of them that a decode step reads.
         profile: The machine.
         dtype: Of weights and activations; by default the one that suits the machine.
         weights: "bf16", "int8" or "int4"; by default they are as the config says.
@@ -188,17 +191,14 @@ def capture_model(
     dtype = dtype or _dtype_of(config, weights, profile)
     name = None if form is None else f"{form.name}, group {form.group}"
     shape: dict[str, Any] = {"phase": phase, "batch": batch, "seq": seq}
+    sizes = {**shape, "num_new": num_new, "dtype": dtype}
 
     def capture(*, kv_on_host: bool = False, as_stock: bool = False) -> CapturedModel:
         start = time.process_time()
         pack = pack_as_stock if as_stock else pack_model
-        graph = capture_config(
-            config,
-            **shape,
-            dtype=dtype,
-            host_ops=host_ops if kv_on_host else None,
-            prepare=cutting(num_ranks, None if form is None else partial(pack, form=form)),
-        )
+        prepare = cutting(num_ranks, None if form is None else partial(pack, form=form))
+        host = host_ops if kv_on_host else None
+        graph = capture_config(config, **sizes, host_ops=host, prepare=prepare)
         return CapturedModel(
             model=model,
             **shape,
@@ -307,6 +307,14 @@ def plan_captured(
         figures=dataclasses.replace(figures, min_budget_bytes=least),
         engine=planned.settings.engine,
     )
+
+
+def plan_resident(captured: CapturedModel, profile: HardwareProfile) -> PlannedModel:
+    """Plan a captured pass with room for everything, so that it copies nothing."""
+    needs = captured.needs
+    ample_bytes = ample_arena_bytes(captured.graph, needs.alignment)
+    budget_bytes = needs.non_arena_bytes + ample_bytes
+    return plan_captured(captured, budget_bytes=budget_bytes, profile=profile)
 
 
 def problem_of(

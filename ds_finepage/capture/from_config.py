@@ -74,6 +74,7 @@ def capture_config(
     phase: str,
     batch: int,
     seq: int,
+    num_new: int = 1,
     dtype: str = "float16",
     host_ops: Any = None,
     prepare: Callable[[torch.nn.Module], object] | None = None,
@@ -82,11 +83,12 @@ def capture_config(
 
     Args:
         config: A transformers config, which is left as it is.
-        phase: "prefill": ``seq`` tokens at once into an empty KV cache. "decode": one token, which
-            becomes the last of ``seq`` rows.
+        phase: "prefill": ``seq`` tokens at once into an empty KV cache. "decode": ``num_new``
+            tokens, which become the last of ``seq`` rows.
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass, and tokens that an
             encoder reads.
+        num_new: Tokens that a decode step reads; one, if the model has an encoder.
         dtype: Of weights, activations and KV cache: a name in ``DTYPES``.
         host_ops: The module ``execution/host_ops.py``, whose ops copy between host memory and the
             device. With it, layers without a window keep their rows in host memory, as
@@ -104,8 +106,7 @@ def capture_config(
     """
     _require_arguments(config, phase, batch, seq, dtype)
     recorder = Recorder()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.inference_mode(False), torch.no_grad(), mode:
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         model = _build(config, dtype)
         _prepare_shapes(model, prepare)
         inputs = _Inputs(recorder)
@@ -117,8 +118,8 @@ def capture_config(
         if _has_encoder(config):
             kwargs = _source_arguments(model, inputs, phase, batch, seq)
         else:
-            num_new = seq if phase == "prefill" else 1
-            kwargs = _text_arguments(model, inputs, batch, num_new)
+            num_new = seq if phase == "prefill" else min(num_new, seq)
+            kwargs = _text_arguments(model, inputs, batch, num_new, is_prefill=phase == "prefill")
             kwargs[cache_name(model.forward)], new_rows = _static_rows(
                 config, inputs, num_new=num_new, num_past=seq - num_new, host_ops=host_ops
             )
@@ -231,7 +232,7 @@ class _Inputs:
 
 
 def _text_arguments(
-    model: torch.nn.Module, inputs: _Inputs, batch: int, num_new: int
+    model: torch.nn.Module, inputs: _Inputs, batch: int, num_new: int, *, is_prefill: bool
 ) -> dict[str, Any]:
     """Return the tokens, and the other arguments of ``generate`` that this model takes."""
     taken = inspect.signature(model.forward).parameters
@@ -241,7 +242,7 @@ def _text_arguments(
             found[name] = torch.empty(batch, num_new, dtype=torch.int64)
             inputs.add(found[name], BufferKind.INPUT, name)
     if "logits_to_keep" in taken:
-        found["logits_to_keep"] = 1
+        found["logits_to_keep"] = 1 if is_prefill else num_new
     return found
 
 

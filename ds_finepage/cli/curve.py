@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from ds_finepage.capture.shipped import config_text
-from ds_finepage.cli import options, output, quieten_libraries
+from ds_finepage.cli import drafts, options, output, quieten_libraries
 from ds_finepage.cli.grid import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_ranks(parser)
     parser.add_argument("--points", type=int, default=8, help="budgets to plan (8)")
     options.add_host_memory(parser)
+    drafts.add_draft(parser)
     output.add_json(parser)
 
 
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     forms = options.weights_of(arguments)
+    drafts.acceptances_of(arguments)
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
     options.note_link(arguments.ranks, load_profile(arguments.hardware))
@@ -67,11 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
     }
     made = [(arguments.policy, tuple({**settings, "weights": form}.items())) for form in forms]
     curves = make_curves(made, arguments.points)
+    points = drafts.points_of(arguments, [p.budget_bytes for p in curves[0].points])
     if arguments.json:
-        found = [asdict(curve) for curve in curves]
+        found = [asdict(curve) | drafts.as_json(arguments, points) for curve in curves]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
         return 0
     output.show(price_table(curves) if len(curves) > 1 else curves[0].to_table())
+    drafts.show(arguments, points)
     for curve in curves:
         if is_modelled_packing(arguments.policy, curve.weights):
             print(packing_note(str(curve.weights)))

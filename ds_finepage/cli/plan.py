@@ -11,14 +11,14 @@ Exit status: 0; 2 if no plan exists under the budget, or for an option that cann
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
 from ds_finepage.capture.shipped import config_text
-from ds_finepage.cli import options, output
+from ds_finepage.cli import drafts, options, output
 from ds_finepage.cli.grid import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget, KVPlace
 from ds_finepage.graph import codec
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_ranks(parser)
     options.add_budget(parser)
     options.add_host_memory(parser)
+    drafts.add_draft(parser)
     parser.add_argument(
         "--kv-cache",
         choices=get_args(KVPlace),
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     options.require_counts(arguments, "batch", "seq", "ranks")
     options.require_policies([arguments.policy])
     weights = options.one_form_of(arguments)
+    drafts.acceptances_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
     profile = load_profile(arguments.hardware)
@@ -90,10 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.out is not None:
         codec.save_plan(planned.memgraph, arguments.out)
+    points = drafts.points_of(arguments, [planned.figures.budget_bytes])
     if arguments.json:
-        print(json.dumps(dataclasses.asdict(planned.figures), indent=2))
+        print(json.dumps(asdict(planned.figures) | drafts.as_json(arguments, points), indent=2))
         return 0
     output.show(planned.figures.to_table())
+    drafts.show(arguments, points)
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))
     if arguments.out is not None:

@@ -8,6 +8,7 @@ plans they are inputs that are there already.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,9 @@ from ds_finepage.planning.finepage.stacking import spread_order
 from ds_finepage.runtime.stats import Stats
 from ds_finepage.units import format_bytes
 
-STREAM_SHARE = 0.25
-"""Of the budget, what a stand-in leaves to the model: for its stream, KV cache and activations."""
+STREAM_SHARE = 0.125
+"""Of the budget, what a stand-in leaves to the model: for its stream, KV cache and activations.
+What tables of logits take comes on top."""
 
 STREAM_MATRICES = 3
 """It leaves at least as many times the largest matrix."""
@@ -111,47 +113,85 @@ class Draft:
 def stand_in_of(model: Any, budget_bytes: int, form: PackedForm) -> Any:
     """Make a draft of a model: its own weights as far as there is room, packed copies of the rest.
 
-    With ``x`` bytes of the model's layers shared, and ``r`` the size of a packed copy, a stand-in
-    takes ``x + r * (all - x)`` bytes beside the other weights. ``x`` fills what the budget leaves
-    beside the stream. The layers that are shared are spread over the model.
-
     Args:
         model: The model, in host memory.
         budget_bytes: The budget of both.
         form: The form of the copies.
 
     Raises:
-        ConfigError: The model has no layers to pack, or the budget has no room for the copies.
+        ConfigError: The model has no layers to pack.
+        PlanInfeasibleError: The budget has no room for the copies.
     """
     sizes = layers_to_pack(model)
     if not sizes:
         raise ConfigError(f"draft: {type(model).__name__} has no layer that can be packed.")
-    itemsize = model.dtype.itemsize
-    copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
     parameters = {id(p): p.nbytes for p in model.parameters()}
-    others = sum(parameters.values()) - sum(sizes.values())
     layers = [model.get_submodule(name) for name in sizes]
-    largest = max(_matrix_bytes(weight) for layer in layers for weight in layer.parameters())
-    stream_bytes = max(int(STREAM_SHARE * budget_bytes), STREAM_MATRICES * largest)
-    least = others + sum(copies.values())
-    room = budget_bytes - stream_bytes - least
+    shared = layers_to_share(
+        sizes,
+        form,
+        itemsize=model.dtype.itemsize,
+        other_bytes=sum(parameters.values()) - sum(sizes.values()),
+        largest_bytes=max(_matrix_bytes(p) for layer in layers for p in layer.parameters()),
+        vocabulary=model.config.get_text_config().vocab_size,
+        budget_bytes=budget_bytes,
+    )
+    made = stand_in_for(model, [name for name in sizes if name not in shared], form)
+    made.generation_config = drafting.own_settings(model)
+    return made
+
+
+def layers_to_share(
+    sizes: Mapping[str, int],
+    form: PackedForm,
+    *,
+    itemsize: int,
+    other_bytes: int,
+    largest_bytes: int,
+    vocabulary: int,
+    budget_bytes: int,
+) -> set[str]:
+    """Choose the layers that a stand-in shares with its model, spread over the model.
+
+    With ``x`` bytes of layers shared, and ``r`` the size of a packed copy, a stand-in takes
+    ``x + r * (all - x)`` bytes beside the other weights. ``x`` fills what the budget leaves beside
+    the stream.
+
+    Args:
+        sizes: Bytes of each layer that can be packed, in order.
+        form: The form of the copies.
+        itemsize: Bytes of a weight that is not packed.
+        other_bytes: Bytes of all weights that are not packed.
+        largest_bytes: Bytes of the largest matrix in a layer.
+        vocabulary: Tokens that the model knows.
+        budget_bytes: The budget of both.
+
+    Raises:
+        PlanInfeasibleError: The budget has no room for the copies.
+    """
+    copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
+    _, logits_bytes = drafting.longest_draft(vocabulary, budget_bytes)
+    stream_bytes = max(int(STREAM_SHARE * budget_bytes), STREAM_MATRICES * largest_bytes)
+    least = other_bytes + sum(copies.values())
+    room = budget_bytes - stream_bytes - logits_bytes - least
     if room < 0:
-        raise ConfigError(
-            f"draft: a stand-in of {form.name} takes {format_bytes(least)} and leaves "
-            f"{format_bytes(stream_bytes)} to the model; device_budget is {budget_bytes} bytes. "
-            f"Raise finepage.device_budget to >= {budget_bytes - room}, or leave out "
-            f"finepage.draft."
+        most = 1 - 1 / drafting.LOGITS_SHARE
+        fixed = least + STREAM_MATRICES * largest_bytes
+        need = int(max(least / (most - STREAM_SHARE), fixed / most)) + 1
+        raise PlanInfeasibleError(
+            f"a stand-in of {form.name} takes {format_bytes(least)} and leaves "
+            f"{format_bytes(stream_bytes + logits_bytes)} to the model; device_budget is "
+            f"{budget_bytes} bytes. Raise finepage.device_budget to >= {need}, or leave out "
+            f"finepage.draft.",
+            need,
         )
-    names = list(sizes)
-    shared = set()
+    names, shared = list(sizes), set()
     for at in spread_order(range(len(names))):
         more = sizes[names[at]] - copies[names[at]]
         if more <= room:
             room -= more
             shared.add(names[at])
-    made = stand_in_for(model, [name for name in names if name not in shared], form)
-    made.generation_config = drafting.own_settings(model)
-    return made
+    return shared
 
 
 def _matrix_bytes(weight: torch.Tensor) -> int:

@@ -111,7 +111,7 @@ class PlanRunner:
         self.observer.forget()
 
     def leave_no_room(self) -> None:
-        """Let every pass count anew which tensors live beside it: a draft has gone."""
+        """Let every pass count again which tensors live beside it: a draft has gone."""
         self.live.forget_pass()
         for found in self.table.passes:
             found.leave_room(0, budget_bytes=0)

@@ -114,6 +114,20 @@ def test_forward_and_generate(planned: Any, plain: dict[str, torch.Tensor]) -> N
 # Engines of their own.
 
 
+def test_a_draft_of_the_call_runs_in_the_budget(
+    initialize: Initialize, plain: dict[str, torch.Tensor]
+) -> None:
+    draft = make_model("llama")
+    engine = initialize(make_model("llama"), planned_config(device_budget="170%weights"))
+    given = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "assistant_model": draft}
+    assert torch.equal(engine.module.generate(PROMPT, **given), plain["tokens"])
+    stats = ds_finepage.stats(engine)
+    assert stats.draft_bytes == sum(p.nbytes for p in draft.parameters())
+    assert stats.num_accepted == stats.num_drafted > 0
+    with pytest.raises(ConfigError, match=r"name a smaller model in generate\(assistant_model="):
+        initialize(make_model("llama"), planned_config(draft="stand-in"))
+
+
 def test_detach_gives_back_stock_zero_inference(
     initialize: Initialize, plain: dict[str, torch.Tensor]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.execution.masters import HostWeight, weights_of
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.profiles import load_profile
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
+from ds_finepage.runtime.drafts import stand_in_of
 from tests.integration.families import CACHE, make_model, token_ids
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -310,10 +313,14 @@ def test_a_refusal_names_the_draft_and_the_next_call_runs_without_it(llama: Any)
 
 
 def test_a_stand_in_without_room_or_layers_is_refused(llama: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="a stand-in of int4 takes .* leaves .*Raise finepage.dev"
-    ):
+    with pytest.raises(PlanInfeasibleError, match="a stand-in of int4 takes .* leaves ") as caught:
         attach(llama, device_budget="10%weights", draft="stand-in", **SETTINGS)
+    least = caught.value.min_budget_bytes
+    assert least is not None and f"finepage.device_budget to >= {least}" in str(caught.value)
+    form = PackedForm.parse("int4", 16)
+    stand_in_of(llama, least, form)
+    with pytest.raises(PlanInfeasibleError):  # it names a tenth too much at most
+        stand_in_of(llama, least * 9 // 10, form)
     with pytest.raises(ConfigError, match="draft: Embedding has no layer that can be packed"):
         attach(torch.nn.Embedding(8, 64), device_budget="1MiB", draft="stand-in", device="cpu")
     pack_model(llama, PackedForm.parse("int8", 16))
@@ -346,6 +353,29 @@ def test_a_draft_in_a_folder_is_loaded(llama: Any, tmp_path: Path) -> None:
     handle.detach()
     with pytest.raises(ConfigError, match="finepage.draft: '.*nowhere' cannot be loaded"):
         attach(llama, device_budget="1MiB", draft=str(tmp_path / "nowhere"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("share", "rate", "wins"), [(80, 1e6, True), (80, 1e12, False), (300, 1e6, False)]
+)
+def test_auto_takes_a_stand_in_where_it_is_predicted_to_win(
+    llama: Any, caplog: pytest.LogCaptureFixture, share: int, rate: float, wins: bool
+) -> None:
+    expected = generate(llama)
+    profile = replace(load_profile("t4"), h2d_bytes_per_s=rate)
+    budget = f"{share}%weights"
+    handle = attach(llama, device_budget=budget, draft="auto", profile=profile, **SETTINGS)
+    assert (handle.draft is not None) is wins
+    assert ("not predicted to gain a tenth; there is no draft" in caplog.text) is not wins
+    assert torch.equal(generate(llama), expected)
+    assert (handle.stats.num_accepted > 0) is wins
+    handle.detach()
+
+
+def test_auto_takes_no_draft_for_what_has_no_config() -> None:
+    handle = attach(torch.nn.Linear(4, 4), device_budget="1MiB", draft="auto", device="cpu")
+    assert handle.draft is None
+    handle.detach()
 
 
 def test_a_draft_is_not_changed_while_the_model_runs(llama: Any) -> None:

@@ -30,11 +30,12 @@ FLOORS = {
     "runtime": 5,
     "whatif": 6,
     "modeller": 7,
-    "api": 7,
-    "integrations.deepspeed": 8,
-    "compare": 9,
-    "run": 10,
-    "cli": 10,
+    "drafted": 7,
+    "api": 8,
+    "integrations.deepspeed": 9,
+    "compare": 10,
+    "run": 11,
+    "cli": 11,
 }
 TORCH_FREE = ("errors", "units", "config", "files", "graph", "checker", "planning", "reporting")
 HEAVY = ("torch", "deepspeed", "transformers")

@@ -60,6 +60,18 @@ LOGITS_SHARE = 16
 """Of a budget, one part in so many is what these tables may take."""
 
 
+def longest_draft(vocabulary: int, budget_bytes: int) -> tuple[int, int]:
+    """Return the most tokens to draft so that these tables are a small part of a budget.
+
+    Returns:
+        The tokens, and the bytes of the tables.
+    """
+    row_bytes = 4 * NUM_COPIES * vocabulary
+    num_rows = budget_bytes // LOGITS_SHARE // row_bytes
+    most = max(k for k in LENGTHS if k <= max(1, num_rows - 1))
+    return most, (most + 1) * row_bytes
+
+
 class _Sequence(threading.local):
     """The state of the sequence that a thread generates.
 
@@ -97,10 +109,8 @@ class DraftGeneration(ReplacedMethod):
         Returns:
             The bytes that they take on the device.
         """
-        row_bytes = 4 * NUM_COPIES * self._vocabulary
-        num_rows = budget_bytes // LOGITS_SHARE // row_bytes
-        self.price.most = max(k for k in LENGTHS if k <= max(1, num_rows - 1))
-        return (self.price.most + 1) * row_bytes
+        self.price.most, nbytes = longest_draft(self._vocabulary, budget_bytes)
+        return nbytes
 
     def begin(self) -> None:
         """Begin a sequence, or forget the last one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,7 +201,7 @@ class Watcher:
     """Notes what it is told in the order of a model."""
 
     shares_steps = False
-    assistance = SimpleNamespace(arguments=lambda module, args, kwargs: kwargs)
+    assistance = SimpleNamespace(turn=lambda module, args, kwargs: nullcontext(kwargs))
 
     def __init__(self, order: list[Any]) -> None:
         self.order = order

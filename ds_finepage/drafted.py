@@ -1,0 +1,275 @@
+"""Predicts what a draft gains on a machine: tokens a second with it and without, by budget.
+
+A model's config and a hardware profile in, figures for each budget out. Neither the weights nor the
+machine are needed. A round is ``k`` steps of the draft and one pass of the model. All weights of
+the draft are on the device, so a step takes as long as a pass that copies nothing. The model's pass
+is planned in the rest of the budget, with as many rows as the longest draft needs: it streams the
+same weights for fewer, and of a mixture of experts at most as many.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.table import Table
+
+from ds_finepage.capture.models import load_model_config, positions_of
+from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.packed import GROUP
+from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind
+from ds_finepage.integrations.transformers.drafting import longest_draft
+from ds_finepage.integrations.transformers.price import (
+    LENGTHS,
+    PRIOR_ACCEPTANCE,
+    best_length,
+    tokens_a_round,
+)
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.reporting.figures import PlanFigures
+from ds_finepage.reporting.tabular import table_of
+from ds_finepage.runtime.drafts import STAND_IN, layers_to_share
+from ds_finepage.units import NS_PER_S, format_bytes, format_ns
+from ds_finepage.whatif import CapturedModel, capture_model, plan_captured, plan_resident
+
+logger = logging.getLogger(__name__)
+
+TYPICAL_LENGTH = 1024
+"""Tokens in the KV cache for which a draft is chosen before any prompt is known."""
+
+LEAST_GAIN = 1.1
+"""Below, a draft is not worth its loading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedPoint:
+    """A model with a draft under one budget.
+
+    Attributes:
+        budget_bytes: The limit on all device bytes of both.
+        draft_bytes: Weights of the draft, which stay on the device.
+        shared_bytes: Those of them that are the model's own.
+        most: The longest draft whose logits have room.
+        step_ns: Nanoseconds of a step of the draft.
+        pass_ns: Of a pass of the model.
+        plain_ns: Of a pass under the whole budget, without a draft.
+        reloaded_bytes: Bytes that a pass copies to the device.
+        plain_reloaded_bytes: The same without a draft.
+    """
+
+    budget_bytes: int
+    draft_bytes: int
+    shared_bytes: int
+    most: int
+    step_ns: int
+    pass_ns: int
+    plain_ns: int
+    reloaded_bytes: int
+    plain_reloaded_bytes: int
+
+    def length(self, acceptance: float) -> int:
+        """Return how many tokens to draft where each is accepted with this chance."""
+        return best_length(acceptance, self.step_ns, self.pass_ns, self.most)
+
+    def tokens_per_s(self, acceptance: float) -> float:
+        """Return the tokens a second where each drafted one is accepted with this chance."""
+        length = self.length(acceptance)
+        round_ns = length * self.step_ns + self.pass_ns
+        return tokens_a_round(acceptance, length) * NS_PER_S / round_ns
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """Tokens a second without a draft."""
+        return NS_PER_S / self.plain_ns
+
+
+def with_draft(
+    model: str,
+    draft: str,
+    *,
+    seq: int,
+    profile: HardwareProfile,
+    weights: str | None = None,
+    weights_group: int = GROUP,
+    fused: bool = True,
+    **shared: Any,
+) -> Drafted:
+    """Capture a decode step of a model and of its draft.
+
+    Args:
+        model: A shipped name, a directory or a transformers config.json.
+        draft: "stand-in", or another model, named in the same ways.
+        seq: Tokens in the KV cache after the step.
+        profile: The machine.
+        weights: "bf16", "int8" or "int4" for both; by default they are as the configs say.
+        weights_group: Numbers that share a scale in a packed form, also in that of a stand-in.
+        fused: Packed products of few rows unpack in registers, as a stand-in's do on a GPU.
+        **shared: Further arguments of :func:`capture_model`.
+
+    Raises:
+        ConfigError: The model or its draft cannot be used, or a stand-in of packed weights is
+            asked for.
+        CaptureError: A forward cannot be written as a taskgraph.
+    """
+    given: dict[str, Any] = {"phase": "decode", "batch": 1, "seq": seq, "profile": profile}
+    given |= {"weights_group": weights_group, **shared}
+    captured = capture_model(model, weights=weights, **given)
+    check = capture_model(model, weights=weights, num_new=LENGTHS[-1] + 1, **given)
+    vocabulary = load_model_config(model).get_text_config().vocab_size
+    if draft != STAND_IN:
+        other = capture_model(draft, weights=weights, **given)
+        return Drafted(captured, check, other, profile, vocabulary)
+    if captured.weights is not None:
+        raise ConfigError(
+            f'draft: "stand-in" packs layers, and those of {model} are packed already. Name a '
+            f"smaller model, or leave out the form of the weights."
+        )
+    form = PackedForm.parse("int4", weights_group)
+    packed = capture_model(model, weights=form.name, fused_unpacking=fused, **given)
+    return Drafted(captured, check, packed, profile, vocabulary, form)
+
+
+def wins(module: Any, budget_bytes: int, profile: HardwareProfile, **form: Any) -> bool:
+    """Tell whether a stand-in is predicted to make a model faster by a tenth.
+
+    Args:
+        module: Any model; of one that cannot be captured from its config nothing is predicted.
+        budget_bytes: The budget of both.
+        profile: The machine.
+        **form: How the stand-in packs: ``weights_group`` and ``fused`` of :func:`with_draft`.
+    """
+    try:
+        with TemporaryDirectory() as folder:
+            module.config.save_pretrained(folder)
+            seq = min(TYPICAL_LENGTH, positions_of(module.config) or TYPICAL_LENGTH)
+            dtype = str(module.dtype).removeprefix("torch.")
+            drafted = with_draft(folder, STAND_IN, seq=seq, profile=profile, dtype=dtype, **form)
+        (point,) = drafted.at([budget_bytes])
+    except (AttributeError, FinepageError) as error:
+        logger.info("nothing is known of a draft of %s: %s", type(module).__name__, error)
+        return False
+    if point is None:
+        return False
+    return point.tokens_per_s(PRIOR_ACCEPTANCE) >= LEAST_GAIN * point.plain_tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A model and its draft, to be planned under many budgets.
+
+    Attributes:
+        model: A decode step of the model.
+        check: A pass of it that checks the longest draft.
+        draft: One of the draft; for a stand-in, of the model with all its layers packed.
+        profile: The machine.
+        vocabulary: Tokens that the model knows.
+        form: The form of a stand-in's copies; None for another draft.
+    """
+
+    model: CapturedModel
+    check: CapturedModel
+    draft: CapturedModel
+    profile: HardwareProfile
+    vocabulary: int
+    form: PackedForm | None = None
+
+    def at(self, budgets: Iterable[int]) -> Iterator[DraftedPoint | None]:
+        """Plan under each budget; None where there is no room for the draft."""
+        draft_ns, model_ns = (
+            plan_resident(c, self.profile).figures.predicted_ns for c in (self.draft, self.model)
+        )
+        for budget_bytes in budgets:
+            most, logits_bytes = longest_draft(self.vocabulary, budget_bytes)
+            plain = self._planned(self.model, budget_bytes)
+            try:
+                shared_bytes, own_bytes = self._divided(budget_bytes)
+                beside = own_bytes + logits_bytes + self._table_bytes
+                found = self._planned(self.check, budget_bytes - beside)
+            except PlanInfeasibleError:
+                yield None
+                continue
+            share = shared_bytes / self.model.graph.weight_bytes
+            yield DraftedPoint(
+                budget_bytes=budget_bytes,
+                draft_bytes=shared_bytes + own_bytes,
+                shared_bytes=shared_bytes,
+                most=most,
+                step_ns=round(share * model_ns + (1 - share) * draft_ns),
+                pass_ns=found.predicted_ns,
+                plain_ns=plain.predicted_ns,
+                reloaded_bytes=found.reloaded_bytes,
+                plain_reloaded_bytes=plain.reloaded_bytes,
+            )
+
+    def _planned(self, captured: CapturedModel, budget_bytes: int) -> PlanFigures:
+        planned = plan_captured(captured, budget_bytes=budget_bytes, profile=self.profile)
+        return planned.figures
+
+    def _divided(self, budget_bytes: int) -> tuple[int, int]:
+        """Return the bytes that the draft shares with the model, and those that only it has."""
+        graph, draft = self.model.graph, self.draft.graph
+        if self.form is None:
+            return 0, draft.weight_bytes + self.draft.kv_bytes
+        packed = {b.name for b in draft.buffers if b.kind is BufferKind.WEIGHT}
+        weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT]
+        layers = {b.name: b for b in weights if b.name not in packed}
+        num_matrices = {name: e.num_matrices for name, e in graph.experts_by_name.items()}
+        first = next(iter(layers.values()))
+        dtype = next(t.dtype for t in graph.tensors if t.buffer == first.id)
+        sizes = {name: b.nbytes for name, b in layers.items()}
+        other_bytes = graph.weight_bytes - sum(sizes.values())
+        names = layers_to_share(
+            sizes,
+            self.form,
+            itemsize=ITEMSIZE[dtype],
+            other_bytes=other_bytes,
+            largest_bytes=max(n // num_matrices.get(name, 1) for name, n in sizes.items()),
+            vocabulary=self.vocabulary,
+            budget_bytes=budget_bytes,
+        )
+        shared_bytes = sum(sizes[name] for name in names)
+        copied_bytes = self.form.nbytes(
+            (sum(sizes.values()) - shared_bytes) // ITEMSIZE[dtype], ITEMSIZE[dtype]
+        )
+        return other_bytes + shared_bytes, copied_bytes
+
+    @property
+    def _table_bytes(self) -> int:
+        """Bytes of tables that a pass reads by rows, and that a stand-in has on the device."""
+        if self.form is None:
+            return 0
+        whole, rows = (
+            self.model.needs_if(cuts_weights=False, looks_up_rows=by_rows).needed_budget_bytes
+            for by_rows in (False, True)
+        )
+        return whole - rows
+
+
+def draft_table(title: str, points: Sequence[DraftedPoint], acceptances: Sequence[float]) -> Table:
+    """Return the figures for the terminal, a line for each budget.
+
+    Args:
+        title: Stands above.
+        points: The figures.
+        acceptances: Chances of a drafted token.
+    """
+    columns: list[tuple[str, Callable[[DraftedPoint], str]]] = [
+        ("budget", lambda p: format_bytes(p.budget_bytes)),
+        ("draft", lambda p: format_bytes(p.draft_bytes)),
+        ("the model's", lambda p: format_bytes(p.shared_bytes)),
+        ("a step", lambda p: format_ns(p.step_ns)),
+        ("a pass", lambda p: format_ns(p.pass_ns)),
+        ("reloaded a pass", lambda p: format_bytes(p.reloaded_bytes)),
+        ("tok/s alone", lambda p: f"{p.plain_tokens_per_s:.2f}"),
+        *((f"at {a:g}", partial(_speed, a)) for a in acceptances),
+    ]
+    return table_of(title, columns, points, is_narrow=True)
+
+
+def _speed(acceptance: float, point: DraftedPoint) -> str:
+    return f"{point.tokens_per_s(acceptance):.2f} ({point.length(acceptance)})"
