@@ -169,21 +169,21 @@ class Recording:
     def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
         """Return the sizes to plan for; symbols that are but counted with stay as they are.
 
-        Sizes that grow stay below the capacity of a state.
+        Where a state has room for rows that come later, the sizes that grow fill it.
         """
         rooms = {n: _rounded(values[n]) for n in self.deciding & self.capacities}
         more = 2 if rooms else 0  # a room has a row for the new token, and one that stays free
         others = {n: v + more for n, v in values.items() if n in self.deciding - self.capacities}
         ends = {**values, **upper_end(others), **rooms}
-        if rooms and not self.admits(ends):
-            growing = self.growing(values)
-            most = max((ends[n] - values[n] for n in growing), default=0)
+        if not rooms:
+            return ends
+        growing = self.growing(values)
+        most = max(rooms.values()) - min((values[n] for n in growing), default=0)
 
-            def below(more: int) -> dict[str, int]:
-                return {**ends, **{n: values[n] + more for n in growing}}
+        def filled(more: int) -> dict[str, int]:
+            return {**ends, **{n: values[n] + more for n in growing}}
 
-            ends = below(_most(most, lambda more: self.admits(below(more))))
-        return ends
+        return filled(_most(most, lambda more: self.admits(filled(more))))
 
     def growing(self, values: Mapping[str, int]) -> frozenset[str]:
         """Return the symbols that grow from step to step."""

@@ -77,7 +77,8 @@ class PlannedGeneration(ReplacedMethod):
             # transformers asks this itself, but only under HfDeepSpeedConfig.
             kwargs = {**kwargs, "synced_gpus": True}
         self._calls.preflight(args, kwargs)
-        assistance, use = self._calls.assistance, cache_use_of(self._module, args, kwargs)
+        assistance, budget_bytes = self._calls.assistance, self._calls.budget_bytes()
+        use = cache_use_of(self._module, args, kwargs, budget_bytes)
         with assistance.turn(self._module, args, kwargs) as kwargs:
             try:
                 with self._calls.generation(use):

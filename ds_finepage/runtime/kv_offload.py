@@ -27,6 +27,7 @@ from ds_finepage.integrations.transformers.room import (
     MIN_ROWS,
     RoomLayer,
     RunLayer,
+    all_rows,
     ample_rows,
     few_rows,
     layers_of,
@@ -166,11 +167,15 @@ class KVOffload:
                 self._levels[cache] = SIZES.index(few_rows)  # for the steps behind a prompt
         return result
 
+    @property
+    def _sizes(self) -> tuple[Callable[[int, int | None], int], ...]:
+        return (all_rows, *SIZES[1:]) if self.use.is_small else SIZES
+
     def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
         """Give the layers of a call room for its new rows, or refuse it; less if it ``shrinks``."""
         num_new = _num_new(call)
         for cache in call.caches(growing=True):
-            enough = SIZES[self._levels.get(cache, 0)]
+            enough = self._sizes[self._levels.get(cache, 0)]
             layers, wanted = layers_of([cache], RoomLayer), {}
             for layer in layers:
                 num_rows = layer.get_seq_length() + num_new
@@ -203,7 +208,7 @@ class KVOffload:
             for layer in layers_of([cache], RoomLayer):
                 num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
                 if num_rows >= capacity:
-                    capacity = SIZES[level](num_rows, self.use.longest)
+                    capacity = self._sizes[level](num_rows, self.use.longest)
                 sizes.append((num_rows, capacity))
             for less in range(level + 1, last + 1):
                 self._levels[cache] = less

@@ -158,8 +158,8 @@ class Pass:
         self._num_entries += 1
         if before is None or before.memgraph is None or not may_adapt:
             return
-        if not before.memgraph.entry:
-            return  # a draft's, whose weights stay beside the arena
+        if not self.graph.weight_bytes or not before.memgraph.entry:
+            return  # one is a draft's, whose weights stay beside the arena
         # Only once: where prompts of many lengths take turns, each step follows another pass.
         if self.alternating is None and before.alternating is not self:
             self.alternating = before

@@ -65,18 +65,32 @@ class CacheUse:
 
     Attributes:
         longest: Rows of the cache at its end; None where they are not known.
+        is_small: All of them take a small part of the budget.
         is_reordered: Whether its sequences get another order after each step, as beams do.
     """
 
     longest: int | None = None
     is_reordered: bool = False
+    is_small: bool = False
 
 
-def cache_use_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CacheUse:
-    """Read from the arguments of ``generate`` how it uses its KV cache."""
+SMALL_SHARE = 64
+"""A cache of one part in so many of the budget gets room for all its rows at once. That takes their
+room from weights at most, and saves the plans of each doubling."""
+
+
+def cache_use_of(
+    module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], budget_bytes: int
+) -> CacheUse:
+    """Read from the arguments of ``generate`` how it uses its KV cache under a budget."""
     longest = longest_of(module, args, kwargs)
     num_rows = None if longest is None else longest.num_tokens - 1  # no step reads the last token
-    return CacheUse(num_rows, (setting_of(module, args, kwargs, "num_beams") or 1) > 1)
+    is_reordered = (setting_of(module, args, kwargs, "num_beams") or 1) > 1
+    dtype, nbytes = getattr(module, "dtype", None), None
+    if longest is not None and dtype is not None:
+        nbytes = kv_bytes(module.config, dtype, longest)
+    is_small = nbytes is not None and nbytes * SMALL_SHARE <= budget_bytes
+    return CacheUse(num_rows, is_reordered, is_small)
 
 
 def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:

@@ -17,9 +17,10 @@ cache, or that puts other tensors into it, gets a new room, and the rows are cop
 tensor that a caller keeps ever changes.
 
 [Note: how rooms grow]
-A full room is left for a larger one, and its rows are copied. A generation that tells its length
-gets a room for all of it at the next copy, and other calls one of the next power of two, which is
-also the length that their passes are planned for. So a row is copied about once on average. Where
+A full room is left for a larger one, and its rows are copied. A generation whose whole cache is
+small gets room for all of it at once. Others get a room of the next power of two, or for all where
+that is less; it is also the length that passes are planned for. So a row is copied about once on
+average. Where
 that has no room in the budget, a room grows by an eighth, and a row is copied about eight times.
 A prompt that has no room even so gets none behind its rows, since its pass needs more memory than
 the next step, which moves the rows.
@@ -61,6 +62,12 @@ def ample_rows(num_rows: int, longest: int | None) -> int:
     """
     found = max(MIN_ROWS, 1 << num_rows.bit_length())
     return found if longest is None or longest < num_rows else min(found, longest + 1)
+
+
+def all_rows(num_rows: int, longest: int | None) -> int:
+    """Return the rows of a room for all rows of a cache, if they are known; see above."""
+    known = 0 if longest is None else longest + 1
+    return max(known, ample_rows(num_rows, longest))
 
 
 def few_rows(num_rows: int, longest: int | None) -> int:

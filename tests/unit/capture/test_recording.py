@@ -208,4 +208,4 @@ def test_rows_are_planned_for_as_many_as_their_room_has() -> None:
     for bucket in buckets:
         assert bucket is not None and bucket.recording.admits(bucket.sizes)
         sizes.append(sorted(bucket.sizes.values()))
-    assert sizes == [[4, 32, 64], [4, 32, 64], [4, 63, 64], [4, 1023, 1024]]
+    assert sizes == [[4, 63, 64], [4, 63, 64], [4, 63, 64], [4, 1023, 1024]]

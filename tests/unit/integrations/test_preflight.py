@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.integrations.transformers.preflight import (
+    SMALL_SHARE,
     CacheUse,
     Longest,
     Preflight,
@@ -173,14 +175,29 @@ def test_a_model_without_such_a_table_takes_any_prompt() -> None:
 
 def test_a_generation_tells_how_it_uses_its_cache() -> None:
     """No step reads the last token; beams get another order after each step."""
+
+    def use(made: Any, args: tuple[Any, ...], **given: Any) -> CacheUse:
+        return cache_use_of(made, args, given, 1000)
+
     asked = {"max_new_tokens": 4}
-    assert cache_use_of(model(), (IDS,), asked) == CacheUse(longest=9)
-    assert cache_use_of(model(), (IDS,), {**asked, "num_beams": 1}) == CacheUse(longest=9)
+    assert use(model(), (IDS,), **asked) == CacheUse(longest=9)
+    assert use(model(), (IDS,), **asked, num_beams=1) == CacheUse(longest=9)
     of_beams = CacheUse(longest=9, is_reordered=True)
-    assert cache_use_of(model(), (IDS,), {**asked, "num_beams": 2}) == of_beams
-    assert cache_use_of(model(num_beams=3), (IDS,), asked) == of_beams
-    of_unknown_length = CacheUse(is_reordered=True)
-    assert cache_use_of(model(), (), {"num_beams": 2}) == of_unknown_length
+    assert use(model(), (IDS,), **asked, num_beams=2) == of_beams
+    assert use(model(num_beams=3), (IDS,), **asked) == of_beams
+    assert use(model(), (), num_beams=2) == CacheUse(is_reordered=True)
+
+
+def test_a_cache_of_a_small_part_of_the_budget_is_small() -> None:
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    made = SimpleNamespace(config=config, dtype=torch.float32, generation_config=None)
+    asked = {"max_new_tokens": 4}
+    longest = longest_of(made, (IDS,), asked)
+    assert longest is not None
+    enough = (kv_bytes(config, made.dtype, longest) or 0) * SMALL_SHARE
+    assert cache_use_of(made, (IDS,), asked, enough).is_small
+    assert not cache_use_of(made, (IDS,), asked, enough - 1).is_small
+    assert not cache_use_of(made, (), {}, 1 << 40).is_small  # its length is not known
 
 
 class Generating:
@@ -201,6 +218,7 @@ class Watcher:
     """Notes what it is told in the order of a model."""
 
     shares_steps = False
+    budget_bytes = staticmethod(lambda: 1000)
     assistance = SimpleNamespace(turn=lambda module, args, kwargs: nullcontext(kwargs))
 
     def __init__(self, order: list[Any]) -> None:
