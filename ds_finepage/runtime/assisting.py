@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ class Assistance:
         self.attachment: Attachment | None = None
         self._calls, self._weights, self._runner = calls, weights, runner
         self._said: set[str] = set()  # why generations ran without the draft
+        self._lost: weakref.WeakSet[Any] = weakref.WeakSet()  # models that do not pay as drafts
         self._turns = threading.RLock()  # taken before the lock of a call
         self._has_turn = False
 
@@ -52,6 +54,7 @@ class Assistance:
         """
         settings = self._runner.settings
         draft.require_room(settings.budget_bytes)
+        self._lost.discard(draft.model)
         with self._calls.lock:
             self.drop()
             self.draft = draft
@@ -65,6 +68,8 @@ class Assistance:
             except BaseException:
                 self.drop()
                 raise
+            if not self._calls.shares_weights(draft):
+                draft.generation.give_up = self._give_up
             self._runner.live.note_more(draft.weights)
             self._runner.live.caller_bytes = draft.generation.limit(settings.budget_bytes)
 
@@ -90,6 +95,20 @@ class Assistance:
                 else:
                     self._runner.leave_no_room()
 
+    def _give_up(self) -> None:
+        """Give the room of a draft that does not pay to the model, amid a generation."""
+        assert self.draft is not None
+        logger.warning(
+            "the draft %s does not pay, so the model goes on without it",
+            type(self.draft.model).__name__,
+        )
+        with self._calls.lock:
+            self._lost.add(self.draft.model)
+            self._runner.live.forget(self.draft.weights)
+            self._runner.live.caller_bytes = self.draft.generation.limit(budget_bytes=0)
+            self._runner.leave_no_room()
+            self.draft.move_back()
+
     def attachment_of(self, module: torch.nn.Module) -> Attachment | None:
         """Return the attachment of the draft for a module of it; None for any other."""
         if self.attachment is None or all(module is not e for e in self.attachment.entries):
@@ -110,6 +129,8 @@ class Assistance:
                 yield self._arguments(module, args, kwargs)
             finally:
                 self._has_turn = before
+                if self.draft is not None and self.draft.model in self._lost:
+                    self.drop()
 
     @contextmanager
     def between_turns(self, what: str) -> Iterator[None]:
@@ -135,6 +156,8 @@ class Assistance:
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         given = kwargs.get("assistant_model")
+        if given is not None and given in self._lost:
+            return {**kwargs, "assistant_model": None}
         if given is not None and (self.draft is None or given is not self.draft.model):
             if not self._may_take(given):
                 return dict(kwargs)

@@ -113,6 +113,7 @@ class PlanRunner:
     def leave_no_room(self) -> None:
         """Let every pass count again which tensors live beside it: a draft has gone."""
         self.live.forget_pass()
+        self.binder.reset_arena()
         for found in self.table.passes:
             found.leave_room(0, budget_bytes=0)
 

@@ -19,7 +19,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
-from ds_finepage.runtime.drafts import stand_in_of
+from ds_finepage.runtime.drafts import Draft, stand_in_of
 from tests.integration.families import CACHE, make_model, token_ids
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -121,6 +121,37 @@ def test_a_draft_that_is_never_right_soon_rests(llama: Any) -> None:
     start = handle.stats.num_drafted
     assert torch.equal(generate(llama), expected)
     assert handle.stats.num_drafted - start <= 3
+    handle.detach()
+
+
+def test_a_draft_that_does_not_pay_gives_its_room_back(
+    llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids, given = token_ids(9), {"max_new_tokens": 100, "do_sample": False}
+    draft, expected = opposite(llama), llama.generate(ids, **given)
+    alone = draft.generate(ids, **given)
+    handle = attach(llama, device_budget="150%weights", draft=draft, **SETTINGS)
+    said, seen = "the draft LlamaForCausalLM does not pay", []
+
+    class Streamer(Changer):
+        def put(self, value: torch.Tensor) -> None:
+            if said in caplog.text:
+                last = handle._runner._last
+                assert last is not None
+                seen.append((handle.stats.num_drafted, last.live_bytes))
+
+    assert torch.equal(llama.generate(ids, streamer=Streamer(handle), **given), expected)
+    assert caplog.text.count(said) == 1
+    assert handle.draft is None and torch.equal(draft.generate(ids, **given), alone)
+    nbytes = sum(w.nbytes for w in draft.parameters())
+    assert len({num_drafted for num_drafted, _ in seen}) == 1  # it has drafted no more since
+    assert seen[2][1] < nbytes
+    assert all(p.live_bytes < nbytes for p in handle._runner.table.passes)
+    assert torch.equal(llama.generate(ids, assistant_model=draft, **given), expected)
+    assert handle.draft is None and caplog.text.count(said) == 1
+    handle.take_draft(Draft(draft))  # the user may try again
+    assert handle.draft is draft and torch.equal(generate(llama), expected[:, : 9 + NEW])
+    assert handle.draft is draft
     handle.detach()
 
 

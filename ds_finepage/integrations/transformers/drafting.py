@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,11 +93,13 @@ class DraftGeneration(ReplacedMethod):
 
     Attributes:
         price: What was seen of the draft.
+        give_up: Called where the draft does not pay, once.
     """
 
     def __init__(self, module: Any, *, is_stand_in: bool) -> None:
         super().__init__(module, "generate")
         self.price = Price()
+        self.give_up: Callable[[], None] | None = None
         self._is_stand_in = is_stand_in
         self._sequence = _Sequence()
         self._has_failed = False
@@ -138,6 +140,11 @@ class DraftGeneration(ReplacedMethod):
         length = min(kwargs["max_new_tokens"], self.price.length())
         if self._is_stand_in and self._model_cache is None:
             length = 0  # before the model's first pass there are no rows
+        if self.give_up is not None and self.price.has_lost:
+            self.give_up()
+            self.give_up = None
+        if self.price.has_lost:
+            length = 0
         sequence.num_drafted, sequence.num_tokens = 0, ids.shape[1]
         begin_ns = time.perf_counter_ns()
         found = self._drafted(kwargs, length) if length else None

@@ -30,6 +30,9 @@ MEMORY = 0.9
 ROUNDS_BETWEEN_TRIALS = 16
 """If drafting does not pay, a single token is drafted so often, in case it begins to."""
 
+ROUNDS_TO_GIVE_UP = 2 * ROUNDS_BETWEEN_TRIALS
+"""A draft that has not paid for so many rounds, nor in a trial, gives its room back."""
+
 NUM_TIMES = 5
 """The last times whose median counts. The first ones, which capture and plan, pass by."""
 
@@ -54,6 +57,11 @@ class Price:
     _step_ns: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
     _pass_ns: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
     _num_idle: int = 0
+
+    @property
+    def has_lost(self) -> bool:
+        """True where drafting has not paid for many rounds on end."""
+        return self._num_idle >= ROUNDS_TO_GIVE_UP
 
     @property
     def acceptance(self) -> float:
@@ -84,10 +92,8 @@ class Price:
         step_ns, pass_ns = map(statistics.median, (self._step_ns, self._pass_ns))
         best = best_length(self.acceptance, step_ns, pass_ns, self.most)
         self._num_idle = 0 if best else self._num_idle + 1
-        if self._num_idle < ROUNDS_BETWEEN_TRIALS:
-            return best
-        self._num_idle = 0
-        return LENGTHS[1]
+        is_trial = self._num_idle and not self._num_idle % ROUNDS_BETWEEN_TRIALS
+        return LENGTHS[1] if is_trial else best
 
 
 def tokens_a_round(acceptance: float, length: int) -> float:

@@ -33,11 +33,12 @@ def plan(cli: Cli, given: list[str], budget: int, *more: str) -> list[dict[str, 
 def test_a_stand_in_shares_what_there_is_room_for(cli: Cli, given: list[str]) -> None:
     budget = WEIGHTS * 8 // 10
     (found,) = plan(cli, given, budget, "stand-in", "--acceptance", "0,0.5,0.9")
-    assert TABLES < found["shared_bytes"] < found["draft_bytes"] < budget
+    assert 1.5 * TABLES < found["shared_bytes"] < found["draft_bytes"] < budget
     # What is not shared is there in int4, with a scale and a minimum in float16 for 64 weights.
     layers = WEIGHTS - found["shared_bytes"]
     assert found["draft_bytes"] - found["shared_bytes"] == layers // 4 + layers // 32
-    assert found["reloaded_bytes"] > found["plain_reloaded_bytes"] > 0
+    more = found["reloaded_bytes"] - found["plain_reloaded_bytes"]
+    assert found["plain_reloaded_bytes"] > 0 and more > layers // 4
     speeds = list(found["tokens_per_s"].values())
     assert list(found["tokens_per_s"]) == ["0.0", "0.5", "0.9"]
     alone = 1e9 / found["plain_ns"]

@@ -8,6 +8,7 @@ from ds_finepage.integrations.transformers.price import (
     LENGTHS,
     PRIOR_ACCEPTANCE,
     ROUNDS_BETWEEN_TRIALS,
+    ROUNDS_TO_GIVE_UP,
     Price,
     best_length,
     tokens_a_round,
@@ -64,6 +65,12 @@ def test_a_draft_that_is_never_right_rests_and_is_tried_now_and_then() -> None:
     lengths = [price.length() for _ in range(2 * ROUNDS_BETWEEN_TRIALS)]
     assert sum(lengths) == 2
     assert lengths[ROUNDS_BETWEEN_TRIALS - 1] == lengths[-1] == 1
+    assert price.has_lost
+    price = noted([(6, 0)] * 32)
+    assert not any(price.has_lost for _ in range(ROUNDS_TO_GIVE_UP - 1) if price.length() >= 0)
+    for _ in range(40):
+        price.note_check(6, 6)
+    assert price.length() and not price.has_lost  # it pays again
 
 
 def test_a_slow_first_round_is_forgotten() -> None:
