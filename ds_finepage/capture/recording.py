@@ -178,12 +178,20 @@ class Recording:
         if not rooms:
             return ends
         growing = self.growing(values)
-        most = max(rooms.values()) - min((values[n] for n in growing), default=0)
+        least = min(values[n] for n in growing)
 
-        def filled(more: int) -> dict[str, int]:
-            return {**ends, **{n: values[n] + more for n in growing}}
+        def filled(end: int) -> dict[str, int]:
+            return {**ends, **{n: values[n] - least + end for n in growing}}
 
-        return filled(_most(most, lambda more: self.admits(filled(more))))
+        key = tuple(sorted(filled(0).items()))  # the same for all rows in a room
+        if self._ends.get(key, -1) < least:
+            most = max(rooms.values()) - least
+            self._ends[key] = least + _most(most, lambda more: self.admits(filled(least + more)))
+        return filled(self._ends[key])
+
+    @cached_property
+    def _ends(self) -> dict[tuple[tuple[str, int], ...], int]:
+        return {}
 
     def growing(self, values: Mapping[str, int]) -> frozenset[str]:
         """Return the symbols that grow from step to step."""

@@ -187,6 +187,27 @@ def test_an_error_of_the_device_says_nothing_about_the_graph(
     assert recording.record(graph, (x,)).tasks
 
 
+def test_a_call_that_fills_its_room_is_planned_for_what_it_has() -> None:
+    """A plan is for some more new rows; behind as many as that leaves, a call has its own plan."""
+
+    def write(room: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        num_rows = rows.shape[0] + new.shape[0]
+        if num_rows >= room.shape[0]:
+            return new * 2
+        room.narrow(0, rows.shape[0], new.shape[0]).copy_(new)
+        return room.narrow(0, 0, num_rows) * 2
+
+    given = [
+        (torch.zeros(64, 4), torch.zeros(n, 0), torch.ones(num_new, 4))
+        for n, num_new in ((20, 2), (30, 3), (60, 3), (20, 2))
+    ]
+    runs = by_dynamo(write, *given, dynamic=True)
+    recordings = Recordings(runs[0][0])
+    for _, args in runs:
+        bucket = recordings.bucket_of(args, as_torch_says)
+        assert bucket is not None and bucket.holds(bucket.values)
+
+
 def test_rows_are_planned_for_as_many_as_their_room_has() -> None:
     """Calls that write behind the rows need one plan for a room, whatever the rows so far."""
 
