@@ -50,8 +50,12 @@ def acceptances_of(arguments: argparse.Namespace) -> list[float]:
                 f"--{name}: {number} with --draft; transformers assists one sequence, on one rank. "
                 f"Leave one of them out."
             )
-    if arguments.policy != "finepage" or "," in (arguments.weights or ""):
-        raise ConfigError("--draft: it is planned by finepage, with one form of the weights.")
+    has_several = "," in (arguments.weights or "")
+    if arguments.policy != "finepage" or arguments.no_split or has_several:
+        raise ConfigError(
+            "--draft: it is planned by finepage, which may cut weights, in one form of them. Leave "
+            "out --policy and --no-split, and name one form."
+        )
     return [_share(name) for name in options.names_of(text or ACCEPTANCES, "--acceptance")]
 
 

@@ -403,6 +403,14 @@ def test_auto_takes_a_stand_in_where_it_is_predicted_to_win(
     handle.detach()
 
 
+def test_auto_takes_no_draft_for_a_packed_model(llama: Any) -> None:
+    profile = replace(load_profile("t4"), h2d_bytes_per_s=1e6)
+    given = {**SETTINGS, "weights": "int8", "profile": profile}
+    handle = attach(llama, device_budget="80%weights", draft="auto", **given)
+    assert handle.draft is None
+    handle.detach()
+
+
 def test_auto_takes_no_draft_for_what_has_no_config() -> None:
     handle = attach(torch.nn.Linear(4, 4), device_budget="1MiB", draft="auto", device="cpu")
     assert handle.draft is None

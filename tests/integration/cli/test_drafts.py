@@ -83,6 +83,7 @@ def test_where_no_budget_has_room_a_note_says_so(cli: Cli, given: list[str]) -> 
         (["--draft", "stand-in", "--batch", "2"], "--batch: 2 with --draft"),
         (["--draft", "stand-in", "--ranks", "2"], "--ranks: 2 with --draft"),
         (["--draft", "stand-in", "--policy", "lru"], "--draft: it is planned by finepage"),
+        (["--draft", "stand-in", "--no-split"], "Leave out --policy and --no-split"),
         (["--draft", "stand-in", "--weights", "int8"], 'draft: "stand-in" packs layers'),
         (["--draft", "nowhere"], "nowhere"),
     ],
@@ -96,7 +97,7 @@ def test_options_that_cannot_be_used_are_refused(
 
 def test_one_form_of_the_weights_is_planned(cli: Cli, given: list[str]) -> None:
     several = ["--weights", "bf16,int8", "--draft", "stand-in"]
-    cli.of("curve", *given).refuses(*several, says="with one form of the weights")
+    cli.of("curve", *given).refuses(*several, says="and name one form")
 
 
 def test_a_pass_that_checks_reads_more_rows(model: str) -> None:
