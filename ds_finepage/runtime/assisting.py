@@ -187,6 +187,13 @@ class Assistance:
         if self.draft is not None and module is not self.draft.model:
             self.draft.generation.see_pass(kwargs)
 
+    def can_repeat(self, kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether a refused generation can begin again, without the draft of the model."""
+        draft = self.draft
+        if draft is None or not draft.assists_all or kwargs.get("streamer") is not None:
+            return False
+        return not draft.generation.has_tokens
+
     def refusal(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
         """Drop the draft after an error, and return one that says what the draft took."""
         if self.draft is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,8 @@ from ds_finepage.runtime.recompiles import CodeClaim
 
 if TYPE_CHECKING:
     from ds_finepage.runtime.calls import CallTaker
+
+logger = logging.getLogger(__name__)
 
 COMPILED_ONLY = ("use_associative_scan",)
 """Attributes by which modules of transformers take another algorithm where they are compiled. Its
@@ -79,13 +82,17 @@ class PlannedGeneration(ReplacedMethod):
         self._calls.preflight(args, kwargs)
         assistance, budget_bytes = self._calls.assistance, self._calls.budget_bytes()
         use = cache_use_of(self._module, args, kwargs, budget_bytes)
-        with assistance.turn(self._module, args, kwargs) as kwargs:
+        with assistance.turn(self._module, args, kwargs) as given:
             try:
                 with self._calls.generation(use):
-                    return self._original(*args, **kwargs)
+                    return self._original(*args, **given)
             except PlanInfeasibleError as error:
+                can_repeat = assistance.can_repeat(kwargs)
                 refusal = assistance.refusal(error)
-        raise refusal
+        if not can_repeat:
+            raise refusal
+        logger.warning("a prompt has no room beside the draft: %s", refusal)
+        return self(*args, **kwargs)
 
 
 class Attachment:

@@ -16,6 +16,7 @@ from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.execution.masters import HostWeight, weights_of
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.integrations.transformers import price
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
@@ -33,9 +34,28 @@ def generate(model: Any, length: int = 9, **settings: Any) -> torch.Tensor:
     return model.generate(token_ids(length), max_new_tokens=NEW, do_sample=False, **settings)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is as slow as its model stays, however the times are."""
+    monkeypatch.setattr(price, "ROUNDS_TO_GIVE_UP", 10_000)
+
+
 @pytest.fixture
 def llama() -> Any:
     return make_model("llama", **LAYERS)
+
+
+class Streamer:
+    """Sees the tokens of a generation."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def put(self, value: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
 
 def opposite(model: Any) -> Any:
@@ -125,22 +145,23 @@ def test_a_draft_that_is_never_right_soon_rests(llama: Any) -> None:
 
 
 def test_a_draft_that_does_not_pay_gives_its_room_back(
-    llama: Any, caplog: pytest.LogCaptureFixture
+    llama: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(price, "ROUNDS_TO_GIVE_UP", 2 * price.ROUNDS_BETWEEN_TRIALS)
     ids, given = token_ids(9), {"max_new_tokens": 100, "do_sample": False}
     draft, expected = opposite(llama), llama.generate(ids, **given)
     alone = draft.generate(ids, **given)
     handle = attach(llama, device_budget="150%weights", draft=draft, **SETTINGS)
     said, seen = "the draft LlamaForCausalLM does not pay", []
 
-    class Streamer(Changer):
+    class Watcher(Streamer):
         def put(self, value: torch.Tensor) -> None:
             if said in caplog.text:
                 last = handle._runner._last
                 assert last is not None
                 seen.append((handle.stats.num_drafted, last.live_bytes))
 
-    assert torch.equal(llama.generate(ids, streamer=Streamer(handle), **given), expected)
+    assert torch.equal(llama.generate(ids, streamer=Watcher(handle), **given), expected)
     assert caplog.text.count(said) == 1
     assert handle.draft is None and torch.equal(draft.generate(ids, **given), alone)
     nbytes = sum(w.nbytes for w in draft.parameters())
@@ -286,21 +307,13 @@ def test_threads_with_drafts_of_their_own_do_not_take_each_others_away(llama: An
     handle.detach()
 
 
-class Changer:
-    """A streamer that changes the draft amid a generation."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def put(self, value: torch.Tensor) -> None:
-        self.handle.take_draft(None)
-
-    def end(self) -> None:
-        pass
-
-
 def test_a_streamer_cannot_take_the_draft_away(llama: Any) -> None:
     handle = attach(llama, device_budget="90%weights", draft="stand-in", **SETTINGS)
+
+    class Changer(Streamer):
+        def put(self, value: torch.Tensor) -> None:
+            self.handle.take_draft(None)
+
     with pytest.raises(FinepageError, match=r"take_draft\(\) was called while the model generates"):
         generate(llama, streamer=Changer(handle))
     handle.take_draft(None)  # the turn is over
@@ -330,13 +343,21 @@ def test_a_model_that_deepspeed_holds_has_no_draft(llama: Any) -> None:
         attach(llama, device_budget="1MiB", draft="stand-in", take=of_deepspeed, **SETTINGS)
 
 
-def test_a_refusal_names_the_draft_and_the_next_call_runs_without_it(llama: Any) -> None:
+@pytest.mark.parametrize("has_streamer", [False, True])
+def test_a_refusal_names_the_draft_and_the_model_runs_without_it(
+    llama: Any, has_streamer: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = generate(llama)
     handle = attach(llama, device_budget="85%weights", draft="stand-in", **SETTINGS)
     nbytes = handle.stats.draft_bytes
     handle.replan(budget_bytes=nbytes + 60_000)
-    with pytest.raises(PlanInfeasibleError, match=rf"{nbytes} bytes of the device are the draft's"):
-        generate(llama)
+    says = f"{nbytes} bytes of the device are the draft's"
+    if has_streamer:  # which has seen the prompt
+        with pytest.raises(PlanInfeasibleError, match=says):
+            generate(llama, streamer=Streamer(handle))
+    else:
+        assert torch.equal(generate(llama), expected)
+        assert says in caplog.text
     assert handle.draft is None
     assert handle.stats.weight_bytes == sum(w.nbytes for w in llama.parameters())
     assert torch.equal(generate(llama), expected)

@@ -80,12 +80,14 @@ class _Sequence(threading.local):
         num_tokens: Tokens that the last round began with.
         num_drafted: Those that it drafted.
         left_ns: When it was handed over; None before the first round.
+        num_rounds: Rounds so far.
     """
 
     cache: Any = None
     num_tokens = 0
     num_drafted = 0
     left_ns: int | None = None
+    num_rounds = 0
 
 
 class DraftGeneration(ReplacedMethod):
@@ -118,6 +120,11 @@ class DraftGeneration(ReplacedMethod):
         """Begin a sequence, or forget the last one."""
         vars(self._sequence).clear()
 
+    @property
+    def has_tokens(self) -> bool:
+        """True where the model has made some tokens of the sequence."""
+        return self._sequence.num_rounds > 1
+
     def see_pass(self, kwargs: Mapping[str, Any]) -> None:
         """See a call of the model."""
         cache = given_cache(kwargs)
@@ -136,6 +143,7 @@ class DraftGeneration(ReplacedMethod):
         if not is_round or "input_ids" not in kwargs:
             return self._original(*args, **kwargs)
         sequence, ids = self._sequence, kwargs["input_ids"]
+        sequence.num_rounds += 1
         self._note(ids.shape[1])
         length = min(kwargs["max_new_tokens"], self.price.length())
         if self._is_stand_in and self._model_cache is None:
