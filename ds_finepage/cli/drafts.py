@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ds_finepage.capture.shipped import config_text
 from ds_finepage.cli import options, output
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
@@ -44,6 +45,8 @@ def acceptances_of(arguments: argparse.Namespace) -> list[float]:
         if text is not None:
             raise ConfigError("--acceptance: there is no --draft. Name one, or leave it out.")
         return []
+    if arguments.draft != "stand-in":
+        config_text(arguments.draft)  # refuses one that is not there
     for name in ("batch", "ranks"):
         if (number := getattr(arguments, name)) != 1:
             raise ConfigError(
