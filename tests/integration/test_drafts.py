@@ -66,7 +66,10 @@ def opposite(model: Any) -> Any:
     return draft
 
 
-def test_a_stand_in_drafts_from_the_weights_that_are_there() -> None:
+def test_a_stand_in_drafts_from_the_weights_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(price.Price, "length", lambda self: 6)  # whatever the times are
     llama = make_model("llama", num_hidden_layers=4)
     expected, before = generate(llama), dict(llama.named_parameters())
     addresses = {name: weight.data_ptr() for name, weight in before.items()}
