@@ -75,8 +75,8 @@ class CacheUse:
 
 
 SMALL_SHARE = 64
-"""A cache of one part in so many of the budget gets room for all its rows at once. That takes their
-room from weights at most, and saves the plans of each doubling."""
+"""A cache of one part in so many of the budget gets room for all its rows at once. Weights lose no
+more than that part of the budget, and no doubling is planned."""
 
 
 def cache_use_of(
