@@ -130,7 +130,7 @@ class BoundPlan:
         """Return the one read of a tensor that a task has made."""
 
         def named() -> torch.Tensor:
-            return self._arena.view(self.sizes.views[tensor], extent)
+            return self._arena.view(self.sizes.view(tensor), extent)
 
         return self.route_reads.setdefault((tensor, source), RouteRead(named))
 

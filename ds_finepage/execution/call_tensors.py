@@ -60,10 +60,10 @@ class CallTensors:
         Raises:
             TaskMismatchError: An argument has another shape, or other strides, than planned.
         """
-        views = self._sizes.views
+        view_of_call = self._sizes.view
         bases: dict[int, tuple[torch.Tensor, int]] = {}
         for position, tensor in self._arguments:
-            view, arg = views[tensor], args[position]
+            view, arg = view_of_call(tensor), args[position]
             if arg.shape != view.shape or arg.stride() != view.stride:
                 raise TaskMismatchError(
                     f"argument {position} of {self._graph.name} has shape "
@@ -78,14 +78,14 @@ class CallTensors:
             bases[buffer.id] = (host_bytes(self._sizes.nbytes(buffer), pinned=self._pinned), 0)
         with torch.inference_mode(False), torch.no_grad():
             return {
-                tensor: place(base[0], views[tensor], base[1])
+                tensor: place(base[0], view_of_call(tensor), base[1])
                 for tensor in self._wanted
-                if (base := bases.get(views[tensor].buffer)) is not None
+                if (base := bases.get(self._graph.tensors[tensor].buffer)) is not None
             }
 
     def constant(self, tensor: int) -> torch.Tensor:
         """Return a tensor of a constant buffer."""
-        view = self._sizes.views[tensor]
+        view = self._sizes.view(tensor)
         return view_of(self.constants[view.buffer], view)
 
     def outputs(

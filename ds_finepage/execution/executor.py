@@ -231,7 +231,7 @@ class Executor:
         extents = self.memgraph.placements[node.id]
 
         def tensor(index: int) -> torch.Tensor:
-            view = self._bound.sizes.views[index]
+            view = self._bound.sizes.view(index)
             if view.buffer in extents:
                 return self._arena.view(view, extents[view.buffer])
             return tensors[index] if index in tensors else self._bound.tensors.constant(index)

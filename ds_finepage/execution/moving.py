@@ -8,7 +8,7 @@ change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,30 +19,39 @@ from ds_finepage.graph.taskgraph import Buffer, Length, TaskGraph, TensorView
 
 
 class MovingViews:
-    """The tensors of a graph in the shapes of the current call.
-
-    ``views`` has them by tensor id.
-    """
+    """The tensors of a graph in the shapes of the current call."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        self.views: list[TensorView] = list(graph.tensors)
+        self._graph = graph
         self._positions = [position for _, position in graph.symbols]
-        self._varying = dict.fromkeys(t.id for t in graph.tensors if _varies(t))  # in order
-        self._sizes: tuple[int, ...] | None = None
-        self._places: list[Patch] = []
-        self._buffers = [b.id for b in graph.buffers if isinstance(b.nbytes, Length)]
-        self._planned = {b: int(graph.buffers[b].nbytes) for b in self._buffers}
-        self._nbytes = dict(self._planned)
         self._names = [name for name, _ in graph.symbols]
-        self._shapes = self._compile(
-            [_text(graph.tensors[t]) for t in self._varying]
-            + [graph.buffers[b].nbytes.formula for b in self._buffers]  # type: ignore[attr-defined]
-        )
-        self._arguments: Callable[..., tuple[Any, ...]] | None = None
+        self._varying = frozenset(t.id for t in graph.tensors if _varies(t))
+        self._sizes: tuple[int, ...] | None = None
+        self._places: list[Patch] = []  # of numbers
+        self._moved: dict[tuple[int, int, int], torch.Tensor] = {}
+        buffers = [b for b in graph.buffers if isinstance(b.nbytes, Length)]
+        self._planned = {b.id: int(b.nbytes) for b in buffers}
+        self._nbytes = dict(self._planned)
+        self._nbytes_of = self._compile([_formula(b.nbytes) for b in buffers])
+        self._shape_of: dict[int, Callable[..., tuple[Any, ...]]] = {}
+        self._views: dict[int, TensorView] = {}  # in these sizes
+        self._fill: Callable[..., tuple[Any, ...]] | None = None
 
     def varies(self, tensor: int) -> bool:
         """Return True if a tensor's shape, strides or offset depend on the call."""
         return tensor in self._varying
+
+    def view(self, tensor: int) -> TensorView:
+        """Return a tensor of the graph in the shape that it has in the current call."""
+        planned = self._graph.tensors[tensor]
+        if self._sizes is None or tensor not in self._varying:
+            return planned
+        if tensor not in self._views:
+            if tensor not in self._shape_of:
+                self._shape_of[tensor] = self._compile(_texts(planned))
+            shape = self._shape_of[tensor](*self._sizes)
+            self._views[tensor] = TensorView(tensor, planned.buffer, planned.dtype, *shape)
+        return self._views[tensor]
 
     def nbytes(self, buffer: Buffer) -> int:
         """Return the bytes of a buffer in the current call."""
@@ -53,46 +62,51 @@ class MovingViews:
     ) -> None:
         """Fill a place for each call from now on.
 
-        A tensor gets any tensor on its storage, and the begin of its buffer there.
+        A tensor gets any tensor on its storage, and the begin of its buffer there. Places of the
+        same tensor there share one, so that a call changes its shape once.
         """
-        self._places.append(patch)
-        if patch.tensor is not None:
-            assert storage_of is not None
-            tensor = view_of(storage_of, self.views[patch.tensor], offset_bytes)
-            patch.container[patch.key] = tensor
-            patch.begin = offset_bytes // tensor.element_size()
+        if patch.tensor is None:
+            self._places.append(patch)
+            return
+        assert storage_of is not None
+        key = patch.tensor, storage_of.data_ptr(), offset_bytes
+        if key not in self._moved:
+            self._moved[key] = view_of(storage_of, self._graph.tensors[patch.tensor], offset_bytes)
+        patch.container[patch.key] = self._moved[key]
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Fill all places for the sizes of a call; return False if a buffer is too small."""
         sizes = tuple(args[position] for position in self._positions)
         if sizes == self._sizes or not self._positions:
             return True
-        values = self._shapes(*sizes)
-        nbytes = dict(zip(self._buffers, values[len(self._varying) :], strict=True))
-        if any(nbytes[b] > self._planned[b] for b in self._buffers):
+        nbytes = dict(zip(self._planned, self._nbytes_of(*sizes), strict=True))
+        if any(nbytes[b] > planned for b, planned in self._planned.items()):
             return False
-        for tensor, (shape, stride, offset) in zip(self._varying, values, strict=False):
-            old = self.views[tensor]
-            self.views[tensor] = TensorView(tensor, old.buffer, old.dtype, shape, stride, offset)
-        self._nbytes = nbytes
-        if self._arguments is None:
-            texts = [p.size.formula for p in self._places if p.size is not None]
-            self._arguments = self._compile(texts)
-        self._fill(iter(self._arguments(*sizes)))
-        self._sizes = sizes
+        self._nbytes, self._sizes = nbytes, sizes
+        self._views.clear()
+        if self._fill is None:
+            self._fill = self._compiled_fill()
+        self._fill(*sizes)
         return True
 
-    def _fill(self, arguments: Iterator[Any]) -> None:
+    def _compiled_fill(self) -> Callable[..., tuple[Any, ...]]:
+        """Return the function that fills all places: a call of a method for each of them."""
+        texts: list[str] = []
+        methods: list[Callable[..., Any]] = []
+        for (tensor, _, offset_bytes), moved in self._moved.items():
+            shape, stride, offset = _texts(self._graph.tensors[tensor])
+            begin = offset_bytes // moved.element_size()
+            texts.append(f"do[{len(methods)}]({shape}, {stride}, {begin} + {offset})")
+            methods.append(moved.as_strided_)
         for patch in self._places:
-            if patch.tensor is None:
-                patch.container[patch.key] = next(arguments)
-            else:
-                view, tensor = self.views[patch.tensor], patch.container[patch.key]
-                tensor.as_strided_(view.shape, view.stride, patch.begin + view.offset)
+            assert patch.size is not None
+            texts.append(f"do[{len(methods)}]({patch.key!r}, {_formula(patch.size)})")
+            methods.append(patch.container.__setitem__)
+        return self._compile(texts, do=methods)
 
-    def _compile(self, texts: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    def _compile(self, texts: Sequence[str], **given: Any) -> Callable[..., tuple[Any, ...]]:
         body = "".join(f"{text}, " for text in texts)
-        names = {"__builtins__": {"min": min, "max": max}, "math": math}
+        names = {"__builtins__": {"min": min, "max": max}, "math": math, **given}
         compiled: Callable[..., tuple[Any, ...]] = eval(
             f"lambda {', '.join(self._names)}: ({body})", names
         )
@@ -103,11 +117,11 @@ def _varies(view: TensorView) -> bool:
     return any(isinstance(n, Length) for n in (*view.shape, *view.stride, view.offset))
 
 
-def _text(view: TensorView) -> str:
+def _texts(view: TensorView) -> tuple[str, str, str]:
     def tuple_text(values: tuple[int, ...]) -> str:
         return "(" + "".join(f"{_formula(v)}, " for v in values) + ")"
 
-    return f"({tuple_text(view.shape)}, {tuple_text(view.stride)}, {_formula(view.offset)})"
+    return tuple_text(view.shape), tuple_text(view.stride), _formula(view.offset)
 
 
 def _formula(value: int) -> str:

@@ -57,17 +57,12 @@ class BoundTask:
 
 @dataclass(slots=True)
 class Patch:
-    """A place in a bound task's arguments that each call fills: a tensor, or a size.
-
-    A tensor that follows from the sizes alone has the begin of its buffer in its storage, in
-    elements.
-    """
+    """A place in a bound task's arguments that each call fills: a tensor, or a size."""
 
     container: Any  # list or dict
     key: Any
     tensor: int | None
     size: Length | None = None
-    begin: int = 0
 
 
 def resolve_op(name: str) -> Any:

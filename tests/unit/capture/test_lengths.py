@@ -51,10 +51,22 @@ def test_views_follow_the_call_as_far_as_the_plan_has_room() -> None:
     views = MovingViews(graph)
     assert views.varies(0)
     assert views.set_sizes([None, 5])
-    assert views.views[0].shape == (5, 4)
+    assert views.view(0).shape == (5, 4)
     assert views.nbytes(graph.buffers[0]) == 80
     assert not views.set_sizes([None, 17])
-    assert views.views[0].shape == (5, 4)  # as it was
+    assert views.view(0).shape == (5, 4)  # as it was
+
+
+def test_places_of_one_tensor_share_it_and_others_do_not() -> None:
+    views = MovingViews(of_rows(BufferKind.ACTIVATION))
+    storage, places = torch.zeros(1024, dtype=torch.uint8), [None] * 4
+    for place, offset in enumerate([0, 0, 512]):
+        views.add(Patch(places, place, tensor=0), storage, offset)
+    views.add(Patch(places, 3, tensor=None, size=Length(16, "s0")))
+    assert views.set_sizes([None, 5])
+    first, second, other, size = (places[i] for i in range(4))
+    assert first is second and first.shape == other.shape == (5, 4)
+    assert (first.storage_offset(), other.storage_offset(), size) == (0, 128, 5)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
