@@ -33,7 +33,7 @@ from rich.table import Table
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
-from ds_finepage.api import attach
+from ds_finepage import api
 from ds_finepage.cli.options import counts_of
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.execution.executor import Executor
@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({}, {}),
     "prompt lookup": ({}, {"prompt_lookup_num_tokens": DRAFTED}),
     "smaller model": ({}, {"assistant_model": "draft"}),
+    "stand-in int8": ({"draft": "stand-in", "weights_group": 16}, {}),
     "stand-in int4": ({"draft": "stand-in", "weights_group": 16}, {}),
 }
 """Kinds of drafts: settings of ``attach``, and arguments of ``generate``."""
@@ -164,7 +165,8 @@ def measure(
     if "assistant_model" in given:
         given = {"assistant_model": load(folder / given["assistant_model"])}
     expected = generate(target, prompts, {})
-    handle = attach(target, device_budget=budget_bytes, device="cpu", **settings)
+    api.STAND_IN_FORM = name.split()[-1]
+    handle = api.attach(target, device_budget=budget_bytes, device="cpu", **settings)
     passes = note_passes(target)  # after a stand-in was made, which has methods of its own
     generate(target, prompts[:12], given)  # it makes nearly all plans
     with slow_copies(bytes_per_s):

@@ -47,7 +47,7 @@ from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import POLICIES, policy_named
 from ds_finepage.planning.simulator import simulate
 from ds_finepage.runtime.calls import AroundCall
-from ds_finepage.runtime.drafts import STAND_IN, Draft, stand_in_of
+from ds_finepage.runtime.drafts import STAND_IN, STAND_IN_FORM, Draft, stand_in_of
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
@@ -307,7 +307,7 @@ def _draft_of(
     if isinstance(given, torch.nn.Module):
         return Draft(given)
     if config.draft in (STAND_IN, "auto"):
-        form = PackedForm.parse("int4", config.weights_group)
+        form = PackedForm.parse(STAND_IN_FORM, config.weights_group)
         # A product in registers takes a fifth of the time, and may differ from what it stands for.
         form = replace(form, fused=why_not(settings.device) is None)
         if config.draft == "auto":
@@ -317,7 +317,7 @@ def _draft_of(
             if not wins(module, budget_bytes, settings.profile, **shape):
                 logger.warning("a stand-in is not predicted to gain a tenth; there is no draft")
                 return None
-        return Draft(stand_in_of(module, budget_bytes, form), is_stand_in=True)
+        return Draft(stand_in_of(module, budget_bytes, form), stands_for=module)
     from transformers import AutoModelForCausalLM
 
     try:

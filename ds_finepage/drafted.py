@@ -33,7 +33,7 @@ from ds_finepage.integrations.transformers.price import (
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.tabular import table_of
-from ds_finepage.runtime.drafts import STAND_IN, layers_to_share
+from ds_finepage.runtime.drafts import STAND_IN, STAND_IN_FORM, layers_to_share
 from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 from ds_finepage.whatif import CapturedModel, capture_model, plan_captured, plan_resident
 
@@ -129,7 +129,7 @@ def with_draft(
             f'draft: "stand-in" packs layers, and those of {model} are packed already. Name a '
             f"smaller model, or leave out the form of the weights."
         )
-    form = PackedForm.parse("int4", weights_group)
+    form = PackedForm.parse(STAND_IN_FORM, weights_group)
     packed = capture_model(model, weights=form.name, fused_unpacking=fused, **given)
     return Drafted(captured, check, packed, profile, vocabulary, form)
 

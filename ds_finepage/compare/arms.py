@@ -69,6 +69,14 @@ ARMS: dict[str, Arm] = {
         _by_plan("horizon-published", "published algorithm", "horizon-published"),
         _by_plan("finepage-horizon", "ds_finepage, horizon", "horizon", is_ours=True),
         _by_plan(OURS, "ds_finepage", "finepage", is_ours=True),
+        _arm(
+            "finepage-draft",
+            "ds_finepage with a stand-in",
+            "draft_arm",
+            "",
+            is_ours=True,
+            why_one_rank="transformers assists a generation on one rank",
+        ),
     )
 }
 

@@ -62,6 +62,22 @@ def timed_forwards(engine: Engine) -> Iterator[list[Forward]]:
             del owner.__call__
 
 
+def a_token(forwards: Sequence[Forward], wall_ns: int, new_tokens: int) -> Forward:
+    """Return what a token behind the first one takes, where a forward may yield several.
+
+    Args:
+        forwards: Those of a call of ``generate``.
+        wall_ns: The time of the call, with the steps of a draft.
+        new_tokens: The tokens of the call.
+    """
+    num_tokens = max(1, new_tokens - 1)
+    return Forward(
+        wall_ns=(wall_ns - forwards[0].wall_ns) // num_tokens,
+        h2d_bytes=sum(forward.h2d_bytes or 0 for forward in forwards[1:]) // num_tokens,
+        d2h_bytes=sum(forward.d2h_bytes or 0 for forward in forwards[1:]) // num_tokens,
+    )
+
+
 def _since(before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None else now - before
 

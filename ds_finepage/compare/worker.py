@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import Engine, RunRequest, load_request
-from ds_finepage.compare.stopwatch import Forward, median_ns, timed_forwards
+from ds_finepage.compare.stopwatch import Forward, a_token, median_ns, timed_forwards
 from ds_finepage.errors import reason_of
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
@@ -100,6 +100,7 @@ class Worker:
         """Generate once; return the forwards."""
         request = self._request
         ids = self._ids.to(engine.device)
+        start = time.perf_counter_ns()
         with timed_forwards(engine) as forwards, torch.no_grad():
             found = engine.model.generate(
                 ids,
@@ -107,10 +108,14 @@ class Worker:
                 max_new_tokens=request.new_tokens,
                 min_new_tokens=request.new_tokens,
                 do_sample=False,
-                cache_implementation="static",
+                cache_implementation=None if engine.drafts else "static",
                 disable_compile=True,  # compiled code would round differently
             )
         self.tokens.append(found.tolist())
+        if engine.drafts:
+            wall_ns = time.perf_counter_ns() - start
+            engine.notes = [f"{request.new_tokens / len(forwards):.1f} tokens a pass"]
+            return [forwards[0], a_token(forwards, wall_ns, request.new_tokens)]
         return forwards
 
     def _count(self, engine: Engine, start_ns: int) -> tuple[dict[str, Any], list[Forward]]:

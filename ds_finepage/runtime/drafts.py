@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ STREAM_MATRICES = 3
 
 STAND_IN = "stand-in"
 
+STAND_IN_FORM = "int4"
+"""Of the copies of layers that stream."""
+
 
 class Draft:
     """A draft of an attached model, and its weights, which stay on the device.
@@ -45,8 +49,10 @@ class Draft:
             name it.
     """
 
-    def __init__(self, model: Any, *, is_stand_in: bool = False, assists_all: bool = True) -> None:
+    def __init__(self, model: Any, *, stands_for: Any = None, assists_all: bool = True) -> None:
         """Take a draft; its weights are where they are until :meth:`move_to`.
+
+        A stand-in comes with the model that it ``stands_for``.
 
         Raises:
             ConfigError: It is no model that generates.
@@ -57,8 +63,11 @@ class Draft:
             )
         self.model = model
         self.assists_all = assists_all
+        is_stand_in = stands_for is not None
         self.generation = drafting.DraftGeneration(model, is_stand_in=is_stand_in)
         self._weights = {id(p): p for p in model.parameters()}
+        owner = stands_for if is_stand_in else model
+        self._with_home = [p for p in owner.parameters() if p in self]
         self._homes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.nbytes = sum(weight.nbytes for weight in self._weights.values())
 
@@ -96,17 +105,18 @@ class Draft:
             )
 
     def move_to(self, device: torch.device) -> None:
-        """Move the weights to a device."""
-        self._homes = [(weight, data_of(weight)) for weight in self.weights]
+        """Copy the weights to a device, also to the CPU, where the budget counts them too."""
+        self._homes = [(weight, data_of(weight)) for weight in self._with_home]
         for weight, home in self._homes:
-            set_data(weight, home.to(device))
+            set_data(weight, home.to(device, copy=True))
+        for weight in self.weights:  # packed copies live on the device only
+            set_data(weight, data_of(weight).to(device))
 
     def move_back(self) -> None:
         """Move the weights back, with what was written meanwhile."""
         for weight, home in self._homes:
             now = data_of(weight)
-            if now.device != home.device:
-                set_data(weight, home.copy_(now))
+            set_data(weight, home.copy_(now))
         self._homes = []
 
 
@@ -171,13 +181,18 @@ def layers_to_share(
     """
     copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
     _, logits_bytes = drafting.longest_draft(vocabulary, budget_bytes)
-    stream_bytes = max(int(STREAM_SHARE * budget_bytes), STREAM_MATRICES * largest_bytes)
+    fewest_bytes = STREAM_MATRICES * largest_bytes
+    stream_bytes = max(int(STREAM_SHARE * budget_bytes), fewest_bytes)
     least = other_bytes + sum(copies.values())
     room = budget_bytes - stream_bytes - logits_bytes - least
     if room < 0:
-        most = 1 - 1 / drafting.LOGITS_SHARE
-        fixed = least + STREAM_MATRICES * largest_bytes
-        need = int(max(least / (most - STREAM_SHARE), fixed / most)) + 1
+        _, fewest_logits_bytes = drafting.longest_draft(vocabulary, 0)
+        stream = ((STREAM_SHARE, 0), (0.0, fewest_bytes))  # a share, or bytes where those are more
+        logits = ((1 / drafting.LOGITS_SHARE, 0), (0.0, fewest_logits_bytes))
+        need = 1 + max(
+            int((least + a_bytes + b_bytes) / (1 - a - b))
+            for (a, a_bytes), (b, b_bytes) in product(stream, logits)
+        )
         raise PlanInfeasibleError(
             f"a stand-in of {form.name} takes {format_bytes(least)} and leaves "
             f"{format_bytes(stream_bytes + logits_bytes)} to the model; device_budget is "

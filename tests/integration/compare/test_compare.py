@@ -112,6 +112,11 @@ def test_ours_holds_the_budget_and_shows_its_passes(
     assert found.first_token_ns > found.load_ns > 0
 
 
+def test_a_batch_cannot_be_drafted_for(compared: Compared, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="assists one sequence, and the batch has 2"):
+        compared.run("finepage-draft", tmp_path)
+
+
 @pytest.fixture
 def observed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[str]]]:
     """Return what an engine has observed, and its notes, for counters of a handle."""

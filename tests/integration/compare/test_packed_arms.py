@@ -14,6 +14,7 @@ from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.compare.modelling import model_arm, modeller_of
 from ds_finepage.compare.worker import NUM_RECORDED
+from ds_finepage.errors import ConfigError
 from ds_finepage.modeller import Modeller
 from ds_finepage.packing import op
 from ds_finepage.packing.form import PackedForm
@@ -64,7 +65,9 @@ def expected(compared: Compared) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("arm", [name for name in ARMS if not ARMS[name].observes])
+@pytest.mark.parametrize(
+    "arm", [arm.name for arm in ARMS.values() if not (arm.observes or arm.is_ours)]
+)
 def test_other_systems_run_the_packed_model(
     arm: str, compared: Compared, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -74,6 +77,27 @@ def test_other_systems_run_the_packed_model(
         if arm != "plain":
             assert phase.h2d_bytes == phase.modelled_h2d_bytes, arm
         assert (phase.h2d_bytes or 0) <= compared.models.weight_bytes
+
+
+def test_a_stand_in_drafts_within_the_budget_and_tokens_stay_equal(
+    compared: Compared, tmp_path: Path
+) -> None:
+    budget_bytes = models_of(compared.folder, DS_CONFIG).weight_bytes * 8 // 10
+    asked = {"ds_config": DS_CONFIG, "budget_bytes": budget_bytes}
+    ours, _ = compared.run("finepage", tmp_path, **asked)
+    found, tokens = compared.run("finepage-draft", tmp_path, **asked)
+    assert tokens == [compared.tokens(compared.plain())] * 3
+    assert found.peak_bytes and found.peak_bytes <= budget_bytes
+    assert found.settings["draft"] == "stand-in"
+    (note,) = found.notes
+    num_tokens = float(note.removesuffix(" tokens a pass"))
+    assert found.decode.wall_ns and found.decode.h2d_bytes is not None
+    assert num_tokens == 1 or found.decode.h2d_bytes < ours.decode.h2d_bytes
+
+
+def test_a_packed_model_has_no_stand_in(compared: Compared, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model is quantised already"):
+        compared.run("finepage-draft", tmp_path)
 
 
 def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(

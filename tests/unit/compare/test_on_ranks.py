@@ -83,11 +83,12 @@ def test_tokens_of_every_rank_count(ranks: FakeRanks, rank: int) -> None:
 
 def test_an_arm_of_one_rank_says_why(ranks: FakeRanks) -> None:
     arms = tuple(name for name, arm in ARMS.items() if arm.why_one_rank)
-    assert arms == ("accelerate-map",)
+    assert arms == ("accelerate-map", "finepage-draft")
     found = ranks.comparison(arms=(*arms, "zero"), num_ranks=2).run()
     for each in found.runs[:-1]:
         assert each.reason == ARMS[each.arm].why_one_rank
-        assert "moves whole layers of one process, and has no ranks" in each.reason
+    assert "moves whole layers of one process, and has no ranks" in found.runs[0].reason
+    assert "transformers assists a generation on one rank" in found.runs[1].reason
     assert found.runs[-1].reason is None
     assert [arm for arm, _ in ranks.arms] == ["zero", "zero"]
 

@@ -9,7 +9,7 @@ import torch
 
 from ds_finepage.compare import stopwatch
 from ds_finepage.compare.engine import Engine
-from ds_finepage.compare.stopwatch import Forward, median_ns, timed_forwards
+from ds_finepage.compare.stopwatch import Forward, a_token, median_ns, timed_forwards
 
 
 class Part(torch.nn.Module):
@@ -79,3 +79,10 @@ def test_a_class_with_a_call_of_its_own_gets_it_back(engine: Counting) -> None:
 def test_the_median_is_that_of_the_times() -> None:
     forwards = [Forward(wall_ns=n, h2d_bytes=None, d2h_bytes=None) for n in (9, 1, 4)]
     assert median_ns(forwards) == 4
+
+
+def test_a_token_takes_its_share_of_all_passes_behind_the_prompt() -> None:
+    forwards = [Forward(wall_ns=ns, h2d_bytes=ns + 1, d2h_bytes=2) for ns in (50, 10, 20)]
+    # Draft steps take what is left of the time of the call.
+    assert a_token(forwards, 130, 5) == Forward(wall_ns=20, h2d_bytes=8, d2h_bytes=1)
+    assert a_token(forwards[:1], 50, 1) == Forward(wall_ns=0, h2d_bytes=0, d2h_bytes=0)
