@@ -199,13 +199,14 @@ class Recording:
         return growing_sizes({n: v for n, v in values.items() if n in names})
 
     def grown(self, values: Mapping[str, int], more: int) -> dict[str, int]:
-        """Return the sizes of a call whose growing sizes are larger by ``more``."""
-        return {**values, **{name: values[name] + more for name in self.growing(values)}}
+        """Return the sizes of a call that is larger by ``more``, as far as its plan may be."""
+        top = self.upper_end(values)
+        return {name: min(value + more, top[name]) for name, value in values.items()}
 
     def room_to_grow(self, values: Mapping[str, int], has_room: Callable[[TaskGraph], bool]) -> int:
         """Return by how much a call can grow until it has no room, or needs another plan."""
-        top, growing = self.upper_end(values), self.growing(values)
-        most = max((top[name] - values[name] for name in growing), default=0)
+        top = self.upper_end(values)
+        most = max((top[name] - values[name] for name in values), default=0)
 
         def holds(more: int) -> bool:
             sizes = self.grown(values, more)

@@ -11,7 +11,7 @@ from ds_finepage.capture.recording import Bucket, Recordings, record
 from ds_finepage.errors import CaptureError, PlanInfeasibleError
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.runtime.pass_maker import PassMaker
-from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.passes import Habit, Pass
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
 
@@ -40,6 +40,7 @@ class PassTable:
         self._passes: OrderedDict[tuple[Any, ...], Pass | None] = OrderedDict()
         self._in_order: list[Pass] = []  # of their capture
         self._recordings: dict[DynamoGraph, Recordings] = {}
+        self._habits: dict[DynamoGraph, Habit] = {}
         # Bucket of sizes -> the part of it that had room, under these settings.
         self._longest: dict[_Key, tuple[Bucket, RunSettings]] = {}
         self._library_bytes = maker.meter.library_bytes  # that the passes count
@@ -58,6 +59,7 @@ class PassTable:
         self._passes.clear()
         self._in_order.clear()
         self._recordings.clear()
+        self._habits.clear()
         self._longest.clear()
 
     def candidates(
@@ -127,6 +129,7 @@ class PassTable:
             try:
                 found = self.maker.size(capture(), settings)
                 self._count_library()
+                found.habit = self._habits.setdefault(key[0], found.habit)
                 self._in_order.append(found)
                 self._passes[key] = found
             except CaptureError as error:

@@ -28,6 +28,18 @@ IGNORED_LIVE_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
 """Live tensors of earlier passes count only above this; the slack of the budget covers less."""
 
 
+class Habit:
+    """How often passes of one graph, for calls of any size, follow another pass."""
+
+    def __init__(self) -> None:
+        self.num_runs = self.num_entries = 0
+
+    @property
+    def is_alternating(self) -> bool:
+        """True where most runs followed another pass."""
+        return 2 * self.num_entries > self.num_runs
+
+
 class Pass:
     """One captured shape of one graph; see [Note: the states of a pass].
 
@@ -41,6 +53,7 @@ class Pass:
             place; None where there is none.
         live_bytes: Bytes of live tensors beside the pass that its needs include.
         unfit_bytes: Those that left it no room the last time, dead ones collected; -1 for none.
+        habit: That of its graph.
     """
 
     def __init__(self, graph: TaskGraph, needs: Needs, *, resident_bytes: int = 0) -> None:
@@ -53,7 +66,8 @@ class Pass:
         self.live_bytes, self.unfit_bytes = 0, -1
         self._rewrite_workspace_bytes = 0  # beyond the workspace of the captured tasks
         self._arena_bytes = self._lower_bound_bytes = 0
-        self._num_runs = self._num_entries = 0
+        self.habit = Habit()
+        self._num_runs = 0
         self._last_run = PassCounters()
 
     # Transitions.
@@ -141,11 +155,6 @@ class Pass:
 
     # The order of passes.
 
-    @property
-    def is_alternating(self) -> bool:
-        """True where most runs followed another pass."""
-        return 2 * self._num_entries > self._num_runs
-
     def follow(self, before: Pass | None, *, may_adapt: bool) -> None:
         """Note that the pass runs after another one.
 
@@ -154,14 +163,16 @@ class Pass:
         """
         if before is self:
             return
-        may_adapt = may_adapt and self.is_alternating
-        self._num_entries += 1
+        may_adapt = may_adapt and self.habit.is_alternating
+        self.habit.num_entries += 1
         if before is None or before.memgraph is None or not may_adapt:
             return
         if not self.graph.weight_bytes or not before.memgraph.entry:
             return  # one is a draft's, whose weights stay beside the arena
-        # Only once: where prompts of many lengths take turns, each step follows another pass.
-        if self.alternating is None and before.alternating is not self:
+        # Only once in an arena: where many lengths take turns, each step follows another pass.
+        theirs = None if self.alternating is None else self.alternating.memgraph
+        is_new = theirs is None or theirs.arena_bytes > before.memgraph.arena_bytes
+        if is_new and before.alternating is not self:
             self.alternating = before
             self.invalidate_plan("it keeps following another pass")
 
@@ -205,6 +216,7 @@ class Pass:
     def count_run(self, counted: PassCounters) -> None:
         """Count a run and its transfers."""
         self._num_runs += 1
+        self.habit.num_runs += 1
         self._last_run = counted
 
     def stats(self) -> PassStats:

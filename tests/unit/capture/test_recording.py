@@ -119,7 +119,7 @@ def test_a_call_grows_until_it_has_no_room_or_needs_another_plan() -> None:
     assert recording.room_to_grow(values, has_room) == 5
     assert len(asked) <= 4
     longest = bucket.for_sizes(recording.grown(values, 5))
-    assert rows(longest.sizes) == [25, 26, 9]  # rows that do not grow stay as they are
+    assert rows(longest.sizes) == [25, 26, 14]  # all rows grow, as far as their plan may be
     assert longest.key != bucket.key
     assert longest.holds(recording.grown(values, 4)) and longest.holds(longest.sizes)
     assert not longest.holds(recording.grown(values, 6))

@@ -267,6 +267,15 @@ def test_a_call_whose_bucket_has_no_room_is_planned_for_the_longest_call_with_ro
     assert (graph.captured, made.counters.num_captures) == ([], 1)
 
 
+def test_passes_of_one_graph_have_one_habit() -> None:
+    made, graph = remembering(), ManySizesGraph()
+    first, second = made.found(graph, 5, 15)
+    (other,) = made.found(ManySizesGraph(), 5)
+    assert first.habit is second.habit is not other.habit
+    made.table.forget()
+    assert made.found(graph, 5)[0].habit is not first.habit
+
+
 def sized_need(size: int) -> int:
     needs = needs_of(sized(size), alignment=64, cuts_weights=False)
     return needs.min_budget_bytes

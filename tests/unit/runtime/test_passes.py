@@ -68,7 +68,18 @@ def test_a_pass_alternates_where_most_runs_followed_another_pass() -> None:
     for follows, is_alternating in ((True, True), (False, False), (True, True), (False, False)):
         found.follow(other if follows else found, may_adapt=False)
         found.count_run(PassCounters())
-        assert found.is_alternating == is_alternating
+        assert found.habit.is_alternating == is_alternating
+
+
+def test_a_pass_adapts_once_in_an_arena() -> None:
+    found, other, smaller = bound_pass(), planned_pass(), planned_pass()
+    found.follow(None, may_adapt=True)
+    found.follow(other, may_adapt=True)
+    found.set_plan(plan_checked(found.graph, ARENA, run_settings().planning))
+    assert smaller.memgraph is not None
+    smaller.memgraph = replace(smaller.memgraph, arena_bytes=ARENA - 1)  # the arena has shrunk
+    found.follow(smaller, may_adapt=True)
+    assert found.alternating is smaller and found.memgraph is None
 
 
 @pytest.mark.parametrize(

@@ -167,10 +167,10 @@ def test_the_pass_that_ran_last_is_followed(rig: Rig) -> None:
     first, second = pass_named("first"), pass_named("second")
     for found in (first, second, second):
         rig.run(found)
-    assert (first._num_entries, second._num_entries) == (1, 1)
+    assert (first.habit.num_entries, second.habit.num_entries) == (1, 1)
     rig.runner.forget()
     rig.run(second)
-    assert second._num_entries == 2
+    assert second.habit.num_entries == 2
 
 
 # Room for a KV cache that moves.
