@@ -56,7 +56,7 @@ class PlanInfeasibleError(FinepageError):
 
 
 class InvalidPlanError(FinepageError):
-    """A memgraph breaks an invariant, or belongs to another model or version."""
+    """A memgraph breaks an invariant, or its file is of another version."""
 
 
 class TaskMismatchError(FinepageError):

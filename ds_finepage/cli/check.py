@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the plan, check it, print its figures."""
-    found = figures_of(check(codec.load_plan(arguments.file)))
+    found = figures_of(check(codec.load(arguments.file, MemGraph)))
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:

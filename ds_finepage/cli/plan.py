@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{profile.name}; this is what a card of its speed with more memory would do"
         )
     if arguments.out is not None:
-        codec.save_plan(planned.memgraph, arguments.out)
+        codec.save(planned.memgraph, arguments.out)
     points = drafts.points_of(arguments, [planned.figures.budget_bytes])
     if arguments.json:
         print(json.dumps(asdict(planned.figures) | drafts.as_json(arguments, points), indent=2))

@@ -85,7 +85,7 @@ def of_plan(path: Path, hardware: str | None) -> dict[str, tuple[MemGraph, Timel
         ConfigError: The file cannot be read, or no profile is named.
         InvalidPlanError: It is no right plan.
     """
-    memgraph = check(codec.load_plan(path))
+    memgraph = check(codec.load(path, MemGraph))
     if hardware is None:
         raise ConfigError("a plan has no times. Name the machine with --hardware.")
     from ds_finepage.planning.simulator import simulate

@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import ConfigError
 from ds_finepage.files import read_file, write_file
 from ds_finepage.graph import codec
@@ -333,7 +334,7 @@ def save_passes(passes: Sequence[ObservedPass], folder: Path) -> None:
         ConfigError: A file cannot be written.
     """
     for found in passes:
-        codec.save_plan(found.memgraph, folder / f"{found.name}.plan.json")
+        codec.save(found.memgraph, folder / f"{found.name}.plan.json")
         codec.save(found.predicted, folder / f"{found.name}.predicted.json")
         if found.measured is not None:
             codec.save(found.measured, folder / f"{found.name}.measured.json")
@@ -355,7 +356,7 @@ def load_passes(folder: Path) -> list[ObservedPass]:
         found.append(
             ObservedPass(
                 name=name,
-                memgraph=codec.load_plan(path),
+                memgraph=check(codec.load(path, MemGraph)),
                 predicted=codec.load(folder / f"{name}.predicted.json", Timeline),
                 measured=codec.load(measured, Timeline) if measured.exists() else None,
             )

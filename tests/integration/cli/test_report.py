@@ -49,7 +49,7 @@ def test_a_trace_of_a_folder(folder: Path, cli: Cli) -> None:
 
 def test_a_trace_of_a_plan(tmp_path: Path, cli: Cli) -> None:
     plan, out = tmp_path / "plan.json", tmp_path / "plan.trace.json"
-    codec.save_plan(planned().memgraph, plan)
+    codec.save(planned().memgraph, plan)
     cli.refuses("trace", plan, says="Name the machine with --hardware")
     arguments = ["trace", str(plan), "--hardware", "v100-16gb"]
     cli(*arguments)

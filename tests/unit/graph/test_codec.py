@@ -56,7 +56,7 @@ def test_round_trip_keeps_nan() -> None:
 
 def test_memgraph_round_trip() -> None:
     memgraph = make_memgraph(GRAPH)
-    back = codec.loads_memgraph(codec.dumps(memgraph), GRAPH)
+    back = codec.loads(codec.dumps(memgraph), MemGraph)
     assert back == memgraph
     assert codec.dumps(back) == codec.dumps(memgraph)
 
@@ -65,17 +65,14 @@ def test_empty_graph_round_trip() -> None:
     graph = TaskGraph("", (), (), ())
     assert codec.loads(codec.dumps(graph), TaskGraph) == graph
     empty = MemGraph(graph, "none", 0, 1, (), (), (), ())
-    assert codec.loads_memgraph(codec.dumps(empty), graph) == empty
+    assert codec.loads(codec.dumps(empty), MemGraph) == empty
 
 
 def test_equal_objects_give_equal_bytes() -> None:
     assert codec.dumps(make_graph()) == codec.dumps(make_graph())
     profile = make_profile()
-    other_order = dataclasses.replace(
-        profile, capacity_bytes=2**34, flops_per_s=dict(reversed(profile.flops_per_s.items()))
-    )
     as_integers = dataclasses.replace(profile, h2d_bytes_per_s=1_500_000_000)
-    assert codec.dumps(other_order) == codec.dumps(as_integers) == codec.dumps(profile)
+    assert codec.dumps(as_integers) == codec.dumps(profile)
 
 
 def test_text_is_one_line_of_json() -> None:
@@ -83,7 +80,7 @@ def test_text_is_one_line_of_json() -> None:
     assert text.count("\n") == 1 and text.endswith("}\n")
     document = json.loads(text)
     assert list(document)[:3] == ["kind", "format", "name"]
-    assert (document["kind"], document["format"]) == ("taskgraph", 4)
+    assert (document["kind"], document["format"]) == ("taskgraph", 5)
     assert document["tasks"][0]["args"][0] == {"ref": 0}
 
 
@@ -95,6 +92,9 @@ def test_a_file_has_the_planned_sizes_alone() -> None:
 
     of_any_size = dataclasses.replace(graph(Length(8, "s0*2")), symbols=(("s0", 0),))
     assert codec.loads(codec.dumps(of_any_size), TaskGraph) == graph(8)
+    plan = MemGraph(of_any_size, "none", 0, 1, (), (), (), ())
+    assert codec.loads(codec.dumps(plan), MemGraph).graph == graph(8)
+    assert codec.fingerprint(of_any_size) == codec.fingerprint(graph(8))
 
 
 def test_large_graph_in_a_second() -> None:
@@ -144,57 +144,7 @@ def test_fingerprints_of_unequal_arguments_differ() -> None:
     assert len({codec.fingerprint(with_task(GRAPH, args=(v,))) for v in values}) == len(values)
 
 
-# --- memgraphs belong to a taskgraph ---------------------------------------------------------
-
-
-def test_memgraph_of_another_model_is_refused() -> None:
-    text = codec.dumps(make_memgraph(GRAPH))
-    other = dataclasses.replace(with_task(GRAPH, op="aten.add.Tensor"), name="other")
-    with pytest.raises(InvalidPlanError, match="another model or version") as caught:
-        codec.loads_memgraph(text, other)
-    message = str(caught.value)
-    assert "'tiny'" in message and "'other'" in message and "Plan again" in message
-    assert codec.fingerprint(GRAPH)[:12] in message and codec.fingerprint(other)[:12] in message
-
-
-def test_memgraph_of_another_version_is_refused() -> None:
-    text = codec.dumps(make_memgraph(GRAPH))
-    other = dataclasses.replace(GRAPH, versions=())
-    with pytest.raises(InvalidPlanError, match=r"torch 2\.13\.0.*no versions.*Plan again"):
-        codec.loads_memgraph(text, other)
-
-
-def test_memgraph_of_other_measured_costs_is_accepted() -> None:
-    measured = with_task(GRAPH, time_ns=12345)
-    back = codec.loads_memgraph(codec.dumps(make_memgraph(GRAPH)), measured)
-    assert back.graph is measured
-
-
-def test_memgraph_needs_its_taskgraph() -> None:
-    with pytest.raises(InvalidPlanError, match="kind is 'memgraph'; expected taskgraph"):
-        codec.loads(codec.dumps(make_memgraph(GRAPH)), TaskGraph)
-
-
 # --- what cannot be written ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("what", "graph"),
-    [
-        ("buffers", dataclasses.replace(GRAPH, buffers=GRAPH.buffers[1:])),
-        ("tensors", dataclasses.replace(GRAPH, tensors=GRAPH.tensors[1:])),
-        ("tasks", dataclasses.replace(GRAPH, tasks=GRAPH.tasks[1:])),
-    ],
-)
-def test_ids_must_be_positions(what: str, graph: TaskGraph) -> None:
-    with pytest.raises(InvalidPlanError, match=rf"{what}\[0\] has id 1; ids must be positions"):
-        codec.dumps(graph)
-
-
-def test_node_ids_must_be_positions() -> None:
-    memgraph = make_memgraph(GRAPH)
-    with pytest.raises(InvalidPlanError, match=r"nodes\[0\] has id 1"):
-        codec.dumps(dataclasses.replace(memgraph, nodes=memgraph.nodes[1:]))
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}, 1j, BufferKind.WEIGHT, {1}])
@@ -202,8 +152,3 @@ def test_other_types_in_arguments_are_refused(value: Any) -> None:
     for changes in ({"args": ((value,),)}, {"kwargs": (("x", value),)}):
         with pytest.raises(InvalidPlanError, match=r"task 0 aten.mm.*cannot be written"):
             codec.dumps(with_task(GRAPH, **changes))
-
-
-def test_rates_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(InvalidPlanError, match="'box'.*not finite"):
-        codec.dumps(dataclasses.replace(make_profile(), h2d_bytes_per_s=math.inf))

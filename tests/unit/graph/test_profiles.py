@@ -74,19 +74,9 @@ def test_profile_of_a_file(tmp_path: Path) -> None:
     assert load_profile(without_suffix) == load_profile(str(without_suffix)) == mine
 
 
-def test_details_are_written_and_read_only_where_there_are_some(tmp_path: Path) -> None:
-    shipped = load_profile("t4")
-    plain = dataclasses.replace(shipped, rank_bytes_per_s=0.0, rank_latency_ns=0)
-    assert not {*DETAILS} & json.loads(codec.dumps(plain)).keys()
-    detailed = dataclasses.replace(
-        plain,
-        rank_bytes_per_s=5e9,
-        rank_latency_ns=8,
-    )
-    path = tmp_path / "mine.json"
-    codec.save(detailed, path)
-    assert {*DETAILS} < json.loads(path.read_text()).keys()
-    assert load_profile(path) == detailed
+@pytest.mark.parametrize("field", DETAILS)
+def test_a_file_may_lack_details(tmp_path: Path, field: str) -> None:
+    assert getattr(load_profile(mine(tmp_path, without=field)), field) == 0
 
 
 def test_file_that_is_missing(tmp_path: Path) -> None:
@@ -113,10 +103,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"host_copy_ns": -1}, "host_copy_ns is -1"),
     ({"rank_latency_ns": -1}, "rank_latency_ns is -1"),
     ({"rank_bytes_per_s": -1.0}, r"rank_bytes_per_s is -1\.0; it must not be negative"),
-    ({"copy_shares": [[8, 1.0]]}, "unknown: copy_shares"),
-    ({"speed": 1}, "unknown: speed"),
-    ({"kind": "taskgraph"}, "kind is 'taskgraph'"),
-    ({"format": 2}, "format version 2"),
+    ({"copy_shares": [[8, 1.0]]}, "copy_shares: Extra inputs"),
+    ({"speed": 1}, "speed: Extra inputs"),
+    ({"kind": "taskgraph"}, "kind: .*found 'taskgraph'"),
+    ({"format": 2}, "format: .*found 2"),
     ({"launch_ns": "fast"}, "launch_ns: .*valid integer"),
 ]
 
@@ -142,14 +132,14 @@ NEEDED = [f.name for f in dataclasses.fields(HardwareProfile) if f.name not in D
 
 @pytest.mark.parametrize("field", NEEDED)
 def test_missing_figures_are_refused(tmp_path: Path, field: str) -> None:
-    with pytest.raises(ConfigError, match=f"missing: {field}"):
+    with pytest.raises(ConfigError, match=f"{field}: Field required"):
         load_profile(mine(tmp_path, without=field))
 
 
 def test_corrupt_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text("{")
-    with pytest.raises(ConfigError, match=r"mine\.json: corrupt JSON"):
+    with pytest.raises(ConfigError, match=r"mine\.json: Invalid JSON"):
         load_profile(path)
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot read"):

@@ -9,7 +9,7 @@ import pytest
 
 from ds_finepage.checker.checker import check, violations
 from ds_finepage.checker.faults import Fault
-from ds_finepage.graph.codec import dumps, loads_memgraph
+from ds_finepage.graph.codec import dumps, loads
 from ds_finepage.graph.memgraph import Edge, EdgeKind, MemGraph, Node, NodeKind, Residency
 from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
@@ -124,7 +124,7 @@ def test_any_order_that_obeys_the_waits_is_right(seed: int) -> None:
 
 def test_a_plan_is_the_same_when_it_was_written_down() -> None:
     memgraph = planned(LEAST)
-    again = loads_memgraph(dumps(memgraph), memgraph.graph)
+    again = loads(dumps(memgraph), MemGraph)
     assert again == memgraph
     assert again.reloaded_bytes == memgraph.reloaded_bytes
 
