@@ -20,12 +20,12 @@ from ds_finepage.planning.baselines.zero import (
     EVERY_PARAMETER,
     ZeroSettings,
     authors_settings,
-    simulate_coordinator,
 )
 from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import ds_config
 from tests.integration.families import make_model
+from tests.unit.planning.baselines.gathered import gathered
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
@@ -155,16 +155,15 @@ def prompt() -> torch.Tensor:
 
 def check_steady_forward(
     started: tuple[Any, Counter], model_name: str, settings: ZeroSettings
-) -> Any:
+) -> tuple[int, int]:
     """Hold what a steady forward gathers against what is simulated; return that."""
     model, counter = started
     with torch.no_grad():
         for _ in range(NUM_FORWARDS):
             counter.begin()
             model(prompt())
-    simulated = simulate_coordinator(captured(model_name, "prefill", PROMPT_LENGTH), settings)
-    assert counter.gathered_bytes == simulated.gathered_bytes
-    assert counter.peak_live_bytes == simulated.peak_live_bytes
+    simulated = gathered(captured(model_name, "prefill", PROMPT_LENGTH), settings)
+    assert (counter.gathered_bytes, counter.peak_live_bytes) == simulated
     return simulated
 
 
@@ -187,9 +186,8 @@ def test_layers_as_leaf_modules_gather_what_is_simulated(
     leaves = (*ZeroSettings().leaf_classes, layer)
     settings = ZeroSettings(**SETTINGS[setting], leaf_classes=leaves)
     started = start(model_name, SETTINGS[setting], leaves)
-    simulated = check_steady_forward(started, model_name, settings)
-    module_by_module = simulate_coordinator(graph, ZeroSettings(**SETTINGS[setting]))
-    assert simulated.peak_live_bytes != module_by_module.peak_live_bytes
+    _, peak_bytes = check_steady_forward(started, model_name, settings)
+    assert peak_bytes != gathered(graph, ZeroSettings(**SETTINGS[setting]))[1]
 
 
 def test_the_settings_that_are_searched_gather_what_is_simulated(
@@ -199,7 +197,7 @@ def test_the_settings_that_are_searched_gather_what_is_simulated(
     profile = load_profile("v100-16gb")
     settings = best_settings([(Problem(graph, graph.weight_bytes * 2 // 3, 64, profile), 1)])
     copied = {key.removeprefix("stage3_"): number for key, number in settings.keys.items()}
-    assert check_steady_forward(start("llama", copied), "llama", settings).gathered_bytes > 0
+    assert check_steady_forward(start("llama", copied), "llama", settings)[0] > 0
 
 
 def test_decode_gathers_what_is_simulated(start: Callable[..., Any]) -> None:
@@ -209,9 +207,8 @@ def test_decode_gathers_what_is_simulated(start: Callable[..., Any]) -> None:
     with torch.no_grad():
         model.generate(prompt(), max_new_tokens=4, do_sample=False)
     graph = captured("llama", "decode", PROMPT_LENGTH + 3)
-    simulated = simulate_coordinator(graph, ZeroSettings(**SETTINGS["a small bucket"]))
-    assert counter.gathered_bytes == simulated.gathered_bytes
-    assert counter.peak_live_bytes == simulated.peak_live_bytes
+    simulated = gathered(graph, ZeroSettings(**SETTINGS["a small bucket"]))
+    assert (counter.gathered_bytes, counter.peak_live_bytes) == simulated
 
 
 def test_the_authors_settings_follow_from_the_hidden_size() -> None:

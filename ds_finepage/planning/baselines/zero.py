@@ -28,7 +28,7 @@ from typing import Any
 
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, Ref, TaskGraph
+from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Ref, TaskGraph
 from ds_finepage.planning.baselines.modules import Module, walk
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.script import Act, Script, Step, realize
@@ -83,16 +83,6 @@ class ZeroSettings:
 _COUNTS = tuple(f.name for f in dataclasses.fields(ZeroSettings) if f.name != "leaf_classes")
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroPass:
-    """One steady forward, and the bytes that DeepSpeed's own counters would show."""
-
-    steps: tuple[Step, ...]
-    resident: tuple[int, ...]  # parameters on the device before and after
-    gathered_bytes: int
-    peak_live_bytes: int  # largest sum of parameters that are gathered or being copied
-
-
 def authors_settings(graph: TaskGraph) -> ZeroSettings:
     """Return the settings of the ZeRO-Inference authors' benchmark for a pass."""
     hidden = _hidden_size(graph)
@@ -127,7 +117,6 @@ class _Coordinator:
 
     def __init__(self, graph: TaskGraph, settings: ZeroSettings) -> None:
         self._settings = settings
-        self._sizes = {b.id: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
         self._numel = element_counts(graph)
         self._modules, self._events = walk(graph, settings.leaf_classes)
         self._trace = [(p, step) for step, m in enumerate(self._modules) for p in m.own]
@@ -156,8 +145,6 @@ class _Coordinator:
         self._waited: set[int] = set()
         self._step = self._available = 0
         self.steps: list[Step] = []
-        self.gathered_bytes = 0
-        self._live_bytes = self.peak_live_bytes = sum(self._sizes[p] for p in self._resident)
 
     @property
     def resident(self) -> tuple[int, ...]:
@@ -184,10 +171,7 @@ class _Coordinator:
             self._resident[parameter] = None
             self._group[parameter] = self._num_groups
             self._available += self._numel[parameter]
-            self._live_bytes += self._sizes[parameter]
-            self.gathered_bytes += self._sizes[parameter]
             self.steps.append(Step(Act.RELOAD, parameter))
-        self.peak_live_bytes = max(self.peak_live_bytes, self._live_bytes)
 
     def _fetch(self, module: Module) -> None:
         self._gather(list(module.own))
@@ -233,7 +217,6 @@ class _Coordinator:
             return
         del self._resident[parameter]
         self._available -= self._numel[parameter]
-        self._live_bytes -= self._sizes[parameter]
         self.steps.append(Step(Act.DROP, parameter))
 
     def _to_release(self, module: Module) -> frozenset[int]:
@@ -261,7 +244,7 @@ def element_counts(graph: TaskGraph) -> dict[int, int]:
     """Count the elements of every weight; a byte is one if the taskgraph has no dtype."""
     itemsize: dict[int, int] = {}
     for view in graph.tensors:
-        itemsize.setdefault(view.buffer, _ITEMSIZES.get(view.dtype, 1))
+        itemsize.setdefault(view.buffer, ITEMSIZE.get(view.dtype, 1))
     return {
         b.id: b.nbytes // itemsize.get(b.id, 1)
         for b in graph.buffers
@@ -269,38 +252,7 @@ def element_counts(graph: TaskGraph) -> dict[int, int]:
     }
 
 
-_ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
-
-
-def simulate_coordinator(graph: TaskGraph, settings: ZeroSettings) -> ZeroPass:
-    """Return a steady forward under some settings.
-
-    Raises:
-        PlanInfeasibleError: The resident parameters change with every forward.
-    """
-    coordinator = _Coordinator(graph, settings)
-    for _ in range(MAX_PASSES):
-        before = coordinator.resident
-        coordinator.forward()
-        if coordinator.resident == before:
-            break
-    else:
-        raise PlanInfeasibleError(
-            f"ZeRO-Inference still changes its resident parameters after {MAX_PASSES} forwards, so "
-            f"it has no steady pass. Use a policy that plans one: finepage."
-        )
-    return ZeroPass(
-        tuple(coordinator.steps),
-        coordinator.resident,
-        coordinator.gathered_bytes,
-        coordinator.peak_live_bytes,
-    )
-
-
-# The plan.
-
-
-def script_of(graph: TaskGraph, settings: ZeroSettings, policy: str) -> Script:
+def script_of(graph: TaskGraph, settings: ZeroSettings, policy: str = "zero") -> Script:
     """Return the steps of a steady forward.
 
     Args:
@@ -311,8 +263,16 @@ def script_of(graph: TaskGraph, settings: ZeroSettings, policy: str) -> Script:
     Raises:
         PlanInfeasibleError: The resident parameters change with every forward.
     """
-    found = simulate_coordinator(graph, settings)
-    return Script(policy, found.resident, found.steps)
+    coordinator = _Coordinator(graph, settings)
+    for _ in range(MAX_PASSES):
+        before = coordinator.resident
+        coordinator.forward()
+        if coordinator.resident == before:
+            return Script(policy, before, tuple(coordinator.steps))
+    raise PlanInfeasibleError(
+        f"ZeRO-Inference still changes its resident parameters after {MAX_PASSES} forwards, so "
+        f"it has no steady pass. Use a policy that plans one: finepage."
+    )
 
 
 def plan_zero_with(problem: Problem, settings: ZeroSettings, policy: str = "zero") -> MemGraph:

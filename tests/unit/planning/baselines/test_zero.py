@@ -16,11 +16,12 @@ from ds_finepage.planning.baselines.zero import (
     ZeroSettings,
     authors_settings,
     plan_zero_with,
-    simulate_coordinator,
+    script_of,
 )
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import simulate
+from tests.unit.planning.baselines.gathered import gathered
 from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
 
 NUMEL = UNIT // 4  # of every weight, in float32
@@ -78,18 +79,14 @@ def test_prefetch_hides_what_was_fetched_for_one_module_only() -> None:
 def test_prefetch_overshoots_the_bucket_but_not_by_a_whole_weight() -> None:
     graph = layered(3)
     half_more = dataclasses.replace(bucket(1), prefetch_bucket_size=NUMEL + 1)
-    assert simulate_coordinator(graph, half_more) == simulate_coordinator(graph, bucket(2))
+    assert script_of(graph, half_more) == script_of(graph, bucket(2))
 
 
 def test_live_parameters_limit_prefetch_and_not_what_is_needed() -> None:
     graph = layered(3)
-    assert simulate_coordinator(graph, bucket(100)).peak_live_bytes == 8 * UNIT
-    assert simulate_coordinator(graph, bucket(100, max_live_parameters=2 * NUMEL)).peak_live_bytes
-    limited = simulate_coordinator(graph, bucket(100, max_live_parameters=2 * NUMEL))
-    assert limited.peak_live_bytes == 2 * UNIT
-    none = simulate_coordinator(graph, bucket(100, max_live_parameters=0))
-    assert none.peak_live_bytes == UNIT
-    assert none.gathered_bytes == limited.gathered_bytes == 8 * UNIT
+    assert gathered(graph, bucket(100)) == (8 * UNIT, 8 * UNIT)
+    assert gathered(graph, bucket(100, max_live_parameters=2 * NUMEL)) == (8 * UNIT, 2 * UNIT)
+    assert gathered(graph, bucket(100, max_live_parameters=0)) == (8 * UNIT, UNIT)
 
 
 def test_small_parameters_stay_up_to_the_models_threshold() -> None:
@@ -99,9 +96,8 @@ def test_small_parameters_stay_up_to_the_models_threshold() -> None:
         param_persistence_threshold=EVERY_PARAMETER,
         model_persistence_threshold=5 * NUMEL,
     )
-    found = simulate_coordinator(graph, first_five)
-    assert found.resident == (0, 1, 2, 3, 4)
-    assert found.gathered_bytes == 3 * UNIT
+    assert script_of(graph, first_five).entry == (0, 1, 2, 3, 4)
+    assert gathered(graph, first_five)[0] == 3 * UNIT
     memgraph = planned(graph, first_five)
     assert [r.buffer for r in memgraph.entry] == [0, 1, 2, 3, 4]
     assert memgraph.reloaded_bytes == 3 * UNIT
@@ -117,7 +113,7 @@ def test_a_tied_weight_is_kept_if_it_is_used_soon(distance: int, num_gathered: i
     graph = layered(3, weights_a_layer=2, is_tied=True)
     settings = dataclasses.replace(BARE, max_reuse_distance=distance)
     expected = (num_gathered - 1) * UNIT
-    assert simulate_coordinator(graph, settings).gathered_bytes == expected
+    assert gathered(graph, settings)[0] == expected
 
 
 def test_the_defaults_keep_all_of_a_small_model() -> None:
@@ -161,7 +157,7 @@ def test_a_coordinator_that_never_settles_is_refused(monkeypatch: pytest.MonkeyP
     graph = layered(4)
     settings = dataclasses.replace(BARE, param_persistence_threshold=EVERY_PARAMETER)
     with pytest.raises(PlanInfeasibleError, match="still changes .* after 1 forwards"):
-        simulate_coordinator(graph, settings)
+        script_of(graph, settings)
 
 
 LAYERS = (
