@@ -21,7 +21,7 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.baselines.accelerate import map_modules, plan_accelerate_map_with
+from ds_finepage.planning.baselines.accelerate import MapSettings, map_modules, plan_accelerate_map
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import load_arm, static_tokens
@@ -86,10 +86,11 @@ def captured(name: str, phase: str) -> TaskGraph:
 
 
 def simulated(engine: Engine, graph: TaskGraph) -> MemGraph:
-    problem = Problem(graph, ample_arena_bytes(graph, 64), 64)
     num_modules = engine.settings["modules_on_device"]
     assert isinstance(num_modules, int) and 0 < num_modules < len(map_modules(graph))
-    return check(plan_accelerate_map_with(problem, num_modules))
+    arena_bytes = ample_arena_bytes(graph, 64)
+    settings = MapSettings(num_modules)
+    return check(plan_accelerate_map(Problem(graph, arena_bytes, 64, engine=settings)))
 
 
 @every_model

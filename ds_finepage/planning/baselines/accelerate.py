@@ -60,24 +60,11 @@ def plan_accelerate_map(problem: Problem) -> MemGraph:
     """Plan ``dispatch_model`` with the given settings, or with all modules that there is room for.
 
     Raises:
-        PlanInfeasibleError: Even without one it holds too many bytes.
+        PlanInfeasibleError: It holds more bytes at one time than the arena has.
     """
     settings = problem.engine or map_settings([(problem, 1)])
     assert isinstance(settings, MapSettings)
-    return plan_accelerate_map_with(problem, settings.modules_on_device)
-
-
-def plan_accelerate_map_with(problem: Problem, num_modules: int) -> MemGraph:
-    """Plan ``dispatch_model`` with a number of modules on the device.
-
-    Args:
-        problem: The pass and its arena.
-        num_modules: How many of :func:`map_modules` stay on the device, from the first on.
-
-    Raises:
-        PlanInfeasibleError: It holds more bytes at one time than the arena has.
-    """
-    return realize(problem, _map_script(problem.graph, num_modules))
+    return realize(problem, _map_script(problem.graph, settings.modules_on_device))
 
 
 def most_modules(problem: Problem) -> int:

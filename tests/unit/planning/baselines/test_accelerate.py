@@ -5,6 +5,8 @@ Against the real hooks: tests/integration/test_other_engines.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ds_finepage.checker.checker import check
@@ -13,10 +15,10 @@ from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning import script
 from ds_finepage.planning.baselines.accelerate import (
+    MapSettings,
     map_modules,
     most_modules,
     plan_accelerate_map,
-    plan_accelerate_map_with,
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.script import realize
@@ -29,7 +31,7 @@ def problem(graph: TaskGraph, units: int = 100) -> Problem:
 
 
 def mapped(graph: TaskGraph, num_modules: int) -> MemGraph:
-    return check(plan_accelerate_map_with(problem(graph), num_modules))
+    return check(plan_accelerate_map(replace(problem(graph), engine=MapSettings(num_modules))))
 
 
 def test_a_module_fetches_just_before_it_runs_and_frees_just_after() -> None:
@@ -111,4 +113,4 @@ def test_an_arena_without_room_for_a_module_is_refused() -> None:
     with pytest.raises(PlanInfeasibleError):
         plan_accelerate_map(problem(graph, units=2))
     with pytest.raises(PlanInfeasibleError, match="policy 'accelerate-map' holds"):
-        plan_accelerate_map_with(problem(graph, units=3), 3)
+        plan_accelerate_map(replace(problem(graph, units=3), engine=MapSettings(3)))
