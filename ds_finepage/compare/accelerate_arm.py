@@ -23,8 +23,8 @@ from ds_finepage.compare.loading import load_model
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.taskgraph import block_of
 from ds_finepage.integrations.deepspeed.patches import exchanged
-from ds_finepage.planning.baselines.accelerate import map_module
 
 KEPT = "modules_on_device"
 TRIAL_TOKENS = 2
@@ -120,7 +120,7 @@ class DeviceMapEngine(Engine):
             for name, owner in modules_to_place(self.model).items()
         }
         fetches = away in places.values()
-        state = {n: t for n, t in self.model.state_dict().items() if places[map_module(n)] == away}
+        state = {n: t for n, t in self.model.state_dict().items() if places[block_of(n)] == away}
         dispatch_model(
             self.model,
             places,
@@ -167,7 +167,7 @@ def map_modules_of(model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]
     """Return the weights of each map module by its name, in the order of the model."""
     found: dict[str, list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        found.setdefault(map_module(name), []).append(parameter)
+        found.setdefault(block_of(name), []).append(parameter)
     return found
 
 
@@ -183,9 +183,9 @@ def modules_to_place(model: torch.nn.Module) -> dict[str, str | None]:
     owners = {id(p): name for name, found in map_modules_of(model).items() for p in found}
     places: dict[str, str | None] = {name: name for name in owners.values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(map_module(name), owners[id(parameter)])
+        places.setdefault(block_of(name), owners[id(parameter)])
     for name, _ in model.named_buffers():
-        places.setdefault(map_module(name), None)
+        places.setdefault(block_of(name), None)
     for name in places:
         if not name or any(other.startswith(f"{name}.") for other in places):
             raise ConfigError(

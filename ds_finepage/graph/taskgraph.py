@@ -61,6 +61,20 @@ def name_of_key(key: str) -> str:
     return key.rpartition("[")[0]
 
 
+def layer_of(label: str) -> str | None:
+    """Return the layer of a label, the path up to its first number; None outside all layers."""
+    parts = label.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def block_of(weight: str) -> str:
+    """Return the layer of a weight by its name, or its module outside of all layers."""
+    return layer_of(weight) or weight.rpartition(".")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorView:
     """A tensor: a typed, strided view of a buffer. Offsets and strides are in elements.

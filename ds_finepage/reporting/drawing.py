@@ -161,7 +161,7 @@ def draw_layers(layers: Sequence[LayerBytes], title: str) -> Figure:
     """Draw the bytes of each layer that stay on the device, and those that each pass reloads.
 
     Args:
-        layers: The layers, in the order of their first use.
+        layers: The layers, in the order of the model.
         title: Stands above.
     """
     figure, (axes,) = _figure(title, 1, height=3.4)

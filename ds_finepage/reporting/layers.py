@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind
-
-_NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
+from ds_finepage.graph.taskgraph import BufferKind, block_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,7 @@ class LayerBytes:
 
 
 def bytes_by_layer(memgraph: MemGraph) -> list[LayerBytes]:
-    """Return the layers of a plan in the order of their first use.
+    """Return the layers of a plan in the order of the model.
 
     A layer is the block of modules up to the first number in the names of its weights. Rows of a
     KV cache do not count.
@@ -42,26 +39,12 @@ def bytes_by_layer(memgraph: MemGraph) -> list[LayerBytes]:
     """
     graph = memgraph.graph
     resident = {residency.buffer for residency in memgraph.entry} - {*memgraph.lost}
-    found: dict[str, list[int]] = {}
-    for task in graph.tasks:
-        for buffer in (graph.buffers[b] for b in task.reads):
-            if buffer.kind is BufferKind.WEIGHT and not graph.is_handed(buffer):
-                found.setdefault(_layer_of(buffer.name), []).append(buffer.id)
-    layers = []
-    for name, buffers in found.items():
-        of_layer = {b: graph.buffers[b].nbytes for b in buffers}
-        kept = sum(nbytes for b, nbytes in of_layer.items() if b in resident)
-        layers.append(
-            LayerBytes(
-                name=name,
-                resident_bytes=kept,
-                missing_bytes=sum(of_layer.values()) - kept,
-            )
-        )
-    return layers
-
-
-def _layer_of(name: str) -> str:
-    """Return the layer of a weight: the name up to its first number, or its module."""
-    match = _NUMBERED.match(name)
-    return f"{match[1]}.{match[2]}" if match else name.rpartition(".")[0] or name
+    found: dict[str, list[int]] = {}  # by name: the resident bytes, the missing bytes
+    for buffer in graph.buffers:
+        if buffer.kind is BufferKind.WEIGHT and not graph.is_handed(buffer):
+            sums = found.setdefault(block_of(buffer.name) or buffer.name, [0, 0])
+            sums[buffer.id not in resident] += buffer.nbytes
+    return [
+        LayerBytes(name=name, resident_bytes=kept, missing_bytes=missing)
+        for name, (kept, missing) in found.items()
+    ]

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.baselines.modules import layer_of, walk
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph, block_of
+from ds_finepage.planning.baselines.modules import walk
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.script import Act, Script, Step, largest_that_fits, realize
 
@@ -79,13 +79,8 @@ def map_modules(graph: TaskGraph) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for buffer in graph.buffers:
         if buffer.kind is BufferKind.WEIGHT:
-            found.setdefault(map_module(buffer.name), []).append(buffer.id)
+            found.setdefault(block_of(buffer.name), []).append(buffer.id)
     return found
-
-
-def map_module(weight: str) -> str:
-    """Return the map module of a weight by its name: its layer, or its module outside of those."""
-    return layer_of(weight) or weight.rpartition(".")[0]
 
 
 def _map_script(graph: TaskGraph, num_modules: int) -> Script:

@@ -53,15 +53,6 @@ def _called_on_the_way_to(label: str) -> list[str]:
     return found
 
 
-def layer_of(label: str) -> str | None:
-    """Return the layer of a label, the path up to its first number; None outside all layers."""
-    parts = label.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Module:
     """A module at one call."""

@@ -22,8 +22,7 @@ from functools import partial
 from typing import Literal
 
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
-from ds_finepage.planning.baselines.modules import layer_of
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph, layer_of
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.script import Act, Script, Step, largest_that_fits, realize
 from ds_finepage.planning.simulator import predicted_ns

@@ -8,8 +8,8 @@ import pytest
 from transformers import LlamaConfig
 
 from ds_finepage.capture.from_config import capture_config
-from ds_finepage.graph.taskgraph import ModuleCall, Task, TaskGraph
-from ds_finepage.planning.baselines.modules import layer_of, module_calls
+from ds_finepage.graph.taskgraph import ModuleCall, Task, TaskGraph, layer_of
+from ds_finepage.planning.baselines.modules import module_calls
 
 
 def labelled(*labels: str) -> TaskGraph:
