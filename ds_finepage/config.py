@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -150,11 +151,9 @@ class DeviceBudget:
         if self.kind is BudgetKind.BYTES:
             return str(self.num_bytes)
         assert self.share is not None
-        # ``parse`` reads at most 9 decimals of a percent, so this prints all of them.
-        billionths = int(self.share * 100 * 10**9)
-        whole, rest = divmod(billionths, 10**9)
-        decimals = f".{rest:09}".rstrip("0") if rest else ""
-        return f"{whole}{decimals}%{self.kind.value}"
+        # ``parse`` reads at most 18 digits of a percent, so this is exact.
+        percent = Decimal(100 * self.share.numerator) / self.share.denominator
+        return f"{percent:f}%{self.kind.value}"
 
     def resolve(
         self,
