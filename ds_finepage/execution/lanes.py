@@ -34,39 +34,6 @@ SMALL_TRANSFER_BYTES = 1 << 20
 """A smaller copy takes less time than passing it to another thread."""
 
 
-class LaneAborted(Exception):  # noqa: N818 - unwinds a lane because another failed
-    """This lane stops because another lane failed."""
-
-
-class _Clock:
-    """Counts the steps that each lane has done in this pass."""
-
-    def __init__(self) -> None:
-        self.done = {lane: 0 for lane in Lane}
-        self.failed = False
-        self._changed = threading.Condition()
-
-    def wait(self, lane: Lane, position: int) -> None:
-        if self.done[lane] >= position:
-            return
-        with self._changed:
-            while self.done[lane] < position:
-                if self.failed:
-                    raise LaneAborted
-                self._changed.wait()
-
-    def advance(self, step: Step) -> None:
-        self.done[step.lane] = step.position
-        if step.signals:
-            with self._changed:
-                self._changed.notify_all()
-
-    def fail(self) -> None:
-        self.failed = True
-        with self._changed:
-            self._changed.notify_all()
-
-
 class CpuLanes:
     """Computes on the calling thread; each transfer lane has a thread, pass after pass.
 
@@ -98,18 +65,20 @@ class CpuLanes:
                 for step in program.merged:
                     actions[step.node.id]()
             return
-        clock = _Clock()
-        errors: list[BaseException] = []
+        done = {(s.lane, s.position): threading.Event() for s in program.merged if s.signals}
+        errors: list[BaseException] = []  # where there is one, every lane stops
+
+        def wake_all() -> None:
+            for event in done.values():
+                event.set()
 
         def run_lane(steps: tuple[Step, ...]) -> None:
             try:
                 with torch.no_grad():
-                    self._run_steps(steps, actions, clock)
-            except LaneAborted:
-                pass  # the lane that failed has left its error
+                    self._run_steps(steps, actions, done, errors)
             except BaseException as error:
                 errors.append(error)
-                clock.fail()
+                wake_all()
 
         busy: list[Future[None]] = []
         try:
@@ -121,7 +90,7 @@ class CpuLanes:
                 wait(busy)
         except BaseException as error:  # Ctrl-C, outside of any step
             errors.insert(0, error)
-            clock.fail()
+            wake_all()
         if errors:
             _wait_through_interrupts(busy)
             raise errors[0]
@@ -139,18 +108,23 @@ class CpuLanes:
         return self._threads[key]
 
     def _run_steps(
-        self, steps: tuple[Step, ...], actions: dict[int, Action], clock: _Clock
+        self,
+        steps: tuple[Step, ...],
+        actions: dict[int, Action],
+        done: dict[tuple[Lane, int], threading.Event],
+        errors: list[BaseException],
     ) -> None:
         for step in steps:
-            for lane, position in step.waits:
-                clock.wait(lane, position)
+            for before in step.waits:
+                done[before].wait()
             if self._random is not None:
                 if delay_us := _delay_us(self._random, self._max_delay_us):
                     time.sleep(delay_us * 1e-6)
-            if clock.failed:
-                raise LaneAborted
+            if errors:
+                return
             actions[step.node.id]()
-            clock.advance(step)
+            if step.signals:
+                done[step.lane, step.position].set()
 
 
 def _wait_through_interrupts(busy: list[Future[None]]) -> None:
