@@ -33,76 +33,58 @@ class _Parts:
     def __init__(self, name: str, parameter: Any) -> None:
         self.parameter = parameter
         self._name = name
-        self._layout = _layout_of(name, parameter)
-        found = dict(_leaves(self._layout, parameter))
-        for at, leaf in found.items():
-            if type(leaf) not in _PLAIN:
+        places = list(_places(name, parameter))
+        for at, owner, attribute in places:
+            kind = type(getattr(owner, attribute))
+            if kind not in _PLAIN:
                 raise StoreError(
-                    f"{type(parameter).__name__} has a {type(leaf).__name__} in {at}, which "
+                    f"{type(parameter).__name__} has a {kind.__name__} in {at}, which "
                     "torch's protocol for tensor subclasses cannot take apart"
                 )
-        self.leaves = {
-            at: leaf
-            if isinstance(leaf, torch.nn.Parameter)
-            else torch.nn.Parameter(leaf, requires_grad=False)
-            for at, leaf in found.items()
-        }
-        _fill(self._layout, parameter, self.leaves)
+        self.leaves: dict[str, torch.nn.Parameter] = {}
+        for at, owner, attribute in places:
+            leaf = getattr(owner, attribute)
+            if not isinstance(leaf, torch.nn.Parameter):
+                leaf = torch.nn.Parameter(leaf, requires_grad=False)
+            self.leaves[at] = leaf
+            setattr(owner, attribute, leaf)
 
     def build(self, tensors: dict[str, Any]) -> Any:
         """Build the subclass from tensors that have the names of the leaves."""
-        return _build(self._layout, tensors)
+        return _build(self._name, self.parameter, tensors)
 
     def leaves_of(self, value: Any) -> dict[str, Any] | None:
         """Return the inner tensors of another value; None if it has another form."""
         if type(value) is not type(self.parameter):
             return None
-        found = dict(_leaves(_layout_of(self._name, value), value))
+        found = {at: getattr(owner, name) for at, owner, name in _places(self._name, value)}
         return found if list(found) == list(self.leaves) else None
 
     def whole(self, tensors: dict[str, Any]) -> Any:
         """Return the parameter, with inner tensors that are plain again."""
-        plain = {at: data_of(tensors[at]) for at in self.leaves}
-        _fill(self._layout, self.parameter, plain)
+        for at, owner, attribute in _places(self._name, self.parameter):
+            setattr(owner, attribute, data_of(tensors[at]))
         return self.parameter
 
 
-# A layout is (class, ((attribute, name of the leaf or layout), ...), context, size, stride).
-
-
-def _layout_of(path: str, tensor: Any) -> tuple[Any, ...]:
-    attributes, context = tensor.__tensor_flatten__()
-    inner: list[tuple[str, Any]] = []
-    for attribute in attributes:
+def _places(path: str, tensor: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield the place of each inner tensor: the name of the leaf, its owner, the attribute."""
+    for attribute in tensor.__tensor_flatten__()[0]:
         part, at = getattr(tensor, attribute), f"{path}_{attribute}"
-        inner.append((attribute, _layout_of(at, part) if _is_wrapper(part) else at))
-    return type(tensor), tuple(inner), context, tensor.size(), tensor.stride()
-
-
-def _leaves(layout: tuple[Any, ...], tensor: Any) -> Iterator[tuple[str, Any]]:
-    for attribute, at in layout[1]:
-        part = getattr(tensor, attribute)
-        if isinstance(at, str):
-            yield at, part
+        if _is_wrapper(part):
+            yield from _places(at, part)
         else:
-            yield from _leaves(at, part)
+            yield at, tensor, attribute
 
 
-def _fill(layout: tuple[Any, ...], tensor: Any, leaves: dict[str, Any]) -> None:
-    for attribute, at in layout[1]:
-        if isinstance(at, str):
-            setattr(tensor, attribute, leaves[at])
-        else:
-            _fill(at, getattr(tensor, attribute), leaves)
-
-
-def _build(layout: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
-    cls, inner, context, size, stride = layout
-    parts = {
-        attribute: tensors[at] if isinstance(at, str) else _build(at, tensors)
-        for attribute, at in inner
-    }
-    return cls.__tensor_unflatten__(parts, context, size, stride)
+def _build(path: str, like: Any, tensors: dict[str, Any]) -> Any:
+    """Build a subclass like another one, from tensors by the names of its leaves."""
+    attributes, context = like.__tensor_flatten__()
+    parts = {}
+    for attribute in attributes:
+        part, at = getattr(like, attribute), f"{path}_{attribute}"
+        parts[attribute] = _build(at, part, tensors) if _is_wrapper(part) else tensors[at]
+    return type(like).__tensor_unflatten__(parts, context, like.size(), like.stride())
 
 
 def _is_wrapper(value: Any) -> bool:
