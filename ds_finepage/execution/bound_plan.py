@@ -27,6 +27,9 @@ class BoundPlan:
     """The actions of one plan on one arena. All views of the arena are built here, once.
 
     Attributes:
+        memgraph: The plan.
+        arena: The device memory that it runs in.
+        poison: Vacated extents are filled with NaN.
         actions: Node id -> what the node does. Nodes that do nothing have no action.
         tensors: The tensors outside the arena.
         sources: The host memory that reloads read.
@@ -45,19 +48,29 @@ class BoundPlan:
         arena: Arena,
         pool: HostPool,
         masters: Mapping[str, torch.Tensor],
-        in_place: frozenset[int],
-        poison: bool,
+        in_place: frozenset[int] = frozenset(),
+        poison: bool = False,
         parts: RankParts | None = None,
     ) -> None:
-        """Bind every node; :class:`Executor` describes the arguments.
+        """Bind every node.
+
+        Args:
+            memgraph: A plan that passed the checker.
+            arena: At least ``memgraph.arena_bytes``.
+            pool: At least ``memgraph.host_bytes``.
+            masters: Weight name -> host master, 1-d uint8.
+            in_place: Tasks that write into their extents and nowhere else, as a trial has shown.
+                The results of all other tasks are copied into their extents.
+            poison: Fill vacated extents with NaN.
+            parts: The ranks that hold the masters together; None where this rank has all of them.
 
         Raises:
             StoreError: A master is missing, or smaller than the captured weight.
         """
         graph = memgraph.graph
-        self._memgraph, self._graph = memgraph, graph
-        self._arena, self._pool = arena, pool
-        self._in_place, self._poison, self._parts = in_place, poison, parts
+        self.memgraph, self._graph = memgraph, graph
+        self.arena, self._pool, self.poison = arena, pool, poison
+        self._in_place, self._parts = in_place, parts
         self._slots = dict(memgraph.host_slots)
         self._unused = unused_results(graph)
         self.sizes = MovingViews(graph)
@@ -79,22 +92,22 @@ class BoundPlan:
         if node.kind is NodeKind.COLLECT:
             assert node.extent is not None and node.buffer is not None
             return self._collect(node.extent, self._graph.buffers[node.buffer].nbytes)
-        if node.kind is NodeKind.DROP and self._poison:
+        if node.kind is NodeKind.DROP and self.poison:
             assert node.extent is not None
-            vacated = self._arena.slice(node.extent, node.extent.nbytes)
-            return lambda: _fill_poison(vacated)
+            vacated = self.arena.slice(node.extent, node.extent.nbytes)
+            return partial(vacated.fill_, POISON)
         return None
 
     def _bind_task(self, node: Node) -> Action:
         assert node.task is not None
-        extents = self._memgraph.placements[node.id]
+        extents = self.memgraph.placements[node.id]
 
         def tensor(index: int) -> torch.Tensor | None:
             view = self._graph.tensors[index]
             if self.sizes.varies(index):
                 return None
             if view.buffer in extents:
-                return self._arena.view(view, extents[view.buffer])
+                return self.arena.view(view, extents[view.buffer])
             if view.buffer in self.tensors.constants:
                 return self.tensors.constant(index)
             return None
@@ -117,7 +130,7 @@ class BoundPlan:
         Each read is a wait for an accelerator. On a CPU it is none.
         """
         is_read = task.op == PACKED_GROUPED and bound.call is packed_grouped_linear.out
-        groups = groups_of(task) if is_read and not self._arena.bytes.is_cpu else None
+        groups = groups_of(task) if is_read and not self.arena.bytes.is_cpu else None
         if groups is None or self._graph.tensors[groups.ends].buffer not in extents:
             return
         buffer = self._graph.tensors[groups.ends].buffer
@@ -130,7 +143,7 @@ class BoundPlan:
         """Return the one read of a tensor that a task has made."""
 
         def named() -> torch.Tensor:
-            return self._arena.view(self.sizes.view(tensor), extent)
+            return self.arena.view(self.sizes.view(tensor), extent)
 
         return self.route_reads.setdefault((tensor, source), RouteRead(named))
 
@@ -140,7 +153,7 @@ class BoundPlan:
         if buffer is None:
             self.sizes.add(patch)
         elif buffer in extents:
-            self.sizes.add(patch, self._arena.bytes, extents[buffer].offset)
+            self.sizes.add(patch, self.arena.bytes, extents[buffer].offset)
         elif buffer in self.tensors.constants:
             self.sizes.add(patch, self.tensors.constants[buffer])
         else:
@@ -149,7 +162,7 @@ class BoundPlan:
     def _bind_transfer(self, node: Node) -> Action:
         assert node.buffer is not None and node.extent is not None
         buffer = self._graph.buffers[node.buffer]
-        on_device = self._arena.slice(node.extent, buffer.nbytes)
+        on_device = self.arena.slice(node.extent, buffer.nbytes)
         if self._graph.is_handed(buffer):
             assert buffer.gather is not None
             return _reload_of_host_tensor(on_device, self.sources.of_host_tensor(buffer.gather))
@@ -157,7 +170,7 @@ class BoundPlan:
             on_host = self.sources.of_weight(buffer)  # an offloaded copy has the same bytes
         else:
             on_host = self._pool.slice(self._slots[buffer.id], buffer.nbytes)
-        route = self._memgraph.routed_reloads.get(node.id)
+        route = self.memgraph.routed_reloads.get(node.id)
         if route is not None:
             self.routed.append(self._bind_routed(route, on_device, on_host))
             return self.routed[-1]
@@ -168,12 +181,12 @@ class BoundPlan:
         return self._offload(on_device, on_host, node.extent)
 
     def _offload(self, on_device: torch.Tensor, on_host: torch.Tensor, extent: Extent) -> Action:
-        vacated = self._arena.slice(extent, extent.nbytes)
+        vacated = self.arena.slice(extent, extent.nbytes)
 
         def offload() -> None:
             on_host.copy_(on_device, non_blocking=True)
-            if self._poison:
-                _fill_poison(vacated)
+            if self.poison:
+                vacated.fill_(POISON)
 
         return offload
 
@@ -193,14 +206,14 @@ class BoundPlan:
 
     def _collect(self, extent: Extent, nbytes: int) -> Action:
         assert self._parts is not None
-        return partial(self._parts.collect, self._arena.slice(extent, nbytes))
+        return partial(self._parts.collect, self.arena.slice(extent, nbytes))
 
     def _bind_routed(
         self, route: Route, on_device: torch.Tensor, on_host: torch.Tensor
     ) -> RoutedReload:
         view = self._graph.tensors[route.tensor]
-        (node,) = (n.id for n in self._memgraph.nodes if n.task == route.task)
-        extent = self._memgraph.placements[node][view.buffer]
+        (node,) = (n.id for n in self.memgraph.nodes if n.task == route.task)
+        extent = self.memgraph.placements[node][view.buffer]
         read = self._read_of(route.tensor, route.source, extent)
         return RoutedReload(route, on_device, on_host, read)
 
@@ -213,7 +226,3 @@ def _reload_of_host_tensor(on_device: torch.Tensor, source: list[torch.Tensor]) 
         copy_master(on_device[: on_host.numel()], on_host)
 
     return reload
-
-
-def _fill_poison(vacated: torch.Tensor) -> None:
-    vacated.fill_(POISON)

@@ -7,23 +7,21 @@ keeps no tensor of the caller alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 
-from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.lanes import Action, Lanes
-from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.replay import Graphs, replayed
 from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.collectives import collects_of
-from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
+from ds_finepage.graph.memgraph import Extent, Lane, Node, NodeKind
 from ds_finepage.graph.taskgraph import Task
 
 Residents = dict[str, Extent]
@@ -69,53 +67,28 @@ class Executor:
 
     def __init__(
         self,
-        memgraph: MemGraph,
+        bound: BoundPlan,
         *,
-        arena: Arena,
-        pool: HostPool,
         lanes: Lanes,
-        masters: Mapping[str, torch.Tensor],
-        in_place: frozenset[int] = frozenset(),
-        poison: bool = False,
         hooks: Sequence[OpHook] = (),
-        parts: RankParts | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """Bind every node.
+        """Prepare the passes of a plan.
 
         Args:
-            memgraph: A plan that passed the checker.
-            arena: At least ``memgraph.arena_bytes``.
-            pool: At least ``memgraph.host_bytes``.
+            bound: The plan on its arena.
             lanes: Where the nodes run.
-            masters: Weight name -> host master, 1-d uint8.
-            in_place: Tasks that write into their extents and nowhere else, as a trial has shown.
-                The results of all other tasks are copied into their extents.
-            poison: Fill vacated extents with NaN.
             hooks: The user's hooks; the executor reads the sequence in every pass.
-            parts: The ranks that hold the masters together; None where this rank has all of them.
             graphs: Records the runs of tasks of steady passes; None records none.
-
-        Raises:
-            StoreError: A master is missing, or smaller than the captured weight.
         """
-        self.memgraph, self._graph = memgraph, memgraph.graph
-        self._arena, self._lanes, self._poison, self._hooks = arena, lanes, poison, hooks
-        self._bound = BoundPlan(
-            memgraph,
-            arena=arena,
-            pool=pool,
-            masters=masters,
-            in_place=in_place,
-            poison=poison,
-            parts=parts,
-        )
-        self.actions = self._bound.actions
-        self._steady = lower(memgraph, poison=poison)
+        self._bound, self._lanes, self._hooks = bound, lanes, hooks
+        self.memgraph = memgraph = bound.memgraph
+        self._graph = memgraph.graph
+        lowered = partial(lower, memgraph, poison=bound.poison)
+        self._steady, self.actions = lowered(), bound.actions
         self._replayed = None
         if graphs is not None:
-            recordable = self._bound.recordable
-            self._replayed = replayed(self._steady, self.actions, recordable, graphs)
+            self._replayed = replayed(self._steady, self.actions, bound.recordable, graphs)
         self._planned_reload_bytes = self._reload_bytes()
         buffers = self._graph.buffers
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
@@ -123,7 +96,7 @@ class Executor:
         self._offloaded_bytes = memgraph.offloaded_bytes
         # By the missing buffers of ``entry``: prefills find the arena as decode steps left it.
         self._collects = cache(partial(collects_of, memgraph))
-        self._lowered = lru_cache(MOST_PROGRAMS)(partial(lower, memgraph, poison=poison))
+        self._lowered = lru_cache(MOST_PROGRAMS)(lowered)
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
@@ -233,7 +206,7 @@ class Executor:
         def tensor(index: int) -> torch.Tensor:
             view = self._bound.sizes.view(index)
             if view.buffer in extents:
-                return self._arena.view(view, extents[view.buffer])
+                return self._bound.arena.view(view, extents[view.buffer])
             return tensors[index] if index in tensors else self._bound.tensors.constant(index)
 
         def hooked() -> None:

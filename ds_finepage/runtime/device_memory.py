@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_finepage.execution.arena import Arena, HostPool, KeepRows, free_extent
+from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.executor import Executor, OpHook, Residents
 from ds_finepage.execution.lanes import make_lanes
@@ -143,18 +144,16 @@ class DeviceMemory:
         if memgraph.host_bytes > self._pool.bytes.numel():
             self._pool.reserve(memgraph.host_bytes)
             self._unbind_all()  # they point into the old pool
-        executor = Executor(
+        bound = BoundPlan(
             memgraph,
             arena=self._arena,
             pool=self._pool,
-            lanes=self._lanes,
             masters=self._weights.masters,
             in_place=in_place,
             poison=self._debug.poison_vacated,
-            hooks=hooks,
             parts=self._weights.parts,
-            graphs=self._graphs,
         )
+        executor = Executor(bound, lanes=self._lanes, hooks=hooks, graphs=self._graphs)
         found.bind(executor)
         self._bound[id(found)] = found
         return executor

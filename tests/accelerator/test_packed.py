@@ -185,11 +185,10 @@ def assert_nothing_recorded_waits(executor: Executor) -> None:
     tasks = tuple(replace(task, workspace_bytes=0) for task in memgraph.graph.tasks)
     again = BoundPlan(
         replace(memgraph, graph=replace(memgraph.graph, tasks=tasks)),
-        arena=bound._arena,
+        arena=bound.arena,
         pool=bound._pool,
         masters=bound.sources._masters,
         in_place=bound._in_place,
-        poison=False,
     )
     of_tasks = {n.id: tasks[n.task].op for n in memgraph.nodes if n.task is not None}
     waiting = {node for node, name in of_tasks.items() if name == PACKED_GROUPED}

@@ -9,8 +9,10 @@ import torch
 
 from ds_finepage.checker.checker import check
 from ds_finepage.execution.arena import Arena, HostPool, byte_view
+from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.executor import Executor, Residents
 from ds_finepage.execution.lanes import CpuLanes
+from ds_finepage.execution.parts import RankParts
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
@@ -36,6 +38,8 @@ class Rig:
         in_place: frozenset[int] | None = None,
         device: torch.device = CPU,
         lanes: Any = None,
+        poison: bool = False,
+        parts: RankParts | None = None,
         **others: Any,
     ) -> None:
         if isinstance(graph, MemGraph):  # planned already
@@ -52,15 +56,16 @@ class Rig:
         pool.reserve(self.memgraph.host_bytes)
         self.lanes = lanes or CpuLanes(delay_seed=delay_seed, max_delay_us=50)
         self.residents: Residents = {}
-        self.executor = Executor(
+        bound = BoundPlan(
             self.memgraph,
             arena=self.arena,
             pool=pool,
-            lanes=self.lanes,
             masters=masters,
             in_place=frozenset(range(len(graph.tasks))) if in_place is None else in_place,
-            **others,
+            poison=poison,
+            parts=parts,
         )
+        self.executor = Executor(bound, lanes=self.lanes, **others)
 
     def __call__(self, *args: Any, host: Sequence[Any] = ()) -> Any:
         return self.executor.run(args, host, self.residents)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_finepage.errors import TaskMismatchError
 from ds_finepage.execution.arena import HostPool, byte_view
+from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.executor import Executor, OpHook
 from ds_finepage.execution.program import lower
 from ds_finepage.execution.reload_sources import ReloadSources
@@ -313,14 +314,8 @@ def test_two_passes_share_an_arena_and_its_residents(rig: Callable[..., Rig]) ->
     pool = HostPool(pinned=False)
     pool.reserve(other.memgraph.host_bytes)
     masters = {name: byte_view(w) for name, w in weights.items()}
-    shared = Executor(
-        other.memgraph,
-        arena=one.arena,
-        pool=pool,
-        lanes=one.lanes,
-        masters=masters,
-        poison=True,
-    )
+    bound = BoundPlan(other.memgraph, arena=one.arena, pool=pool, masters=masters, poison=True)
+    shared = Executor(bound, lanes=one.lanes)
     for _ in range(3):
         x = torch.randn(N, N)
         assert torch.equal(one(x)[0], deep_in_eager(x, weights))

@@ -28,7 +28,10 @@ NBYTES = 1024
 @pytest.fixture(autouse=True)
 def _unreal_executors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bind passes to objects that note their arguments; the graphs have no real ops."""
-    monkeypatch.setattr(device_memory, "Executor", lambda memgraph, **kw: SimpleNamespace(**kw))
+    monkeypatch.setattr(device_memory, "BoundPlan", lambda memgraph, **kw: SimpleNamespace(**kw))
+    monkeypatch.setattr(
+        device_memory, "Executor", lambda bound, **kw: SimpleNamespace(**vars(bound), **kw)
+    )
 
 
 @pytest.fixture
