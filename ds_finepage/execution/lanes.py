@@ -23,7 +23,7 @@ from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.program import Program, Step
 from ds_finepage.graph.memgraph import Lane
 
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 logger = logging.getLogger(__name__)
 

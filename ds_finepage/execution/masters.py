@@ -72,20 +72,6 @@ class HostWeight:
             flat = flat.view(self.dtype)
             return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
-    @property
-    def is_buffer(self) -> bool:
-        """True for a large tensor of the module that is no parameter."""
-        return not isinstance(self.parameter, torch.nn.Parameter)
-
-    @property
-    def is_partition(self) -> bool:
-        """True if the master is ZeRO's own partition."""
-        return self.gathered is not None
-
-    def is_gathered(self) -> bool:
-        """Return True if the parameter holds a tensor that ZeRO will free."""
-        return self.gathered is not None and self.gathered()
-
     def has_form_of(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor has the weight's shape, strides and dtype."""
         return (

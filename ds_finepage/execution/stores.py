@@ -109,7 +109,8 @@ class _Shown:
 
     def _replacement(self, value: torch.Tensor) -> torch.Tensor:
         """Keep a parameter readable that ZeRO frees by an empty tensor."""
-        is_freed = self.weight.is_partition and self.view.numel() > 0 and value.numel() == 0
+        is_partition = self.weight.gathered is not None
+        is_freed = is_partition and self.view.numel() > 0 and value.numel() == 0
         return self.view if is_freed else value
 
 
@@ -123,11 +124,6 @@ class PartTable:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(w.nbytes for w in self._weights)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of all weights in the host memory of this rank."""
-        return sum(w.master.numel() for w in self._weights)
 
     @property
     def parts(self) -> RankParts | None:
@@ -284,7 +280,9 @@ class WeightTable(PartTable):
         self._versioned = [s.weight.parameter for s in versioned]
         self._addresses = [s.seen[0] for s in all_shown]
         self._versions = [s.seen[1] for s in versioned]
-        self._buffers = [s for s in all_shown if s.weight.is_buffer]
+        self._buffers = [
+            s for s in all_shown if not isinstance(s.weight.parameter, torch.nn.Parameter)
+        ]
 
     def changes(self) -> WeightChanges:
         """Take over the changes that others made since the last look, and return them."""
@@ -324,7 +322,7 @@ class WeightTable(PartTable):
     def _value_of(self, shown: _Shown) -> torch.Tensor:
         """Return the present tensor of a parameter; a copy where it is a partition."""
         value = data_of(shown.weight.parameter)
-        if not shown.weight.is_partition:
+        if shown.weight.gathered is None:
             return value
         address = value.untyped_storage().data_ptr()
         is_master = any(address == m.untyped_storage().data_ptr() for m in self.masters.values())
@@ -333,9 +331,9 @@ class WeightTable(PartTable):
     def _adopt(self, shown: _Shown, value: torch.Tensor) -> bool:
         """Take over a new tensor of a parameter; True where that moves its master."""
         weight = shown.weight
-        if weight.is_partition and weight.has_form_of(value):
+        if weight.gathered is not None and weight.has_form_of(value):
             _copy(weight.value, value)
-            if not weight.is_gathered():  # else ZeRO takes it away itself
+            if not weight.gathered():  # else ZeRO takes it away itself
                 shown.show()
             return False
         rehome(weight, value, self._device)

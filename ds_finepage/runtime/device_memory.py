@@ -49,7 +49,7 @@ class DeviceMemory:
         self._device = settings.device
         self._arena: Arena | None = None
         self._bound: dict[int, Pass] = {}  # by id
-        self._pool = HostPool(pinned=settings.pins_memory)
+        self._pool = HostPool(pinned=device_of(settings.device).is_accelerator)
         self._use(settings)
 
     def _use(self, settings: RunSettings) -> None:
@@ -102,7 +102,7 @@ class DeviceMemory:
             return 0
         self._free_arena()
         self._weights.load_all()
-        return self._weights.host_bytes
+        return sum(master.numel() for master in self._weights.masters.values())
 
     def _free_arena(self) -> None:
         if self._arena is None:

@@ -37,11 +37,6 @@ class RunSettings:
         return self.config.debug
 
     @property
-    def pins_memory(self) -> bool:
-        """True where host memory must be pinned for fast copies."""
-        return device_of(self.device).is_accelerator
-
-    @property
     def is_cyclic(self) -> bool:
         """True where a pass keeps weights on the device for the next one."""
         return POLICIES[self.config.policy].is_cyclic
