@@ -253,9 +253,6 @@ class _OwnHook:
         self._hidden = torch.compiler.disable(action)
         self._number = number
 
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return ignore_call
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _ignoring, ()
 

@@ -129,7 +129,7 @@ class _Owner:
         for name, parts in self._finepage_parts.items():
             plain = {at: data_of(parameters.pop(at)) for at in parts.leaves}
             parameters[name] = torch.nn.Parameter(parts.build(plain), requires_grad=False)
-        return _new, (self._finepage_class,), state
+        return object.__new__, (self._finepage_class,), state
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
@@ -144,10 +144,6 @@ class _Owner:
                 del state_dict[prefix + name]
                 state_dict |= {prefix + at: leaf for at, leaf in leaves.items()}
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-
-def _new(cls: type[torch.nn.Module]) -> torch.nn.Module:
-    return cls.__new__(cls)
 
 
 class TakenApart:

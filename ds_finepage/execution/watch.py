@@ -54,7 +54,7 @@ class DataWatch:
         self,
         parameter: torch.Tensor,
         used: list[DataWatch],
-        replace: Replacement | None = None,
+        replace: Replacement,
     ) -> None:
         """Watch a parameter until :meth:`stop`, or until the watch itself is freed.
 
@@ -92,7 +92,7 @@ class DataWatch:
     def set(self, value: torch.Tensor) -> torch.Tensor:
         """Record that ``data`` is set; return the tensor to store."""
         self.read(value)
-        return value if self._replace is None else self._replace(value)
+        return self._replace(value)
 
     def _note(self) -> None:
         if not self.was_used:

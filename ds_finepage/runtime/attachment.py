@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,9 +120,8 @@ class Attachment:
         self._weights = weights
         self._calls = calls
         self._device = device
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
         self._compiled: dict[int, Callable[..., Any]] = {}  # by id(module)
-        self.tree = ModuleTree(module, weights)
         try:
             self.install()
         except BaseException:
@@ -133,7 +132,8 @@ class Attachment:
         """Install it in the modules that there are now."""
         module, calls = self._module, self._calls
         hooks = hook_modules(module, self._weights, calls.run_unplanned, calls.running)
-        self._undo += [hook.remove for hook in hooks]
+        for hook in hooks:
+            self._undo.callback(hook.remove)
         move_buffers(module, self._device, self._undo)
         self._own_hooks = OwnHooks(module, hooks)
         self.entries = entries(module, self._weights)
@@ -145,7 +145,7 @@ class Attachment:
                 if getattr(part, name, None) is True:
                     self._set(part, name, False)
         self._claim = CodeClaim(calls)
-        self._undo.append(self._claim.close)
+        self._undo.callback(self._claim.close)
         generation = getattr(module, "generation_config", None)
         if generation is not None:  # transformers would compile a compiled call once more
             self._set(generation, "disable_compile", True)
@@ -154,23 +154,21 @@ class Attachment:
             self._set(module, "generate", found)
         if hasattr(module, BATCHING):
             self._set(module, BATCHING, BudgetedBatching(module, calls.budget_bytes))
-        self.tree.see()
+        self.tree = ModuleTree(module, self._weights)
         self._unguarded = Unguarded(module)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute; :meth:`remove` restores the object's own one, or its absence."""
         if name in vars(owner):
-            self._undo.append(partial(setattr, owner, name, vars(owner)[name]))
+            self._undo.callback(setattr, owner, name, vars(owner)[name])
         else:
-            self._undo.append(partial(vars(owner).pop, name, None))
+            self._undo.callback(vars(owner).pop, name, None)
         setattr(owner, name, value)
 
     def remove(self) -> None:
         """Remove it; the module is as it was."""
         self._compiled = {}
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        self._undo.close()
 
     def compiled(self, module: torch.nn.Module) -> Callable[..., Any]:
         """Return the call of the root, or of a part of it, as Dynamo compiles it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter
 from threading import get_ident
@@ -95,11 +95,8 @@ class PlannedCall:
         # Dynamo works on the caller; it must not work on what is in here.
         return torch.compiler.disable(self._run)(self._module, args, kwargs)
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """Leave this object out of a copy of the module."""
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave this object out of a pickle of the module."""
+        """Leave this object out of a copy or a pickle of the module."""
         return types.NoneType, ()
 
 
@@ -144,9 +141,7 @@ class ModuleTree:
         return False
 
 
-def move_buffers(
-    module: torch.nn.Module, device: torch.device, undo: list[Callable[[], object]]
-) -> None:
+def move_buffers(module: torch.nn.Module, device: torch.device, undo: ExitStack) -> None:
     """Move the buffers of a module's parts to a device; ``undo`` gets what brings them back.
 
     One that is there already stays as it is.
@@ -168,7 +163,7 @@ def move_buffers(
             now = moved[id(before)]
             if now is not before:
                 owner._buffers[name] = now
-                undo.append(partial(restore, owner, name, before, now))
+                undo.callback(restore, owner, name, before, now)
 
 
 def eager_where_refused(

@@ -55,10 +55,6 @@ class CapturedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self) -> Any:
-        """Run the call."""
-        return self.compiled(*self.args, **self.kwargs)
-
     def caches(self, *, growing: bool = False) -> list[Any]:
         """List the KV caches among the arguments, as :func:`caches_among` does."""
         return caches_among((*self.args, *self.kwargs.values()), growing=growing)
@@ -145,7 +141,7 @@ class KVOffload:
                 before = seen_lengths(call.caches())
                 try:
                     self._give_room(call, shrinks=shrinks)
-                    result = call.run()
+                    result = call.compiled(*call.args, **call.kwargs)
                     break
                 except PlanInfeasibleError as error:
                     # Behind a graph break a part of the forward may have run already.

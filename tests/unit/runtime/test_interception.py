@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -47,12 +48,11 @@ def buffers(module: nn.Module) -> dict[str, int]:
 def test_a_buffer_is_moved_once_and_comes_back_with_its_value(moves: list[torch.Tensor]) -> None:
     module = Parts()
     before = buffers(module)
-    undo: list[Any] = []
+    undo = ExitStack()
     move_buffers(module, ELSEWHERE, undo)
     assert len(moves) == 3 and set(buffers(module).values()) == set(map(id, moves))
     module.first.shared.add_(1)
-    for back in undo:
-        back()
+    undo.close()
     assert buffers(module) == before and module.second.shared.tolist() == [2, 2, 2]
 
 
@@ -68,11 +68,10 @@ def test_a_module_of_torchscript_has_no_parts_to_look_at() -> None:
 
 def test_a_buffer_that_the_caller_has_replaced_stays() -> None:
     module, new = Parts(), torch.ones(1)
-    undo: list[Any] = []
+    undo = ExitStack()
     move_buffers(module, ELSEWHERE, undo)
     module.first.first = new
-    for back in undo:
-        back()
+    undo.close()
     assert module.first.first is new
 
 
@@ -90,10 +89,9 @@ def test_buffers_that_moved_before_there_was_no_room_can_come_back(
         return copy(tensor, device)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    undo: list[Any] = []
+    undo = ExitStack()
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         move_buffers(module, ELSEWHERE, undo)
-    assert undo and buffers(module) != before
-    for back in undo:
-        back()
+    assert buffers(module) != before
+    undo.close()
     assert buffers(module) == before
