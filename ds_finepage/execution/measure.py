@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -175,43 +174,32 @@ class OpMeter:
         device = self._device
         at_start = device.live_bytes
         unused = unused_results(graph)
-        run = partial(_run_on_accelerator, device) if isinstance(device, Accelerator) else _run
         # Ops that draw random numbers must not draw them from the program's own sequence.
         with torch.inference_mode(False), torch.no_grad(), fork_rng([device.where]):
             for signature, task in tasks.items():
                 with suppress(torch.OutOfMemoryError):
-                    self._costs[signature] = _try(graph, task, device, unused, run)
+                    self._costs[signature] = _try(graph, task, device, unused)
         self.library_bytes += max(0, device.live_bytes - at_start) * self._num_streams
 
 
-def _try(
-    graph: TaskGraph,
-    task: Task,
-    device: Device,
-    unused: frozenset[int],
-    run: Callable[[BoundTask, Callable[[], None]], tuple[int, int]],
-) -> OpCost:
-    """Run a task on scratch tensors, into place if that is safe, else with a copy.
-
-    ``run`` calls the check once the task has run, and returns its time and its workspace.
-    """
+def _try(graph: TaskGraph, task: Task, device: Device, unused: frozenset[int]) -> OpCost:
+    """Run a task on scratch tensors, into place if that is safe, else with a copy."""
     fault = None
     # How many numbers a random op draws may depend on its form.
     may_be_in_place = has_out_form(task) and not is_random(task)
     for into_place in (True, False) if may_be_in_place else (False,):
-        trial = Trial(
-            graph, task, device.where, unused
-        )  # scratch of the trial before is free by now
+        # Scratch of the trial before is free by now.
+        trial = Trial(graph, task, device.where, unused)
         try:
             wanted = trial.alone()
-            took = run(trial.bind(into_place=into_place), partial(_check, trial, wanted))
-            return OpCost(*took, into_place=into_place)
-        except TaskMismatchError:
-            fault = "returns something else than it did when it was captured"
-        except _Misbehaves as error:
-            fault = str(error)
+            cost = _attempt(trial, wanted, device, into_place=into_place)
+            fault = cost.fault
+            if fault is None:
+                return cost
             if fault == OTHER_RESULTS and not into_place and _varies(trial, wanted):
                 fault = None
+        except TaskMismatchError:
+            fault = "returns something else than it did when it was captured"
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError, ValueError):
@@ -220,19 +208,23 @@ def _try(
     return estimate if fault is None else dataclasses.replace(estimate, fault=fault)
 
 
+def _attempt(
+    trial: Trial, wanted: list[torch.Tensor], device: Device, *, into_place: bool
+) -> OpCost:
+    """Return what a task takes in one form, and what it does there that it may not do."""
+    bound = trial.bind(into_place=into_place)
+    time_ns, workspace = _run(device, bound)
+    fault = trial.fault(wanted)
+    if fault is None and isinstance(device, Accelerator):
+        time_ns, workspace = _run(device, bound)  # libraries have allocated on first use
+    elif fault is None and time_ns <= REPEAT_BELOW_NS:
+        time_ns = min(time_ns, *(_call_ns(bound) for _ in range(NUM_ROUNDS - 1)))
+    return OpCost(time_ns, workspace, into_place, fault)
+
+
 def _varies(trial: Trial, wanted: list[torch.Tensor]) -> bool:
     """Tell whether an op gives now this, now that, even by itself: sums by atomic additions do."""
     return not all(all(map(same, trial.alone(), wanted)) for _ in range(NUM_REPEATS))
-
-
-class _Misbehaves(Exception):  # noqa: N818 - what it says is no error where there is another form
-    """An op does what it may not do in an arena."""
-
-
-def _check(trial: Trial, wanted: list[torch.Tensor]) -> None:
-    fault = trial.fault(wanted)
-    if fault is not None:
-        raise _Misbehaves(fault)
 
 
 def _fits(graph: TaskGraph, task: Task, room_bytes: int | None) -> bool:
@@ -252,28 +244,20 @@ def _unmeasured(graph: TaskGraph, task: Task, device: Device) -> OpCost:
     return OpCost(time_ns=None, workspace_bytes=nbytes, fault=fault)
 
 
-def _run_on_accelerator(
-    device: Accelerator, bound: BoundTask, check: Callable[[], None]
-) -> tuple[int, int]:
-    bound.call(*bound.args, **bound.kwargs)  # libraries allocate on first use
-    check()
-    stream = device.current_stream()
-    begin, end = (device.new_event(is_timed=True) for _ in range(2))
+def _run(device: Device, bound: BoundTask) -> tuple[int, int]:
+    """Run a task; return its time and its workspace."""
     with DeviceMeter(device.where) as meter:
-        begin.record(stream)
-        bound.call(*bound.args, **bound.kwargs)
-        end.record(stream)
-    return int(begin.elapsed_time(end) * 1e6), meter.peak_bytes
-
-
-def _run(bound: BoundTask, check: Callable[[], None]) -> tuple[int, int]:
-    """Run a task on the CPU; a fast one three times, and the best time counts."""
-    with DeviceMeter(torch.device("cpu")) as meter:
-        best = _call_ns(bound)
-    check()
-    if best <= REPEAT_BELOW_NS:
-        best = min(best, *(_call_ns(bound) for _ in range(NUM_ROUNDS - 1)))
-    return best, meter.peak_bytes
+        if isinstance(device, Accelerator):
+            stream = device.current_stream()
+            begin, end = (device.new_event(is_timed=True) for _ in range(2))
+            begin.record(stream)
+            bound.call(*bound.args, **bound.kwargs)
+            end.record(stream)
+            end.synchronize()
+            time_ns = int(begin.elapsed_time(end) * 1e6)
+        else:
+            time_ns = _call_ns(bound)
+    return time_ns, meter.peak_bytes
 
 
 def _call_ns(bound: BoundTask) -> int:

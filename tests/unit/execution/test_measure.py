@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ds_finepage.execution import measure
+from ds_finepage.execution.device import device_of
 from ds_finepage.execution.measure import OpMeter, estimate_workspaces
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.ops import BoundTask
@@ -150,10 +152,11 @@ def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
 ) -> None:
     calls: list[int] = []
     task = BoundTask(lambda: calls.append(1), [], {})
-    measure._run(task, lambda: None)
+    trial: Any = SimpleNamespace(bind=lambda into_place: task, fault=lambda wanted: None)
+    measure._attempt(trial, [], device_of(CPU), into_place=False)
     assert len(calls) == 3
     monkeypatch.setattr(measure, "REPEAT_BELOW_NS", -1)
-    measure._run(task, lambda: None)
+    measure._attempt(trial, [], device_of(CPU), into_place=False)
     assert len(calls) == 4
 
 
