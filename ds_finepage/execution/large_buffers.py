@@ -148,27 +148,23 @@ def _places(module: torch.nn.Module) -> Iterator[_Place]:
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 yield _Place(prefix + name, owner._buffers, name, buffer, is_registered=True)
-        own = {name: value for name, value in vars(owner).items() if name not in _OF_TORCH}
-        yield from _within(path, own, seen, depth=0, container=vars(owner))
+        yield from _within(path, vars(owner), seen, depth=0)
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield from _within(prefix + name, vars(parameter), seen, depth=0)
 
 
-def _within(
-    path: str, parts: Any, seen: set[int], *, depth: int, container: Any = None
-) -> Iterator[_Place]:
+def _within(path: str, container: Any, seen: set[int], *, depth: int) -> Iterator[_Place]:
     """Yield the places of the tensors in a container and in the objects there.
 
-    ``parts`` are those of its items that count, ``depth`` the objects around it. The container
-    itself is given where ``parts`` is not.
+    ``depth`` are the objects around it. Attributes that each module has from torch do not count.
     """
-    for key, value in parts.items() if isinstance(parts, dict) else enumerate(parts):
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
         name = f"{path}.{key}" if path else str(key)
         if isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter):
-                yield _Place(name, parts if container is None else container, key, value)
-        elif id(value) not in seen and depth < MAX_DEPTH:
+                yield _Place(name, container, key, value)
+        elif key not in _OF_TORCH and id(value) not in seen and depth < MAX_DEPTH:
             inner = _parts_of(value)
             if inner:
                 seen.add(id(value))
