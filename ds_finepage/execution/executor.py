@@ -89,7 +89,8 @@ class Executor:
         self._replayed = None
         if graphs is not None:
             self._replayed = replayed(self._steady, self.actions, bound.recordable, graphs)
-        self._planned_reload_bytes = self._reload_bytes()
+        reloads = (n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD)
+        self._planned_reload_bytes = sum(self._host_bytes(b) for b in reloads if b is not None)
         buffers = self._graph.buffers
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
         self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
@@ -100,10 +101,6 @@ class Executor:
         self.counters = PassCounters()
         self.recorder: SpanRecorder | None = None
         self.entry_missing: frozenset[int] = frozenset()
-
-    def _reload_bytes(self) -> int:
-        reloads = (n.buffer for n in self.memgraph.nodes if n.kind is NodeKind.RELOAD)
-        return sum(self._host_bytes(b) for b in reloads if b is not None)
 
     def set_sizes(self, args: Sequence[Any]) -> bool:
         """Prepare for the sizes of a call; return False if the plan is too small for them."""

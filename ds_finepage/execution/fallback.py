@@ -39,8 +39,6 @@ from ds_finepage._compat.transforms import leaving_no_transform
 from ds_finepage.errors import FinepageError, StoreError
 from ds_finepage.execution.stores import WeightTable, own_weights
 
-_TRACERS = (FakeTensorMode, ProxyTorchDispatchMode)
-
 COMPILED_BY_CALLER = "ds_finepage runs this model by plan; torch.compile goes on behind the call"
 
 
@@ -70,11 +68,6 @@ class RunningCall:
         _active[self.number] = False
         weakref.finalize(self, _active.pop, self.number)
 
-    @property
-    def is_active(self) -> bool:
-        """True while a call runs."""
-        return _active[self.number]
-
     def begin(self) -> None:
         """Note that this thread runs a call now."""
         self.thread = get_ident()
@@ -94,7 +87,7 @@ class RunningCall:
         Raises:
             FinepageError: A call runs.
         """
-        if self.is_active:
+        if _active[self.number]:
             raise FinepageError(
                 f"{what}() was called while the model runs, by one of its hooks or callbacks. "
                 f"Call it when the forward has returned."
@@ -185,10 +178,11 @@ def is_traced() -> bool:
 
     Such a call runs in PyTorch, on parameters that show the host masters.
     """
+    tracers = FakeTensorMode, ProxyTorchDispatchMode
     return (
         torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         or get_dynamic_layer_stack_depth() > 0
-        or any(isinstance(m, _TRACERS) for m in _get_current_dispatch_mode_stack())
+        or any(isinstance(m, tracers) for m in _get_current_dispatch_mode_stack())
     )
 
 

@@ -113,13 +113,8 @@ def _named_types(arguments: Iterable[Any]) -> list[tuple[str, str]]:
 
 def has_out_form(task: Task) -> bool:
     """Tell whether :func:`bind` may bind a task to an ``out=`` overload."""
-    if task.op == JOIN:
-        return False
-    op = resolve_op(task.op)
-    by_itself = COPIES | EMPTIES | FILLS.keys()
-    if op._schema.is_mutable or op._schema.name in by_itself or task.op == TO_HOST:
-        return False
-    return out_overload(op) is not None
+    bound = bind(task, lambda _: None, patches=[], into_place=True)
+    return task.op != JOIN and bound.call is out_overload(resolve_op(task.op))
 
 
 def contents_mean_nothing(task: Task) -> bool:

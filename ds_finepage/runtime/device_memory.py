@@ -53,11 +53,11 @@ class DeviceMemory:
         self._use(settings)
 
     def _use(self, settings: RunSettings) -> None:
-        self._debug = settings.debug
+        self._debug = settings.config.debug
         self._lanes = make_lanes(
             settings.device,
-            delay_seed=settings.debug.lane_delay_seed,
-            max_delay_us=settings.debug.max_lane_delay_us,
+            delay_seed=self._debug.lane_delay_seed,
+            max_delay_us=self._debug.max_lane_delay_us,
         )
         device = device_of(settings.device)
         self._graphs: Graphs | None = None
@@ -198,7 +198,7 @@ class DeviceMemory:
     def use(self, settings: RunSettings) -> None:
         """Free everything and go on under other settings."""
         self.to_released()
-        if settings.debug is not self._debug:
+        if settings.config.debug is not self._debug:
             self._lanes.close()
             self._use(settings)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from rich.table import Table
 from ds_finepage.config import DebugConfig, FinepageConfig
 from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.large_buffers import LargeBuffers
-from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import TakeWeights, WeightTable
 from ds_finepage.execution.subclasses import TakenApart
@@ -30,7 +28,7 @@ from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.drafts import Draft
 from ds_finepage.runtime.interception import PlannedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
-from ds_finepage.runtime.ranks import ONE_RANK, Ranks
+from ds_finepage.runtime.ranks import Ranks
 from ds_finepage.runtime.report_writer import ReportWriter
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Stats
@@ -48,9 +46,9 @@ class Handle:
         *,
         apart: TakenApart,
         buffers: LargeBuffers,
-        take: TakeWeights = weights_of,
-        around_call: AroundCall = nullcontext,
-        ranks: Ranks = ONE_RANK,
+        take: TakeWeights,
+        around_call: AroundCall,
+        ranks: Ranks,
     ) -> None:
         """Attach to a module.
 
@@ -253,7 +251,7 @@ class Handle:
             self._weights.restore()
             self._buffers.restore()
             self._apart.restore()
-            self._runner.kv_offload.bring_back()
+            self._runner.kv_offload.handed_out.bring_back()
 
 
 def handle_in(module: object) -> Handle | None:

@@ -64,7 +64,8 @@ class KVOffload:
     """Runs calls on the device; repeats a refused call with its KV cache in less memory.
 
     Weights make way first: the arena is the rest of the budget beside the cache. Then the room
-    behind the rows becomes small, and at last the cache moves to host memory.
+    behind the rows becomes small, and at last the cache moves to host memory. ``handed_out`` brings
+    the caches back to the device when the model is detached.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class KVOffload:
         self._make_room = make_room
         self._note_live = note_live
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._handed_out = HandedOut()
+        self.handed_out = HandedOut()
         self._num_generations = 0  # nested ones count each
         self.use = CacheUse()
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -103,10 +104,6 @@ class KVOffload:
                 self._of_generation.clear()
                 self._hand_out(caches)
 
-    def bring_back(self) -> None:
-        """Bring the caches in host memory back to the device, when the model is detached."""
-        self._handed_out.bring_back()
-
     def call(self, call: CapturedCall, *, may_move: bool, starts_on_host: bool = False) -> Any:
         """Run a call.
 
@@ -122,7 +119,7 @@ class KVOffload:
                 require_fitting(call.module, cache)
                 self._known.add(cache)
         for cache in call.caches(growing=True):
-            self._handed_out.take(cache)
+            self.handed_out.take(cache)
         own = replace(call, kwargs=dict(call.kwargs))  # a moved cache may be added to them
         if starts_on_host and not layers_of(own.caches(), HostLayer):
             self._move(own)
@@ -226,7 +223,7 @@ class KVOffload:
             if self._num_generations:
                 self._of_generation.add(cache)
             else:
-                self._note_live(self._handed_out.hand_out(cache))
+                self._note_live(self.handed_out.hand_out(cache))
 
 
 def _num_new(call: CapturedCall) -> int:

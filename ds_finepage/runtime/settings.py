@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_finepage.config import DebugConfig, FinepageConfig
+from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.device import device_of
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.planning.pipeline import PlanSettings
@@ -32,11 +32,6 @@ class RunSettings:
     may_cut: bool = True
 
     @property
-    def debug(self) -> DebugConfig:
-        """Checks that slow a run down."""
-        return self.config.debug
-
-    @property
     def is_cyclic(self) -> bool:
         """True where a pass keeps weights on the device for the next one."""
         return POLICIES[self.config.policy].is_cyclic
@@ -54,7 +49,8 @@ class RunSettings:
     @property
     def shows_ops(self) -> bool:
         """True where every op must run by plan, because a debug check looks at it."""
-        return self.debug.poison_vacated or self.debug.lane_delay_seed is not None
+        debug = self.config.debug
+        return debug.poison_vacated or debug.lane_delay_seed is not None
 
     @property
     def records_graphs(self) -> bool:
