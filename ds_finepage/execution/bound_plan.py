@@ -8,14 +8,12 @@ from functools import partial
 import torch
 
 from ds_finepage.execution.arena import POISON, Arena, HostPool
-from ds_finepage.execution.call_tensors import CallTensors
+from ds_finepage.execution.call_tensors import CallTensors, MovingViews
+from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.lanes import Action
-from ds_finepage.execution.moving import MovingViews
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
-from ds_finepage.execution.parts import RankParts
-from ds_finepage.execution.reload_sources import ReloadSources, copy_master
+from ds_finepage.execution.reload_sources import ReloadSources, RoutedReload, RouteRead, copy_master
 from ds_finepage.execution.replay import can_be_recorded
-from ds_finepage.execution.routed import RoutedReload, RouteRead
 from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
 from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import Route, groups_of

@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
+from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.device import device_of
-from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.watch import data_of, is_watched, set_data
 
 

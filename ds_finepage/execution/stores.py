@@ -17,9 +17,9 @@ from operator import attrgetter
 import torch
 
 from ds_finepage.errors import StoreError
+from ds_finepage.execution.collectives import RankParts, freed
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.masters import HostWeight, rehome
-from ds_finepage.execution.parts import RankParts, freed
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
 from ds_finepage.graph.parts import with_parts
 from ds_finepage.graph.taskgraph import TaskGraph

@@ -11,8 +11,7 @@ import torch
 
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.probe import probe
-from ds_finepage.execution.reload_sources import ReloadSources
-from ds_finepage.execution.routed import RouteRead
+from ds_finepage.execution.reload_sources import ReloadSources, RouteRead
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.profiles import require_usable
 from ds_finepage.integrations.transformers.host_cache import HostLayer

@@ -12,7 +12,7 @@ import torch
 
 from ds_finepage.config import SECTION
 from ds_finepage.errors import FinepageError, RankError
-from ds_finepage.execution.parts import RankParts
+from ds_finepage.execution.collectives import RankParts
 from ds_finepage.runtime.parted_ranks import PartedRanks
 from ds_finepage.runtime.ranks import ONE_RANK, RankGroup, Ranks, differences
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ds_finepage.capture.lengths import Evaluator, evaluate, with_known_shapes
-from ds_finepage.execution.moving import MovingViews
+from ds_finepage.execution.call_tensors import MovingViews
 from ds_finepage.execution.ops import Patch
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Length, TaskGraph, TensorView
 

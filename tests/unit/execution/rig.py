@@ -10,9 +10,9 @@ import torch
 from ds_finepage.checker.checker import check
 from ds_finepage.execution.arena import Arena, HostPool, byte_view
 from ds_finepage.execution.bound_plan import BoundPlan
+from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.executor import Executor, Residents
 from ds_finepage.execution.lanes import CpuLanes
-from ds_finepage.execution.parts import RankParts
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes

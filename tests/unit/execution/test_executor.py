@@ -16,8 +16,7 @@ from ds_finepage.execution.arena import HostPool, byte_view
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.executor import Executor, OpHook
 from ds_finepage.execution.program import lower
-from ds_finepage.execution.reload_sources import ReloadSources
-from ds_finepage.execution.routed import RouteRead
+from ds_finepage.execution.reload_sources import ReloadSources, RouteRead
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import GraphOutput, Task
 from ds_finepage.planning.liveness import min_arena_bytes

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution import parts as parts_module
+from ds_finepage.execution import collectives
 from ds_finepage.execution.arena import byte_view
+from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.masters import HostWeight
-from ds_finepage.execution.parts import RankParts
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.parts import with_parts
 from ds_finepage.planning.liveness import ample_arena_bytes
@@ -101,7 +101,7 @@ class Table:
             self.gathers.append(group)
             out[:12] = byte_view(self.whole)[:12]
 
-        monkeypatch.setattr(parts_module, "gather_into", gather)
+        monkeypatch.setattr(collectives, "gather_into", gather)
         weight = HostWeight(
             "w", self.parameter, mine, (2, 3), (3, 1), torch.float32, lambda w: None, parts=parts
         )

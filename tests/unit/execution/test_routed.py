@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.execution.routed import RoutedReload, RouteRead
+from ds_finepage.execution.reload_sources import RoutedReload, RouteRead
 from ds_finepage.graph.routes import Route
 
 NUM_SLICES, SLICE_BYTES = 6, 10

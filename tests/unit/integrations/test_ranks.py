@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from ds_finepage.errors import ConfigError, RankError
-from ds_finepage.execution.parts import RankParts
+from ds_finepage.execution.collectives import RankParts
 from ds_finepage.integrations.deepspeed import ranks
 from ds_finepage.runtime.parted_ranks import PartedRanks
 from ds_finepage.runtime.ranks import ONE_RANK

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from ds_finepage.execution.moving import MovingViews
+from ds_finepage.execution.call_tensors import MovingViews
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
 from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.rewrite.embeddings import (
