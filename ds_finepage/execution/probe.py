@@ -30,11 +30,11 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
     with torch.inference_mode(False), torch.no_grad():
         one, host = torch.empty(1, device=device), known.pinned(torch.empty(1))
         op, copy = partial(one.add_, 1), partial(one.copy_, host, non_blocking=True)
-        launch = _seconds(op, device, in_a_row=IN_A_ROW)
-        latency = _seconds(copy, device, in_a_row=IN_A_ROW)
+        launch = seconds_of(op, device, in_a_row=IN_A_ROW)
+        latency = seconds_of(copy, device, in_a_row=IN_A_ROW)
         # On the CPU the host runs an op itself, so the op's own time has the host's in it.
         host_op, host_copy = (
-            _seconds(run, device, in_a_row=IN_A_ROW, is_issued=True)
+            seconds_of(run, device, in_a_row=IN_A_ROW, is_issued=True)
             if known.is_accelerator
             else 0.0
             for run in (op, copy)
@@ -62,8 +62,8 @@ def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
     """Measure the rates of the links, net of the latency of a copy in seconds."""
     host = device_of(device).pinned(torch.ones(nbytes, dtype=torch.uint8))
     on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    reload = _seconds(lambda: on_device.copy_(host, non_blocking=True), device)
-    offload = _seconds(lambda: host.copy_(on_device, non_blocking=True), device)
+    reload = seconds_of(lambda: on_device.copy_(host, non_blocking=True), device)
+    offload = seconds_of(lambda: host.copy_(on_device, non_blocking=True), device)
     return {
         "h2d_bytes_per_s": nbytes / max(reload - latency, reload / 2),
         "d2h_bytes_per_s": nbytes / max(offload - latency, offload / 2),
@@ -72,7 +72,7 @@ def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
 
 def _memory_rate(nbytes: int, device: torch.device) -> float:
     source, target = (torch.empty(nbytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
+    return 2 * source.numel() / seconds_of(lambda: target.copy_(source), device)
 
 
 def context_margin_bytes(device: torch.device) -> int:
@@ -99,14 +99,14 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, scratch: int) -> floa
     while True:
         a = torch.ones(n, n, dtype=dtype, device=device)
         out = torch.empty_like(a)
-        seconds = _seconds(partial(torch.mm, a, a, out=out), device)
+        seconds = seconds_of(partial(torch.mm, a, a, out=out), device)
         has_room = 3 * (2 * n) ** 2 * dtype.itemsize <= scratch and 2 * n <= most
         if seconds >= LONG_ENOUGH_S or not has_room:
             return 2 * n**3 / seconds
         n *= 2
 
 
-def _seconds(
+def seconds_of(
     run: Callable[[], object],
     device: torch.device,
     *,

@@ -7,9 +7,9 @@ their own collective has failed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import distributed
 
 from ds_finepage._compat.torch import _get_default_store
 from ds_finepage.execution.collectives import all_reduce_, ranks_answer
+from ds_finepage.execution.probe import seconds_of
 from ds_finepage.units import NS_PER_S
 
 STORE_KEY = "ds_finepage/failed"
 """Prefix of the keys in the store; the rank follows."""
 
-SMALL_ELEMENTS, NUM_REPEATS = 2, 3
-"""Of the collectives that measure a link; the fastest repeat counts."""
+SMALL_ELEMENTS = 2
+"""Of the smallest tensor that measures a link."""
 
 RANK_GONE = "another rank is gone"
 
@@ -119,11 +120,5 @@ class RankChannel:
         return sent_bytes * NS_PER_S / bytes_ns, small_ns // steps
 
     def _reduce_ns(self, tensor: torch.Tensor) -> int:
-        best = 0
-        for _ in range(NUM_REPEATS):
-            start = time.perf_counter_ns()
-            all_reduce_(tensor, "sum", self._of_model, self.num_ranks)
-            float(tensor[0])  # waits for the device
-            took = time.perf_counter_ns() - start
-            best = min(best or took, took)
-        return best
+        reduce = partial(all_reduce_, tensor, "sum", self._of_model, self.num_ranks)
+        return int(seconds_of(reduce, tensor.device) * NS_PER_S)

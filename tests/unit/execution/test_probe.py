@@ -21,7 +21,7 @@ def test_a_probe_finds_every_rate() -> None:
 
 def test_the_rate_of_a_link_is_net_of_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([17e-6, 9e-6, 1.5e-6, 1.5e-6])
-    monkeypatch.setattr(probe, "_seconds", lambda copy, device: next(took))
+    monkeypatch.setattr(probe, "seconds_of", lambda copy, device: next(took))
     found = probe._links(2 * MIB, CPU, 1e-6)
     assert found["h2d_bytes_per_s"] == pytest.approx(2 * MIB / 16e-6)
     assert found["d2h_bytes_per_s"] == pytest.approx(2 * MIB / 8e-6)
@@ -46,6 +46,6 @@ def test_products_grow_until_one_takes_long_enough(
         found.append(product.args[0].shape[0])
         return 2 * found[-1] ** 3 / rate
 
-    monkeypatch.setattr(probe, "_seconds", seconds)
+    monkeypatch.setattr(probe, "seconds_of", seconds)
     assert probe._matmul_rate(torch.float32, CPU, scratch_bytes) == pytest.approx(rate)
     assert found == sizes
