@@ -213,7 +213,8 @@ def _decode(
         patches.append(Patch(container, key, None, value))
         return int(value)
     if isinstance(value, Symbol):
-        return _symbol(value)
+        is_device = value.kind == "device"
+        return torch.device(value.name) if is_device else getattr(torch, value.name)
     if isinstance(value, tuple):
         items: list[Any] = [None] * len(value)
         for i, item in enumerate(value):
@@ -260,10 +261,6 @@ def _choose(
 
 def _out_names(op: Any) -> list[str]:
     return [a.name for a in op._schema.arguments if a.is_out]
-
-
-def _symbol(symbol: Symbol) -> Any:
-    return torch.device(symbol.name) if symbol.kind == "device" else getattr(torch, symbol.name)
 
 
 def _nothing() -> None:

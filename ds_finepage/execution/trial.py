@@ -141,7 +141,8 @@ class Trial:
                 return OTHER_RESULTS
         for result in self._task.results:
             if result is not None and self._buffer(result) in self._made:
-                _erase(self._tensors[result])  # so that what is left was written beside it
+                # So that what is left was written beside it.
+                _erase(self._tensors[result], self._guard)
         end = 0
         for buffer, offset in self._offsets.items():
             if not _holds(self._arena[end:offset], self._guard):
@@ -251,13 +252,11 @@ def _holds(found: torch.Tensor, tile: torch.Tensor) -> bool:
     )
 
 
-def _erase(tensor: torch.Tensor) -> None:
+def _erase(tensor: torch.Tensor, guard: torch.Tensor) -> None:
     """Fill the elements of a tensor, and no byte between them, with guard bytes."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    value = int.from_bytes(bytes([GUARD] * tensor.itemsize), "little", signed=tensor.itemsize > 1)
-    tensor.view(integer).fill_(value)
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)
+    tensor.copy_(guard[: tensor.itemsize].view(tensor.dtype)[0])
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,6 +273,4 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
         first, second = first.view(torch.int64), second.view(torch.int64)
     if torch.equal(first, second):
         return True
-    if not (one.dtype.is_floating_point or one.dtype.is_complex):
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

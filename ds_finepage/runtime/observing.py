@@ -44,7 +44,7 @@ class Observer:
         self.is_on = False
         self._device = device
         self._called_ns = 0
-        self._begins_ns: tuple[int, ...] | None = None  # of the pass that runs
+        self._before: _Observation | None = None  # of the pass that runs
         self._passes: dict[Pass, _Observation] = {}
 
     def forget(self) -> None:
@@ -61,21 +61,19 @@ class Observer:
         if not self.is_on:
             executor.recorder = None
             return
-        before = self._passes.pop(found, None)  # in case the run fails
-        self._begins_ns = None if before is None else before.begins_ns[-MOST_BEGINS:]
+        self._before = self._passes.pop(found, None)  # in case the run fails
         if executor.recorder is None:
             executor.recorder = SpanRecorder(self._device)
 
     def after_run(self, found: Pass, executor: Executor) -> None:
         """Keep what an executor has recorded of its last run."""
         if executor.recorder is not None:
-            begin_ns = max(0, executor.recorder.began_ns - self._called_ns)
-            before_ns = self._begins_ns
+            begins_ns: tuple[int, ...] = ()
+            if self._before is not None:
+                begin_ns = max(0, executor.recorder.began_ns - self._called_ns)
+                begins_ns = (*self._before.begins_ns[-MOST_BEGINS:], begin_ns)
             self._passes[found] = _Observation(
-                executor.memgraph,
-                executor.recorder,
-                executor.entry_missing,
-                () if before_ns is None else (*before_ns, begin_ns),
+                executor.memgraph, executor.recorder, executor.entry_missing, begins_ns
             )
 
     def observed(self, profile: HardwareProfile) -> list[ObservedPass]:
