@@ -115,11 +115,3 @@ class RankParts:
             RankError: Another rank is gone.
         """
         gather_into(whole, self.own(whole), self.group)
-
-
-def freed(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in host memory that has a form and no bytes."""
-    with torch.inference_mode(False):
-        found = torch.empty_strided(shape, stride, dtype=dtype)
-        found.untyped_storage().resize_(0)
-    return found

@@ -199,7 +199,9 @@ class StreamLanes:
     def _enqueue(self, program: Program, actions: dict[int, Action]) -> None:
         order = self._order.get(program)
         if order is None:
-            streams = self._streams_of(program)
+            streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
+            # A lane without steps need not be woken.
+            streams = {lane: stream for lane, stream in streams.items() if program.lanes[lane]}
             stretches = _stretches(program, streams, self._device.new_event)
             self._order[program] = order = (list(streams.values()), stretches)
         others, stretches = order
@@ -218,12 +220,6 @@ class StreamLanes:
             compute.wait_stream(stream)
         compute.record_event(self._end)
         self._has_run = True
-
-    def _streams_of(self, program: Program) -> dict[Lane, torch.Stream]:
-        """Return the stream of each lane that has steps, without the compute lane."""
-        streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
-        # A lane without steps need not be woken.
-        return {lane: stream for lane, stream in streams.items() if program.lanes[lane]}
 
     def _enqueue_steps(
         self, stream: torch.Stream, steps: list[_Enqueued], actions: dict[int, Action]

@@ -17,7 +17,7 @@ from operator import attrgetter
 import torch
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.collectives import RankParts, freed
+from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.masters import HostWeight, rehome
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
@@ -67,7 +67,10 @@ class _Shown:
         """Let the parameter show its master; a weight in parts stays as ZeRO has it."""
         if self.weight.parts is not None:
             self.view = data_of(self.weight.parameter)
-            self._form = freed(self.weight.shape, self.weight.stride, self.weight.dtype)
+            shape, stride, dtype = self.weight.shape, self.weight.stride, self.weight.dtype
+            with torch.inference_mode(False):
+                self._form = torch.empty_strided(shape, stride, dtype=dtype)
+                self._form.untyped_storage().resize_(0)  # a form without bytes
             return
         self.view = self.weight.shaped(device_of(self._device).show(self.weight.master))
         if not self.shows_view:
