@@ -88,8 +88,9 @@ class BoundPlan:
         if node.kind in (NodeKind.RELOAD, NodeKind.RESIDENT, NodeKind.OFFLOAD):
             return self._bind_transfer(node)
         if node.kind is NodeKind.COLLECT:
-            assert node.extent is not None and node.buffer is not None
-            return self._collect(node.extent, self._graph.buffers[node.buffer].nbytes)
+            assert node.extent is not None and node.buffer is not None and self._parts is not None
+            whole = self.arena.slice(node.extent, self._graph.buffers[node.buffer].nbytes)
+            return partial(self._parts.collect, whole)
         if node.kind is NodeKind.DROP and self.poison:
             assert node.extent is not None
             vacated = self.arena.slice(node.extent, node.extent.nbytes)
@@ -190,21 +191,17 @@ class BoundPlan:
 
     def _bind_part(self, node: Node, whole: torch.Tensor, on_host: torch.Tensor) -> Action:
         """Bind the reload of a part; a resident weight that is not in place is also collected."""
-        assert self._parts is not None and node.extent is not None
-        own = self._parts.own(whole)
+        parts = self._parts
+        assert parts is not None
+        reload = partial(copy_master, parts.own(whole), on_host)
         if node.kind is NodeKind.RELOAD:
-            return lambda: copy_master(own, on_host)
-        collect = self._collect(node.extent, whole.numel())
+            return reload
 
         def load() -> None:
-            copy_master(own, on_host)
-            collect()
+            reload()
+            parts.collect(whole)
 
         return load
-
-    def _collect(self, extent: Extent, nbytes: int) -> Action:
-        assert self._parts is not None
-        return partial(self._parts.collect, self.arena.slice(extent, nbytes))
 
     def _bind_routed(
         self, route: Route, on_device: torch.Tensor, on_host: torch.Tensor

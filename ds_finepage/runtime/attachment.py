@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COMPILED_ONLY = ("use_associative_scan",)
-"""Attributes by which modules of transformers take another algorithm where they are compiled. Its
+COMPILED_ONLY = "use_associative_scan"
+"""By this attribute modules of transformers take another algorithm where they are compiled. Its
 last bits differ from those of the plain model."""
 
 
@@ -141,9 +141,8 @@ class Attachment:
             planned = PlannedCall(part, calls.call, calls.running, calls.handle)
             self._set(part, "_compiled_call_impl", planned)
         for part in module.modules():
-            for name in COMPILED_ONLY:
-                if getattr(part, name, None) is True:
-                    self._set(part, name, False)
+            if getattr(part, COMPILED_ONLY, None) is True:
+                self._set(part, COMPILED_ONLY, False)
         self._claim = CodeClaim(calls)
         self._undo.callback(self._claim.close)
         generation = getattr(module, "generation_config", None)
