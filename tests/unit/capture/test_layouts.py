@@ -139,5 +139,20 @@ def test_views_are_reshaped_as_torch_does_it(data: Any) -> None:
         expected = x.view(wanted).stride()
     except RuntimeError:
         assume(False)
-    fix, _ = asked(None)
-    assert tuple(fix._reshaped(x, wanted)) == expected
+    mode, source, values = symbolic(tuple(x.shape), x.stride())
+    fix = LayoutFixer(lambda *_: [expected], values)
+    with mode:
+        wrong = source.as_strided(wanted, [n + 1 for n in expected])
+        assert fix(aten.view.default, (source, wanted), {}, wrong).stride() == expected
+
+
+def test_a_view_of_the_same_shape_has_the_strides_of_a_real_one() -> None:
+    mode, x, values = symbolic((4, 64, 32), (32, 128, 1))
+    fix = LayoutFixer(VIEWS, values)
+    with mode:
+        shape = [1, *x.shape]
+        source = x.as_strided(shape, (x.shape[1] * x.stride()[1], *x.stride()))
+        found = fix(
+            aten.view.default, (source, shape), {}, source.as_strided(shape, (7, 32, 128, 1))
+        )
+    assert tuple(int(n) for n in found.stride()) == (128, 32, 128, 1)
