@@ -1,9 +1,10 @@
 """Names the private parts of torch, transformers and DeepSpeed that ds_finepage uses.
 
 Such names can move or disappear in any release. Only this package imports them, and
-``tests/unit/test_compat.py`` proves that each exists. It has four parts:
+``tests/unit/test_compat.py`` proves that each exists, as does each private attribute that the
+product reads. It has four parts:
 
-- this file: names as text, of methods that the seams wrap and of attributes of objects;
+- this file: names as text, of methods and functions that the seams wrap;
 - ``torch``: what the product imports from torch;
 - ``deepspeed``: what the product imports from DeepSpeed;
 - ``transformers``: names and behaviour that differ between its versions.
@@ -42,31 +43,3 @@ ACCELERATE_SET = "set_module_tensor_to_device"
 
 BATCHING_MEMORY = "get_device_and_memory_breakdown"
 """The function by which continuous batching of transformers sizes its KV cache."""
-
-ATTRIBUTES = {
-    "_apply_gate": "transformers.models.mixtral.modeling_mixtral.MixtralExperts",
-    "_buffers": "torch.nn.Module",
-    "_call_impl": "torch.nn.Module",
-    "_cdata": "torch.UntypedStorage",
-    "_compiled_call_impl": "torch.nn.Module",
-    "_convert_to_deepspeed_param": "deepspeed.runtime.zero.partition_parameters.Init",
-    "_convert_to_zero_parameters": "deepspeed.runtime.zero.partition_parameters.Init",
-    "_config": "deepspeed.runtime.engine.DeepSpeedEngine",
-    "_forward_hooks": "torch.nn.Module",
-    "_forward_pre_hooks": "torch.nn.Module",
-    "_keep_in_fp32_modules": "transformers.PreTrainedModel",
-    "_make_wrapper_subclass": "torch.Tensor",
-    "_modules": "torch.nn.Module",
-    "_no_gather_coalesced": "deepspeed.runtime.zero.partition_parameters",
-    "_param_dict": "deepspeed.runtime.config.DeepSpeedConfig",
-    "_parameters": "torch.nn.Module",
-    "_remove_module_hooks": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
-    "_schema": "torch._ops.OpOverload",
-    "_sleep": "torch.cuda",
-    "_to_copy": "torch.ops.aten",
-    "_version": "torch.Tensor",
-}
-"""Private attribute that the product reads or replaces -> its owner."""
-
-REGISTER_HOOKS = ("_register_deepspeed_module", "_register_hooks_recursively")
-"""The names of one method of ``DeepSpeedZeRoOffload``; a version has one of them."""

@@ -12,7 +12,6 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig
 from ds_finepage.integrations.deepspeed import offload
 from ds_finepage.integrations.deepspeed.offload import (
@@ -21,7 +20,8 @@ from ds_finepage.integrations.deepspeed.offload import (
     offload_class,
 )
 
-REGISTER_HOOKS = next(n for n in _compat.REGISTER_HOOKS if hasattr(DeepSpeedZeRoOffload, n))
+NAMES = ("_register_deepspeed_module", "_register_hooks_recursively")
+REGISTER_HOOKS = next(n for n in NAMES if hasattr(DeepSpeedZeRoOffload, n))
 
 
 class StubHandle:
