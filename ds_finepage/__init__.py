@@ -19,7 +19,7 @@ from ds_finepage.errors import (
     StoreError,
     TaskMismatchError,
 )
-from ds_finepage.integrations.deepspeed.install import install, uninstall
+from ds_finepage.integrations.deepspeed.install import install
 
 if TYPE_CHECKING:
     from ds_finepage.api import attach, plan
@@ -43,10 +43,8 @@ __all__ = [
     "assert_active",
     "attach",
     "handle_of",
-    "install",
     "plan",
     "stats",
-    "uninstall",
 ]
 
 _LAZY = {

@@ -14,7 +14,6 @@ import os
 import runpy
 import sys
 
-import ds_finepage
 from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.integrations.deepspeed.one_process import (
     prepare_one_process,
@@ -43,7 +42,6 @@ def main(arguments: list[str]) -> None:
     if not os.path.isfile(script):
         raise ConfigError(f"there is no script {script!r}. {USAGE}")
     prepare_one_process()
-    ds_finepage.install()
     sys.argv = [script, *launcher_options, *arguments[1:]]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")

@@ -7,10 +7,6 @@ order of the imports does not matter, and a program that only plans never loads 
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-
 import wrapt
 
 SEAMS = {
@@ -19,33 +15,8 @@ SEAMS = {
 }
 """Module -> the seam that changes it."""
 
-_waiting: dict[str, bool] = {}
-"""Module that is not loaded yet -> whether its seam goes in when it is loaded."""
-
 
 def install() -> None:
-    """Install the seams, now or when their modules are loaded; a second call does nothing."""
-    for name in SEAMS:
-        is_registered = name in _waiting
-        _waiting[name] = True
-        if not is_registered:
-            wrapt.register_post_import_hook(_loaded, name)  # calls it at once for a loaded module
-
-
-def uninstall() -> None:
-    """Remove the seams; engines that exist keep what they have."""
-    for name in SEAMS:
-        if name in _waiting:
-            _waiting[name] = False
-        module = sys.modules.get(name)
-        if module is not None:
-            _seam_of(name).uninstall(module)
-
-
-def _loaded(module: ModuleType) -> None:
-    if _waiting.pop(module.__name__):
-        _seam_of(module.__name__).install(module)
-
-
-def _seam_of(name: str) -> ModuleType:
-    return importlib.import_module(SEAMS[name])
+    """Install the seams, now or when their modules are loaded; a second call changes nothing."""
+    for name, seam in SEAMS.items():
+        wrapt.register_post_import_hook(f"{seam}:install", name)  # imports the seam only then

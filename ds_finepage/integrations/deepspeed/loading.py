@@ -29,7 +29,7 @@ from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 from ds_finepage.integrations.deepspeed.deferred import open_files, value_of
-from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, wrap
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import METHOD
 from ds_finepage.planning.policies import POLICIES
@@ -59,12 +59,6 @@ def install(modeling_utils: ModuleType) -> None:
     wrap(model_class, _compat.MODEL_BUILD, functools.partial(_build, modeling_utils))
     wrap(model_class, _compat.MODEL_LOAD, functools.partial(_load, modeling_utils))
     wrap(model_class, _compat.MODEL_FINISH, functools.partial(_finish, modeling_utils))
-
-
-def uninstall(modeling_utils: ModuleType) -> None:
-    """Unwrap the model class, and the choice of a quantiser."""
-    unwrap(modeling_utils)
-    unwrap(getattr(modeling_utils, _compat.MODEL, object))
 
 
 def is_wanted(modeling_utils: ModuleType) -> bool:

@@ -1,4 +1,4 @@
-"""Changes other packages and restores them: wraps methods, exchanges names for a while."""
+"""Changes other packages: wraps methods, exchanges names for a while."""
 
 from __future__ import annotations
 
@@ -46,13 +46,6 @@ def wrap(owner: type | ModuleType, name: str, wrapper: Callable[[WrappedCall], A
         setattr(
             owner, name, SeamWrapper(vars(owner)[name], lambda *call: wrapper(WrappedCall(*call)))
         )
-
-
-def unwrap(owner: type | ModuleType) -> None:
-    """Restore every method or function that a seam has wrapped."""
-    for name, value in list(vars(owner).items()):
-        if isinstance(value, SeamWrapper):
-            setattr(owner, name, value.__wrapped__)
 
 
 def is_wrapped(owner: type | ModuleType, name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
 from ds_finepage.errors import ConfigError
-from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, unwrap, wrap
+from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, wrap
 from ds_finepage.integrations.deepspeed.ranks import compare_setups
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import is_packed, pack_model
@@ -32,11 +32,6 @@ def install(engine_module: ModuleType) -> None:
         wrap(engine_class, _compat.ENGINE_CONFIGURE, functools.partial(_configured, engine_module))
         if _compat.ENGINE_CUT_MODEL in vars(engine_class):  # older versions have none
             wrap(engine_class, _compat.ENGINE_CUT_MODEL, _cut)
-
-
-def uninstall(engine_module: ModuleType) -> None:
-    """Unwrap the engine class."""
-    unwrap(getattr(engine_module, _compat.ENGINE, object))
 
 
 def _checked(call: WrappedCall) -> Any:
