@@ -177,11 +177,7 @@ def unpack(packed: Packed, form: PackedForm, dtype: torch.dtype) -> torch.Tensor
     found: torch.Tensor = numbers.new_empty(shape, dtype=dtype)
     scales, minima = packed.scales.unsqueeze(-1), packed.minima.unsqueeze(-1)
     if not numbers.is_cpu:  # as few kernels as can be
-        if form.bits == 8:
-            found.copy_(numbers)
-        else:
-            torch.bitwise_and(numbers, 15, out=found[..., : form.group // 2])
-            torch.bitwise_right_shift(numbers, 4, out=found[..., form.group // 2 :])
+        _take_apart(numbers, form, found)
         return torch.addcmul(minima, found, scales, out=found).flatten(1)
     # On a CPU addcmul takes one number at a time, and these take a row of them.
     wide = torch.promote_types(dtype, torch.float32)
@@ -201,9 +197,9 @@ def _take_apart(numbers: torch.Tensor, form: PackedForm, found: torch.Tensor) ->
     if form.bits == 8:
         found.copy_(numbers)
         return
-    half = form.group // 2
-    found[..., :half] = numbers & 15
-    found[..., half:] = numbers >> 4
+    low, high = found.chunk(2, dim=-1)
+    torch.bitwise_and(numbers, 15, out=low)
+    torch.bitwise_right_shift(numbers, 4, out=high)
 
 
 def _joined(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
