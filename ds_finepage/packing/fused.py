@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -87,7 +86,8 @@ def fused_product(
         is_alone=num_rows == 1 or ends is not None,
     )
     grid = (-(-num_out // constants["OUTPUTS"]), 1 if ends is None else num_rows)
-    with _current(rows.device):
+    # Triton starts its kernels on the current device; a CPU has no index, and stays as it is.
+    with torch.accelerator.device_index(rows.device.index):
         kernel.product[grid](
             rows.contiguous(),
             *(part.contiguous() for part in packed),
@@ -132,11 +132,3 @@ def constants_of(
 
 def _power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
-
-
-def _current(where: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one, where Triton starts its kernels."""
-    if where.type == "cpu":
-        return nullcontext()
-    context: AbstractContextManager[Any] = torch.get_device_module(where).device(where)
-    return context
