@@ -59,17 +59,14 @@ class Region:
         if num_bytes == 0:
             return torch.empty(0, dtype=self.dtype)
         memory = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
-        with open(self.path, "rb", buffering=0) as file, memoryview(memory) as view:
+        with open(self.path, "rb") as file:
             file.seek(self.offset + start * self.dtype.itemsize)
-            done = 0
-            while done < num_bytes:
-                got = file.readinto(view[done:])
-                if not got:
-                    raise StoreError(
-                        f"{self.path} ends within {self.name}: {done} bytes were left of "
-                        f"{num_bytes}. It changed while it was loaded; load it again."
-                    )
-                done += got
+            done = file.readinto(memory)
+        if done < num_bytes:
+            raise StoreError(
+                f"{self.path} ends within {self.name}: {done} bytes were left of {num_bytes}. It "
+                f"changed while it was loaded; load it again."
+            )
         return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype)
 
 
