@@ -151,16 +151,12 @@ class DynamoGraph:
         self.num_host_outputs = len(returned)
         if not returned:
             return None
-        needed = {n for n in returned if isinstance(n, Node)}
-        for node in reversed(self.module.graph.nodes):
-            if node in needed:
-                needed.update(node.all_input_nodes)
         graph = torch.fx.Graph()
         copies: dict[Node, Node] = {}
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder" or node in needed:
-                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        graph.graph_copy(self.module.graph, copies)
         graph.output(tuple(copies[n] if isinstance(n, Node) else n for n in returned))
+        # Ops that change tensors go too: a number depends on none of them.
+        graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
         return GraphModule(self.module, graph)
 
 
