@@ -51,17 +51,9 @@ class SymbolicSizes:
         env: Any = example.node.shape_env
         theirs = env.var_to_range.get(example.node.expr, ValueRanges.unknown_int())
         source = ConstantSource(f"call_{position}")
-        symbol = self.env.create_symbol(
-            value,
-            source,
-            dynamic_dim=DimDynamic.DYNAMIC,
-            constraint_dim=None,
-            positive=None,
-            do_not_specialize_zero_one=True,
-        )
-        self.env.var_to_range[symbol] = theirs
-        found = self.env.create_symintnode(symbol, hint=value, source=source)
+        found = self.env.create_unspecified_symint_and_symbol(value, source, DimDynamic.DYNAMIC)
         assert isinstance(found, torch.SymInt)
+        self.env.var_to_range[found.node.expr] = theirs
         self.positions[str(found.node.expr)] = position
         self.values[str(found.node.expr)] = value
         return found
