@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, get_args
 
-import torch
 from transformers.cache_utils import Cache
 
 from ds_finepage import _compat
@@ -46,11 +45,6 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 def is_initialized(layer: Any) -> bool:
     """Return whether a layer of a KV cache has its keys and values; linear attention has none."""
     return bool(getattr(layer, "is_initialized", False))
-
-
-def name_dtype(layer: Any, dtype: torch.dtype) -> None:
-    """Name the dtype of a layer of a KV cache whose keys were put there; needed before 5.24."""
-    layer.dtype = dtype
 
 
 def batching_memory_bytes() -> int:

@@ -414,8 +414,6 @@ class _LayerRows(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self._num_rows
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5
-
 
 class _HostRows(_LayerRows):
     """Keys and values of one layer in host memory; the pass puts its own behind them."""

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from ds_finepage import _compat
@@ -21,7 +20,6 @@ from ds_finepage._compat.transformers import (
     cache_name,
     given_cache,
     is_initialized,
-    name_dtype,
     takes_cache,
 )
 
@@ -185,12 +183,6 @@ def test_the_seams_find_the_names_of_deepspeed() -> None:
 )
 def test_a_cache_layer_says_whether_it_has_its_tensors(layer: Any, expected: bool) -> None:
     assert is_initialized(layer) is expected
-
-
-def test_a_cache_layer_whose_keys_were_put_there_has_their_dtype() -> None:
-    layer = SimpleNamespace()
-    name_dtype(layer, torch.bfloat16)
-    assert layer.dtype is torch.bfloat16
 
 
 def forward_before_the_cache_was_renamed(input_ids: Any, past_key_values: Any = None) -> None:

@@ -43,7 +43,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ds_finepage._compat.transformers import is_initialized, name_dtype
+from ds_finepage._compat.transformers import is_initialized
 from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.planning.budget import SELECTED_PARTS
@@ -153,14 +153,14 @@ class RunLayer(DynamicLayer):
             self.device = layer.device
         self.keys, self.values = layer.keys, layer.values
 
-    def give(self, layer: DynamicLayer) -> None:
+    def give(self, layer: Any) -> None:
         """Give a caller's layer the state of this one."""
         keys = layer.keys = self.keys
         layer.values = self.values
         layer.is_initialized = keys is not None
         if keys is not None:
             layer.device = self.device
-            name_dtype(layer, keys.dtype)
+            layer.dtype = keys.dtype  # which a layer has before transformers 5.24
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take the device from the first rows."""

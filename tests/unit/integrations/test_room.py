@@ -288,3 +288,9 @@ def test_other_kinds_of_layers_have_no_room() -> None:
         DynamicLayer,
         RoomLayer,
     ]
+
+
+def test_a_layer_that_is_given_rows_has_their_dtype() -> None:
+    layer = DynamicLayer()
+    filled(5, 16).give(layer)
+    assert has(layer, rows(5)) and vars(layer)["dtype"] is torch.float32
