@@ -67,29 +67,22 @@ class FinepageOffload(DeepSpeedZeRoOffload):  # type: ignore[misc]
             ranks=ranks_of_model(self.module),
         )
 
-    def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
+    def _register_deepspeed_module(self, *_: Any) -> None:
         """Do nothing: libraries call this to bring stock hooks back."""
-        if self.finepage is None:
-            super()._register_deepspeed_module(module, [0] if count is None else count)
 
-    def _register_hooks_recursively(self, module: torch.nn.Module, count: Any = None) -> None:
+    def _register_hooks_recursively(self, *_: Any) -> None:
         """Do nothing: older versions of DeepSpeed use this name."""
-        if self.finepage is None:
-            super()._register_hooks_recursively(module, [0] if count is None else count)
 
     def detach_finepage(self) -> None:
-        """Become stock ZeRO-Inference; a second call does nothing."""
-        if self.finepage is None:
-            return
+        """Become stock ZeRO-Inference, which has no such method."""
         self._release()
         self._convert_new_parts()
-        super().setup_zero_stage3_hooks()
+        self.__class__ = DeepSpeedZeRoOffload
+        self.setup_zero_stage3_hooks()
 
     def _remove_module_hooks(self) -> None:
-        if self.finepage is None:
-            super()._remove_module_hooks()
-        else:
-            self._release()
+        self._release()
+        self.__class__ = DeepSpeedZeRoOffload
 
     def _release(self) -> None:
         assert self.finepage is not None
