@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -143,6 +143,7 @@ class Recording:
     outputs: tuple[GraphOutput, ...]
     sizes: SymbolicSizes
     sharing: tuple[Any, ...]
+    _ends: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, init=False)
 
     def values_of(self, args: Sequence[Any]) -> dict[str, int]:
         """Return what a call passes for the symbols."""
@@ -188,10 +189,6 @@ class Recording:
             most = max(rooms.values()) - least
             self._ends[key] = least + _most(most, lambda more: self.admits(filled(least + more)))
         return filled(self._ends[key])
-
-    @cached_property
-    def _ends(self) -> dict[tuple[tuple[str, int], ...], int]:
-        return {}
 
     def growing(self, values: Mapping[str, int]) -> frozenset[str]:
         """Return the symbols that grow from step to step."""

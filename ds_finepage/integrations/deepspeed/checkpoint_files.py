@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import mmap
 import os
 import sys
@@ -41,11 +40,6 @@ class Region:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop`` in memory that goes back to the system with them.

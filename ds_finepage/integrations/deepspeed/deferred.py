@@ -99,7 +99,7 @@ class DeferredTensor(torch.Tensor):
             return self.origin
         if isinstance(self.origin, Call):
             return self.origin.value()
-        return self.origin.read(0, self.origin.num_elements).view(self.origin.shape)
+        return self.origin.read(0, self.numel()).view(self.shape)
 
     def read_into(self, target: torch.Tensor, part: Part) -> None:
         """Copy a part of the values into a tensor.

@@ -46,11 +46,6 @@ class Pending:
     whole: torch.Tensor
     part: Part | None = None
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the rank needs less than the whole."""
-        return self.part != whole_of(self.whole)
-
 
 def read_all(model: nn.Module) -> None:
     """Read the parameters and buffers of a model that are not read."""
@@ -218,7 +213,7 @@ def _masters(found: Sequence[tuple[nn.Parameter, Pending]], is_pinned: bool) -> 
     """Read the masters; those that are not cut are shared with the other ranks."""
     meetings = Meetings()
     # A cut may leave one rank the whole weight, and the others nothing.
-    rows = meetings.gather([each.is_cut for _, each in found])
+    rows = meetings.gather([each.part != whole_of(each.whole) for _, each in found])
     once = [i for i, cuts in enumerate(zip(*rows, strict=True)) if not is_pinned and not any(cuts)]
     masters: dict[int, torch.Tensor] = {}
     try:
