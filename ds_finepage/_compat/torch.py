@@ -3,6 +3,9 @@
 Callers import the objects themselves, so a hot path pays for no extra lookup.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch._C import _construct_storage_from_data_pointer, _disabled_torch_function_impl
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
@@ -65,3 +68,18 @@ GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks)
 def group_named(name: str) -> ProcessGroup:
     """Return the process group of a name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]  # a str of a type of its own
+
+
+@contextmanager
+def leaving_no_transform() -> Iterator[None]:
+    """End the transforms that a graph has begun when an error keeps it from ending them.
+
+    In a graph the begin and the end of ``vmap`` are nodes. Without the end, all of the program's
+    later ops would run in that ``vmap``.
+    """
+    depth = get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        while get_dynamic_layer_stack_depth() > depth:
+            pop_dynamic_layer_stack()

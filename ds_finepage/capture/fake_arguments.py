@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
-from ds_finepage.capture.lengths import size_of
+from ds_finepage.capture.lengths import SymbolicSizes, size_of
 from ds_finepage.capture.recorder import Recorder, require_plain
-from ds_finepage.capture.symbolic_sizes import SymbolicSizes
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput
 

@@ -21,15 +21,13 @@ from typing import Any
 import torch
 from torch.fx import Interpreter, Node
 
-from ds_finepage._compat.torch import FakeTensorMode
-from ds_finepage._compat.transforms import leaving_no_transform
+from ds_finepage._compat.torch import FakeTensorMode, leaving_no_transform
 from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
 from ds_finepage.capture.fake_arguments import make_fakes
 from ds_finepage.capture.finishing import finish
 from ds_finepage.capture.layouts import LayoutFixer, StridesOf
-from ds_finepage.capture.lengths import Size, symbols_of
+from ds_finepage.capture.lengths import Size, SymbolicSizes, symbols_of
 from ds_finepage.capture.recorder import Recorder
-from ds_finepage.capture.symbolic_sizes import SymbolicSizes
 from ds_finepage.errors import CaptureError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 

@@ -31,11 +31,11 @@ from ds_finepage._compat.torch import (
     ProxyTorchDispatchMode,
     _get_current_dispatch_mode_stack,
     get_dynamic_layer_stack_depth,
+    leaving_no_transform,
     skip_code,
     tree_leaves,
     tree_map_only,
 )
-from ds_finepage._compat.transforms import leaving_no_transform
 from ds_finepage.errors import FinepageError, StoreError
 from ds_finepage.execution.stores import WeightTable, own_weights
 
