@@ -7,18 +7,24 @@ decode step with a growing KV cache is traced twice, because Dynamo learns from 
 a size varies. So while Dynamo compiles a frame of a call, the hooks are out of the modules, and the
 sizes that grow are marked. The collector is off from then until the call ends, because recording
 and planning a new graph make many objects too.
+
+It also lets Dynamo trace a step of transformers' continuous batching as one graph. transformers
+keeps compilers out of ``PagedAttentionCache.update``, because Inductor and CUDA graphs do not go
+well with views of one block of memory. Plans do: such a block is one buffer. Without this each
+layer would be a graph of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from threading import get_ident
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -31,14 +37,18 @@ from ds_finepage._compat.torch import (
     dynamo_config,
     maybe_mark_dynamic,
     register_bytecode_hook,
+    tree_leaves,
 )
-from ds_finepage.capture.paged_cache import open_paged_caches
+from ds_finepage.capture.dynamo_graph import SHARES_MEMORY
 from ds_finepage.capture.unguarded import Unguarded
 
 logger = logging.getLogger(__name__)
 
 TEXT = "ds_finepage captures and plans the first call"
 """Shown while Dynamo is at work."""
+
+PAGED_CACHE = "PagedAttentionCache"
+"""The class of transformers."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: by position, and by name."""
@@ -109,6 +119,31 @@ def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
     if num_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         maybe_mark_dynamic(mask, 1)
+
+
+def open_paged_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Prepare the paged KV caches among the arguments of a call, before it is traced."""
+    for value in _paged_caches(args, kwargs):
+        if "update" not in vars(value):
+            update = type(value).update
+            value.update = MethodType(inspect.unwrap(update), value)  # as torch may trace it
+            for tensor in _tensors_of(value):
+                setattr(tensor, SHARES_MEMORY, True)
+
+
+def has_paged_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call is a step of continuous batching; the arguments are as above."""
+    return any(_paged_caches(args, kwargs))
+
+
+def _paged_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    return (v for v in (*args, *kwargs.values()) if type(v).__name__ == PAGED_CACHE)
+
+
+def _tensors_of(cache: Any) -> Iterator[torch.Tensor]:
+    allocators = getattr(cache, "cache_allocators", {})
+    for holder in (cache, *allocators.values()):
+        yield from (leaf for leaf in tree_leaves(vars(holder)) if isinstance(leaf, torch.Tensor))
 
 
 def _status() -> contextlib.AbstractContextManager[object]:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from ds_finepage.capture.dynamo_graph import BufferChangedError, DynamoGraph
-from ds_finepage.capture.paged_cache import has_paged_cache
+from ds_finepage.capture.tracing import has_paged_cache
 from ds_finepage.capture.unguarded import kernel_settings
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.device import device_of

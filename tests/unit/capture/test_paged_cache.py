@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_finepage.capture.dynamo_graph import SHARES_MEMORY
-from ds_finepage.capture.paged_cache import has_paged_cache, open_paged_caches
 from ds_finepage.capture.recording import Recordings, record
+from ds_finepage.capture.tracing import has_paged_cache, open_paged_caches
 from ds_finepage.graph.taskgraph import BufferKind
 from tests.unit.capture.replay import by_dynamo, replay, traced
 
