@@ -135,10 +135,6 @@ class SymbolicSizes:
             return int(expression)
         return sympy_interp(PythonReferenceAnalysis, self._nodes, expression)
 
-    def all(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return several of them."""
-        return tuple(self.of(v) for v in values)
-
     def admits(self, values: Mapping[str, int]) -> bool:
         """Tell whether what the recording took for granted holds for other sizes too."""
         return not self.env.guards or self._holds(tuple(values.items()))

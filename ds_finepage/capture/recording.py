@@ -332,7 +332,7 @@ def _fake_of(
     shape, stride = tuple(arg.shape), arg.stride()
     varies = False
     if sizes and isinstance(example, torch.Tensor):
-        shape, stride = sizes.all(example.shape), sizes.all(example.stride())
+        shape, stride = (tuple(map(sizes.of, n)) for n in (example.shape, example.stride()))
         varies = any(isinstance(n, torch.SymInt) for n in (*shape, *stride))
     fake = torch.empty_strided(shape, stride, dtype=arg.dtype, device=arg.device)
     nbytes = fake.untyped_storage().nbytes()

@@ -240,19 +240,15 @@ class RoomLayer(RunLayer):
             capacity = capacity if num_rows < capacity else num_rows + 1
             self.key_room = room_like(key_states, capacity)
             self.value_room = room_like(value_states, capacity)
-        elif not self._has_room(num_rows, capacity):  # more rows came than the call told
+        elif not self.key_room.shape[2] == self.value_room.shape[2] == capacity > num_rows:
+            # More rows came than the call told. The comparisons give Dynamo one symbol for all
+            # capacities.
             self.key_room = _moved(self.key_room, num_live, num_rows + 1)
             self.value_room = _moved(self.value_room, num_live, num_rows + 1)
         self.key_room.narrow(2, num_live, key_states.shape[2]).copy_(key_states)
         self.value_room.narrow(2, num_live, key_states.shape[2]).copy_(value_states)
         self.num_new = key_states.shape[2]
         return self.key_room.narrow(2, 0, num_rows), self.value_room.narrow(2, 0, num_rows)
-
-    def _has_room(self, num_rows: int, capacity: int) -> bool:
-        """Tell whether rows fit; the comparisons give Dynamo one symbol for all capacities."""
-        assert self.key_room is not None and self.value_room is not None
-        is_alike = self.key_room.shape[2] == capacity and self.value_room.shape[2] == capacity
-        return is_alike and num_rows < capacity
 
     def get_seq_length(self) -> int:
         """Return the number of live tokens."""
