@@ -84,7 +84,8 @@ class LayoutFixer:
         stride: Sequence[Any] = wanted
         if any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride())):
             if source is None:
-                stride = _dense(tensor.shape, wanted)
+                outer_first = sorted(range(tensor.dim()), key=lambda d: (-wanted[d], d))
+                stride = torch.empty_permuted(tensor.shape, outer_first).stride()
             else:
                 # As ``view`` has them. A reshape to the same shape would keep those of the source.
                 stride = source.reshape((1, *tensor.shape)).stride()[1:]
@@ -107,13 +108,3 @@ class _UnknownLayoutError(Exception):
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def _dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """Return the strides of a tensor without gaps whose dimensions are ordered as in ``order``."""
-    stride: list[Any] = [1] * len(shape)
-    after: Any = 1
-    for dim in sorted(range(len(shape)), key=lambda d: (order[d], -d)):
-        stride[dim] = after
-        after = after * shape[dim]
-    return stride
