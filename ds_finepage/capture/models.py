@@ -24,30 +24,7 @@ def load_model_config(name_or_path: str) -> PretrainedConfig:
     Raises:
         ConfigError: There is no such model, or transformers cannot read its config.
     """
-    return _read(*config_text(name_or_path))
-
-
-def positions_of(config: PretrainedConfig) -> int | None:
-    """Return how many positions a model has; None where it does not say."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def default_dtype(config: PretrainedConfig, profile: HardwareProfile) -> str:
-    """Choose the dtype of a model on a machine: the config's own, where that is fast.
-
-    Cards before Ampere have no bfloat16, and float16 takes its place: the bytes are the same.
-    A config that names no dtype gets float16.
-    """
-    own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float16"
-    found = str(own).removeprefix("torch.")
-    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(found)
-    if other in profile.flops_per_s and found not in profile.flops_per_s:
-        return other
-    return found
-
-
-def _read(text: str, where: str) -> PretrainedConfig:
+    text, where = config_text(name_or_path)
     try:
         found: Any = json.loads(text)
     except ValueError as error:
@@ -71,3 +48,23 @@ def _read(text: str, where: str) -> PretrainedConfig:
         raise ConfigError(f"{where}: transformers cannot read it: {error}") from error
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def positions_of(config: PretrainedConfig) -> int | None:
+    """Return how many positions a model has; None where it does not say."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def default_dtype(config: PretrainedConfig, profile: HardwareProfile) -> str:
+    """Choose the dtype of a model on a machine: the config's own, where that is fast.
+
+    Cards before Ampere have no bfloat16, and float16 takes its place: the bytes are the same.
+    A config that names no dtype gets float16.
+    """
+    own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float16"
+    found = str(own).removeprefix("torch.")
+    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(found)
+    if other in profile.flops_per_s and found not in profile.flops_per_s:
+        return other
+    return found
