@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from ds_finepage.capture.shipped import config_text
-from ds_finepage.cli import drafts, options, output
+from ds_finepage.cli import drafts, options, output, quieten_libraries
 from ds_finepage.cli.grid import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
@@ -52,39 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
     drafts.acceptances_of(arguments)
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
-    profile = load_profile(arguments.hardware)
-    options.note_link(arguments.ranks, profile)
-    settings: dict[str, Any] = {
+    options.note_link(arguments.ranks, load_profile(arguments.hardware))
+    settings = {
+        "model": arguments.model,
         "batch": arguments.batch,
         "prompt_tokens": arguments.seq,
-        "hardware": profile,
+        "hardware": arguments.hardware,
         "split": not arguments.no_split,
         "host_memory_bytes": options.host_memory_of(arguments.host_memory),
         "weights_group": arguments.weights_group,
         "num_ranks": arguments.ranks,
     }
-
-    from ds_finepage.modeller import Modeller  # imports torch, so wrong options are refused first
-
-    planners = {
-        form: Planner(arguments.policy, Modeller(arguments.model, **settings, weights=form))
-        for form in forms
-    }
-    curves = [
-        Curve(
-            model=arguments.model,
-            batch=arguments.batch,
-            seq=arguments.seq,
-            policy=arguments.policy,
-            hardware=profile.name,
-            weight_bytes=points[0].weight_bytes,
-            capacity_bytes=profile.capacity_bytes,
-            points=at_least_as_good(points),
-            weights=form,
-            num_ranks=arguments.ranks,
-        )
-        for form, points in plan_points(planners, arguments.points).items()
-    ]
+    made = [(arguments.policy, tuple({**settings, "weights": form}.items())) for form in forms]
+    curves = make_curves(made, arguments.points)
     points = drafts.points_of(arguments, [p.budget_bytes for p in curves[0].points])
     if arguments.json:
         found = [asdict(curve) | drafts.as_json(arguments, points) for curve in curves]
@@ -98,21 +82,38 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def plan_points(
-    planners: Mapping[str | None, Planner], num_points: int
-) -> dict[str | None, list[Point]]:
+def make_curves(made: Sequence[Making], num_points: int) -> list[Curve]:
     """Plan each form of a model's weights under the same budgets, as far as it can run.
 
+    Several forms are planned side by side, in processes.
+
     Args:
-        planners: The planner of each form.
+        made: How to make the planner of each form.
         num_points: Budgets to plan.
+
+    Raises:
+        ConfigError: The model, its form or a size cannot be used.
+        CaptureError: The forward cannot be written as a taskgraph.
     """
-    budgets = common_budgets([planner.ends for planner in planners.values()], num_points)
-    asked = [(b, form) for b in budgets for form, p in planners.items() if b >= p.ends[0]]
-    points: dict[str | None, list[Point]] = {form: [] for form in planners}
-    for budget, form in output.with_progress(asked):
-        points[form].append(planners[form].point(budget))
-    return points
+    if len(made) == 1:
+        ends = [ends_of(made[0])]
+        asked = output.with_progress(common_budgets(ends, num_points))
+        return [curve_through([point_of(made[0], budget) for budget in asked], made[0])]
+    with ExitStack() as stack:
+        processes = partial(ProcessPoolExecutor, 1, get_context("spawn"), initializer=begin)
+        forms = [(stack.enter_context(processes()), each) for each in made]
+        begun = [pool.submit(ends_of, each) for pool, each in forms]
+        ends = [future.result() for future in begun]
+        futures = [
+            (each, pool.submit(point_of, each, budget))
+            for budget in common_budgets(ends, num_points)
+            for (pool, each), (least, _) in zip(forms, ends, strict=True)
+            if budget >= least
+        ]
+        points: dict[Making, list[Point]] = {each: [] for each in made}
+        for each, future in output.with_progress(futures):
+            points[each].append(future.result())
+        return [curve_through(found, each) for each, found in points.items()]
 
 
 class Planner:
@@ -130,6 +131,52 @@ class Planner:
         if enough not in self._points:
             self._points[enough] = Point.of(*self._modeller.at(enough).planned(self._policy))
         return replace(self._points[enough], budget_bytes=budget_bytes)
+
+
+Making = tuple[str, tuple[tuple[str, Any], ...]]
+"""A policy, and the settings of a :class:`Modeller`."""
+
+
+@cache
+def planner_of(policy: str, settings: tuple[tuple[str, Any], ...]) -> Planner:
+    """Capture both passes of a model; a process captures them once."""
+    from ds_finepage.modeller import Modeller  # imports torch: check the options first
+
+    return Planner(policy, Modeller(**dict(settings)))
+
+
+def begin() -> None:
+    """Prepare a process: it ends with an interrupt, and hides warnings as the command does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    quieten_libraries()
+
+
+def ends_of(made: Making) -> tuple[int, int]:
+    """Return the smallest budget, and the one that pages nothing."""
+    return planner_of(*made).ends
+
+
+def point_of(made: Making, budget_bytes: int) -> Point:
+    """Plan under a budget."""
+    return planner_of(*made).point(budget_bytes)
+
+
+def curve_through(points: Sequence[Point], made: Making) -> Curve:
+    """Return the curve of one form through its points."""
+    policy, settings = made[0], dict(made[1])
+    profile = load_profile(settings["hardware"])
+    return Curve(
+        model=settings["model"],
+        batch=settings["batch"],
+        seq=settings["prompt_tokens"],
+        policy=policy,
+        hardware=profile.name,
+        weight_bytes=points[0].weight_bytes,
+        capacity_bytes=profile.capacity_bytes,
+        points=at_least_as_good(points),
+        weights=settings["weights"],
+        num_ranks=settings["num_ranks"],
+    )
 
 
 def common_budgets(ends: Sequence[tuple[int, int]], num_points: int) -> list[int]:
