@@ -87,13 +87,41 @@ class LayoutFixer:
                 outer_first = sorted(range(tensor.dim()), key=lambda d: (-wanted[d], d))
                 stride = torch.empty_permuted(tensor.shape, outer_first).stride()
             else:
-                # As ``view`` has them. A reshape to the same shape would keep those of the source.
-                stride = source.reshape((1, *tensor.shape)).stride()[1:]
+                stride = self._reshaped(source, tensor.shape)
             if tuple(map(self._int, stride)) != wanted:
                 raise CaptureError(f"strides {wanted} of a result do not follow from its sizes")
         if source is not None:
             return source.as_strided(tensor.shape, stride, tensor.storage_offset())
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+
+    def _reshaped(self, source: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
+        """Return the strides that ``view`` gives, as torch computes them, for symbols too.
+
+        Dimensions of the source that follow on one another are taken as one, and the last of the
+        new dimensions that have as many elements lie in it; those of one element beside them.
+        """
+        sizes, strides = list(source.shape), list(source.stride())
+        found: list[Any] = [1] * len(shape)
+        at = len(shape) - 1
+        base, elements = strides[-1] if strides else 1, 1
+        for dim in range(len(sizes) - 1, -1, -1):
+            elements = elements * sizes[dim]
+            follows = dim > 0 and (
+                self._int(sizes[dim - 1]) == 1
+                or self._int(strides[dim - 1]) == self._int(elements * base)
+            )
+            if follows:
+                continue
+            covered: Any = 1
+            while at >= 0 and (
+                self._int(covered) < self._int(elements) or self._int(shape[at]) == 1
+            ):
+                found[at] = covered * base
+                covered = covered * shape[at]
+                at -= 1
+            if dim > 0:
+                base, elements = strides[dim - 1], 1
+        return found
 
     def _int(self, size: int | torch.SymInt) -> int:
         try:
