@@ -103,7 +103,7 @@ class PassTable:
     ) -> Iterator[Mapping[str, int]]:
         """Yield the sizes for which a call may be planned; those with room so far come first."""
         key, values, recording = (graph, *bucket.key), bucket.values, bucket.recording
-        longest, under = self._longest.get(key, (bucket, settings))
+        longest, under = self._longest.get(key) or self._larger(bucket, settings)
         is_known = under is settings and longest.holds(values)
         yield longest.sizes if is_known else bucket.sizes
         if bucket.sizes != values:
@@ -112,6 +112,13 @@ class PassTable:
                 yield recording.grown(values, more)
                 more //= 2
             yield values
+
+    def _larger(self, bucket: Bucket, settings: RunSettings) -> tuple[Bucket, RunSettings]:
+        """Return a bucket that is planned, and has room for one that is not, or else that one."""
+        for other, under in self._longest.values():
+            if under is settings and other.has_room_for(bucket):
+                return other, settings
+        return bucket, settings
 
     def _of_sizes(self, key: _Key, bucket: Bucket, settings: RunSettings) -> Pass | None:
         def at_sizes() -> TaskGraph:
