@@ -136,6 +136,9 @@ def test_a_bucket_has_room_for_a_smaller_one_that_is_alike() -> None:
     twice = {name: 2 * size for name, size in bucket.sizes.items()}
     assert bucket.has_room_for(bucket) and bucket.for_sizes(twice).has_room_for(bucket)
     assert not bucket.for_sizes({n: s + 1 for n, s in twice.items()}).has_room_for(bucket)
+    few = bucket.for_sizes(dict.fromkeys(bucket.sizes, 16))
+    one = dict.fromkeys(bucket.sizes, 1)
+    assert few.has_room_for(replace(bucket.for_sizes(one), values=one))
     assert not bucket.has_room_for(replace(bucket, values=twice))
     assert not bucket.has_room_for(replace(bucket, key=(*bucket.key[:2], ("other",))))
     assert not bucket.has_room_for(replace(bucket, recording=replace(bucket.recording)))
