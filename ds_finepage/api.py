@@ -217,7 +217,10 @@ def attach(
         budget_bytes = _budget_on(config, weights.nbytes, where, ranks)
         try:
             run_settings = _run_settings(config, where, budget_bytes, profile, ranks)
-            drafted = _draft_of(module, draft, run_settings, is_shared=take is not weights_of)
+            if config.draft != "off":
+                weights.install()  # ZeRO's parameters have no data, but show their masters then
+                undo.callback(weights.restore)
+            drafted = _draft_of(module, draft, run_settings, ranks)
             given: dict[str, Any] = {"take": take, "around_call": around_call, "ranks": ranks}
             handle = Handle(module, weights, run_settings, apart=apart, buffers=buffers, **given)
             undo.callback(handle.detach)
@@ -291,18 +294,15 @@ def _draft_of(
     module: torch.nn.Module,
     given: torch.nn.Module | str | None,
     settings: RunSettings,
-    *,
-    is_shared: bool,
+    ranks: Ranks,
 ) -> Draft | None:
     """Make the draft that the user names; None without one, or where "auto" finds none."""
     config, budget_bytes = settings.config, settings.budget_bytes
     if not isinstance(given, torch.nn.Module) and config.draft == "off":
         return None
-    if is_shared:
+    if ranks.collects_weights or not ranks.has_whole_model:
         raise ConfigError(
-            "draft: DeepSpeed holds the weights of the model. Leave out finepage.draft, and name a "
-            "smaller model in generate(assistant_model=...). Or use ds_finepage.attach(), without "
-            "DeepSpeed."
+            "draft: several ranks share the model, and a draft has one. Leave out finepage.draft."
         )
     if isinstance(given, torch.nn.Module):
         return Draft(given)
@@ -324,6 +324,11 @@ def _draft_of(
         found = AutoModelForCausalLM.from_pretrained(config.draft, dtype="auto")
     except (OSError, ValueError) as error:
         raise ConfigError(f"finepage.draft: {config.draft!r} cannot be loaded: {error}") from None
+    if not all(parameter.numel() for parameter in found.parameters()):
+        raise ConfigError(
+            f"finepage.draft: {config.draft!r} was loaded in parts, as HfDeepSpeedConfig asks. "
+            f"Load it before that is made, and name it in generate(assistant_model=...)."
+        )
     return Draft(found.eval())
 
 

@@ -156,7 +156,9 @@ class Recording:
     outputs: tuple[GraphOutput, ...]
     sizes: SymbolicSizes
     sharing: tuple[Any, ...]
-    _ends: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, init=False)
+    _ends: dict[tuple[tuple[str, int], ...], int] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     def values_of(self, args: Sequence[Any]) -> dict[str, int]:
         """Return what a call passes for the symbols."""

@@ -8,6 +8,7 @@ tree that the model's have, so both use one KV cache.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
@@ -42,7 +43,7 @@ def _copy_of(module: torch.nn.Module, path: str, names: Collection[str]) -> Any:
     made = copy.copy(module)
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_parameters", "_buffers")) and isinstance(value, dict):
-            made.__dict__[name] = copy.copy(value)
+            made.__dict__[name] = OrderedDict(value)
     made.__dict__["_modules"] = {
         name: None if part is None else _copy_of(part, prefix + name, names)
         for name, part in module._modules.items()

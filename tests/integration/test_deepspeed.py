@@ -13,6 +13,7 @@ import torch
 import ds_finepage
 from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed.engine import detach
+from ds_finepage.integrations.transformers import price
 from tests.integration.engines import TINY_WEIGHTS, ds_config, python
 from tests.integration.families import logits, make_model, token_ids, tokens
 
@@ -124,8 +125,29 @@ def test_a_draft_of_the_call_runs_in_the_budget(
     stats = ds_finepage.stats(engine)
     assert stats.draft_bytes == sum(p.nbytes for p in draft.parameters())
     assert stats.num_accepted == stats.num_drafted > 0
-    with pytest.raises(ConfigError, match=r"name a smaller model in generate\(assistant_model="):
-        initialize(make_model("llama"), planned_config(draft="stand-in"))
+
+
+def test_a_stand_in_of_a_partitioned_model_drafts_and_leaves_it_as_it_was(
+    initialize: Initialize, plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(price.Price, "length", lambda self: 6)  # whatever the times are
+    asked = planned_config(device_budget="85%weights", draft="stand-in", weights_group=16)
+    engine = initialize(make_model("llama"), asked)
+    homes = {name: p.ds_tensor.data_ptr() for name, p in engine.module.named_parameters()}
+    given = {"max_new_tokens": 4 * NUM_TOKENS, "do_sample": False, "disable_compile": True}
+    expected = make_model("llama").generate(PROMPT, **given)
+    for _ in range(2):
+        assert torch.equal(engine.module.generate(PROMPT, **given), expected)
+    stats = ds_finepage.stats(engine)
+    assert 0 < stats.num_accepted <= stats.num_drafted and not stats.unplanned_reasons
+    assert 0 < stats.draft_bytes < stats.budget_bytes
+    ds_finepage.handle_of(engine).take_draft(None)
+    assert torch.equal(engine.module.generate(PROMPT, **given), expected)
+    detach(engine)
+    parameters = dict(engine.module.named_parameters())
+    assert {name: p.ds_tensor.data_ptr() for name, p in parameters.items()} == homes
+    assert not any(p.numel() for p in parameters.values())  # as ZeRO leaves them
+    assert torch.equal(tokens(engine.module, PROMPT, NUM_TOKENS), plain["tokens"])
 
 
 def test_detach_gives_back_stock_zero_inference(

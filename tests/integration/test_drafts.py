@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
-from ds_finepage.execution.masters import HostWeight, weights_of
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.integrations.transformers import price
@@ -21,6 +21,8 @@ from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
 from ds_finepage.runtime.drafts import Draft, stand_in_of
+from ds_finepage.runtime.handle import handle_in
+from ds_finepage.runtime.ranks import Ranks
 from tests.integration.families import CACHE, make_model, token_ids
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -340,12 +342,23 @@ def test_a_draft_without_room_is_refused_with_its_size_and_the_model_runs_alone(
     assert torch.equal(generate(llama), expected) and torch.equal(generate(draft), expected)
 
 
-def test_a_model_that_deepspeed_holds_has_no_draft(llama: Any) -> None:
-    def of_deepspeed(named: Any, where: torch.device) -> list[HostWeight]:
-        return weights_of(named, where)
+@pytest.mark.parametrize("shared", [{"has_whole_model": False}, {"collects_weights": True}])
+def test_a_model_that_several_ranks_share_has_no_draft(llama: Any, shared: dict[str, bool]) -> None:
+    ranks = type("SharedRanks", (Ranks,), shared)()
+    with pytest.raises(ConfigError, match="draft: several ranks share the model"):
+        attach(llama, device_budget="90%weights", draft="stand-in", ranks=ranks, **SETTINGS)
+    assert handle_in(llama) is None and llama.lm_head.weight.numel()
 
-    with pytest.raises(ConfigError, match="draft: DeepSpeed holds the weights"):
-        attach(llama, device_budget="1MiB", draft="stand-in", take=of_deepspeed, **SETTINGS)
+
+def test_a_draft_that_is_loaded_in_parts_is_refused(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parted = make_model("llama", **LAYERS)
+    parted.lm_head.weight = torch.nn.Parameter(torch.empty(0))
+    load = staticmethod(lambda *_, **__: parted)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(ConfigError, match="'a folder' was loaded in parts"):
+        attach(llama, device_budget="90%weights", draft="a folder", **SETTINGS)
 
 
 @pytest.mark.parametrize("has_streamer", [False, True])

@@ -148,6 +148,8 @@ def _partition_weight(name: str, parameter: Any) -> HostWeight:
     partition = parameter.ds_tensor.data
     if parts is None:
         partition = partition.narrow(0, 0, parameter.ds_numel)
+    if partitioned.data_ptr() == partition.data_ptr():  # as a draft that has gone left it
+        partitioned = partition.new_empty(0)
 
     def restore(weight: HostWeight) -> None:
         is_other = parts is None and weight.value.data_ptr() != partition.data_ptr()
