@@ -45,6 +45,12 @@ KVPlace = Literal["auto", "host"]
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
 
+DELETED = {
+    "plan_dir": "each start plans again, in about a second for 80 layers. Leave it out.",
+    "weights_dir": "load the model with PackedConfig, save it once, and load that folder.",
+}
+"""Settings of earlier versions -> what to do instead."""
+
 _PERCENT = re.compile(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
@@ -225,6 +231,8 @@ class _Settings(BaseModel):
             if isinstance(cause, ConfigError):
                 raise cause from None
             key, given = first["loc"][0], first["input"]
+            if key in DELETED and name == SECTION:
+                raise ConfigError(f"{name}.{key} is gone: {DELETED[key]}") from None
             if first["type"] in ("extra_forbidden", "invalid_key"):
                 known = did_you_mean(key, cls.model_fields)
                 raise ConfigError(f"{name}: unknown key {key!r}. {known}") from None

@@ -282,7 +282,8 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"policy": "fine_page"}, "unknown policy 'fine_page'. Did you mean 'finepage'?"),
         ({"policy": "horizon-outputs"}, "unknown policy 'horizon-outputs'. Did you mean 'horizon"),
         ({"policy": "zzz"}, "unknown policy 'zzz'. Known: finepage, horizon"),
-        ({"plan_dir": "plans"}, r"finepage: unknown key 'plan_dir'"),
+        ({"plan_dir": "plans"}, r"finepage\.plan_dir is gone: each start plans again"),
+        ({"weights_dir": "packed"}, r"finepage\.weights_dir is gone: load the model with Packed"),
         ({"report": True}, r"finepage\.report: True is not a text"),
         ({"report": ""}, "is not a text"),
         (
