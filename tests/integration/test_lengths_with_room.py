@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
         (35, 8, 200_000, [2, 1, 0, 0]),
         # The prefill's, and one for all steps while the cache has room for 16, 32 and 43 rows. The
         # passes share one arena, which the last of them makes smaller for the others.
-        (5, 38, 200_000, [4, 3, 0, 0]),
+        (5, 38, 200_000, [4, 2, 0, 0]),
     ],
 )
 def test_lengths_that_fit_alone_are_neither_captured_nor_planned_one_by_one(
