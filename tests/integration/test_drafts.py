@@ -98,6 +98,26 @@ def test_a_stand_in_drafts_from_the_weights_that_are_there(
     assert torch.equal(generate(llama), expected)
 
 
+def test_a_draft_has_one_of_few_lengths_at_the_end_too(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(price.Price, "length", lambda self: 6)
+    draft, lengths = make_model("llama", **LAYERS), []
+    handle = attach(llama, device_budget="150%weights", draft=draft, **SETTINGS)
+    generation = handle._calls.assistance.draft.generation
+    original = generation._original
+
+    def drafted(**given: Any) -> Any:
+        lengths.append(given["max_new_tokens"])
+        return original(**given)
+
+    monkeypatch.setattr(generation, "_original", drafted)
+    for num_new in range(8, 16):
+        llama.generate(token_ids(9), max_new_tokens=num_new, do_sample=False)
+    assert {3, 6} <= set(lengths) <= set(price.LENGTHS)
+    handle.detach()
+
+
 def test_a_stand_in_has_the_models_own_objects_and_packs_what_streams(llama: Any) -> None:
     homes = {name: weight.data_ptr() for name, weight in llama.named_parameters()}
     handle = attach(llama, device_budget="85%weights", draft="stand-in", **SETTINGS)

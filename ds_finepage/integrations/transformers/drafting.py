@@ -145,7 +145,9 @@ class DraftGeneration(ReplacedMethod):
         sequence, ids = self._sequence, kwargs["input_ids"]
         sequence.num_rounds += 1
         self._note(ids.shape[1])
-        length = min(kwargs["max_new_tokens"], self.price.length())
+        # At the end of a generation too, or each number of rows would be planned.
+        most = min(kwargs["max_new_tokens"], self.price.length())
+        length = max(length for length in LENGTHS if length <= most)
         if self._is_stand_in and self._model_cache is None:
             length = 0  # before the model's first pass there are no rows
         if self.give_up is not None and self.price.has_lost:
