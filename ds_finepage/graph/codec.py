@@ -9,6 +9,7 @@ type. A plan that is read is of the right form; the checker then finds out wheth
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -71,7 +72,10 @@ def dumps(obj: Encodable) -> str:
     """
     if isinstance(obj, MemGraph):
         return _text(replace(obj, graph=replace(obj.graph, symbols=())))
-    return _text(replace(obj, symbols=()) if isinstance(obj, TaskGraph) else obj)
+    text = _text(replace(obj, symbols=()) if isinstance(obj, TaskGraph) else obj)
+    if isinstance(obj, HardwareProfile):
+        loads(text, HardwareProfile)  # a rate may not be finite
+    return text
 
 
 def fingerprint(graph: TaskGraph) -> str:
@@ -114,6 +118,10 @@ def loads(text: str | bytes, expect: type[_T]) -> _T:
             missing, unknown, of the wrong type or out of range.
     """
     try:
+        document = json.loads(text, object_pairs_hook=_unique)  # pydantic takes the last of two
+    except (RecursionError, ValueError) as error:
+        raise InvalidPlanError(f"Invalid JSON: {error}. {_ADVICE}") from error
+    try:
         values = dict(_FORMS[expect].model_validate_json(text))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -123,13 +131,47 @@ def loads(text: str | bytes, expect: type[_T]) -> _T:
         raise InvalidPlanError(f"{where}{cause}. {_ADVICE}") from error
     del values["kind"], values["format"]
     found = expect(**values)
-    if isinstance(found, (TaskGraph, MemGraph)):
-        _require_tensors(found.graph if isinstance(found, MemGraph) else found)
+    if isinstance(found, HardwareProfile):
+        return found
+    if json.loads(dumps(found)) != document:  # pydantic puts defaults where a row lacks a field
+        raise InvalidPlanError(f"a row lacks a field. {_ADVICE}")
+    if isinstance(found, Timeline):
+        for i, span in enumerate(found.spans):
+            if span.end_ns < span.start_ns:
+                raise InvalidPlanError(
+                    f"spans[{i}] ends at {span.end_ns} ns, before it starts at {span.start_ns} ns"
+                )
+    else:
+        _require_consistent(found.graph if isinstance(found, MemGraph) else found)
+    if isinstance(found, MemGraph):
+        _require_known("routed", "buffer", found.routed, len(found.graph.buffers))
+        if list(found.routed) != sorted(set(found.routed)):
+            raise InvalidPlanError(f"routed must be sorted and free of repeats: {found.routed}")
     return found
 
 
-def _require_tensors(graph: TaskGraph) -> None:
-    """Refuse tensors that do not exist, and tensors of no buffer; the checker sees the others."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a key is repeated in an object with the keys {[k for k, _ in pairs]}")
+    return found
+
+
+def _require_consistent(graph: TaskGraph) -> None:
+    """Refuse what the checker takes for granted; it sees the other faults of a plan."""
+    for i, view in enumerate(graph.tensors):
+        if view.id != i:
+            raise InvalidPlanError(f"tensors[{i}] has id {view.id}; ids must be positions")
+        if len(view.shape) != len(view.stride):
+            sizes = f"{len(view.shape)} sizes but {len(view.stride)} strides"
+            raise InvalidPlanError(f"tensors[{i}] has {sizes}")
+    for i, output in enumerate(graph.outputs):
+        if sum(part is not None for part in (output.tensor, output.position, output.host)) > 1:
+            raise InvalidPlanError(f"outputs[{i}] is more than one of tensor, position, host")
+    for i, call in enumerate(graph.calls):
+        if not call.begin <= call.end <= len(graph.tasks):
+            ran = f"tasks [{call.begin}, {call.end}), not inside 0..{len(graph.tasks)}"
+            raise InvalidPlanError(f"calls[{i}] runs {ran}")
     num_buffers, num_tensors = len(graph.buffers), len(graph.tensors)
     for table, column, num_ids in (
         ("buffers", "gather", num_tensors),

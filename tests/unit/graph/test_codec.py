@@ -152,3 +152,15 @@ def test_other_types_in_arguments_are_refused(value: Any) -> None:
     for changes in ({"args": ((value,),)}, {"kwargs": (("x", value),)}):
         with pytest.raises(InvalidPlanError, match=r"task 0 aten.mm.*cannot be written"):
             codec.dumps(with_task(GRAPH, **changes))
+
+
+def test_rates_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(InvalidPlanError, match="h2d_bytes_per_s: "):
+        codec.dumps(dataclasses.replace(make_profile(), h2d_bytes_per_s=math.inf))
+
+
+@pytest.mark.parametrize("kind", [TaskGraph, MemGraph])
+def test_a_file_of_the_other_kind_is_refused(kind: Any) -> None:
+    other = make_memgraph(GRAPH) if kind is TaskGraph else GRAPH
+    with pytest.raises(InvalidPlanError, match=r"^kind: .*should be '(taskgraph|memgraph)'"):
+        codec.loads(codec.dumps(other), kind)

@@ -25,6 +25,7 @@ from tests.unit.graph.examples import GRAPH, make_memgraph, make_profile, make_t
         "{",
         "[" * 100_000,
         '{"kind": ' + "1" * 10_000 + "}",
+        '{"kind": "taskgraph", "kind": "taskgraph"}',
     ],
 )
 def test_corrupt_json_is_refused(text: str) -> None:
@@ -95,6 +96,12 @@ WRONG_GRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (field("tasks", None), "tasks: .*valid array; found None"),
     (lambda d: d["tasks"].__setitem__(1, 5), r"tasks\[1\]: .*object; found 5"),
     (lambda d: d["tasks"][1].pop("op"), r"tasks\[1\]\.op: Field required"),
+    (lambda d: d["tasks"][1].pop("reads"), "a row lacks a field.*Write the file again"),
+    (cell("tensors", 2, "id", 0), r"tensors\[2\] has id 0; ids must be positions"),
+    (cell("tensors", 2, "shape", [2]), r"tensors\[2\] has 1 sizes but 2 strides"),
+    (cell("outputs", 1, "host", 0), r"outputs\[1\] is more than one of tensor, position, host"),
+    (cell("calls", 0, "end", 3), r"calls\[0\] runs tasks \[0, 3\), not inside 0\.\.2"),
+    (cell("calls", 2, "begin", 3), r"calls\[2\] runs tasks \[3, 2\), not inside 0\.\.2"),
     (lambda d: d["tasks"][1].update(x=0), r"tasks\[1\]\.x: Unexpected keyword argument"),
     (cell("buffers", 1, "kind", "wait"), r"buffers\[1\]\.kind: .*should be 'weight'.*found 'wait'"),
     (cell("buffers", 1, "kind", []), r"buffers\[1\]\.kind: .*found \[\]"),
@@ -195,6 +202,9 @@ def test_numbers_that_no_float_holds_are_refused() -> None:
 
 WRONG_MEMGRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d.pop("edges"), "^edges: Field required"),
+    (lambda d: d["nodes"][1].pop("buffer"), "a row lacks a field"),
+    (field("routed", [1, 0]), "routed must be sorted"),
+    (field("routed", [5]), r"routed\[0\]\.buffer is 5, which is no id out of 5"),
     (field("extra", 1), "^extra: Extra inputs are not permitted"),
     (lambda d: d["graph"].pop("tasks"), r"graph\.tasks: Field required"),
     (lambda d: d["graph"]["buffers"][1].update(kind=1), r"graph\.buffers\[1\]\.kind: .*found 1"),
@@ -227,7 +237,7 @@ def test_wrong_memgraphs_are_refused(edit: Callable[[dict[str, Any]], Any], mess
 WRONG_IDS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (cell("nodes", 1, "id", 2), "node at position 1 has id 2"),
     (cell("nodes", 1, "buffer", 5), r"buffer 5 is outside 0\.\.4"),
-    (lambda d: d["nodes"][1].pop("buffer"), r"node 1 \(alloc\) lacks buffer"),
+    (cell("nodes", 1, "buffer", None), r"node 1 \(alloc\) lacks buffer"),
     (cell("nodes", 2, "task", 2), r"task 2 is outside 0\.\.1"),
     (cell("edges", 0, "before", 5), r"names a node outside 0\.\.4"),
     (cell("entry", 0, "buffer", 9), "entry lists buffer 9"),
@@ -236,6 +246,7 @@ WRONG_IDS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d["graph"]["tasks"][1].update(index=0), "task at position 1 has index 0"),
     (lambda d: d["graph"]["tasks"][1].update(reads=[7]), r"buffer 7 is outside 0\.\.4"),
     (lambda d: d["graph"]["tasks"][1].update(touches=[4, 4]), "are not sorted or repeat"),
+    (lambda d: d["graph"]["tasks"][1].update(writes=[2, 1]), "are not sorted or repeat"),
 ]
 
 
@@ -248,6 +259,7 @@ def test_wrong_ids_are_the_checkers(edit: Callable[[dict[str, Any]], Any], messa
 
 WRONG_TIMELINES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d.pop("total_ns"), "^total_ns: Field required"),
+    (cell("spans", 0, "end_ns", 4), r"spans\[0\] ends at 4 ns, before it starts at 5 ns"),
     (field("total_ns", -1), "total_ns: .*greater than or equal to 0; found -1"),
     (cell("spans", 0, "node", -1), r"spans\[0\]\.node: .*greater than or equal to 0; found -1"),
     (cell("spans", 0, "lane", "d2d"), r"spans\[0\]\.lane: .*should be 'compute'.*found 'd2d'"),
