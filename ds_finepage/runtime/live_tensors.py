@@ -30,7 +30,6 @@ class LiveTensors:
         self.caller_bytes = 0
         self._latest: list[weakref.ref[torch.Tensor]] = []
         self._known: dict[StorageWeakRef, int] = {}  # -> bytes
-        self._last: tuple[Pass | None, bool] = None, False  # what came to ``reserve`` last
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the inputs and outputs of the pass that ran last."""
@@ -47,10 +46,6 @@ class LiveTensors:
         for tensor in tensors:
             self._known.pop(StorageWeakRef(tensor.untyped_storage()), None)
 
-    def forget_pass(self) -> None:
-        """Forget which pass ran last."""
-        self._last = None, False
-
     def reserve(
         self,
         found: Pass | None,
@@ -65,11 +60,7 @@ class LiveTensors:
         Nothing is left where the call runs without a plan (``found`` is None). If its KV cache
         ``is_reordered`` after it, its sequences are copied.
         """
-        before, self._last = self._last, (found, is_reordered)
-        # A pass that repeats mostly finds that its own earlier results are gone.
-        if found is None or (
-            before == self._last and found.has_room(found.live_bytes, budget_bytes)
-        ):
+        if found is None:
             return
         inputs = found.inputs(args)
         copied_bytes = selected_bytes(found.graph) if is_reordered else 0

@@ -107,12 +107,10 @@ class PlanRunner:
         self.table.maker.forget(self._weights.block_bytes)
         self.binder.reset_arena()
         self._last = None
-        self.live.forget_pass()
         self.observer.forget()
 
     def leave_no_room(self) -> None:
         """Let every pass count again which tensors live beside it: a draft has gone."""
-        self.live.forget_pass()
         self.binder.reset_arena()
         for found in self.table.passes:
             found.leave_room(0, budget_bytes=0)

@@ -106,6 +106,18 @@ def test_a_pass_leaves_room_for_another_order_of_its_rows() -> None:
     assert found.live_bytes == 10**6
 
 
+def test_results_of_a_pass_that_repeats_count_while_somebody_holds_them() -> None:
+    live, found, held = LiveTensors(), a_pass(1000), []
+    for number in range(4):
+        live.reserve(found, (), 10**9)
+        assert found.live_bytes >= 10**6 * number
+        held.append(torch.ones(10**6 // 4))
+        live.note(held[-1:])
+    held.clear()
+    live.reserve(found, (), 10**6)
+    assert found.live_bytes == 0
+
+
 def test_the_same_bytes_are_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole collection walks all of torch."""
     collected: list[tuple[int, ...]] = []

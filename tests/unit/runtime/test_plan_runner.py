@@ -312,7 +312,7 @@ def test_ranks_that_collect_weights_take_each_step_to_a_plan_together(rig: Rig) 
     assert ranks.seen[2:4] == ["arena", "plan"] and ranks.seen[-1] == "end"
     ranks.seen.clear()
     assert rig.run(found) == ["large"]
-    assert ranks.seen == ["begin", order_of(found.graph), "end"]
+    assert ranks.seen == ["begin", "room for live tensors", order_of(found.graph), "end"]
 
 
 def test_ranks_bring_all_weights_to_the_device_together(rig: Rig) -> None:
