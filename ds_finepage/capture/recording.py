@@ -50,6 +50,10 @@ MIN_BUCKET = 16
 NEAR = 2
 SMALL = 8
 
+MOST_ROOM = 2
+"""A call runs in a plan that is there, if its sizes are at most so many times those of its own, or
+at most ``MIN_BUCKET``."""
+
 HIGHER_ORDER = "higher_order"
 """The namespace of torch's ops that call graphs, such as ``torch.cond``."""
 
@@ -92,6 +96,14 @@ class Bucket:
     def holds(self, values: Mapping[str, int]) -> bool:
         """Tell whether calls of these sizes have room in a plan of the bucket."""
         return all(values[name] <= size for name, size in self.sizes.items())
+
+    def has_room_for(self, other: Bucket) -> bool:
+        """Tell whether the call of another bucket can run in a plan for these sizes."""
+        if self.recording is not other.recording or self.key[2:] != other.key[2:]:
+            return False
+        most = {name: max(MOST_ROOM * size, MIN_BUCKET) for name, size in other.sizes.items()}
+        is_near = all(size <= most[name] for name, size in self.sizes.items())
+        return is_near and self.holds(other.values)
 
 
 class Recordings:

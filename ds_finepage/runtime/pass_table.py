@@ -103,15 +103,21 @@ class PassTable:
     ) -> Iterator[Mapping[str, int]]:
         """Yield the sizes for which a call may be planned; those with room so far come first."""
         key, values, recording = (graph, *bucket.key), bucket.values, bucket.recording
-        longest, under = self._longest.get(key, (bucket, settings))
-        is_known = under is settings and longest.holds(values)
-        yield longest.sizes if is_known else bucket.sizes
+        longest, under = self._longest.get(key, (bucket, None))
+        if under is not settings:
+            longest = self._larger(bucket, settings)
+        yield longest.sizes if longest.holds(values) else bucket.sizes
         if bucket.sizes != values:
             more = recording.room_to_grow(values, lambda g: self.maker.has_room(g, settings))
             while more:
                 yield recording.grown(values, more)
                 more //= 2
             yield values
+
+    def _larger(self, bucket: Bucket, settings: RunSettings) -> Bucket:
+        """Return a bucket that is planned, and has room for one that is not, or else that one."""
+        planned = (other for other, under in self._longest.values() if under is settings)
+        return next((other for other in planned if other.has_room_for(bucket)), bucket)
 
     def _of_sizes(self, key: _Key, bucket: Bucket, settings: RunSettings) -> Pass | None:
         def at_sizes() -> TaskGraph:

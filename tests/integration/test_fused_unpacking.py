@@ -78,7 +78,7 @@ def test_a_plan_for_more_rows_counts_what_is_unpacked() -> None:
     model = make_model("llama", num_hidden_layers=1)
     settings = {"weights": "int4", "weights_group": 32, "fused_unpacking": True}
     handle = api.attach(model, device_budget="1GiB", device="cpu", **settings)
-    for num_tokens in (7, 30, 12):  # the second one is captured with a symbol for its length
+    for num_tokens in (7, 40, 12):  # the second one is captured with a symbol for its length
         model(token_ids(num_tokens), use_cache=False)
     seen = set()
     for memgraph, _ in handle.plans():
@@ -91,7 +91,7 @@ def test_a_plan_for_more_rows_counts_what_is_unpacked() -> None:
                 written_bytes = 4 * numbers[0] * x[-1] * 4
                 assert (task.moved_bytes < written_bytes) == (num_rows <= FUSED_ROWS)
     handle.detach()
-    assert seen == {7, 16, 32}
+    assert seen == {7, 16, 64}
 
 
 @pytest.mark.usefixtures("fused_rows")

@@ -91,7 +91,7 @@ def test_tokens_are_those_of_plain_transformers_within_any_budget(
 def test_every_length_of_a_bucket_has_the_logits_of_plain_transformers() -> None:
     torch._dynamo.reset()
     model = make_model("llama")
-    calls = [token_ids(n, batch=2, seed=n) for n in (20, 17, 32, 23, 5, 1)]
+    calls = [token_ids(n, batch=2, seed=n) for n in (40, 33, 64, 47, 5, 1)]
     plain = [logits(model, ids) for ids in calls]
     handle = attach(model, device_budget="64MiB", device="cpu", split=True)
     for ids, expected in zip(calls, plain, strict=True):

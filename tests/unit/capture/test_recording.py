@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,22 @@ def test_a_call_grows_until_it_has_no_room_or_needs_another_plan() -> None:
     assert not longest.holds(recording.grown(values, 6))
     assert recording.room_to_grow(values, lambda _: True) == 11
     assert recording.room_to_grow(values, lambda _: False) == 0
+
+
+def test_a_bucket_has_room_for_a_smaller_one_that_is_alike() -> None:
+    given = [(torch.randn(n), torch.randn(n + 1)) for n in (20, 21)]
+    (graph, args), *_ = by_dynamo(lambda *rows: [r * 2 for r in rows], *given, dynamic=True)
+    bucket = Recordings(graph).bucket_of(args, as_torch_says)
+    assert bucket is not None
+    twice = {name: 2 * size for name, size in bucket.sizes.items()}
+    assert bucket.has_room_for(bucket) and bucket.for_sizes(twice).has_room_for(bucket)
+    assert not bucket.for_sizes({n: s + 1 for n, s in twice.items()}).has_room_for(bucket)
+    few = bucket.for_sizes(dict.fromkeys(bucket.sizes, 16))
+    one = dict.fromkeys(bucket.sizes, 1)
+    assert few.has_room_for(replace(bucket.for_sizes(one), values=one))
+    assert not bucket.has_room_for(replace(bucket, values=twice))
+    assert not bucket.has_room_for(replace(bucket, key=(*bucket.key[:2], ("other",))))
+    assert not bucket.has_room_for(replace(bucket, recording=replace(bucket.recording)))
 
 
 def test_a_graph_of_fixed_sizes_has_no_bucket() -> None:

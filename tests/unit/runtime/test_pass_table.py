@@ -267,6 +267,16 @@ def test_a_call_whose_bucket_has_no_room_is_planned_for_the_longest_call_with_ro
     assert (graph.captured, made.counters.num_captures) == ([], 1)
 
 
+def test_a_call_runs_in_a_plan_for_up_to_twice_its_sizes() -> None:
+    made, graph = remembering(), ManySizesGraph()
+    twenty, fifty = made.found(graph, 15, 45)
+    assert made.find(graph, 5, 25) == [twenty, fifty]
+    made.settings = run_settings(1 << 29)
+    assert made.find(graph, 35)[0] is not fifty  # it may have no room now
+    assert graph.made == [20, 50, 40]
+    assert made.find(ManySizesGraph(), 15)[0] is not twenty
+
+
 def test_passes_of_one_graph_have_one_habit() -> None:
     made, graph = remembering(), ManySizesGraph()
     first, second = made.found(graph, 5, 15)
