@@ -48,13 +48,14 @@ def llama() -> Any:
 
 
 class Streamer:
-    """Sees the tokens of a generation."""
+    """Sees the tokens of a generation, and how many passes are captured by then."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
+        self.captures: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        pass
+        self.captures += [self.handle.stats.num_captures] * value.numel()
 
     def end(self) -> None:
         pass
@@ -115,6 +116,23 @@ def test_a_draft_has_one_of_few_lengths_at_the_end_too(
     for num_new in range(8, 16):
         llama.generate(token_ids(9), max_new_tokens=num_new, do_sample=False)
     assert {3, 6} <= set(lengths) <= set(price.LENGTHS)
+    handle.detach()
+
+
+@pytest.mark.parametrize("length", [6, 0])
+def test_no_pass_is_captured_after_the_first_tokens(
+    llama: Any, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(price.Price, "length", lambda self: length)
+    draft = opposite(llama)  # so the last token is made alone
+    handle = attach(llama, device_budget="150%weights", draft=draft, **SETTINGS)
+    seen = Streamer(handle)
+    generate(llama, streamer=seen)
+    assert seen.captures[9 + 8] == seen.captures[-1]
+    if not length:
+        assert seen.captures[-1] == 2  # the prompt, and a step: nothing is checked
+        sampled = llama.generate(token_ids(9), max_new_tokens=4, min_new_tokens=4, do_sample=True)
+        assert sampled.shape == (1, 13)
     handle.detach()
 
 

@@ -105,6 +105,7 @@ class DraftGeneration(ReplacedMethod):
         self._is_stand_in = is_stand_in
         self._sequence = _Sequence()
         self._has_failed = False
+        self._is_first = True
         self._vocabulary: int = module.config.get_text_config().vocab_size
 
     def limit(self, budget_bytes: int) -> int:
@@ -135,7 +136,10 @@ class DraftGeneration(ReplacedMethod):
         return None if self._sequence.cache is None else self._sequence.cache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Draft some tokens; return one that stands for none where that does not pay.
+        """Draft some tokens, or none where that does not pay.
+
+        The first sequence has one round without a draft, behind its prompt. transformers drafts
+        nothing for the last token of a sequence: so the pass for it is planned by then.
 
         A call that is no round of transformers' assistance is left alone.
         """
@@ -150,6 +154,8 @@ class DraftGeneration(ReplacedMethod):
         length = max(length for length in LENGTHS if length <= most)
         if self._is_stand_in and self._model_cache is None:
             length = 0  # before the model's first pass there are no rows
+        elif self._is_first and sequence.num_rounds == 2:
+            self._is_first, length = False, 0
         if self.give_up is not None and self.price.has_lost:
             self.give_up()
             self.give_up = None
@@ -160,7 +166,7 @@ class DraftGeneration(ReplacedMethod):
         found = self._drafted(kwargs, length) if length else None
         sequence.left_ns = time.perf_counter_ns()
         if found is None:
-            return _guess(self._vocabulary, kwargs)
+            return _nothing(self._vocabulary, kwargs)
         sequence.num_drafted = len(found.scores)
         self.price.note_steps(sequence.num_drafted, sequence.left_ns - begin_ns)
         return found
@@ -200,12 +206,14 @@ class DraftGeneration(ReplacedMethod):
         return found if cache is None else _output(found.sequences, found.scores, None)
 
 
-def _guess(vocabulary: int, kwargs: Mapping[str, Any]) -> Any:
-    """Return the last token once more, with all of the chance: transformers needs a token."""
+def _nothing(vocabulary: int, kwargs: Mapping[str, Any]) -> Any:
+    """Return no token; where transformers samples it needs one, so the last one with all chance."""
     ids: torch.Tensor = kwargs["input_ids"]
     scores = torch.full((1, vocabulary), -torch.inf, device=ids.device)
     scores[0, ids[0, -1]] = 0.0
-    return _output(torch.cat([ids, ids[:, -1:]], dim=1), (scores,), given_cache(kwargs))
+    if kwargs["generation_config"].do_sample:
+        ids = torch.cat([ids, ids[:, -1:]], dim=1)
+    return _output(ids, (scores,), given_cache(kwargs))
 
 
 def _output(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...], cache: Any) -> Any:
