@@ -187,7 +187,7 @@ class Attachment:
         tracing = QuickTracing(self._own_hooks, self._unguarded, self._claim.add)
         backend = tracing.wrap_backend(weak_backend(self._calls))
         return eager_where_refused(
-            tracing.wrap(torch.compile(captured, backend=backend)),
+            self._claim.within(tracing.wrap(torch.compile(captured, backend=backend))),
             module,
             lambda: self._calls.num_graph_runs,
         )

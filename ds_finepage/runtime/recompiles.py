@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from types import CodeType
+from typing import Any
 
 from ds_finepage._compat.torch import (
     FrameAction,
@@ -37,28 +39,30 @@ NO_LIMIT = 2**31 - 1
 _lock = threading.RLock()  # the garbage collector may close a claim while another one is made
 _claims: list[set[CodeType]] = []  # the code objects of each attached model
 _left: set[CodeType] = set()  # the code objects of models that were forgotten while attached
-_before: dict[str, int] = {}  # Dynamo's limits while no model is attached
-_raised: dict[str, int] = {}  # the limits of now
 
 
 class CodeClaim:
     """The code objects that one attached model has graphs of."""
 
     def __init__(self, owner: object) -> None:
-        """Raise the limits.
-
-        The claim ends with its owner, at the latest.
-        """
+        """Claim nothing yet; the claim ends with its owner, at the latest."""
         self._codes: set[CodeType] = set()
+        self._given: int = getattr(dynamo_config, LIMIT)
+        self._limit = MOST_GRAPHS
         with _lock:
-            if not _claims:
-                _before.update((n, getattr(dynamo_config, n)) for n in (LIMIT, TOTAL_LIMIT))
-                _lift(LIMIT, MOST_GRAPHS)
-                _lift(TOTAL_LIMIT, NO_LIMIT)
             _claims.append(self._codes)
         # The garbage collector may run while Dynamo is at work in that code, so code stays then.
         self._forget = weakref.finalize(owner, _end, self._codes)
         self._forget.atexit = False
+
+    def within(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call in which Dynamo's limits are high. Each thread has its own limits."""
+
+        def lifted(*args: Any, **kwargs: Any) -> Any:
+            with dynamo_config.patch({LIMIT: self._limit, TOTAL_LIMIT: NO_LIMIT}):
+                return call(*args, **kwargs)
+
+        return lifted
 
     def add(self, code: CodeType) -> None:
         """Add a code object; if Dynamo has given it up, it makes graphs of it again."""
@@ -66,17 +70,13 @@ class CodeClaim:
             return
         self._codes.add(code)
         num_graphs = len(_debug_get_cache_entry_list(code))
-        if getattr(dynamo_config, LIMIT) == _raised.get(LIMIT):  # else the user has set another
-            _lift(LIMIT, num_graphs + MOST_GRAPHS)
-        if num_graphs >= _before[LIMIT]:
+        self._limit = max(self._limit, num_graphs + MOST_GRAPHS)
+        if num_graphs >= self._given:
             makes_graphs = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
             set_code_exec_strategy(code, makes_graphs)
 
     def close(self) -> None:
-        """Take all graphs out of the code that no other attached model has graphs of.
-
-        The last claim restores the limits.
-        """
+        """Take all graphs out of the code that no other attached model has graphs of."""
         with _lock:
             if self._forget() is None:
                 return  # it has ended before
@@ -85,19 +85,10 @@ class CodeClaim:
                 reset_code(code)
 
 
-def _lift(name: str, limit: int) -> None:
-    _raised[name] = max(limit, getattr(dynamo_config, name))
-    setattr(dynamo_config, name, _raised[name])
-
-
 def _end(codes: set[CodeType]) -> set[CodeType]:
     """End a claim; its code stays as it is."""
     with _lock:
         at = next(i for i, claimed in enumerate(_claims) if claimed is codes)
         del _claims[at]
         _left.update(codes)
-        if not _claims:
-            for name, limit in _before.items():
-                if getattr(dynamo_config, name) == _raised[name]:
-                    setattr(dynamo_config, name, limit)
     return codes

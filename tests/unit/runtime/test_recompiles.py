@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType
 
@@ -64,24 +65,18 @@ def compiled(call: Callable[..., torch.Tensor], times: int) -> list[int]:
     return made
 
 
-def test_limits_are_high_while_a_model_is_attached() -> None:
-    owners = [Owner() for _ in range(2)]
-    claims = [CodeClaim(owner) for owner in owners]
-    assert limits() == [MOST_GRAPHS, NO_LIMIT]
-    claims[0].close()
-    claims[0].close()
-    assert limits() == [MOST_GRAPHS, NO_LIMIT]  # the other one is still attached
-    claims[1].close()
-    assert limits() == [2, 100]
-
-
-def test_a_limit_that_is_set_meanwhile_stays() -> None:
-    owner = Owner()
+def test_limits_are_high_in_calls_of_an_attached_model_in_any_thread() -> None:
+    owner, seen = Owner(), []
     claim = CodeClaim(owner)
-    dynamo_config.recompile_limit = 7
-    claim.add(code_of(function()))
+    call = claim.within(lambda: seen.append(limits()))
+    other = threading.Thread(target=call)
+    other.start()
+    other.join()
+    call()
+    assert seen == 2 * [[MOST_GRAPHS, NO_LIMIT]]
+    assert limits() == [2, 100]
     claim.close()
-    assert limits() == [7, 100]
+    claim.close()
 
 
 def test_each_model_may_have_a_number_of_graphs_beside_those_that_are_there(
@@ -93,10 +88,9 @@ def test_each_model_may_have_a_number_of_graphs_beside_those_that_are_there(
     for owner in owners:
         claims.append(CodeClaim(owner))
         claims[-1].add(code_of(add))
-        assert compiled(add, 5) == [0, 1, 2]
+        assert claims[-1].within(compiled)(add, 5) == [0, 1, 2]
     for claim in claims:
         claim.close()
-    assert limits() == [2, 100]
 
 
 def test_graphs_go_with_the_last_model_that_has_some() -> None:
@@ -104,7 +98,7 @@ def test_graphs_go_with_the_last_model_that_has_some() -> None:
     claims = [CodeClaim(owner) for owner in owners]
     for claim in claims:
         claim.add(code_of(add))
-    assert compiled(add, 3) == [0, 1, 2]
+    assert claims[0].within(compiled)(add, 3) == [0, 1, 2]
     claims[0].close()
     assert len(graphs_of(code_of(add))) == 3
     claims[1].close()
@@ -125,7 +119,7 @@ def test_code_that_dynamo_gave_up_makes_graphs_again() -> None:
     claim = CodeClaim(owner)
     assert compiled(add, 1) == []
     claim.add(code_of(add))
-    assert compiled(add, 1) == [0]
+    assert claim.within(compiled)(add, 1) == [0]
     claim.close()
 
 
@@ -134,18 +128,17 @@ def test_code_that_is_to_be_skipped_stays_so() -> None:
     torch._dynamo.eval_frame.skip_code(code_of(add))
     claim = CodeClaim(owner)
     claim.add(code_of(add))
-    assert compiled(add, 1) == []
+    assert claim.within(compiled)(add, 1) == []
     claim.close()
 
 
-def test_a_model_that_is_forgotten_leaves_no_limit_lifted() -> None:
-    """Its graphs go later: the collector may run while Dynamo is at work in that code."""
+def test_graphs_of_a_model_that_is_forgotten_go_later() -> None:
+    """The collector may run while Dynamo is at work in that code."""
     add, owner = function(), Owner()
     CodeClaim(owner).add(code_of(add))
     compiled(add, 1)
     del owner
     gc.collect()
-    assert limits() == [2, 100]
     assert len(graphs_of(code_of(add))) == 1
     other = Owner()
     CodeClaim(other).close()
