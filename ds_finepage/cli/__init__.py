@@ -22,7 +22,8 @@ import ds_finepage
 from ds_finepage.errors import FinepageError
 
 PROGRAM = "ds-finepage"
-COMMANDS = ("demo", "compare", "plan", "check", "curve", "grid", "probe", "report", "trace")
+ON_PLANS = ("check", "curve", "grid", "probe", "report", "trace")
+COMMANDS = ("demo", "serve", "chat", "compare", "plan", *ON_PLANS)
 INTERRUPTED, TERMINATED = 130, 143
 """Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
 

@@ -24,7 +24,7 @@ import torch
 
 from ds_finepage.errors import CaptureError, TaskMismatchError
 from ds_finepage.execution.device import Accelerator, Device, device_of, fork_rng
-from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.execution.meter import DeviceMeter, begin_in_main_thread
 from ds_finepage.execution.ops import (
     BoundTask,
     bind,
@@ -117,6 +117,7 @@ class OpMeter:
         self._device, self._num_streams = device_of(device), num_streams
         self._costs: dict[Any, OpCost] = {}
         self.library_bytes = 0
+        begin_in_main_thread()
 
     def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
         """Tell whether every op of a graph has been measured, except those without room."""

@@ -8,6 +8,7 @@ statistics of torch's allocator.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,19 @@ from ds_finepage._compat.torch import _enable_record_function, _profiler_enabled
 from ds_finepage.execution.device import Accelerator, device_of
 
 _running: ContextVar[DeviceMeter | None] = ContextVar("finepage_meter", default=None)
+
+
+def begin_in_main_thread() -> None:
+    """Let torch's profiler begin here: if another thread is the first, Kineto says so on stderr."""
+    if threading.current_thread() is threading.main_thread() and not _profiler_enabled():
+        with _profile():
+            pass
+
+
+def _profile(*, profile_memory: bool = False) -> profile:
+    # Kineto announces every start and stop on stderr at lower levels.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    return profile(use_kineto=False, profile_memory=profile_memory)
 
 
 class DeviceMeter:
@@ -67,9 +81,7 @@ class DeviceMeter:
         if isinstance(self._device, Accelerator):
             self._device.reset_peak()
             return
-        # Kineto announces every start and stop on stderr at lower levels.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self._profiler = profile(use_kineto=False, profile_memory=True)
+        self._profiler = _profile(profile_memory=True)
         self._profiler.__enter__()
         # Allocations are all that is wanted. And a region that is entered under one profile and
         # left under the next, as in free_profiler, would be written to where it no longer is.

@@ -6,6 +6,7 @@ vocabulary, no weight that is much larger than the others, and as few layers as 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -133,6 +134,14 @@ def make_model(
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
+
+
+def opposite(model: Any) -> Any:
+    """Make a draft that is never right."""
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        draft.lm_head.weight.neg_()
+    return draft
 
 
 def token_ids(length: int, *, batch: int = 1, seed: int = 1) -> torch.Tensor:

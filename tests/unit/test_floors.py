@@ -33,6 +33,7 @@ FLOORS = {
     "drafted": 7,
     "api": 8,
     "integrations.deepspeed": 9,
+    "serving": 9,
     "compare": 10,
     "run": 11,
     "cli": 11,

@@ -1,0 +1,123 @@
+"""Serve a model by an OpenAI-compatible endpoint, under a device budget.
+
+The endpoint is transformers' own: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models
+and /health. /metrics has the counters, in the text format of Prometheus. Before the weights are
+read, the command says what the budget buys. It is ready when prompts of all lengths are planned.
+
+Exit status: 0; 2 for a model or an option that cannot be used, or a budget without room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ds_finepage.cli import options, output
+from ds_finepage.config import DeviceBudget
+from ds_finepage.errors import CaptureError, ConfigError
+from ds_finepage.graph.packed import PACKED_FORMS
+
+LOCAL = "localhost"
+
+INSTALL = "pip install 'ds_finepage[serve]'"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_served(parser)
+    parser.add_argument("--host", default=LOCAL, help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at (%(default)s)")
+
+
+def add_served(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the model and its budget."""
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the hub")
+    options.add_budget(parser)
+    parser.add_argument("--weights", choices=PACKED_FORMS, help="as finepage.weights")
+    parser.add_argument("--draft", default="off", help='as finepage.draft: "stand-in", or a folder')
+    parser.add_argument("--device", help="where to compute; by default the accelerator")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM."""
+    with listen(arguments.host, arguments.port) as listening:
+        serve(arguments, listening, lambda server: server.run(sockets=[listening]))
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take a port, before anything is loaded; clients wait there until the endpoint is ready.
+
+    Raises:
+        ConfigError: It cannot be taken.
+    """
+    if not 0 <= port < 1 << 16:  # getaddrinfo() takes larger numbers too
+        raise ConfigError(f"serve: --port {port} is no port. Name one from 0 to {(1 << 16) - 1}.")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"serve: cannot listen at {host}, port {port}: {error}. Name another one with --port."
+        ) from None
+    if not ipaddress.ip_address(found.getsockname()[0]).is_loopback:
+        options.note(f"the endpoint listens at {host}, so other machines can reach it")
+    return found
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the address of the endpoint."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def serve(
+    arguments: argparse.Namespace, listening: socket.socket, go: Callable[[Any], None]
+) -> None:
+    """Load a model, say what its budget buys, plan, and answer requests.
+
+    Args:
+        arguments: The options.
+        listening: Has the address.
+        go: Runs the server.
+
+    Raises:
+        FinepageError: A package is missing, or the model or its budget cannot be used.
+    """
+    budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
+    try:
+        from ds_finepage.serving import endpoint
+    except ImportError as error:
+        raise ConfigError(f"serve: {error.name} is missing. Install it: {INSTALL}") from None
+    from transformers.utils import logging
+
+    from ds_finepage.api import PROBE_SCRATCH_BYTES
+    from ds_finepage.execution.device import default_device, require_device
+    from ds_finepage.execution.probe import probe
+    from ds_finepage.serving.worth import context_of, worth_of
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    name = arguments.device
+    device = default_device() if name is None else require_device(name, option="--device")
+    profile = probe(device, scratch_bytes=PROBE_SCRATCH_BYTES)
+    given: dict[str, Any] = {"weights": arguments.weights} if arguments.weights else {}
+    figures: dict[str, Any] = {}
+    longest: int | None = None
+    try:
+        figures, longest = worth_of(arguments.model, budget, profile, **given)
+    except CaptureError as error:
+        options.note(f"nothing is predicted: {error}")
+    output.show_figures(f"{arguments.model} on {device}, predicted", figures)
+    given |= {"device_budget": arguments.device_budget, "draft": arguments.draft}
+    served = endpoint.AttachedModel(arguments.model, device=device, profile=profile, **given)
+    generations = endpoint.Generations(longest or context_of(served.model.config))
+    for length in endpoint.warm_up(served, generations):
+        print(f"planned: prompts of up to {length} tokens", flush=True)
+    server = endpoint.Server(endpoint.app_of(served, generations), generations)
+    print(f"ready: {url_of(listening)}/v1", flush=True)
+    go(server)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint for one attached model: transformers' own serving stack."""

@@ -1,0 +1,110 @@
+"""Predicts what an endpoint can do under a budget, from the config of its model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ds_finepage.capture.models import positions_of
+from ds_finepage.config import DeviceBudget
+from ds_finepage.drafted import TYPICAL_LENGTH
+from ds_finepage.errors import ConfigError
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.planning.budget import budget_on
+from ds_finepage.whatif import capture_model, forms_of, plan_captured
+
+USUAL_POSITIONS = 4096
+"""The longest context of a model that does not say how many positions it has."""
+
+LEAST_CONTEXT = 16
+
+NUM_TRIES = 4
+"""Prompts that are captured in order to find the longest one that has room."""
+
+
+def worth_of(
+    model: str, budget: DeviceBudget, profile: HardwareProfile, **form: Any
+) -> tuple[dict[str, Any], int]:
+    """Plan a model under a budget, before its weights are read.
+
+    Args:
+        model: A folder, or a name that transformers knows.
+        budget: The limit on all device bytes.
+        profile: The machine.
+        **form: The form of the weights, as :func:`ds_finepage.whatif.capture_model` takes it: those
+            that are not packed have the dtype of the config.
+
+    Returns:
+        Figures by name, those of sizes end with ``_bytes``; and the tokens of the longest context.
+
+    Raises:
+        ConfigError: The model cannot be read.
+        CaptureError: It cannot be captured from its config.
+        PlanInfeasibleError: A step, or a short prompt, has no room.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"serve: {model!r} cannot be read: {error}") from None
+    dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    positions = context_of(config)
+    seq = min(positions, TYPICAL_LENGTH)
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        capture = partial(capture_model, folder, profile=profile, dtype=dtype, **form)
+
+        def least_bytes(seq: int) -> int:
+            prompt = capture(phase="prefill", batch=1, seq=seq)
+            forms = forms_of(prompt, policy="finepage", split=True)
+            return min(needs.min_budget_bytes for _, needs in forms)
+
+        captured = capture(phase="decode", batch=1, seq=seq)
+        budget_bytes = budget_on(budget, captured.graph.weight_bytes, profile)
+        plan = partial(plan_captured, budget_bytes=budget_bytes, profile=profile)
+        step = plan(captured).figures
+        plan(capture(phase="prefill", batch=1, seq=LEAST_CONTEXT))  # refuses what has no room
+        longest = longest_context(least_bytes, positions, budget_bytes)
+    figures = {
+        "budget_bytes": budget_bytes,
+        "weights_bytes": step.weight_bytes,
+        "weights that stay on the device_bytes": step.entry_reloaded_bytes - step.reloaded_bytes,
+        f"copied for a step behind {seq} tokens_bytes": step.reloaded_bytes,
+        "tokens a second, of all clients together": f"{step.tokens_per_s:.2f}",
+        "longest context, tokens": longest,
+    }
+    return figures, longest
+
+
+def context_of(config: Any) -> int:
+    """Return the most tokens that a model takes, whatever the budget."""
+    return positions_of(config) or USUAL_POSITIONS
+
+
+def longest_context(least_bytes: Callable[[int], int], positions: int, budget_bytes: int) -> int:
+    """Return the most tokens of a prompt that has room.
+
+    The bytes grow with the tokens almost in proportion, so a straight line finds the end soon.
+
+    Args:
+        least_bytes: The least budget for a prompt of so many tokens.
+        positions: The most tokens that the model takes.
+        budget_bytes: The budget, which has room for ``LEAST_CONTEXT``.
+    """
+    low, high = min(LEAST_CONTEXT, positions), positions
+    fits, exceeds = least_bytes(low), least_bytes(high)
+    if exceeds <= budget_bytes:
+        return high
+    for _ in range(NUM_TRIES):
+        share = (budget_bytes - fits) / (exceeds - fits)
+        middle = min(max(low + 1, low + int(share * (high - low))), high - 1)
+        found = least_bytes(middle)
+        if found <= budget_bytes:
+            low, fits = middle, found
+        else:
+            high, exceeds = middle, found
+    return low
