@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -180,22 +179,21 @@ def layers_to_share(
         PlanInfeasibleError: The budget has no room for the copies.
     """
     copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
-    _, logits_bytes = drafting.longest_draft(vocabulary, budget_bytes)
-    fewest_bytes = STREAM_MATRICES * largest_bytes
-    stream_bytes = max(int(STREAM_SHARE * budget_bytes), fewest_bytes)
     least = other_bytes + sum(copies.values())
-    room = budget_bytes - stream_bytes - logits_bytes - least
+
+    def bytes_beside(budget_bytes: int) -> int:
+        _, logits_bytes = drafting.longest_draft(vocabulary, budget_bytes)
+        stream_bytes = max(int(STREAM_SHARE * budget_bytes), STREAM_MATRICES * largest_bytes)
+        return stream_bytes + logits_bytes
+
+    room = budget_bytes - bytes_beside(budget_bytes) - least
     if room < 0:
-        _, fewest_logits_bytes = drafting.longest_draft(vocabulary, 0)
-        stream = ((STREAM_SHARE, 0), (0.0, fewest_bytes))  # a share, or bytes where those are more
-        logits = ((1 / drafting.LOGITS_SHARE, 0), (0.0, fewest_logits_bytes))
-        need = 1 + max(
-            int((least + a_bytes + b_bytes) / (1 - a - b))
-            for (a, a_bytes), (b, b_bytes) in product(stream, logits)
-        )
+        need = budget_bytes
+        while need < (found := least + bytes_beside(need)):
+            need = found
         raise PlanInfeasibleError(
             f"a stand-in of {form.name} takes {format_bytes(least)} and leaves "
-            f"{format_bytes(stream_bytes + logits_bytes)} to the model; device_budget is "
+            f"{format_bytes(bytes_beside(budget_bytes))} to the model; device_budget is "
             f"{budget_bytes} bytes. Raise finepage.device_budget to >= {need}, or leave out "
             f"finepage.draft.",
             need,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.autograd.profiler import profile
@@ -103,3 +106,26 @@ def test_the_meter_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
         kept = block()
     del kept
     assert capfd.readouterr() == ("", "")
+
+
+IN_ANOTHER_THREAD = """
+import threading, torch
+from ds_finepage.execution.measure import OpMeter
+from ds_finepage.execution.meter import DeviceMeter
+
+OpMeter(torch.device("cpu"))
+
+def measure():
+    with DeviceMeter(torch.device("cpu")):
+        torch.ones(3)
+
+thread = threading.Thread(target=measure)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_meter_in_another_thread_prints_nothing() -> None:
+    command = [sys.executable, "-c", IN_ANOTHER_THREAD]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line for line in said.stderr.splitlines() if "callback" in line] == []
