@@ -48,7 +48,7 @@ class CodeClaim:
         """Claim nothing yet; the claim ends with its owner, at the latest."""
         self._codes: set[CodeType] = set()
         self._given: int = getattr(dynamo_config, LIMIT)
-        self._limit = MOST_GRAPHS
+        self._limit = max(self._given, MOST_GRAPHS)
         with _lock:
             _claims.append(self._codes)
         # The garbage collector may run while Dynamo is at work in that code, so code stays then.

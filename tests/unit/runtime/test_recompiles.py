@@ -77,6 +77,9 @@ def test_limits_are_high_in_calls_of_an_attached_model_in_any_thread() -> None:
     assert limits() == [2, 100]
     claim.close()
     claim.close()
+    with dynamo_config.patch(recompile_limit=1000):
+        CodeClaim(owner).within(lambda: seen.append(limits()))()
+    assert seen[-1] == [1000, NO_LIMIT]  # the user's own
 
 
 def test_each_model_may_have_a_number_of_graphs_beside_those_that_are_there(
