@@ -121,3 +121,4 @@ def serve(
     server = endpoint.Server(endpoint.app_of(served, generations), generations)
     print(f"ready: {url_of(listening)}/v1", flush=True)
     go(server)
+    served.handle.detach()

@@ -76,6 +76,7 @@ def test_ranks_that_differ_before_a_pass_go_on_afterwards(ranks: list[dict[str, 
         assert found["other lengths"].startswith("RankError: The ranks differ in shapes of inputs:")
         assert "rank 0 has '2x7" in found["other lengths"]
         assert "rank 1 has '2x8" in found["other lengths"]
-        assert found["no room"].startswith("RankError: The ranks differ in the next step: ")
+        assert found["no room"].startswith("PlanInfeasibleError: ")
         assert (found["in step before"], found["in step"]) == ("", "")
         assert "cannot run without a plan on 2 ranks" in found["without a plan"]
+    assert ranks[0]["out of step"]["no room"].startswith("PlanInfeasibleError: Rank 1 failed: ")

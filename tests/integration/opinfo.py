@@ -172,6 +172,7 @@ def try_sample(op: Callable[..., Any], sample: Any, outcome: Outcome) -> None:
             if is_least:
                 handle.replan(budget_bytes=handle.stats.min_budget_bytes)
             torch.manual_seed(SEED)  # random ops draw the same numbers
+            found = ()  # results that are held need room
             found = run(*args)
             if len(found) != len(plain) or not all(map(same, found, plain)):
                 outcome.faults.append("another result than in eager PyTorch")
