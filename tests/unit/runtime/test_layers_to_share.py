@@ -36,3 +36,15 @@ def test_the_budget_that_a_refusal_names_is_enough(
     with pytest.raises(PlanInfeasibleError):
         share(budget_bytes=need * 9 // 10)
     assert len(share(budget_bytes=3 * need)) > 1
+
+
+def test_a_larger_table_of_logits_needs_a_larger_budget() -> None:
+    needs = []
+    for vocabulary in (10, 20_000):
+        given = {"itemsize": 2, "other_bytes": 0, "largest_bytes": 4_000}
+        with pytest.raises(PlanInfeasibleError) as caught:
+            layers_to_share(
+                {"layer": 400_000}, FORM, **given, vocabulary=vocabulary, budget_bytes=1_000
+            )
+        needs.append(caught.value.min_budget_bytes or 0)
+    assert needs[0] < needs[1]
